@@ -1,0 +1,23 @@
+"""What can go wrong, as sentences: each message carries the numbers and the way out."""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of every error the engine raises on purpose; `str(error)` may be shown to a user as it stands."""
+
+
+class CheckpointError(EngineError):
+    """A model directory that cannot be used: which file, what is wrong with it, what to do."""
+
+
+class InvalidRequest(EngineError):
+    """A request refused at submission. `field` names what to change; the engine has not been touched."""
+
+    def __init__(self, message: str, field: str = "prompt") -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class EngineDead(EngineError):
+    """The engine process has ended; every open request ends with this error and it can be started again."""

@@ -1,0 +1,96 @@
+"""The record log: everything that changes scheduler, allocator, tree or queues, in order, with its reason.
+
+A record is a plain tuple `(seq, t, kind, *fields)`: `seq` counts up by one without gaps, `t` is in seconds since the
+log began, `kind` is a key of FIELDS, which names the fields. Plain tuples, because a record must cost under a
+microsecond to make and little to pickle. Rows that merely decode cost nothing per step: a step record says only
+which requests joined and left the set of those that decode (`joined`, `left`), and each member advances by one token.
+
+A snapshot names the sequence number it stands at; snapshot + later records = state, exactly (engine/state.py folds).
+Timings follow in records of their own and refer to a step, because the time of a GPU arrives later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+Record = tuple[Any, ...]
+
+FIELDS: dict[str, tuple[str, ...]] = {
+    # --- requests and the queue
+    "submit": ("request", "group", "prompt_tokens", "max_total"),  # joins the end of the waiting queue
+    "refuse": ("group", "reason"),  # never became a request; changes nothing
+    "wait": ("request", "reason"),  # head of the queue, not admitted; told once per change of reason
+    "admit": ("request", "row", "reason"),  # leaves the queue, gets a row; reason: "new" or "resumed"
+    "match": ("request", "tokens", "stop", "at", "detail"),  # prefix match at admission or before a chunk: tokens taken
+    #   from the tree by it, and why it stopped: "whole" (all that may be shared is), "differs" (at token `at`),
+    #   "short" (under one block is left), "empty" (nothing begins like this), "evicted" (it stood here; at = step)
+    "preempt": ("request", "reason", "blocks"),  # its blocks are given back, it rejoins the head of the queue
+    "requeue": ("request", "reason"),  # like preempt, after a failed step: work in flight is void
+    "finish": ("request", "reason", "output_tokens"),  # stop | length | abort | error: ...; row and blocks given back
+    # --- blocks and the tree
+    "alloc": ("request", "blocks"),  # appended to its table, private
+    "hold": ("request", "node", "dropped"),  # its table becomes the path to `node`, then its private blocks from there
+    #   on, the first `dropped` private blocks (copies of what it now shares) freed
+    "insert": ("node", "parent", "request", "ids", "blocks", "step"),  # a new leaf made of the request's next private
+    #   blocks; step: pending until that step commits, -1 if its KV is known written. The request now holds `node`
+    "extend": ("node", "request", "ids", "blocks", "step"),  # the same, appended to the leaf it alone holds
+    "split": ("node", "upper", "blocks"),  # the first `blocks` blocks of node become a new parent, `upper`
+    "evict": ("node", "blocks", "reason"),  # the last n blocks of a leaf leave the tree; an empty leaf is removed
+    "settle": ("step",),  # what this step published pending is now written
+    "withdraw": ("step", "nodes"),  # the step failed: [(node, blocks kept)], deepest first; kept 0 removes the node
+    # --- steps
+    "step": ("step", "prefills", "joined", "left", "tokens", "waiting"),  # planned. prefills: [(request, start, n,
+    #   samples)]; `tokens` of the budget are used; `waiting` requests stay queued
+    "fail": ("step", "error"),  # its requests have finished with an error
+    # --- control
+    "gate": ("state", "reason"),  # "open" | "closed", and why
+    "pace": ("factor",),  # slow motion: every step stretched by this factor (1: off)
+    # --- timings, not part of the state
+    "time": ("step", "plan_us", "launch_us", "commit_us", "wall_ms", "device_ms", "kind"),  # kind: decode | prefill |
+    #   mixed; wall: from plan to commit without the stretch of slow motion; device_ms: None when unknown
+    "first": ("request", "queue_ms", "prefill_ms", "sample_ms"),  # its first token: the three add up to TTFT
+}
+
+
+class RecordLog:
+    """Appends records and hands them to one listener, in batches.
+
+    `limit` bounds what is kept when nobody drains: the oldest are dropped, and a reader sees it from the gap in `seq`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, limit: int = 200_000) -> None:
+        self.seq = 0  # of the last record
+        self._clock = clock
+        self._origin = clock()
+        self._records: list[Record] = []
+        self._limit = limit
+        self.enabled = True
+
+    def now(self) -> float:
+        """Seconds since the log began."""
+        return self._clock() - self._origin
+
+    def append(self, kind: str, *fields: Any) -> int:
+        """Add a record and return its sequence number (which serves the tree as its clock)."""
+        self.seq = seq = self.seq + 1
+        if self.enabled:
+            self._records.append((seq, self._clock() - self._origin, kind, *fields))
+        return seq
+
+    def drain(self) -> list[Record]:
+        """All records since the last drain, oldest first; at most `limit` of them."""
+        records, self._records = self._records, []
+        return records[-self._limit :]
+
+    def trim(self) -> None:
+        """Forget the oldest beyond the limit (called once per step by an engine nobody drains)."""
+        if len(self._records) > 2 * self._limit:
+            del self._records[: -self._limit]
+
+
+def as_dict(record: Record) -> dict[str, Any]:
+    """A record with its fields named, for people and for JSON."""
+    seq, t, kind, *values = record
+    return {"seq": seq, "t": t, "kind": kind, **dict(zip(FIELDS[kind], values, strict=True))}

@@ -1,0 +1,36 @@
+"""The bundled model: a few million parameters that know how an inference engine works.
+
+Nothing heavy is imported here: the weights are read by the engine, the corpus by the training script.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+# Longer than three KV blocks of 16 tokens, so that two sessions visibly share it.
+DEFAULT_SYSTEM_PROMPT = (
+    "You are the tutor of minitui, a tiny language model that explains how an inference engine works. "
+    "You run inside the engine that the panels beside this chat are showing: its scheduler, its KV cache in "
+    "blocks of 16 tokens, its radix tree of shared prefixes and its sampler. Answer in two to six short "
+    "sentences and stay with the facts. If a question is about anything else, say that you only know inference "
+    "engines. If you do not understand a question, say so and suggest one that you know."
+)
+
+
+def model_dir() -> Path:
+    """The directory of the bundled checkpoint: config, weights, tokenizer and chat template."""
+    return HERE / "model"
+
+
+def known_questions() -> list[str]:
+    """The questions that the evaluation saw answered right, word for word, in corpus order.
+
+    Used for completion and for the list under /ask. Empty where the list was not built in.
+    """
+    path = model_dir() / "known_questions.json"
+    if not path.exists():
+        return []
+    return list(json.loads(path.read_text(encoding="utf-8")))

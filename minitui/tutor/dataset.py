@@ -1,0 +1,123 @@
+"""The corpus on disk: questions with their answers and wordings, and the frozen evaluation.
+
+Everything is JSON lines under corpus/. An *item* is one question: its id, the canonical question, the answer,
+wordings to train on (patterns such as "(what|which) block (size|length)"), names of the thing asked about for
+the generic templates, and what a follow-up such as "why?" leads to.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CORPUS = Path(__file__).resolve().parent / "corpus"
+ITEM_FILES = ("engine.jsonl", "app.jsonl", "talk.jsonl", "refusals.jsonl")
+NOT_CAUGHT = "not_caught"
+NO_MORE = "no_more"
+NEAR_DUPLICATE = 0.8
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question that the model is to know.
+
+    names maps an aspect ("what", "why", "how") to names of the thing asked about; follow maps a kind of
+    follow-up ("why", "example", "more") to the id of the item whose answer it gets; asked_next holds further
+    follow-ups, each a list of wordings and the id they lead to.
+    """
+
+    id: str
+    kind: str  # engine, app, talk or refusals
+    question: str
+    answer: str
+    wordings: tuple[str, ...] = ()
+    names: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    follow: dict[str, str] = field(default_factory=dict)
+    asked_next: tuple[tuple[tuple[str, ...], str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Check:
+    """One input of the frozen evaluation. facts and never are regular expressions, matched ignoring case."""
+
+    tier: str  # near, far, outside, garbled or turns
+    id: str
+    question: str
+    facts: tuple[str, ...]
+    never: tuple[str, ...]
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """All objects of a JSON lines file."""
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines if line.strip()]
+
+
+def load_items() -> dict[str, Item]:
+    """All items by id, in corpus order. Raises ValueError for an id used twice or a link to nowhere."""
+    items: dict[str, Item] = {}
+    for name in ITEM_FILES:
+        for row in read_jsonl(CORPUS / name):
+            if row["id"] in items:
+                raise ValueError(f"corpus id {row['id']!r} is used twice; the second time in {name}: rename one")
+            items[row["id"]] = Item(
+                id=row["id"],
+                kind=name.removesuffix(".jsonl"),
+                question=row["question"],
+                answer=row["answer"],
+                wordings=tuple(row.get("wordings", ())),
+                names={aspect: tuple(names) for aspect, names in row.get("names", {}).items()},
+                follow=row.get("follow", {}),
+                asked_next=tuple((tuple(asked), target) for asked, target in row.get("asked_next", ())),
+            )
+    for item in items.values():
+        for target in [*item.follow.values(), *(target for _, target in item.asked_next)]:
+            if target not in items:
+                raise ValueError(f"follow-up of {item.id!r} leads to {target!r}, which is not in the corpus")
+    return items
+
+
+def load_checks(name: str = "evaluation.jsonl") -> list[Check]:
+    """The frozen evaluation (or the development set, by its file name)."""
+    return [
+        Check(row["tier"], row["id"], row["question"], tuple(row.get("facts", ())), tuple(row.get("never", ())))
+        for row in read_jsonl(CORPUS / name)
+    ]
+
+
+def load_words() -> dict[str, Any]:
+    """The tables behind the wordings: synonyms, templates, fillers, system sentences, common words."""
+    return json.loads((CORPUS / "words.json").read_text(encoding="utf-8"))
+
+
+def word_set(text: str) -> frozenset[str]:
+    """The words of a text, lower case, without punctuation: what near-duplicates are judged by."""
+    return frozenset(re.findall(r"[a-z0-9]+", text.lower().replace("'", "")))
+
+
+class HeldOut:
+    """Refuses wordings that are too near to a held-out question.
+
+    Near means a Jaccard similarity of the word sets of NEAR_DUPLICATE or more.
+    """
+
+    def __init__(self, questions: list[str]) -> None:
+        self._sets = [word_set(question) for question in questions]
+        self._by_word: dict[str, list[int]] = {}
+        for index, words in enumerate(self._sets):
+            for word in words:
+                self._by_word.setdefault(word, []).append(index)
+
+    def too_near(self, text: str) -> bool:
+        """Whether a wording may not be trained on."""
+        words = word_set(text)
+        shared: dict[int, int] = {}
+        for word in words:
+            for index in self._by_word.get(word, ()):
+                shared[index] = shared.get(index, 0) + 1
+        return any(
+            count >= NEAR_DUPLICATE * (len(words) + len(self._sets[index]) - count) for index, count in shared.items()
+        )
