@@ -1,0 +1,29 @@
+"""What the model sees of a step: tokens, positions and where their keys and values lie. Never a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True)
+class ForwardMeta:
+    """The shape of one forward pass over T tokens of n sequences, laid end to end.
+
+    Sequences that decode (exactly one token each) come first, `num_decodes` of them; then those that prefill a chunk.
+    Token i of a sequence attends to that sequence's keys 0 … seq_len − q_len + i, all of which are in the cache
+    once this layer has stored its own: every layer writes the keys and values of all T tokens before it attends.
+
+    Padding (of the block table, or of a batch filled up to a graph's size) points at block 0, the null block.
+    """
+
+    positions: torch.Tensor  # int64 [T]     absolute position of each token in its sequence
+    slot_mapping: torch.Tensor  # int64 [T]  where its key and value go: block · block_size + offset
+    cu_seqlens_q: torch.Tensor  # int32 [n + 1]  sequence i owns the tokens [cu[i], cu[i + 1])
+    seq_lens: torch.Tensor  # int32 [n]      keys of each sequence, this step's tokens included
+    block_table: torch.Tensor  # int32 [n, max_blocks]  physical block of each sequence's i-th block
+    max_q_len: int  # the longest of the n chunks
+    max_seq_len: int  # the largest of seq_lens
+    num_decodes: int
+    logit_rows: torch.Tensor | None  # int64 [s]  tokens whose logits are wanted, ascending; None: all T, in order

@@ -1,0 +1,81 @@
+"""The decoder's small operations in plain torch: the specification of the fused kernels, and what a CPU runs.
+
+The decoder calls `ops.<name>` for everything that is neither a matrix product nor attention, so a module with the
+same five functions replaces them all at one place (Decoder's argument `ops`).
+
+Shapes: T tokens, hidden size H, Hq query heads, Hkv key/value heads, head dimension D, intermediate size I.
+Activations are in the model's dtype, float64, float32, bfloat16 or float16; what is said to be fp32 below is float64
+in a float64 model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., H], weight [H] -> [..., H]: normalised in fp32, cast back to x.dtype, then multiplied by the weight.
+
+    The order of cast and multiplication is that of transformers: in bfloat16 it is visible.
+    """
+    if x.dtype in (torch.float32, torch.float64):  # no cast: the library's own, which is one call
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return weight * F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """residual [T, H] += x [T, H], in place and rounded to its dtype; returns rms_norm(residual) [T, H]."""
+    residual.add_(x)
+    return rms_norm(residual, weight, eps)
+
+
+def rope_rows(table: torch.Tensor, positions: torch.Tensor) -> Any:
+    """Whatever `qk_norm_rope_store` wants to know of the positions; made once per step, used by every layer.
+
+    table [max_positions, D] fp32: row p is cos(p·f_0 … p·f_(D/2−1)) followed by the sines; positions int64 [T].
+    Here: (cos, sin) [T, 1, 2, D/2], the sine of the first half negated, so that rotating is x·cos + swapped(x)·sin.
+    """
+    cos, sin = table[positions].view(len(positions), 1, 2, -1).unbind(2)
+    return torch.stack((cos, cos), 2), torch.stack((-sin, sin), 2)
+
+
+def qk_norm_rope_store(
+    qkv: torch.Tensor,
+    qk_weight: torch.Tensor | None,
+    eps: float,
+    rope: Any,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """Norm and rotate queries and keys; write keys and values to the cache; return the queries [T, Hq, D].
+
+    qkv            [T, (Hq + 2·Hkv)·D], heads in the order q, k, v; may be overwritten
+    qk_weight      [Hq + Hkv, D] RMSNorm weight of each query and key head (before rotation); None: no norm
+    rope           what rope_rows returned for this step's positions
+    k_cache        [num_blocks, block_size, Hkv, D], contiguous, the model's dtype; v_cache the same
+    slot_mapping   int64 [T]: token t goes to cache.view(-1, Hkv, D)[slot]. Several tokens may name slot 0 (padding)
+
+    Rotation is half-split: pairs (x_i, x_(i + D/2)), computed in fp32 and rounded once.
+    """
+    tokens, (kv_heads, dim) = len(qkv), k_cache.shape[2:]
+    heads = qkv.view(tokens, -1, dim)
+    qk, v = heads[:, :-kv_heads], heads[:, -kv_heads:]
+    if qk_weight is not None:
+        wide = qk if qk.dtype in (torch.float32, torch.float64) else qk.float()
+        qk = F.rms_norm(wide, (dim,), None, eps).to(qk.dtype) * qk_weight
+    cos, sin = rope
+    halves = qk.unflatten(-1, (2, dim // 2))
+    rotated = torch.addcmul(halves * cos, halves.flip(2), sin).to(qkv.dtype).flatten(2)
+    k_cache.view(-1, kv_heads, dim).index_copy_(0, slot_mapping, rotated[:, -kv_heads:])
+    v_cache.view(-1, kv_heads, dim).index_copy_(0, slot_mapping, v)
+    return rotated[:, :-kv_heads]
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [T, 2·I], gate before up; may be overwritten -> silu(gate) · up [T, I]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
