@@ -1,0 +1,371 @@
+"""The two configurations: ModelConfig, read from a checkpoint's config.json, and EngineConfig, what the user chose."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.errors import CheckpointError, EngineError
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """In what the supported architectures differ, as far as config.json does not say it."""
+
+    qkv_bias: bool | None = False  # None: as the field attention_bias says, and then on the output projection too
+    qk_norm: bool = False
+    mlp_bias: bool = False  # True: as the field mlp_bias says
+    head_dim: int | None = None  # where config.json has none; None: hidden_size / num_attention_heads
+    window: str = "none"  # "all": every layer has `sliding_window`; "layers": as layer_types or max_window_layers say
+
+
+ARCHITECTURES = {
+    "Qwen3ForCausalLM": Architecture(qkv_bias=None, qk_norm=True, head_dim=128, window="layers"),
+    "Qwen2ForCausalLM": Architecture(qkv_bias=True, window="layers"),
+    "LlamaForCausalLM": Architecture(qkv_bias=None, mlp_bias=True),
+    "MistralForCausalLM": Architecture(window="all"),
+}
+MODEL_TYPES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary positions: θ and how it is stretched. Fields as in Hugging Face's `rope_parameters`."""
+
+    kind: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_position: int = 0  # the context before stretching
+    attention_factor: float | None = None  # yarn; None: from factor
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer, as its config.json describes it."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = RopeConfig()
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False  # of the attention's output projection
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int, ...] = ()  # per layer: how many keys a query sees, its own included; 0: all. Empty: all layers 0
+    dtype: str = "bfloat16"  # the checkpoint's
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+    @property
+    def max_context(self) -> int:
+        """Positions the model is made for, stretching included."""
+        if self.rope.kind in ("linear", "dynamic"):
+            return int(self.max_position * self.rope.factor)
+        if self.rope.kind == "yarn":
+            return max(self.max_position, int(self.rope.original_max_position * self.rope.factor))
+        return self.max_position
+
+    def window(self, layer: int) -> int:
+        """How many keys a query of this layer sees, its own included; 0: all."""
+        return self.windows[layer] if self.windows else 0
+
+    @property
+    def num_parameters(self) -> int:
+        """Scalars in the checkpoint, tied embeddings counted once."""
+        h, d = self.hidden_size, self.head_dim
+        qkv = (self.num_heads + 2 * self.num_kv_heads) * d
+        attention = h * qkv + self.num_heads * d * h + self.qkv_bias * qkv + self.output_bias * h
+        mlp = 3 * h * self.intermediate_size + self.mlp_bias * (2 * self.intermediate_size + h)
+        norms = 2 * h + self.qk_norm * 2 * d
+        embeddings = self.vocab_size * h * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * (attention + mlp + norms) + embeddings + h
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of KV cache that one token takes over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+    @staticmethod
+    def from_pretrained(directory: str | Path) -> ModelConfig:
+        """Read config.json (and generation_config.json, if there) of a checkpoint; raises CheckpointError."""
+        path = Path(directory) / "config.json"
+        generation = Path(directory) / "generation_config.json"
+        raw = read_json(path)
+        return _Reader(path, raw).model_config(read_json(generation) if generation.is_file() else {})
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of a checkpoint; CheckpointError names the file and what is wrong with it."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} does not exist: {path.parent} is not a Hugging Face checkpoint; give the directory that holds "
+            "config.json"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): download it again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds {type(value).__name__}, not a JSON object: download it again")
+    return value
+
+
+class _Reader:
+    """Takes fields out of a config.json; every complaint names the file and the field."""
+
+    def __init__(self, path: Path, raw: dict[str, Any]) -> None:
+        self.path = path
+        self.raw = raw
+
+    def model_config(self, generation: dict[str, Any]) -> ModelConfig:
+        name = self._architecture()
+        arch = ARCHITECTURES[name]
+        if self.raw.get("quantization_config"):
+            raise CheckpointError(
+                f"{self.path} has a quantization_config: quantised checkpoints are not supported; use the unquantised one"
+            )
+        if self.raw.get("hidden_act", "silu") != "silu":
+            raise CheckpointError(
+                f"{self.path} has hidden_act {self.raw['hidden_act']!r}: {name} is supported with 'silu' only"
+            )
+        hidden, heads, layers = (
+            self._count(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+        )
+        kv_heads = self._count("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise CheckpointError(
+                f"{self.path} has {heads} attention heads and {kv_heads} key/value heads: the first must be a "
+                "multiple of the second; correct num_key_value_heads"
+            )
+        head_dim = self._count("head_dim", arch.head_dim or hidden // heads)
+        if head_dim % 2:
+            raise CheckpointError(f"{self.path} has head_dim {head_dim}: rotary positions need an even number")
+        attention_bias = bool(self.raw.get("attention_bias", False))
+        return ModelConfig(
+            architecture=name,
+            vocab_size=self._count("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=self._count("intermediate_size"),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            max_position=self._count("max_position_embeddings"),
+            rms_norm_eps=self._number(self.raw, "rms_norm_eps", 1e-6),
+            rope=self._rope(),
+            tie_word_embeddings=bool(self.raw.get("tie_word_embeddings", False)),
+            qkv_bias=attention_bias if arch.qkv_bias is None else arch.qkv_bias,
+            output_bias=attention_bias and arch.qkv_bias is None,
+            mlp_bias=arch.mlp_bias and bool(self.raw.get("mlp_bias", False)),
+            qk_norm=arch.qk_norm,
+            windows=self._windows(arch, layers),
+            dtype=self._dtype(),
+            bos_id=self.raw.get("bos_token_id"),
+            eos_ids=_eos_ids(generation, self.raw),
+        )
+
+    def _architecture(self) -> str:
+        named = self.raw.get("architectures") or [MODEL_TYPES.get(self.raw.get("model_type", ""))]
+        for name in named:
+            if name in ARCHITECTURES:
+                return name
+        what = ", ".join(str(name) for name in named if name) or self.raw.get("model_type") or "no architecture"
+        raise CheckpointError(f"{self.path} names {what}: supported are {', '.join(ARCHITECTURES)}")
+
+    def _count(self, key: str, default: int | None = None) -> int:
+        value = self.raw.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise CheckpointError(f"{self.path} has no field {key!r}: add it, or download the file again")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"{self.path} has {key} = {value!r}: it must be a whole number above 0")
+        return value
+
+    def _number(self, table: dict[str, Any], key: str, default: float | None = None) -> float:
+        value = table.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise CheckpointError(f"{self.path} has no field {key!r} in its rope parameters: add it")
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise CheckpointError(f"{self.path} has {key} = {value!r}: it must be a number")
+        return float(value)
+
+    def _dtype(self) -> str:
+        value = str(self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32").removeprefix("torch.")
+        if value not in DTYPES:
+            raise CheckpointError(f"{self.path} has dtype {value!r}: supported are {', '.join(DTYPES)}")
+        return value
+
+    def _rope(self) -> RopeConfig:
+        """`rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before); `type` is `rope_type`."""
+        raw = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
+        if not isinstance(raw, dict):
+            raise CheckpointError(f"{self.path} has rope parameters {raw!r}: they must be an object")
+        kind = raw.get("rope_type") or raw.get("type") or "default"
+        if kind not in ROPE_KINDS:
+            raise CheckpointError(
+                f"{self.path} asks for rope type {kind!r}: supported are {', '.join(ROPE_KINDS)}"
+            )
+        if raw.get("partial_rotary_factor", self.raw.get("partial_rotary_factor") or 1.0) != 1.0:
+            raise CheckpointError(f"{self.path} has a partial_rotary_factor: only whole heads can be rotated")
+        theta = self._number(raw, "rope_theta", self._number(self.raw, "rope_theta", 10_000.0))
+        if kind == "default":
+            return RopeConfig(theta=theta)
+        original = raw.get("original_max_position_embeddings") or self.raw.get("original_max_position_embeddings")
+        original = original or self._count("max_position_embeddings")
+        factor = raw.get("factor")
+        if factor is None and kind == "yarn":
+            factor = self._count("max_position_embeddings") / original
+        need = None if kind == "llama3" else 1.0  # llama3 has no defaults for its bands
+        return RopeConfig(
+            kind=kind,
+            theta=theta,
+            factor=self._number({"factor": factor}, "factor"),
+            original_max_position=int(original),
+            attention_factor=raw.get("attention_factor"),
+            mscale=raw.get("mscale"),
+            mscale_all_dim=raw.get("mscale_all_dim"),
+            beta_fast=float(raw.get("beta_fast") or 32),
+            beta_slow=float(raw.get("beta_slow") or 1),
+            truncate=bool(raw.get("truncate", True)),
+            low_freq_factor=self._number(raw, "low_freq_factor", need),
+            high_freq_factor=self._number(raw, "high_freq_factor", need),
+        )
+
+    def _windows(self, arch: Architecture, layers: int) -> tuple[int, ...]:
+        window = self.raw.get("sliding_window")
+        if not window or arch.window == "none":
+            return ()
+        if arch.window == "all":
+            return (window,) * layers
+        if not self.raw.get("use_sliding_window", False):
+            return ()
+        kinds = self.raw.get("layer_types")
+        if kinds is None:
+            first = self.raw.get("max_window_layers", 28)
+            kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+        if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
+            raise CheckpointError(
+                f"{self.path} has layer_types {kinds!r}: it must name 'sliding_attention' or 'full_attention' for "
+                f"each of the {layers} layers"
+            )
+        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _eos_ids(*tables: dict[str, Any]) -> tuple[int, ...]:
+    """Every id that ends a reply, in order, each once."""
+    ids: dict[int, None] = {}
+    for table in tables:
+        value = table.get("eos_token_id")
+        for token in value if isinstance(value, list) else [value]:
+            if token is not None:
+                ids[int(token)] = None
+    return tuple(ids)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the engine is to run a model. None and "auto" are decided by `resolve`, from the model and the device."""
+
+    model: str = ""  # a directory, or a name for engine.hub.resolve_model
+    dtype: str = "auto"  # auto: float32 on a CPU; elsewhere the checkpoint's, bfloat16 for a float32 one
+    device: str = "auto"  # auto: cuda if there is one
+    block_size: int = 16  # tokens
+    num_blocks: int | None = None  # KV blocks, the null block not counted; None: from kv_tokens, or from memory
+    kv_tokens: int | None = None  # the same in tokens, rounded up to whole blocks
+    gpu_memory_utilization: float = 0.9  # of the device's memory: weights, activations and KV cache together
+    max_num_seqs: int | None = None  # requests that run at once; None: 64 on a CPU, 256 elsewhere
+    max_num_batched_tokens: int | None = None  # a step's token budget; None: 512 on a CPU, 8192 elsewhere
+    max_model_len: int | None = None  # tokens of prompt and reply together; None: what the model is made for
+    dummy_weights: bool = False  # random weights: only config.json is read
+    attention_backend: str = "auto"
+    enforce_eager: bool = False  # no CUDA graphs
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    overlap: str = "auto"  # plan step n+1 while n runs: "on", "off"; auto: where the device is not the CPU
+    seed: int = 0  # of the requests that bring none, and of dummy weights
+    tensor_parallel_size: int = 1
+    load_tokenizer: bool = True
+    cpu_threads: int | None = None  # None: one fewer than there are cores, at least one
+
+    def __post_init__(self) -> None:
+        if self.dtype != "auto" and self.dtype not in DTYPES:
+            raise EngineError(f"dtype is {self.dtype!r}: it must be auto, {', '.join(DTYPES)}")
+        for name in ("block_size", "num_blocks", "kv_tokens", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise EngineError(f"{name} is {value}: it must be at least 1")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise EngineError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}: it must be above 0 and at most 1"
+            )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """EngineConfig with every "auto" decided."""
+
+    device: torch.device
+    dtype: torch.dtype
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    notes: tuple[str, ...] = field(default=())  # what a user may want to know about the choices
+
+
+def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
+    """Decide what `config` leaves open; EngineError for what cannot be had."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device != "auto":
+        try:
+            device = torch.device(config.device)
+        except RuntimeError:
+            raise EngineError(f"device is {config.device!r}: it must be auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise EngineError(f"device {config.device!r} was asked for, but torch {torch.__version__} sees no GPU: use cpu")
+    cpu = device.type == "cpu"
+    name = config.dtype
+    if name == "auto":
+        name = "float32" if cpu else {"float32": "bfloat16"}.get(model.dtype, model.dtype)
+    length = config.max_model_len or model.max_context
+    if length > model.max_context:
+        raise EngineError(
+            f"max_model_len is {length:,}, but {model.architecture} here is made for {model.max_context:,} positions: "
+            "lower it, or set a rope scaling in config.json"
+        )
+    sequences = config.max_num_seqs or (64 if cpu else 256)
+    budget = config.max_num_batched_tokens or max(512 if cpu else 8192, sequences)
+    return Limits(device, DTYPES[name], sequences, budget, length)
