@@ -1,0 +1,5 @@
+"""`python -m minitui` is `minitui`."""
+
+from minitui.cli import main
+
+main()

@@ -1,0 +1,528 @@
+"""Chats, without any terminal: what was said, the token ids it was made of, and the answers being written.
+
+A conversation is token-exact. A session keeps the ids it sent and received; the next turn's prompt is what the chat
+template renders, but wherever that says the same as what was kept, the kept ids stand, so that the blocks of earlier
+turns are found in the cache. Where a template rewrites history (Qwen3's drops the thinking of earlier turns), the
+prompt says at which token it leaves the kept ids, and why.
+
+Answers run as tasks of one event loop; whoever shows them looks at `version` and the text, at his own pace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.types import SamplingParams
+from minitui.source import Source, Stream
+from minitui.store import Store, StoredChat, StoredMessage
+
+THINK, END_THINK = "<think>", "</think>"
+SAVE_EVERY = 1.0  # seconds between two saves of an answer being written
+
+
+class Codec(Protocol):
+    """As much of a tokenizer as a conversation needs."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of control tokens, which no text can spell."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of ids."""
+
+    def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
+        """The ids of a conversation."""
+
+
+# --- the prompt of a turn -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The ids of a turn. `kept` leading ones are those of the conversation so far; where it goes another way although
+    more was kept, `diverges_at` is that token and `reason` says why."""
+
+    ids: list[int]
+    kept: int = 0
+    diverges_at: int | None = None
+    reason: str = ""
+
+
+def continue_prompt(rendered: list[int], kept: list[int], codec: Codec) -> Prompt:
+    """Keep as much of the ids of the conversation so far as the template's rendering of it allows.
+
+    Both are cut at their control tokens. Piece by piece, the kept ids stand where the ids are equal or spell the same
+    text: a model may have spelled its answer in other tokens than the tokenizer would. The first piece that says
+    something else ends it.
+    """
+    ids: list[int] = []
+    old, new = _pieces(kept, codec.special_ids), _pieces(rendered, codec.special_ids)
+    for index, piece in enumerate(new):
+        if index >= len(old):
+            break
+        if old[index] == piece:
+            ids += piece
+        elif codec.decode(old[index]) == codec.decode(piece):
+            ids += old[index]
+        elif index == len(old) - 1 and _continues(old[index], piece, codec):
+            # An answer cut short is the beginning of its piece: the rendering goes on after it.
+            ids += old[index]
+            rest = codec.decode(piece)[len(codec.decode(old[index])) :]
+            ids += _tail(piece, rest, codec)
+            return Prompt(ids + [i for later in new[index + 1 :] for i in later], kept=len(kept))
+        else:
+            at = len(ids) + _common(old[index], piece)
+            reason = _why(codec.decode(old[index]), codec.decode(piece), index)
+            return Prompt(ids + [i for later in new[index:] for i in later], at, at, reason)
+    else:
+        # Everything rendered was kept, and more was kept than rendered: a message was taken back.
+        return Prompt(ids, len(ids))
+    return Prompt(ids + [i for later in new[len(old) :] for i in later], len(ids))
+
+
+def _pieces(ids: list[int], special: frozenset[int]) -> list[list[int]]:
+    """Cut before and after every control token, which stands as a piece of its own."""
+    pieces: list[list[int]] = []
+    run: list[int] = []
+    for token in ids:
+        if token in special:
+            if run:
+                pieces.append(run)
+            pieces.append([token])
+            run = []
+        else:
+            run.append(token)
+    if run:
+        pieces.append(run)
+    return pieces
+
+
+def _continues(old: list[int], new: list[int], codec: Codec) -> bool:
+    return codec.decode(new).startswith(codec.decode(old))
+
+
+def _tail(piece: list[int], rest: str, codec: Codec) -> list[int]:
+    """The last ids of `piece` that spell `rest`; empty when no token boundary lies there."""
+    for start in range(len(piece), -1, -1):
+        text = codec.decode(piece[start:])
+        if text == rest:
+            return piece[start:]
+        if len(text) > len(rest):
+            break
+    return []
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    count = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        count += 1
+    return count
+
+
+def _why(old: str, new: str, piece: int) -> str:
+    if END_THINK in old and END_THINK not in new:
+        return "the template drops the thinking of earlier turns"
+    if END_THINK in new and END_THINK not in old:
+        return "the template adds an empty thinking part"
+    if piece <= 1:
+        return "the system prompt was changed"
+    return "the template rewrites an earlier turn"
+
+
+def split_thinking(text: str) -> tuple[str, str, bool]:
+    """`text` as (thinking, answer, still thinking): the part in <think> tags must not reach a Markdown parser, which
+    would take it for HTML and drop it."""
+    stripped = text.lstrip()
+    if not stripped.startswith(THINK):
+        # While streaming, "<thi" may yet become the tag.
+        return ("", "", True) if stripped and THINK.startswith(stripped) else ("", text, False)
+    inner, end, rest = stripped[len(THINK) :].partition(END_THINK)
+    return inner.strip("\n"), rest.lstrip("\n"), not end
+
+
+# --- a chat ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Message:
+    """One message. `state`: done | queued | running | cancelled | error. Metrics are the engine's, at its end."""
+
+    role: str
+    text: str = ""
+    state: str = "done"
+    error: str = ""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    created: float = field(default_factory=time.time)
+    unfolded: bool = False  # its thinking is shown
+    version: int = 0  # raised by every change
+
+    @property
+    def busy(self) -> bool:
+        """True until its answer has ended."""
+        return self.state in ("queued", "running")
+
+    def touch(self) -> None:
+        """Say that it changed."""
+        self.version += 1
+
+
+@dataclass
+class Sampling:
+    """How the answers of a chat are drawn; None leaves it to the checkpoint, then to the engine."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    ignore_eos: bool = False
+
+    def params(self, defaults: dict[str, Any]) -> SamplingParams:
+        """The engine's parameters; `defaults` are the checkpoint's (its generation_config)."""
+        chosen: dict[str, Any] = {"temperature": 0.7, "max_tokens": None} | {
+            k: v for k, v in defaults.items() if k in ("temperature", "top_p", "top_k") and v is not None
+        }
+        chosen |= {k: v for k, v in vars(self).items() if v is not None}
+        return SamplingParams(**chosen)
+
+    def set(self, name: str, text: str) -> str:
+        """Set one by its name and value as typed; returns what to tell the user. Raises InvalidRequest."""
+        kinds: dict[str, Callable[[str], Any]] = {
+            "temperature": float, "top_p": float, "top_k": int, "max_tokens": int, "seed": int, "ignore_eos": _switch
+        }  # fmt: skip
+        if name not in kinds:
+            raise InvalidRequest(f"there is no setting {name!r}; there are {', '.join(kinds)}", name)
+        try:
+            value = None if text in ("", "default", "none") else kinds[name](text)
+        except ValueError:
+            raise InvalidRequest(f"{name} cannot be {text!r}", name) from None
+        changed = replace(self, **{name: bool(value) if name == "ignore_eos" else value})
+        changed.params({}).validate(1 << 31)
+        vars(self).update(vars(changed))
+        return f"{name} is {'the default' if value is None else value} from the next message on"
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in ("on", "off", "true", "false", "1", "0", "yes", "no"):
+        raise ValueError(text)
+    return text.lower() in ("on", "true", "1", "yes")
+
+
+@dataclass
+class Session:
+    """One chat. `ids` are those of the conversation as far as it was sent and received."""
+
+    id: str
+    title: str
+    system: str
+    sampling: Sampling = field(default_factory=Sampling)
+    messages: list[Message] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    parent: str | None = None
+    named: bool = False  # the user chose the title
+    note: str = ""  # shown under the transcript: "fork of 1 paging at message 4"
+    request: int | None = None  # the engine's id of the answer being written, or of the last
+    created: float = field(default_factory=time.time)
+    _stream: Stream | None = None
+    _task: asyncio.Task[None] | None = None
+    _arrivals: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=256))
+
+    @property
+    def busy(self) -> bool:
+        """True while an answer is asked for and has not ended."""
+        return bool(self.messages) and self.messages[-1].busy
+
+    @property
+    def state(self) -> str:
+        """idle | queued | running | done | cancelled | error, of the last message."""
+        return self.messages[-1].state if self.messages else "idle"
+
+    def rate(self, now: float | None = None) -> float:
+        """Tokens a second over the last second, as they arrived."""
+        now = time.monotonic() if now is None else now
+        recent = [(t, n) for t, n in self._arrivals if now - t <= 1.0]
+        if len(recent) < 2:
+            return 0.0
+        span = max(now - recent[0][0], recent[-1][0] - recent[0][0], 1e-3)
+        return sum(n for _, n in recent[1:]) / span
+
+    def conversation(self) -> list[dict[str, str]]:
+        """What the template is given: the system prompt and every message that has text, but not an open answer."""
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        return head + [{"role": m.role, "content": m.text} for m in self.messages if not m.busy and (m.text or m.role == "user")]
+
+
+class Chats:
+    """All chats on one source. No method blocks; answers are written by tasks of the running loop."""
+
+    def __init__(self, source: Source, store: Store | None = None, sampling: Sampling | None = None) -> None:
+        self.source = source
+        self.store = store
+        self.sampling = sampling or Sampling()
+        self.sessions: list[Session] = []
+        self.codec: Codec | None = None  # set once the checkpoint is known
+        self.on_end: Callable[[Session], None] = lambda session: None
+
+    # --- which there are
+
+    def new(self, system: str, title: str = "", parent: Session | None = None) -> Session:
+        """A new, empty chat at the end of the list."""
+        sampling = replace(parent.sampling if parent else self.sampling)
+        session = Session(uuid.uuid4().hex[:8], title or "new chat", system, sampling, named=bool(title))
+        self.sessions.append(session)
+        return session
+
+    def fork(self, session: Session) -> Session:
+        """A chat that begins with everything said in `session` so far. Both will be answered from the same blocks.
+
+        An answer still being written is taken as far as it stands.
+        """
+        fork = self.new(session.system, f"fork of {self.number(session)}", session)
+        fork.named = False
+        fork.messages = [replace(m, state="cancelled" if m.busy else m.state) for m in session.messages]
+        fork.ids = list(session.ids)
+        fork.parent = session.id
+        fork.note = f"forked from {self.number(session)} {session.title}: what stands above is shared, block for block"
+        self._save(fork, everything=True)
+        return fork
+
+    def close(self, session: Session) -> None:
+        """Cancel its answer and take it off the list; it stays in the store."""
+        self.cancel(session)
+        self.sessions.remove(session)
+        if self.store:
+            self.store.close_chat(session.id)
+
+    def rename(self, session: Session, title: str) -> None:
+        """Give it a title that stays."""
+        session.title, session.named = title.strip()[:40] or session.title, True
+        self._save(session)
+
+    def set_system(self, session: Session, system: str) -> None:
+        """Change its system prompt: the next turn differs from the first tokens on."""
+        session.system = system.strip()
+        self._save(session)
+
+    def number(self, session: Session) -> int:
+        """Its place in the list, from 1."""
+        return self.sessions.index(session) + 1
+
+    def restore(self) -> int:
+        """Bring back the chats that were not closed; returns how many."""
+        stored = self.store.open_chats() if self.store else []
+        for chat in stored:
+            known = {k: v for k, v in chat.settings.items() if k in Sampling.__dataclass_fields__}
+            session = Session(chat.id, chat.title, chat.system, Sampling(**known), parent=chat.parent, named=True)
+            session.created = chat.created
+            session.ids = chat.ids if chat.model == self.model else []
+            for m in chat.messages:
+                state = "cancelled" if m.state in ("queued", "running") else m.state  # it ended with the process
+                session.messages.append(Message(m.role, m.text, state, m.error, m.metrics or {}, m.created))
+            self.sessions.append(session)
+        return len(stored)
+
+    # --- answers
+
+    @property
+    def model(self) -> str:
+        """The checkpoint's name, which the kept ids belong to."""
+        return str(self.source.info.get("model", ""))
+
+    def send(self, session: Session, text: str) -> None:
+        """Ask. The message is saved first; the answer begins when the engine is ready.
+
+        Raises InvalidRequest while the chat is still being answered.
+        """
+        if session.busy:
+            raise InvalidRequest(
+                f"chat {self.number(session)} is still answering: Esc cancels that, /new opens another", "prompt"
+            )
+        if not session.named and not session.messages:
+            session.title = " ".join(text.split())[:24].rstrip("?!. ") or session.title
+        session.messages.append(Message("user", text))
+        session.messages.append(Message("assistant", state="queued"))
+        session.note = ""
+        self._save(session, everything=True)
+        session._task = asyncio.get_running_loop().create_task(self._answer(session, session.messages[-1]))
+
+    def send_all(self, text: str) -> list[Session]:
+        """Ask in every chat that is not answering; returns those."""
+        asked = [s for s in self.sessions if not s.busy]
+        for session in asked:
+            self.send(session, text)
+        return asked
+
+    def retry(self, session: Session) -> None:
+        """Ask the last question again. Raises InvalidRequest when there is none."""
+        last = next((i for i in reversed(range(len(session.messages))) if session.messages[i].role == "user"), None)
+        if last is None or session.busy:
+            raise InvalidRequest("there is no finished answer to ask for again", "prompt")
+        text = session.messages[last].text
+        del session.messages[last:]
+        if self.store:
+            self.store.truncate(session.id, last)
+        self.send(session, text)
+
+    def cancel(self, session: Session) -> bool:
+        """End its answer, keeping what is there; False if there was none."""
+        if not session.busy:
+            return False
+        if session._stream is not None:
+            session._stream.cancel()  # the stream ends with finish_reason "abort"
+        elif session._task is not None:
+            session._task.cancel()
+            self._end(session, session.messages[-1], "cancelled")
+        return True
+
+    def cancel_all(self) -> None:
+        """End every answer and save what is there (the application closes)."""
+        for session in self.sessions:
+            if session.busy:
+                if session._stream is not None:
+                    session._stream.cancel()
+                if session._task is not None:
+                    session._task.cancel()
+                self._end(session, session.messages[-1], "cancelled")
+
+    def prompt(self, session: Session) -> Prompt:
+        """The prompt of the next turn, from the template and the kept ids."""
+        if self.codec is None:
+            raise EngineError("the tokenizer is not loaded yet")
+        rendered = self.codec.apply_chat_template(session.conversation(), add_generation_prompt=True)
+        return continue_prompt(rendered, session.ids, self.codec)
+
+    async def _answer(self, session: Session, message: Message) -> None:
+        try:
+            await self.source.ready()
+            # The template and a long prompt's encoding cost milliseconds: not on the loop that draws.
+            prompt = await asyncio.to_thread(self.prompt, session)
+            params = session.sampling.params(self.source.info.get("generation") or {})
+            stream = session._stream = self.source.submit(prompt.ids, params, group=session.id)
+            reply: list[int] = []
+            saved = time.monotonic()
+            with contextlib.suppress(asyncio.CancelledError):
+                session.request = await stream.started()
+            async for delta in stream:
+                now = time.monotonic()
+                message.state = "running"
+                message.text += delta.text
+                reply += delta.ids
+                session.ids = prompt.ids + reply
+                session._arrivals.append((now, len(delta.ids)))
+                message.touch()
+                if delta.metrics is not None:
+                    message.metrics = dict(delta.metrics)
+                    if prompt.diverges_at is not None:
+                        message.metrics["diverged"] = {"at": prompt.diverges_at, "reason": prompt.reason}
+                if delta.finish_reason is not None:
+                    self._finish(session, message, delta.finish_reason)
+                    return
+                if now - saved > SAVE_EVERY:
+                    saved = now
+                    self._save(session, last=True)
+            self._end(session, message, "error", "the engine ended this answer without saying why")
+        except asyncio.CancelledError:
+            self._end(session, message, "cancelled")
+        except EngineDead as error:
+            self._end(session, message, "error", f"{error} What was written so far is kept.")
+        except EngineError as error:
+            self._end(session, message, "error", str(error))
+
+    def _finish(self, session: Session, message: Message, reason: str) -> None:
+        if reason.startswith("error"):
+            self._end(session, message, "error", reason.partition(":")[2].strip() or reason)
+        else:
+            message.metrics["finish"] = reason
+            self._end(session, message, "cancelled" if reason == "abort" else "done")
+
+    def _end(self, session: Session, message: Message, state: str, error: str = "") -> None:
+        if not message.busy:
+            return
+        message.state, message.error = state, error
+        message.touch()
+        session._stream = session._task = None
+        self._save(session, last=True)
+        self.on_end(session)
+
+    # --- keeping
+
+    def _save(self, session: Session, last: bool = False, everything: bool = False) -> None:
+        if self.store is None or not session.messages:
+            return
+        self.store.save_chat(
+            StoredChat(
+                session.id, session.title, session.system, session.parent, dict(vars(session.sampling)), session.created,
+                self.model, session.ids, [],
+            )  # fmt: skip
+        )
+        first = 0 if everything else len(session.messages) - 1 if last else len(session.messages)
+        for position, m in list(enumerate(session.messages))[first:]:
+            self.store.save_message(
+                session.id, position, StoredMessage(m.role, m.text, m.state, m.error, m.metrics, m.created)
+            )
+
+
+# --- words under an answer --------------------------------------------------------------------------------------------
+
+
+def describe_answer(message: Message) -> list[tuple[str, str]]:
+    """The line under an answer as (text, tone) parts; tones: dim, hit, bad."""
+    m = message.metrics
+    parts: list[tuple[str, str]] = []
+    if message.state == "cancelled":
+        parts.append(("cancelled", "bad"))
+    if message.state == "error":
+        parts.append((message.error, "bad"))
+    if not m:
+        return parts
+    if m.get("ttft_ms") is not None:
+        parts.append((f"first token {_ms(m['ttft_ms'])}", "dim"))
+    if m.get("decode_tok_s"):
+        parts.append((f"{m['decode_tok_s']:,.0f} tok/s", "dim"))
+    parts.append((f"{m.get('output_tokens', 0):,} tokens", "dim"))
+    if m.get("finish") == "length":
+        parts.append(("stopped at the limit of its length", "dim"))
+    total, cached = m.get("prompt_tokens", 0), m.get("cached_tokens", 0)
+    parts.append((f"{cached:,} of {total:,} prompt tokens from cache", "hit" if cached else "dim"))
+    if why := describe_match(m.get("match") or {}, total - cached):
+        parts.append((why, "dim"))
+    if m.get("preemptions"):
+        parts.append((f"preempted {m['preemptions']}×", "bad"))
+    if gone := m.get("diverged"):
+        parts.append((f"{gone['reason']}: from token {gone['at']:,} on the prompt is a new text", "dim"))
+    return parts
+
+
+def describe_match(match: dict[str, Any], missed: int) -> str:
+    """Why the cache did not hold the rest of a prompt, in a few words."""
+    at = match.get("at")
+    return {
+        "whole": "all that can be shared",
+        "differs": f"differs at token {at:,}" if isinstance(at, int) else "differs",
+        "short": f"the other {missed:,} are shorter than a block" if missed else "",
+        "empty": "nothing cached begins like this",
+        "evicted": f"evicted at step {at:,}" if isinstance(at, int) else "evicted",
+    }.get(str(match.get("stop")), "")
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.1f} ms" if value < 10 else f"{value:,.0f} ms" if value < 10_000 else f"{value / 1e3:,.1f} s"
+
+
+def transcript_markdown(session: Session, names: Iterable[str] = ("You", "Assistant")) -> str:
+    """The chat as a Markdown document."""
+    you, assistant = names
+    parts = [f"# {session.title}", f"> {session.system}" if session.system else ""]
+    for m in session.messages:
+        parts.append(f"## {you if m.role == 'user' else assistant}\n\n{m.text}")
+    return "\n\n".join(p for p in parts if p) + "\n"

@@ -1,0 +1,145 @@
+"""Settings of one user, in TOML: theme, keys, and what a new chat begins with.
+
+    theme = "minitui-light"
+    fps = 20
+    ascii = false
+
+    [keys]                  # binding id = key; the ids stand in the help (?)
+    freeze = "f8"
+
+    [chat]
+    system = "You are terse."
+    temperature = 0.0
+    max_tokens = 400
+
+The file is read once at start and written in one atomic rename, so that a crash leaves the old one whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import tomllib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from engine.errors import EngineError
+
+
+class SettingsError(EngineError):
+    """A settings file that cannot be used: which line or name, and what would be right."""
+
+
+def config_path() -> Path:
+    """Where the settings live: $MINITUI_CONFIG, else settings.toml in the user's configuration directory."""
+    if named := os.environ.get("MINITUI_CONFIG"):
+        return Path(named)
+    from platformdirs import user_config_path
+
+    return user_config_path("minitui") / "settings.toml"
+
+
+def data_dir() -> Path:
+    """Where chats and logs live: $MINITUI_DATA, else the XDG data directory. Created when missing."""
+    if named := os.environ.get("MINITUI_DATA"):
+        path = Path(named)
+    else:
+        from platformdirs import user_data_path
+
+        path = user_data_path("minitui")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@dataclass
+class ChatSettings:
+    """What a new chat begins with. None: the bundled model's own, or the checkpoint's."""
+
+    system: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+
+
+@dataclass
+class Settings:
+    """Everything that is kept from one run to the next, apart from the chats."""
+
+    theme: str = "minitui-dark"
+    fps: int = 20  # frames a second; lower it on a slow line
+    ascii: bool = False
+    keys: dict[str, str] = field(default_factory=dict)
+    chat: ChatSettings = field(default_factory=ChatSettings)
+
+
+def load(path: Path | None = None) -> Settings:
+    """Read the settings; a missing file gives the defaults. Raises SettingsError with the name at fault."""
+    path = path or config_path()
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Settings()
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"{path} cannot be read: {error}. Mend it, or move it away to start afresh.") from None
+    settings = Settings()
+    chat = data.pop("chat", {})
+    keys = data.pop("keys", {})
+    if not isinstance(chat, dict) or not isinstance(keys, dict):
+        raise SettingsError(f"{path}: [chat] and [keys] must be tables")
+    if bad := [name for name, value in keys.items() if not isinstance(value, str)]:
+        raise SettingsError(f"{path}: keys.{bad[0]} is {keys[bad[0]]!r}; it must be the name of a key, as text")
+    _fill(settings, data, path, "")
+    _fill(settings.chat, chat, path, "chat.")
+    settings.keys = dict(keys)
+    if not 1 <= settings.fps <= 60:
+        raise SettingsError(f"{path}: fps is {settings.fps}; it must be from 1 to 60")
+    return settings
+
+
+def _fill(target: Any, data: dict[str, Any], path: Path, prefix: str) -> None:
+    known = {f.name: f for f in fields(target) if f.name not in ("keys", "chat")}
+    for name, value in data.items():
+        if name not in known:
+            raise SettingsError(f"{path}: {prefix}{name} is no setting; known are {', '.join(known)}")
+        expected = str(known[name].type)
+        fits = {
+            "str": isinstance(value, str),
+            "bool": isinstance(value, bool),
+            "int": isinstance(value, int) and not isinstance(value, bool),
+            "float": isinstance(value, (int, float)) and not isinstance(value, bool),
+        }[expected.removesuffix(" | None")]
+        if not fits:
+            raise SettingsError(f"{path}: {prefix}{name} is {value!r}; it must be of type {expected}")
+        setattr(target, name, value)
+
+
+def save(settings: Settings, path: Path | None = None) -> None:
+    """Write the settings by a rename, so that no reader ever sees half a file."""
+    path = path or config_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(to_toml(settings))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def to_toml(settings: Settings) -> str:
+    """The file's text. JSON's strings, numbers and booleans are TOML's too; None is left out."""
+    lines = [f"{name} = {json.dumps(getattr(settings, name))}" for name in ("theme", "fps", "ascii")]
+    if settings.keys:
+        lines += ["", "[keys]"] + [f"{json.dumps(k)} = {json.dumps(v)}" for k, v in sorted(settings.keys.items())]
+    chat = {f.name: getattr(settings.chat, f.name) for f in fields(settings.chat)}
+    if any(value is not None for value in chat.values()):
+        lines += ["", "[chat]"]
+        lines += [f"{name} = {json.dumps(value)}" for name, value in chat.items() if value is not None]
+    return "\n".join(lines) + "\n"

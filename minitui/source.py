@@ -1,0 +1,152 @@
+"""`Source` is the seam between the application and whatever it shows: an engine in a process of its own, later a server
+elsewhere or a recording being replayed. Everything above this file knows a Source, never an engine.
+
+Nothing heavy is imported before `start`: the application draws first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from engine.errors import EngineDead, EngineError
+from engine.records import Record
+from engine.types import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+class Delta(Protocol):
+    """A piece of an answer. The last has a finish_reason ("stop", "length", "abort", "error: ...") and metrics."""
+
+    text: str
+    ids: list[int]
+    finish_reason: str | None
+    metrics: dict[str, Any] | None
+
+
+class Stream(Protocol):
+    """An answer being written: iterate over it; cancelling ends it with finish_reason "abort"."""
+
+    def __aiter__(self) -> AsyncIterator[Any]: ...
+
+    async def started(self) -> int:
+        """The engine's id of this request, once it has one."""
+
+    def cancel(self) -> None:
+        """End it soon; harmless when it has ended."""
+
+
+class Source(Protocol):
+    """What the application shows and talks to."""
+
+    info: dict[str, Any]
+    error: str | None
+
+    async def start(self, on_progress: Progress) -> None:
+        """Make it ready, telling of progress; raises EngineError with a sentence for the user."""
+
+    async def ready(self) -> None:
+        """Return when it can answer; raises EngineDead if it never will."""
+
+    def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> Stream:
+        """Ask for an answer; `group` labels it in the records."""
+
+    async def control(self, verb: str, **arguments: Any) -> Any:
+        """pause | resume | step (n) | run_until (predicate) | pace (factor) | clear_cache | stats."""
+
+    async def snapshot(self) -> dict[str, Any]:
+        """The state now, for engine.state.State."""
+
+    def drain_records(self) -> list[Record]:
+        """The records since the last call; cheap."""
+
+    @property
+    def dropped(self) -> int:
+        """How many records were lost because nobody drained them."""
+
+    def on_death(self, callback: Callable[[str], None]) -> None:
+        """Call back with a sentence when it ends by itself."""
+
+    async def restart(self, on_progress: Progress) -> None:
+        """Begin again after its death."""
+
+    async def close(self) -> None:
+        """End it; returns when it has ended."""
+
+
+class LiveSource:
+    """An engine of our own, in a process of its own, started when the application has drawn itself."""
+
+    def __init__(self, config: EngineConfig, log_file: Path) -> None:
+        self.config = config
+        self.log_file = log_file
+        self.info: dict[str, Any] = {}
+        self.error: str | None = None
+        self._client: Any = None
+        self._ready = asyncio.Event()
+        self._callbacks: list[Callable[[str], None]] = []
+
+    async def start(self, on_progress: Progress) -> None:
+        from engine.client import EngineClient
+
+        self.error = None
+        try:
+            self._client = await EngineClient.start(self.config, log_file=self.log_file, on_progress=on_progress)
+        except EngineError as error:
+            self.error = str(error)
+            self._ready.set()  # whoever waits is told the error
+            raise
+        self._client.on_death(self._died)
+        self.info = self._client.info
+        self._ready.set()
+
+    async def ready(self) -> None:
+        await self._ready.wait()
+        if self.error is not None:
+            raise EngineDead(self.error)
+
+    def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> Stream:
+        return self._client.submit(ids, params, group=group)
+
+    async def control(self, verb: str, **arguments: Any) -> Any:
+        if self._client is None:
+            raise EngineDead("the engine is still loading")
+        return await self._client.control(verb, **arguments)
+
+    async def snapshot(self) -> dict[str, Any]:
+        return await self._client.snapshot()
+
+    def drain_records(self) -> list[Record]:
+        return self._client.drain_records() if self._client is not None else []
+
+    @property
+    def dropped(self) -> int:
+        return self._client.dropped if self._client is not None else 0
+
+    def on_death(self, callback: Callable[[str], None]) -> None:
+        self._callbacks.append(callback)
+
+    def _died(self, *_: Any) -> None:
+        self.error = getattr(self._client, "error", None) or "The engine process has ended."
+        for callback in self._callbacks:
+            callback(self.error)
+
+    async def restart(self, on_progress: Progress) -> None:
+        self._ready.clear()
+        if self._client is None:
+            await self.start(on_progress)
+            return
+        await self._client.restart()
+        self.error = None
+        self.info = self._client.info
+        self._ready.set()
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()

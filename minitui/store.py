@@ -1,0 +1,182 @@
+"""Chats on disk: one SQLite file under the XDG data directory.
+
+A user's message is saved before its answer is asked for; an answer while it is written every second or so, and when it ends, however
+it ends. So a crash loses at most the last second of one answer.
+
+`PRAGMA user_version` is the schema's version; MIGRATIONS[i] takes a file from version i to i + 1.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import EngineError
+
+MIGRATIONS = (
+    """
+    CREATE TABLE chats (
+        id       TEXT PRIMARY KEY,
+        title    TEXT NOT NULL,
+        system   TEXT NOT NULL,
+        parent   TEXT,                -- the chat it was forked from
+        settings TEXT NOT NULL,       -- JSON: sampling
+        created  REAL NOT NULL,
+        closed   REAL                 -- NULL: comes back with `minitui chat --resume`
+    );
+    CREATE TABLE messages (
+        chat     TEXT NOT NULL REFERENCES chats(id) ON DELETE CASCADE,
+        position INTEGER NOT NULL,
+        role     TEXT NOT NULL,       -- user | assistant
+        text     TEXT NOT NULL,
+        state    TEXT NOT NULL,       -- done | queued | running | cancelled | error
+        error    TEXT NOT NULL,
+        metrics  TEXT NOT NULL,       -- JSON, as the engine gave them; {} for a user's
+        created  REAL NOT NULL,
+        PRIMARY KEY (chat, position)
+    );
+    """,
+    # The ids a chat was made of, so that a conversation taken up again is token-exact; only valid for `model`.
+    """
+    ALTER TABLE chats ADD COLUMN model TEXT NOT NULL DEFAULT '';
+    ALTER TABLE chats ADD COLUMN ids BLOB NOT NULL DEFAULT x'';
+    """,
+)
+
+
+class StoreError(EngineError):
+    """A chat file that cannot be used, and the way out."""
+
+
+@dataclass
+class StoredMessage:
+    """One row of `messages`."""
+
+    role: str
+    text: str
+    state: str = "done"
+    error: str = ""
+    metrics: dict[str, Any] | None = None
+    created: float = 0.0
+
+
+@dataclass
+class StoredChat:
+    """One row of `chats` with its messages in order."""
+
+    id: str
+    title: str
+    system: str
+    parent: str | None
+    settings: dict[str, Any]
+    created: float
+    model: str
+    ids: list[int]
+    messages: list[StoredMessage]
+
+
+class Store:
+    """The chat file. Every method commits before it returns; a call takes well under a millisecond."""
+
+    def __init__(self, path: Path | str) -> None:
+        """Open or create the file at `path` (":memory:" for none) and bring its schema up to date.
+
+        Raises StoreError if the file is of a newer minitui or no database.
+        """
+        self.path = path
+        try:
+            # Autocommit: one statement, one transaction. WAL: a reader beside us (another minitui) never blocks.
+            self._db = sqlite3.connect(path, isolation_level=None, timeout=2.0)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.execute("PRAGMA foreign_keys = ON")
+            self._migrate()
+        except sqlite3.DatabaseError as error:
+            raise StoreError(f"{path} cannot be used as a chat file: {error}. Move it away to start afresh.") from None
+
+    @property
+    def version(self) -> int:
+        """The schema's version, as written in the file."""
+        return int(self._db.execute("PRAGMA user_version").fetchone()[0])
+
+    def _migrate(self) -> None:
+        if self.version > len(MIGRATIONS):
+            raise StoreError(
+                f"{self.path} has schema version {self.version}; this minitui knows up to {len(MIGRATIONS)}: "
+                "use a newer one, or set MINITUI_DATA to another directory."
+            )
+        for number in range(self.version, len(MIGRATIONS)):
+            self._db.executescript(f"BEGIN; {MIGRATIONS[number]} PRAGMA user_version = {number + 1}; COMMIT;")
+
+    def save_chat(self, chat: StoredChat) -> None:
+        """Insert the chat or bring its row up to date; its messages are saved by `save_message`."""
+        self._db.execute(
+            "INSERT INTO chats (id, title, system, parent, settings, created, model, ids) VALUES (?,?,?,?,?,?,?,?) "
+            "ON CONFLICT (id) DO UPDATE SET title=excluded.title, system=excluded.system, settings=excluded.settings, "
+            "model=excluded.model, ids=excluded.ids, closed=NULL",
+            (
+                chat.id,
+                chat.title,
+                chat.system,
+                chat.parent,
+                json.dumps(chat.settings),
+                chat.created or time.time(),
+                chat.model,
+                array("i", chat.ids).tobytes(),
+            ),
+        )
+
+    def save_message(self, chat: str, position: int, message: StoredMessage) -> None:
+        """Insert or replace message `position` (0 is the first) of a chat that has been saved."""
+        self._db.execute(
+            "INSERT OR REPLACE INTO messages VALUES (?,?,?,?,?,?,?,?)",
+            (
+                chat,
+                position,
+                message.role,
+                message.text,
+                message.state,
+                message.error,
+                json.dumps(message.metrics or {}),
+                message.created or time.time(),
+            ),
+        )
+
+    def truncate(self, chat: str, count: int) -> None:
+        """Forget the messages from position `count` on (an answer asked for again)."""
+        self._db.execute("DELETE FROM messages WHERE chat = ? AND position >= ?", (chat, count))
+
+    def close_chat(self, chat: str) -> None:
+        """Mark a chat as closed: kept, but not restored."""
+        self._db.execute("UPDATE chats SET closed = ? WHERE id = ?", (time.time(), chat))
+
+    def open_chats(self) -> list[StoredChat]:
+        """The chats that were not closed and hold a message, oldest first, with their messages."""
+        rows = self._db.execute(
+            "SELECT id, title, system, parent, settings, created, model, ids FROM chats "
+            "WHERE closed IS NULL AND EXISTS (SELECT 1 FROM messages WHERE chat = chats.id) ORDER BY created, rowid"
+        ).fetchall()
+        return [
+            StoredChat(*row[:4], json.loads(row[4]), row[5], row[6], _ids(row[7]), self._messages(row[0])) for row in rows
+        ]
+
+    def _messages(self, chat: str) -> list[StoredMessage]:
+        rows = self._db.execute(
+            "SELECT role, text, state, error, metrics, created FROM messages WHERE chat = ? ORDER BY position", (chat,)
+        )
+        return [StoredMessage(*row[:4], json.loads(row[4]), row[5]) for row in rows]
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
+
+def _ids(blob: bytes) -> list[int]:
+    ids = array("i")
+    ids.frombytes(blob)
+    return ids.tolist()
