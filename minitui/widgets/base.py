@@ -1,0 +1,180 @@
+"""What every panel is: a picture made of rows, of which only those that changed are drawn.
+
+A panel implements `picture(view, width, height)`. `paint(view)` asks for it, frames it, compares it with what is on
+the screen, and marks the rows that differ. Textual then calls `render_line` for those alone. The frame is drawn here
+and not by CSS, so a row of the picture is a row of the widget and no coordinate is ever translated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from rich.segment import Segment
+from textual import events
+from textual.geometry import Region
+from textual.strip import Strip
+from textual.widget import Widget
+
+from minitui.theme import Glyphs, Palette, glyphs, palette
+from minitui.widgets.rows import Row, Run, Runs, plain, runs_width
+
+if TYPE_CHECKING:
+    from minitui.view import View
+
+
+@dataclass(slots=True)
+class Picture:
+    """What a panel shows: rows for its body, and what is written into its frame."""
+
+    rows: list[Runs]
+    title: str = ""
+    note: list[Run] = field(default_factory=list)  # top right
+    legend: list[Run] = field(default_factory=list)  # bottom right
+
+
+class LinePanel(Widget, can_focus=True):
+    """A framed panel drawn by rows. `FRAME`: "box" all round, "none" for one-line widgets."""
+
+    FRAME: ClassVar[str] = "box"
+    TITLE: ClassVar[str] = ""
+    DEFAULT_CSS = """
+    LinePanel { background: $ground; color: $ink; }
+    """
+
+    def __init__(self, *, id: str | None = None, classes: str | None = None, frame: str | None = None) -> None:
+        super().__init__(id=id, classes=classes)
+        self.frame = frame or self.FRAME
+        self.view: View | None = None
+        self._rows: list[Runs] = []
+        self._strips: list[Strip | None] = []
+        self._drawn_with: tuple[Palette, Glyphs] | None = None
+
+    # ---- for subclasses
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        """The body for `width` × `height` cells. Pure: reads the view and the panel's own settings."""
+        raise NotImplementedError
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        """A click on the body, in body coordinates."""
+
+    # ---- painting
+
+    def paint(self, view: View) -> int:
+        """Show the view as it stands. Returns the number of rows that changed."""
+        self.view = view
+        width, height = self.size
+        if width < 4 or height < 1:
+            return 0
+        look = (palette(self.app), glyphs())
+        rows = self.framed(view, width, height)
+        if self._drawn_with != look or len(rows) != len(self._rows):
+            self._drawn_with = look
+            self._rows, self._strips = rows, [None] * len(rows)
+            self.refresh()
+            return len(rows)
+        changed = [y for y, row in enumerate(rows) if row != self._rows[y]]
+        if changed:
+            for y in changed:
+                self._strips[y] = None
+            self._rows = rows
+            self.refresh(*(Region(0, first, width, count) for first, count in _spans(changed)))
+        return len(changed)
+
+    def framed(self, view: View, width: int, height: int) -> list[Runs]:
+        """The picture with its frame: exactly `height` rows of exactly `width` cells."""
+        if self.frame == "none":
+            body = self.picture(view, width, height).rows[:height]
+            return [_exact(row, width) for row in body] + [_exact((), width)] * (height - len(body))
+        inner_width, inner_height = width - 4, max(0, height - 2)
+        picture = self.picture(view, inner_width, inner_height)
+        line = "accent" if self.has_focus else "frame"
+        left, right = ("│ ", line), (" │", line)
+        if glyphs().rule == "-":
+            left, right = ("| ", line), (" |", line)
+        rows = [self._edge(picture, width, top=True, line=line)]
+        for y in range(inner_height):
+            body_row = picture.rows[y] if y < len(picture.rows) else ()
+            rows.append((left, *_exact(body_row, inner_width), right))
+        if height > 1:
+            rows.append(self._edge(picture, width, top=False, line=line))
+        return rows
+
+    def _edge(self, picture: Picture, width: int, *, top: bool, line: str) -> Runs:
+        rule = glyphs().rule
+        corners = ("╭╮" if top else "╰╯") if rule != "-" else "++"
+        row = Row(corners[0] + rule, line)
+        if top:
+            title = picture.title or self.TITLE
+            row.add(f" {title} "[: width - 4], "bold accent" if self.has_focus else "bold ink")
+        side = picture.note if top else picture.legend
+        room = width - row.width - 4
+        if side and runs_width(side) <= room:
+            row.to(width - 4 - runs_width(side), rule, line)
+            row.add(" ", line).extend(side).add(" ", line)
+        row.to(width - 1, rule, line).add(corners[1], line)
+        return row.done(width)
+
+    # ---- Textual
+
+    def render_line(self, y: int) -> Strip:
+        if y >= len(self._rows):
+            return Strip.blank(self.size.width, palette(self.app).style("ink"))
+        strip = self._strips[y]
+        if strip is None:
+            style = palette(self.app).style
+            strip = Strip([Segment(text, style(words)) for text, words in self._rows[y]], self.size.width)
+            self._strips[y] = strip
+        return strip
+
+    def repaint(self) -> None:
+        """Paint again with the view last painted (after a key, a resize, a change of focus)."""
+        if self.view is not None and self.is_mounted:
+            self.paint(self.view)
+
+    def on_resize(self) -> None:
+        self.repaint()
+
+    def on_focus(self) -> None:
+        self.repaint()
+
+    def on_blur(self) -> None:
+        self.repaint()
+
+    def on_click(self, event: events.Click) -> None:
+        if self.view is None:
+            return
+        column, row = (event.x, event.y) if self.frame == "none" else (event.x - 2, event.y - 1)
+        if row >= 0 and column >= 0:
+            self.clicked(self.view, column, row)
+            self.repaint()
+
+    @property
+    def text(self) -> str:
+        """What the panel shows, as text."""
+        return "\n".join(plain(row).rstrip() for row in self._rows)
+
+    @property
+    def drawn_rows(self) -> list[Runs]:
+        """The rows on the screen, for tests."""
+        return self._rows
+
+
+def _exact(row: Runs, width: int) -> Runs:
+    if runs_width(row) == width:
+        return row
+    builder = Row()
+    builder.extend(row)
+    return builder.done(width)
+
+
+def _spans(numbers: list[int]) -> list[tuple[int, int]]:
+    """Sorted numbers as runs of neighbours: [(first, count)]."""
+    spans: list[tuple[int, int]] = []
+    for n in numbers:
+        if spans and n == spans[-1][0] + spans[-1][1]:
+            spans[-1] = (spans[-1][0], spans[-1][1] + 1)
+        else:
+            spans.append((n, 1))
+    return spans
