@@ -22,6 +22,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "submit": ("request", "group", "prompt_tokens", "max_total"),  # joins the end of the waiting queue
     "refuse": ("group", "reason"),  # never became a request; changes nothing
     "wait": ("request", "reason"),  # head of the queue, not admitted; told once per change of reason
+    "order": ("queue",),  # the queue was sorted (policy longest-prefix): all waiting requests, in their new order
     "admit": ("request", "row", "reason"),  # leaves the queue, gets a row; reason: "new" or "resumed"
     "match": ("request", "tokens", "stop", "at", "detail"),  # prefix match at admission or before a chunk: tokens taken
     #   from the tree by it, and why it stopped: "whole" (all that may be shared is), "differs" (at token `at`),
@@ -65,6 +66,7 @@ class RecordLog:
         self._clock = clock
         self._origin = clock()
         self._records: list[Record] = []
+        self._checked = 0  # up to which `since_last_step` has looked
         self._limit = limit
         self.enabled = True
 
@@ -78,6 +80,11 @@ class RecordLog:
         if self.enabled:
             self._records.append((seq, self._clock() - self._origin, kind, *fields))
         return seq
+
+    def since_last_step(self) -> list[Record]:
+        """What was appended since this was last called, if it has not been drained yet."""
+        after, self._checked = self._checked, self.seq
+        return [record for record in self._records if record[0] > after]
 
     def drain(self) -> list[Record]:
         """All records since the last drain, oldest first; at most `limit` of them."""

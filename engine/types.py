@@ -165,13 +165,19 @@ class Request:
     row: int = -1
     planned: int = 0
     committed: int = 0
-    in_flight: int = 0
+    in_flight: int = 0  # tokens drawn by steps not yet committed
+    steps_in_flight: int = 0  # steps not yet committed in which it has an entry
+    decoding: bool = False  # it has drawn a token since it was last admitted
     epoch: int = 0  # raised when work in flight becomes void (a failed step)
     table: list[int] = field(default_factory=list)
     node: Any = None  # engine.kv.radix.Node
     shared_blocks: int = 0
     cached_tokens: int = 0  # prompt tokens taken from the tree at first admission and later matches
     preemptions: int = 0
+    # Seconds on the log's clock; 0 until it happens.
+    submitted_at: float = 0.0
+    admitted_at: float = 0.0
+    first_token_at: float = 0.0
     grammar: Any = None  # engine.structured.Grammar, advanced at commit
 
     @property
@@ -228,4 +234,5 @@ class StepResult:
     bad: list[int] = field(default_factory=list)  # entries whose logits were NaN or infinite
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by entry
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by entry, this chunk's positions
+    sample_ms: float = 0.0  # the part of the step spent on sampling, where it is known
     device_ms: float | None = None  # None where it is not known (yet)

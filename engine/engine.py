@@ -1,0 +1,245 @@
+"""The engine: one step, three parts, seven stages.
+
+    1 tokenize     before: a request arrives as ids (engine/tokenizer.py)
+    2 schedule     plan:   who runs, how many tokens of each (engine/scheduler.py)
+    3 allocate     plan:   which blocks they go to (engine/kv/)
+    4 forward      launch: the model over those tokens (engine/runner.py)
+    5 sample       launch: a token from the logits (engine/sampling.py)
+    7 emit         commit: append ids, detect ends, publish, free, record
+    6 detokenize   after:  text for whoever listens (engine/output.py), off the step's critical path
+
+A step is *planned* on the host, *launched* on the device and *committed* on the host. With `overlap` the engine
+commits step n-1 and plans n+1 while n runs; that is an order of calls, not another loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import deque
+from typing import Any, Protocol
+
+from engine.errors import InvalidRequest
+from engine.gate import Gate
+from engine.kv.cache import KVCache
+from engine.records import RecordLog
+from engine.scheduler import Emitted, Scheduler, SchedulerConfig
+from engine.types import Request, SamplingParams, StepPlan, StepResult
+
+logger = logging.getLogger("engine")
+
+
+class Launched(Protocol):
+    """A step on its way; `wait()` blocks until its ids are on the host."""
+
+    def wait(self) -> StepResult: ...
+
+
+class StepRunner(Protocol):
+    """What the engine needs of a runner: engine.runner.Runner, its GPU form, or the simulation of the tests."""
+
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+
+    def launch(self, plan: StepPlan) -> Launched: ...
+
+
+class DeviceLost(RuntimeError):
+    """The device's context is gone (a CUDA error): this process cannot go on and must be started again."""
+
+
+class InFlight:
+    """A launched step and when its parts began, in seconds of `time.perf_counter`."""
+
+    __slots__ = ("launch_s", "launched", "plan", "plan_s", "started")
+
+    def __init__(self, plan: StepPlan, launched: Launched, started: float, plan_s: float, launch_s: float) -> None:
+        self.plan, self.launched = plan, launched
+        self.started, self.plan_s, self.launch_s = started, plan_s, launch_s
+
+
+class Engine:
+    """Turns requests into tokens, one `step()` at a time. Not thread-safe: one thread owns it."""
+
+    def __init__(
+        self, runner: StepRunner, config: SchedulerConfig, *, overlap: bool = False, prefix_caching: bool = True,
+        eos_ids: frozenset[int] = frozenset(), log: RecordLog | None = None, grammars: Any = None,
+    ) -> None:  # fmt: skip
+        self.runner = runner
+        self.log = log or RecordLog()
+        self.cache = KVCache(runner.num_blocks, runner.block_size, self.log, prefix_caching)
+        self.scheduler = Scheduler(config, self.cache, self.log)
+        self.gate = Gate(self.log)
+        self.eos_ids = eos_ids
+        self.delay = 1 if overlap else 0  # steps launched but not committed when step() returns
+        self._grammars = grammars  # engine.structured.Grammars, if replies can be constrained
+        self._flight: deque[InFlight] = deque()
+        self._next_id = 1
+        self._device_free_at = 0.0
+
+    # ---- requests
+
+    def add_request(
+        self, ids: list[int], params: SamplingParams, group: str = "", sample_index: int = 0
+    ) -> Request:
+        """Queue a prompt. Raises InvalidRequest, with nothing changed, if it can never run."""
+        try:
+            params.validate(self.runner.vocab_size)
+            _check_ids(ids, self.runner.vocab_size)
+            max_total = self.scheduler.limit_for(len(ids), params)
+            grammar = None
+            if params.structured:
+                if self._grammars is None:
+                    raise InvalidRequest("replies cannot be constrained: this engine has no tokenizer", "json_schema")
+                grammar = self._grammars.compile(params)
+        except InvalidRequest as error:
+            self.log.append("refuse", group, str(error))
+            raise
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
+        request = Request(
+            id=self._next_id, ids=list(ids), params=params, group=group, sample_index=sample_index,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            max_total=max_total, stop_ids=stop_ids, prompt_len=len(ids), grammar=grammar,
+        )  # fmt: skip
+        request.submitted_at = self.log.now()
+        self.scheduler.add(request)
+        self._next_id += 1
+        return request
+
+    def abort(self, request_id: int, reason: str = "abort") -> bool:
+        """End a request wherever it stands: waiting, in the middle of a chunk, in flight. Unknown ids do nothing."""
+        request = self.scheduler.requests.get(request_id)
+        if request is None:
+            return False
+        self.scheduler.finish(request, reason)
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Something to plan or to commit."""
+        return self.scheduler.has_work or bool(self._flight)
+
+    # ---- the step
+
+    def step(self) -> list[Emitted]:
+        """Plan and launch one step, commit the one before it (without overlap: this one). What it emitted."""
+        started = time.perf_counter()
+        plan = self.scheduler.plan()
+        if plan is not None:
+            try:
+                self._launch(plan, started)
+            except Exception as error:
+                return self._failed(plan, error)
+        delay = self.delay if plan is not None and self.gate.free_running else 0
+        emitted: list[Emitted] = []
+        while len(self._flight) > delay:
+            emitted += self._commit(self._flight.popleft())
+        return emitted
+
+    def drain(self) -> list[Emitted]:
+        """Commit whatever is in flight, planning nothing new."""
+        emitted: list[Emitted] = []
+        while self._flight:
+            emitted += self._commit(self._flight.popleft())
+        return emitted
+
+    def _launch(self, plan: StepPlan, started: float) -> None:
+        planned = time.perf_counter()
+        for request in plan.joins:
+            request.admitted_at = request.admitted_at or self.log.now()
+        launched = self.runner.launch(plan)
+        self._flight.append(InFlight(plan, launched, started, planned - started, time.perf_counter() - planned))
+
+    def _commit(self, step: InFlight) -> list[Emitted]:
+        try:
+            result = step.launched.wait()
+        except Exception as error:
+            return self._failed(step.plan, error)
+        arrived = time.perf_counter()
+        emitted = self.scheduler.commit(step.plan, result)
+        self._record_first_tokens(emitted, result)
+        # The device worked on this step since it was free of the one before.
+        wall = arrived - max(step.started, self._device_free_at)
+        self._device_free_at = arrived
+        plan = step.plan
+        prefills = len(plan.requests) - plan.num_decodes
+        kind = "decode" if not prefills else "mixed" if plan.num_decodes else "prefill"
+        commit_s = time.perf_counter() - arrived
+        self.log.append(
+            "time", plan.step, round(step.plan_s * 1e6), round(step.launch_s * 1e6), round(commit_s * 1e6),
+            round(wall * 1e3, 3), result.device_ms, kind,
+        )  # fmt: skip
+        self.gate.committed(wall)
+        return emitted
+
+    def _record_first_tokens(self, emitted: list[Emitted], result: StepResult) -> None:
+        for item in emitted:
+            request = item.request
+            if item.token_id is not None and not request.first_token_at:
+                request.first_token_at = now = self.log.now()
+                queue = (request.admitted_at - request.submitted_at) * 1e3
+                prefill = (now - request.admitted_at) * 1e3 - result.sample_ms
+                self.log.append("first", request.id, round(queue, 3), round(prefill, 3), round(result.sample_ms, 3))
+
+    def _failed(self, plan: StepPlan, error: Exception) -> list[Emitted]:
+        """A step raised: its requests end with the error, the rest goes on; unless the device itself is lost."""
+        logger.exception("step %d failed", plan.step)
+        emitted = self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
+        if "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError":
+            raise DeviceLost(str(error)) from error
+        return emitted
+
+    # ---- state
+
+    def clear_cache(self) -> int:
+        """Evict everything that no request holds; how many blocks became free."""
+        return self.cache.clear()
+
+    def check(self) -> None:
+        """Raise AssertionError unless allocator, tree, tables and rows agree."""
+        live = self.scheduler.requests.values()
+        self.cache.check(live)
+        rows = [request.row for request in self.scheduler.running]
+        assert len(set(rows)) == len(rows) and -1 not in rows, f"rows are not distinct: {rows}"
+        assert {id(r) for r in live} == {id(r) for r in [*self.scheduler.running, *self.scheduler.waiting]}
+
+    def snapshot(self) -> dict[str, Any]:
+        """The whole state as plain data, standing at record `seq`; engine.state.State says the same by folding."""
+        scheduler, tree = self.scheduler, self.cache.tree
+        return {
+            "seq": self.log.seq,
+            "step": scheduler.step,
+            "num_blocks": self.cache.allocator.num_blocks,
+            "block_size": self.cache.block_size,
+            "budget": scheduler.config.max_num_batched_tokens,
+            "max_num_seqs": scheduler.config.max_num_seqs,
+            "gate": self.gate.state,
+            "pace": self.gate.pace,
+            "queue": [request.id for request in scheduler.waiting],
+            "requests": {
+                r.id: {
+                    "group": r.group, "prompt_tokens": r.prompt_len, "max_total": r.max_total, "state": r.state.value,
+                    "row": r.row, "table": list(r.table), "node": r.node.id if r.node is not None else 0,
+                    "shared_blocks": r.shared_blocks, "computed": r.planned, "decoding": scheduler.is_decoding(r.id),
+                }
+                for r in scheduler.requests.values()
+            },
+            "nodes": {
+                n.id: {
+                    "parent": n.parent.id, "ids": [token for key in n.keys for token in key],
+                    "blocks": list(n.blocks), "users": n.users, "last_used": n.last_used,
+                }
+                for n in tree.nodes.values() if n.parent is not None
+            },
+            "pending": tree.pending_blocks(),
+        }  # fmt: skip
+
+
+def _check_ids(ids: list[int], vocab_size: int) -> None:
+    for position, token in enumerate(ids):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise InvalidRequest(
+                f"token {position} of the prompt is {token!r}; this model's ids are 0 to {vocab_size - 1:,}"
+            )

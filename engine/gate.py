@@ -1,0 +1,120 @@
+"""The gate between two steps: pause, step n, run until something happens, slow motion.
+
+The engine's loop asks `allows()` before a step and tells `committed()` after each. The gate decides nothing about
+what a step contains: submissions and aborts are taken while it is closed.
+"""
+
+from __future__ import annotations
+
+from engine.errors import InvalidRequest
+from engine.records import Record, RecordLog
+
+MAX_PACE = 1000.0
+EVENTS = {  # what "run until" can wait for -> the records that fulfil it
+    "admission": ("admit",),
+    "prefill": ("step",),
+    "hit": ("match",),
+    "eviction": ("evict",),
+    "preemption": ("preempt",),
+    "finish": ("finish",),
+    "slow": ("time",),
+}
+
+
+class Gate:
+    """State "open": steps run freely. "closed": only the steps still allowed, counted or until an event."""
+
+    def __init__(self, log: RecordLog) -> None:
+        self._log = log
+        self.state = "open"
+        self.pace = 1.0
+        self.last_wall_s = 0.0  # real duration of the last step, for slow motion
+        self._allowed = 0
+        self._until: str | None = None
+        self._slower_than_ms = 0.0
+
+    @property
+    def free_running(self) -> bool:
+        """Steps may overlap: nobody watches them one by one."""
+        return self.state == "open" and self.pace == 1.0
+
+    def allows(self) -> bool:
+        """May the next step run now?"""
+        return self.state == "open" or self._allowed > 0 or self._until is not None
+
+    @property
+    def stretch_s(self) -> float:
+        """How long to wait after the last step so that it seems `pace` times as long."""
+        return (self.pace - 1.0) * self.last_wall_s if self.pace > 1.0 else 0.0
+
+    def pause(self, reason: str = "paused") -> None:
+        self._set("closed", reason)
+
+    def resume(self) -> None:
+        self._set("open", "resumed")
+
+    def step(self, n: int = 1) -> None:
+        """Close the gate if it is open, and let `n` steps through."""
+        if not 1 <= n <= 1_000_000:
+            raise InvalidRequest(f"step by {n}: it must be from 1 to 1,000,000", "n")
+        if self.state == "open":
+            self.pause("stepping")
+        self._allowed, self._until = n, None
+
+    def run_until(self, event: str, slower_than_ms: float = 0.0) -> None:
+        """Let steps through until one contains `event` (a key of EVENTS), then stay closed."""
+        if event not in EVENTS:
+            raise InvalidRequest(f"run until {event!r}: there are {', '.join(EVENTS)}", "event")
+        if self.state == "open":
+            self.pause(f"running until {event}")
+        self._until, self._slower_than_ms, self._allowed = event, slower_than_ms, 0
+
+    def set_pace(self, factor: float) -> None:
+        """Stretch every step to `factor` times its real duration; 1 is full speed."""
+        if not 1.0 <= factor <= MAX_PACE:
+            raise InvalidRequest(f"the pace is {factor}: it must be from 1 to {MAX_PACE:g}", "factor")
+        if factor != self.pace:
+            self.pace = float(factor)
+            self._log.append("pace", self.pace)
+
+    def committed(self, wall_s: float) -> None:
+        """A step has committed after `wall_s` seconds of work."""
+        self.last_wall_s = wall_s
+        if self.state == "open":
+            return
+        if self._allowed > 0:
+            self._allowed -= 1
+        if self._until is not None:
+            cause = self._fulfilled(self._log.since_last_step())
+            if cause:
+                self._until = None
+                self._log.append("gate", "closed", cause)
+
+    def _fulfilled(self, records: list[Record]) -> str:
+        """What in these records fulfils the wait, as a phrase for the screen; empty if nothing does."""
+        assert self._until is not None
+        for record in records:
+            kind = record[2]
+            if kind not in EVENTS[self._until]:
+                continue
+            if self._until == "prefill" and record[4]:
+                return f"step {record[3]} prefills r{record[4][0][0]}"
+            if self._until == "hit" and record[4] > 0:
+                return f"r{record[3]} took {record[4]} tokens from the tree"
+            if self._until == "slow" and record[7] > self._slower_than_ms:
+                return f"step {record[3]} took {record[7]:.1f} ms"
+            if self._until == "admission":
+                return f"r{record[3]} was admitted"
+            if self._until == "eviction":
+                return f"{record[4]} blocks of node {record[3]} were evicted"
+            if self._until == "preemption":
+                return f"r{record[3]} was preempted"
+            if self._until == "finish":
+                return f"r{record[3]} finished: {record[4]}"
+        return ""
+
+    def _set(self, state: str, reason: str) -> None:
+        self._allowed, self._until = 0, None
+        if state != self.state:
+            self.state = state
+            self._log.append("gate", state, reason)

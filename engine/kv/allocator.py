@@ -1,0 +1,117 @@
+"""Which block belongs to whom.
+
+A block of the KV pool is in one of four states, which follow from two facts, the number of requests that hold it and
+whether the radix tree refers to it::
+
+    free     nobody                       active   one request
+    shared   two requests or more         cached   the tree alone: evictable
+
+The allocator owns these facts; nobody else keeps them. Block 0 is the null block: padding points at it, it is owned
+by nobody and stands outside all totals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+NULL_BLOCK = 0
+
+
+class BlockAllocator:
+    """Reference counts over blocks 1 … num_blocks - 1.
+
+    `num_blocks` counts the null block, as the pool's tensors do. All changes are O(1) per block.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"a pool needs the null block and at least one more; it has {num_blocks}")
+        self.num_blocks = num_blocks
+        self.total = num_blocks - 1
+        self._holders = [0] * num_blocks
+        self._in_tree = bytearray(num_blocks)
+        # A stack: the block freed last is taken first, and at the start they come in order 1, 2, 3 …
+        self._free = list(range(num_blocks - 1, 0, -1))
+        self.num_active = self.num_shared = self.num_cached = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def holders(self, block: int) -> int:
+        return self._holders[block]
+
+    def in_tree(self, block: int) -> bool:
+        return bool(self._in_tree[block])
+
+    def allocate(self, n: int) -> list[int] | None:
+        """`n` blocks held by one request, or None: all or nothing."""
+        if n > len(self._free):
+            return None
+        if n == 0:
+            return []
+        blocks = self._free[-n:][::-1]
+        del self._free[-n:]
+        for block in blocks:
+            self._holders[block] = 1
+        self.num_active += n
+        return blocks
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """One more request holds each of these blocks, which the tree refers to or a request holds already."""
+        for block in blocks:
+            holders = self._holders[block] = self._holders[block] + 1
+            if holders == 1:
+                self.num_cached -= 1
+                self.num_active += 1
+            elif holders == 2:
+                self.num_active -= 1
+                self.num_shared += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One request fewer holds each of these; a block that nobody refers to becomes free."""
+        for block in blocks:
+            holders = self._holders[block] = self._holders[block] - 1
+            if holders == 0:
+                self.num_active -= 1
+                if self._in_tree[block]:
+                    self.num_cached += 1
+                else:
+                    self._free.append(block)
+            elif holders == 1:
+                self.num_shared -= 1
+                self.num_active += 1
+            elif holders < 0:
+                raise AssertionError(f"block {block} was released more often than it was held")
+
+    def tree_add(self, blocks: Iterable[int]) -> None:
+        """The tree refers to these blocks, which a request holds."""
+        for block in blocks:
+            self._in_tree[block] = 1
+
+    def tree_drop(self, blocks: Iterable[int]) -> None:
+        """The tree no longer refers to these; those that no request holds become free."""
+        for block in blocks:
+            self._in_tree[block] = 0
+            if self._holders[block] == 0:
+                self.num_cached -= 1
+                self._free.append(block)
+
+    def check(self) -> None:
+        """Raise AssertionError unless counts, states and the free list agree."""
+        states = [0, 0, 0]
+        for block in range(1, self.num_blocks):
+            holders = self._holders[block]
+            if holders == 1:
+                states[0] += 1
+            elif holders > 1:
+                states[1] += 1
+            elif self._in_tree[block]:
+                states[2] += 1
+        assert self._holders[NULL_BLOCK] == 0 and not self._in_tree[NULL_BLOCK], "the null block is owned"
+        assert states == [self.num_active, self.num_shared, self.num_cached], (
+            f"counted {states}, kept {[self.num_active, self.num_shared, self.num_cached]}"
+        )
+        assert len(set(self._free)) == len(self._free), "a block is twice in the free list"
+        assert all(self._holders[b] == 0 and not self._in_tree[b] for b in self._free), "a free block is owned"
+        assert self.num_free + sum(states) == self.total, f"{self.num_free} free + {states} is not {self.total}"

@@ -1,0 +1,406 @@
+"""Stage 2, schedule: who runs in this step, and how many tokens of each.
+
+Works on lengths alone. Every step has a token budget: running requests decode one token each, what is left goes to
+prefill in chunks, in the same forward pass (Sarathi-Serve, Agrawal et al. 2024). First come, first served; the
+preempted come before the new. `max_tokens` is not reserved: when the pool is full the tree is evicted first, then the
+youngest request is preempted, its full blocks staying in the tree until somebody needs them.
+
+`plan()` decides step n+1 and may be called while step n runs: lengths are known before the ids are. `commit()` takes
+the ids of the oldest step not yet committed. Between the two a request may have finished, been aborted or failed:
+then its entry in the plan is void and is skipped.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.errors import InvalidRequest
+from engine.kv.cache import KVCache
+from engine.records import RecordLog
+from engine.types import Request, RequestState, SamplingParams, StepPlan, StepResult, TokenLogprobs
+
+POLICIES = ("fcfs", "longest-prefix", "static")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step and of the queue. Tokens unless the name says otherwise."""
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    max_model_len: int = 4096
+    watermark: float = 0.01  # share of the pool kept free for growth when a request is admitted
+    chunked_prefill: bool = True  # off: a prompt is prefilled in one step, over the budget if need be
+    policy: str = "fcfs"  # longest-prefix: the best cached first; static: a batch runs to its end before the next
+    max_waiting: int = 4096
+
+
+Entry = tuple[Request, int, int]  # who, from which position, how many tokens
+
+
+@dataclass(slots=True)
+class Emitted:
+    """One request's share of a commit: the token it drew, if any, and its end, if this was it."""
+
+    request: Request
+    token_id: int | None
+    finish_reason: str = ""
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+
+class Scheduler:
+    """Owns the queue, the running set and the rows; asks the cache for blocks."""
+
+    def __init__(self, config: SchedulerConfig, cache: KVCache, log: RecordLog) -> None:
+        if config.policy not in POLICIES:
+            raise ValueError(f"the policy is {config.policy!r}; there are {', '.join(POLICIES)}")
+        self.config = config
+        self.cache = cache
+        self.log = log
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in order of admission: the last is the youngest
+        self.requests: dict[int, Request] = {}  # all that are not finished
+        self.step = -1  # the last step planned
+        self._rows = list(range(config.max_num_seqs))  # a heap of free rows
+        self._decoding: dict[int, Request] = {}  # whom the last step record left in the decoding set
+        self._joins: list[Request] = []
+        self._last_wait: tuple[int, str] | None = None
+        self._watermark = int(config.watermark * cache.allocator.total)
+
+    # ---- the queue
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def is_decoding(self, request_id: int) -> bool:
+        """Does the last step record leave it in the set of those that decode?"""
+        return request_id in self._decoding
+
+    def limit_for(self, prompt_len: int, params: SamplingParams) -> int:
+        """How long prompt and reply may become together; InvalidRequest, with the numbers, if the prompt cannot fit.
+
+        The last token drawn needs no KV, hence one more than the pool holds.
+        """
+        total, size = self.cache.allocator.total, self.cache.block_size
+        if prompt_len == 0:
+            raise InvalidRequest("the prompt is empty: it needs at least one token")
+        if prompt_len > total * size:
+            raise InvalidRequest(
+                f"the prompt has {prompt_len:,} tokens; this pool holds {total * size:,} ({total:,} blocks of {size}): "
+                "raise --kv-tokens or shorten the prompt"
+            )
+        if prompt_len >= self.config.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {prompt_len:,} tokens; the context of {self.config.max_model_len:,} must leave room "
+                "for at least one more: shorten the prompt or raise --max-model-len"
+            )
+        limit = min(self.config.max_model_len, total * size + 1)
+        return limit if params.max_tokens is None else min(limit, prompt_len + params.max_tokens)
+
+    def add(self, request: Request) -> None:
+        """Put a request at the end of the queue."""
+        if len(self.waiting) >= self.config.max_waiting:
+            raise InvalidRequest(
+                f"{len(self.waiting):,} requests are waiting, which is the limit: try again when some have finished",
+                "queue",
+            )
+        self.requests[request.id] = request
+        self.waiting.append(request)
+        self.log.append("submit", request.id, request.group, request.prompt_len, request.max_total)
+
+    def finish(self, request: Request, reason: str) -> None:
+        """End a request wherever it stands; its blocks and row are free for work launched later. Idempotent."""
+        if request.state is RequestState.FINISHED:
+            return
+        if request.state is RequestState.RUNNING:
+            self._leave(request)
+        else:
+            self.waiting.remove(request)
+        clock = self.log.append("finish", request.id, reason, len(request.ids) - request.prompt_len)
+        self.cache.release(request, clock)
+        request.state = RequestState.FINISHED
+        request.finish_reason = reason
+        del self.requests[request.id]
+
+    def _leave(self, request: Request) -> None:
+        """Out of the running set; the row is free for work enqueued later."""
+        self.running.remove(request)
+        self._decoding.pop(request.id, None)
+        heapq.heappush(self._rows, request.row)
+        request.row = -1
+
+    # ---- plan
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None if there is nothing to compute before a commit."""
+        self.step += 1
+        self.cache.tree.step = self.step
+        self._joins = []
+        entries: list[Entry] = []
+        preempted = self._plan_decodes(entries)
+        num_decodes = len(entries)
+        budget = self.config.max_num_batched_tokens - num_decodes
+        budget = self._plan_prefills(entries, budget)
+        if not preempted:
+            self._admit(entries, budget)
+        if not entries:
+            self.step -= 1
+            return None
+        return self._arrays(entries, num_decodes)
+
+    def _plan_decodes(self, entries: list[Entry]) -> bool:
+        """One token for each request that is past its prompt, the eldest first. True if anybody was preempted."""
+        preempted = False
+        size, budget = self.cache.block_size, self.config.max_num_batched_tokens
+        for request in self.running[:]:
+            total = len(request.ids) + request.in_flight
+            if not self._may_decode(request, total) or len(entries) >= budget:
+                continue
+            if request.planned >= len(request.table) * size:
+                while not self.cache.grow(request, total):
+                    preempted = True
+                    # The youngest stands later in this loop than all that have an entry.
+                    victim = self.running[-1]
+                    self._preempt(victim, f"r{request.id} needs a block and all {self.cache.allocator.total} are held")
+                    if victim is request:
+                        break
+                if request.state is not RequestState.RUNNING:
+                    continue
+            entries.append((request, request.planned, 1))
+            request.planned = total
+        return preempted
+
+    @staticmethod
+    def _may_decode(request: Request, total: int) -> bool:
+        if not request.decoding or total >= request.max_total or request.state is not RequestState.RUNNING:
+            return False  # inside its prompt; or its last token is in flight; or just preempted
+        return request.grammar is None or request.in_flight == 0  # a grammar must see a token before the next
+
+    def _plan_prefills(self, entries: list[Entry], budget: int) -> int:
+        """Chunks for the requests that are inside their prompt; returns what is left of the budget."""
+        for request in self.running:
+            if budget <= 0:
+                break
+            if not request.decoding:
+                budget -= self._chunk(request, entries, budget)
+        return budget
+
+    def _chunk(self, request: Request, entries: list[Entry], budget: int) -> int:
+        """Plan as much of the prompt as budget and pool allow, after what the tree knows by now. Tokens planned."""
+        self._match(request)
+        left = len(request.ids) - request.planned
+        n = min(left, budget) if self.config.chunked_prefill else left
+        while n > 0 and not self.cache.grow(request, request.planned + n):
+            slots = (len(request.table) + self.cache.available) * self.cache.block_size
+            n = min(n - 1, slots - request.planned)
+        if n <= 0:
+            return 0  # every block is held by requests that decode: they finish, or are preempted
+        entries.append((request, request.planned, n))
+        request.planned += n
+        self.cache.publish_planned(request, self.step)  # now, so that the next in this very step may share it
+        return n
+
+    def _match(self, request: Request) -> None:
+        match = self.cache.look_up(request)
+        if match is None:
+            return
+        before = request.planned
+        gained = self.cache.take(request, match)
+        if request.preemptions == 0:
+            request.cached_tokens += min(request.planned, request.prompt_len) - min(before, request.prompt_len)
+        if gained or before == 0:
+            detail = f"{request.planned:,} of {len(request.ids):,} tokens"
+            self.log.append("match", request.id, gained, match.stop, match.at, detail)
+
+    def _admit(self, entries: list[Entry], budget: int) -> None:
+        """Take requests from the queue while budget, rows and blocks last."""
+        if self.config.policy == "static" and self.running:
+            return
+        if self.config.policy == "longest-prefix":
+            self._sort_by_prefix()
+        while self.waiting:
+            request = self.waiting[0]
+            reason = self._obstacle(request, budget)
+            if reason:
+                told = (request.id, reason.split(":")[0])
+                if self._last_wait != told:
+                    self._last_wait = told
+                    self.log.append("wait", request.id, reason)
+                return
+            self.waiting.popleft()
+            resumed = request.state is RequestState.PREEMPTED
+            request.state = RequestState.RUNNING
+            request.row = heapq.heappop(self._rows)
+            self.running.append(request)
+            self._joins.append(request)
+            self.log.append("admit", request.id, request.row, "resumed" if resumed else "new")
+            budget -= self._chunk(request, entries, budget)
+
+    def _obstacle(self, request: Request, budget: int) -> str:
+        """Why the head of the queue is not admitted now; empty if it is."""
+        if budget <= 0:
+            return f"budget: the {self.config.max_num_batched_tokens} tokens of this step are taken"
+        if not self._rows:
+            return f"rows: all {self.config.max_num_seqs} are taken"
+        if request.steps_in_flight:
+            return "flight: its last step has not committed"
+        needed = self.cache.blocks_for(len(request.ids))
+        match = self.cache.look_up(request)
+        if match is not None:
+            # Cached blocks that it takes over are no longer there to be evicted.
+            needed -= sum(1 for block in match.blocks if self.cache.allocator.holders(block))
+        if self.running:
+            needed += self._watermark + self._promised()
+        if needed > self.cache.available:
+            return f"blocks: it needs {needed}, {self.cache.available} can be had"
+        return ""
+
+    def _promised(self) -> int:
+        """Blocks that the prompts being prefilled will still need."""
+        return sum(
+            max(0, self.cache.blocks_for(len(r.ids)) - len(r.table))
+            for r in self.running
+            if not r.decoding
+        )
+
+    def _sort_by_prefix(self) -> None:
+        def cached(request: Request) -> int:
+            match = self.cache.look_up(request)
+            return len(match.blocks) if match is not None else 0
+
+        resumed = [r for r in self.waiting if r.state is RequestState.PREEMPTED]
+        new = [r for r in self.waiting if r.state is not RequestState.PREEMPTED]
+        order = resumed + sorted(new, key=lambda r: (-cached(r), r.id))
+        if order != list(self.waiting):
+            self.waiting = deque(order)
+            self.log.append("order", [request.id for request in order])
+
+    def _arrays(self, entries: list[Entry], num_decodes: int) -> StepPlan:
+        """Write the plan down."""
+        step, n = self.step, len(entries)
+        rows, starts, q_lens, samples = [0] * n, [0] * n, [0] * n, [True] * n
+        token_ids: list[int] = []
+        joined: list[int] = []
+        prefills: list[tuple[int, int, int, bool]] = []
+        for i, (request, start, q) in enumerate(entries):
+            rows[i], starts[i], q_lens[i] = request.row, start, q
+            request.steps_in_flight += 1
+            ids = request.ids
+            if i < num_decodes:
+                token_ids.append(ids[start] if start < len(ids) else -1)
+                request.in_flight += 1
+                if request.id not in self._decoding:
+                    joined.append(request.id)
+                    self._decoding[request.id] = request
+            else:
+                token_ids += ids[start : start + q]
+                samples[i] = request.decoding = start + q == len(ids)
+                request.in_flight += samples[i]
+                prefills.append((request.id, start, q, samples[i]))
+        left: list[int] = []
+        if len(self._decoding) > num_decodes:
+            stay = {request.id for request, _, _ in entries[:num_decodes]}
+            left = [id for id in self._decoding if id not in stay]
+            for id in left:
+                del self._decoding[id]
+        self.log.append("step", step, prefills, joined, left, len(token_ids), len(self.waiting))
+        changes = self.cache.table_changes
+        table = np.array([(*at, block) for at, block in changes.items()], np.int32).reshape(-1, 3)
+        changes.clear()
+        return StepPlan(
+            step=step,
+            rows=np.array(rows, np.int32),
+            starts=np.array(starts, np.int32),
+            q_lens=np.array(q_lens, np.int32),
+            samples=np.array(samples, bool),
+            token_ids=np.array(token_ids, np.int32),
+            num_decodes=num_decodes,
+            table_rows=table[:, 0].copy(),
+            table_columns=table[:, 1].copy(),
+            table_blocks=table[:, 2].copy(),
+            joins=self._joins,
+            requests=[request for request, _, _ in entries],
+            epochs=[request.epoch for request, _, _ in entries],
+        )
+
+    def _preempt(self, request: Request, reason: str) -> None:
+        """Give back row and blocks; it rejoins the head of the queue and keeps the token that is in flight."""
+        self._leave(request)
+        clock = self.log.append("preempt", request.id, reason, len(request.table))
+        self._requeue(request, clock)
+        request.preemptions += 1
+
+    def _requeue(self, request: Request, clock: int) -> None:
+        self.cache.release(request, clock)
+        request.decoding = False
+        request.state = RequestState.PREEMPTED
+        self.waiting.appendleft(request)
+
+    # ---- commit
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Emitted]:
+        """Append the ids a step drew, detect the end of replies, publish what is now written."""
+        self.cache.tree.settle(plan.step)
+        emitted: list[Emitted] = []
+        size = self.cache.block_size
+        bad = set(result.bad)
+        for i, request in enumerate(plan.requests):
+            if request.epoch != plan.epochs[i] or request.state is RequestState.FINISHED:
+                continue  # void: it ended while this step was in flight
+            request.steps_in_flight -= 1
+            running = request.state is RequestState.RUNNING
+            if running:
+                request.committed = max(request.committed, int(plan.starts[i]) + int(plan.q_lens[i]))
+            token, reason = None, ""
+            if plan.samples[i]:
+                request.in_flight -= 1
+                token = result.ids[i]
+                if i in bad:
+                    token, reason = None, "error: the model's logits were not finite numbers"
+                else:
+                    request.ids.append(token)
+                    reason = self._end(request, token)
+            if running and request.committed // size > request.shared_blocks:
+                self.cache.publish_committed(request)
+            if reason:
+                leaf = request.node
+                self.finish(request, reason)
+                if i in bad and leaf is not None:
+                    self.cache.forget(leaf)  # its KV may be what is not finite
+            if token is not None or reason or i in result.prompt_logprobs:
+                emitted.append(
+                    Emitted(request, token, reason, result.logprobs.get(i), result.prompt_logprobs.get(i))
+                )
+        return emitted
+
+    def _end(self, request: Request, token: int) -> str:
+        """The reason to stop after this token, or nothing."""
+        if request.grammar is not None and request.grammar.advance(token):
+            return "stop"
+        if token in request.stop_ids:
+            return "stop"
+        return "length" if len(request.ids) >= request.max_total else ""
+
+    def fail(self, plan: StepPlan, error: str) -> list[Emitted]:
+        """End the requests of a step that raised; withdraw what it published and requeue those who relied on it."""
+        self.log.append("fail", plan.step, error)
+        emitted = []
+        doomed, blocks = self.cache.tree.doomed_by(plan.step)
+        for i, request in enumerate(plan.requests):
+            if request.epoch == plan.epochs[i] and request.state is not RequestState.FINISHED:
+                emitted.append(Emitted(request, None, f"error: {error}"))
+                self.finish(request, f"error: {error}")
+        for request in [r for r in reversed(self.running) if not blocks.isdisjoint(r.table)]:
+            self._leave(request)
+            request.epoch += 1
+            request.in_flight = request.steps_in_flight = 0
+            clock = self.log.append("requeue", request.id, f"step {plan.step} failed, and it shared its blocks")
+            self._requeue(request, clock)
+        self.cache.tree.withdraw(plan.step, doomed)
+        return emitted
