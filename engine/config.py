@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import CheckpointError, EngineError
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+if TYPE_CHECKING:
+    import torch  # at run time only where tensors are made: a client describes an engine without loading torch
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
@@ -348,6 +344,8 @@ class Limits:
 
 def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
     """Decide what `config` leaves open; EngineError for what cannot be had."""
+    import torch
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.device != "auto":
         try:
@@ -368,4 +366,4 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
         )
     sequences = config.max_num_seqs or (64 if cpu else 256)
     budget = config.max_num_batched_tokens or max(512 if cpu else 8192, sequences)
-    return Limits(device, DTYPES[name], sequences, budget, length)
+    return Limits(device, getattr(torch, name), sequences, budget, length)

@@ -6,8 +6,9 @@ property test holds them equal after any number of steps. Readers (panels, trace
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.records import Record
@@ -63,8 +64,8 @@ class State:
         self.queue: list[int] = []
         self.nodes: dict[int, NodeView] = {0: NodeView(0, -1, [], [], 0, 0)}
         self.pending: dict[int, int] = {}  # block -> the step that writes it
-        self.holders = [0] * num_blocks
-        self.node_of = [0] * num_blocks  # 0: not in the tree
+        self.holders = array("i", [0]) * num_blocks  # arrays, so that a reader can view them without a copy
+        self.node_of = array("i", [0]) * num_blocks  # 0: not in the tree
         self.counts = [num_blocks - 1, 0, 0, 0]  # by FREE, ACTIVE, SHARED, CACHED
         self.gate = "open"
         self.pace = 1.0
@@ -170,8 +171,8 @@ class State:
         request.shared_blocks = start + len(new)
 
     def _grown(self, view: NodeView, request: int, ids: list[int], blocks: list[int], step: int) -> None:
-        view.ids += ids
-        view.blocks += blocks
+        view.ids = view.ids + ids  # replaced, never changed in place: copies of the state share them
+        view.blocks = view.blocks + blocks
         view.last_used = self.seq
         for block in blocks:
             self.node_of[block] = view.id
@@ -275,6 +276,17 @@ class State:
     }  # fmt: skip
 
     # ---- snapshots
+
+    def copy(self) -> State:
+        """An independent copy; the tokens and blocks of nodes are shared, since they are never changed in place."""
+        other = State(self.num_blocks, self.block_size, self.budget, self.max_num_seqs)
+        for name in ("seq", "t", "step", "ticks", "gate", "pace"):
+            setattr(other, name, getattr(self, name))
+        other.queue, other.pending, other.counts = list(self.queue), dict(self.pending), list(self.counts)
+        other.holders, other.node_of = self.holders[:], self.node_of[:]
+        other.nodes = {n.id: replace(n, children=list(n.children)) for n in self.nodes.values()}
+        other.requests = {r.id: replace(r, table=list(r.table)) for r in self.requests.values()}
+        return other
 
     def snapshot(self) -> dict[str, Any]:
         """Plain data, equal to `Engine.snapshot()` at the same sequence number."""
