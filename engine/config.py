@@ -311,6 +311,7 @@ class EngineConfig:
     enforce_eager: bool = False  # no CUDA graphs
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    scheduling_policy: str = "fcfs"  # longest-prefix: the best cached first; static: one batch after the other
     overlap: str = "auto"  # plan step n+1 while n runs: "on", "off"; auto: where the device is not the CPU
     seed: int = 0  # of the requests that bring none, and of dummy weights
     tensor_parallel_size: int = 1

@@ -216,6 +216,8 @@ class Scheduler:
             request.cached_tokens += min(request.planned, request.prompt_len) - min(before, request.prompt_len)
         if gained or before == 0:
             detail = f"{request.planned:,} of {len(request.ids):,} tokens"
+            if request.preemptions == 0:
+                request.match = (match.stop, match.at, detail)
             self.log.append("match", request.id, gained, match.stop, match.at, detail)
 
     def _admit(self, entries: list[Entry], budget: int) -> None:

@@ -173,6 +173,7 @@ class Request:
     node: Any = None  # engine.kv.radix.Node
     shared_blocks: int = 0
     cached_tokens: int = 0  # prompt tokens taken from the tree at first admission and later matches
+    match: tuple[str, int, str] = ("", 0, "")  # why its first prefix match stopped, where, and how far it came
     preemptions: int = 0
     # Seconds on the log's clock; 0 until it happens.
     submitted_at: float = 0.0

@@ -1,0 +1,88 @@
+"""From an EngineConfig to a running engine: the one place where the parts are put together."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig, ModelConfig, resolve
+from engine.engine import Engine
+from engine.errors import EngineError
+from engine.hub import resolve_model
+from engine.scheduler import SchedulerConfig
+from engine.tokenizer import Tokenizer
+
+logger = logging.getLogger("engine")
+Progress = Callable[[dict[str, Any]], None]
+
+
+@dataclass(slots=True)
+class Built:
+    """An engine, the tokenizer of its model (None if not asked for) and what a user may want to know of both."""
+
+    engine: Engine
+    tokenizer: Tokenizer | None
+    info: dict[str, Any]
+
+
+def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> Built:
+    """Load a model and make an engine for it. Raises EngineError with a sentence for whatever cannot be had.
+
+    `on_progress` is called with {"stage", "done", "total", "text"}; `total` is 0 where the end is not known.
+    """
+    from engine.runner import make_runner  # imports torch's kernels: not before a model is wanted
+    from engine.structured import Grammars
+
+    tell = on_progress or (lambda progress: None)
+    started = time.perf_counter()
+    tell({"stage": "model", "done": 0, "total": 0, "text": f"looking for {config.model}"})
+    directory = resolve_model(config.model, on_progress=tell)
+    model = ModelConfig.from_pretrained(directory)
+    limits = resolve(config, model)
+    tokenizer = Tokenizer(directory) if config.load_tokenizer else None
+    runner = make_runner(model, config, directory, on_progress=tell)
+    overlap = limits.device.type != "cpu" if config.overlap == "auto" else config.overlap == "on"
+    eos_ids = frozenset(model.eos_ids) | frozenset(tokenizer.eos_ids if tokenizer is not None else ())
+    engine = Engine(
+        runner,
+        SchedulerConfig(
+            max_num_batched_tokens=limits.max_num_batched_tokens, max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len, chunked_prefill=config.enable_chunked_prefill,
+            policy=config.scheduling_policy,
+        ),
+        overlap=overlap, prefix_caching=config.enable_prefix_caching, eos_ids=eos_ids,
+        grammars=Grammars(tokenizer, model.vocab_size) if tokenizer is not None else None,
+    )  # fmt: skip
+    info = {
+        "model": _short_name(config.model, directory), "model_dir": str(directory), "architecture": model.architecture,
+        "parameters": model.num_parameters, "device": runner.device_name, "dtype": str(limits.dtype).removeprefix("torch."),
+        "num_blocks": runner.num_blocks - 1, "block_size": runner.block_size, "max_model_len": limits.max_model_len,
+        "max_num_seqs": limits.max_num_seqs, "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "vocab_size": model.vocab_size, "eos_ids": sorted(eos_ids), "attention": runner.attention_name,
+        "overlap": overlap, "kv_bytes_per_token": model.kv_bytes_per_token(limits.dtype),
+        "prefix_caching": config.enable_prefix_caching, "dummy_weights": config.dummy_weights,
+        "generation": tokenizer.generation if tokenizer is not None else {},
+        "load_seconds": round(time.perf_counter() - started, 3), "notes": list(limits.notes),
+    }  # fmt: skip
+    logger.info("ready: %s", info)
+    return Built(engine, tokenizer, info)
+
+
+def _short_name(asked: str, directory: Path) -> str:
+    return Path(asked).name if asked else directory.name
+
+
+def check_device_error(error: BaseException) -> EngineError:
+    """An error met while building, as a sentence with a way out."""
+    if isinstance(error, EngineError):
+        return error
+    if "out of memory" in str(error).lower() or isinstance(error, MemoryError):
+        return EngineError(
+            f"there is not enough memory for this model ({error}): use a smaller model, --kv-tokens, or a lower "
+            "--gpu-memory-utilization"
+        )
+    return EngineError(f"the engine could not start: {type(error).__name__}: {error}")

@@ -1,0 +1,350 @@
+"""The async client of an engine process: submit, abort, control, records, snapshot.
+
+    client = await EngineClient.start(EngineConfig(model="Qwen/Qwen3-0.6B"))
+    async for delta in client.submit(ids, SamplingParams(max_tokens=64)):
+        print(delta.text, end="")
+    await client.close()
+
+Loads neither torch nor a model: the process that draws a user interface stays small and is never held up by a step.
+If the engine process ends, every open stream and call raises EngineDead at once, and `restart()` starts it anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.output import Delta
+from engine.records import Record
+from engine.types import SamplingParams
+
+MAX_RECORDS = 200_000  # kept for a reader that does not drain
+CLOSE_S = 4.0
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+class Stream:
+    """One request's deltas, as an async iterator. `text`, `ids`, `finish_reason` and `metrics` gather what came."""
+
+    def __init__(self, client: EngineClient, tag: int, group: str) -> None:
+        self.tag = tag
+        self.group = group
+        self.request_id: int | None = None
+        self.seed: int | None = None
+        self.ids: list[int] = []
+        self.text = ""
+        self.finish_reason = ""
+        self.metrics: dict[str, Any] = {}
+        self._client = client
+        self._news: deque[Delta | EngineError] = deque()
+        self._wake = asyncio.Event()
+        self._accepted = asyncio.Event()
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncIterator[Delta]:
+        while not self.finish_reason:
+            while not self._news:
+                self._wake.clear()
+                await self._wake.wait()
+            yield self._next()
+
+    def drain(self) -> list[Delta]:
+        """What has come since it was last asked, without waiting; for a frame timer. Raises like the iteration."""
+        news: list[Delta] = []
+        while self._news and not (news and isinstance(self._news[0], EngineError)):
+            news.append(self._next())
+        return news
+
+    def _next(self) -> Delta:
+        item = self._news.popleft()
+        if isinstance(item, EngineError):
+            self.finish_reason = f"error: {item}"
+            raise item
+        self.ids += item.ids
+        self.text += item.text
+        if item.finish_reason:
+            self.finish_reason, self.metrics = item.finish_reason, item.metrics or {}
+        return item
+
+    async def started(self) -> int:
+        """The request's id, once the engine has accepted it; raises what the iteration would if it did not."""
+        await self._accepted.wait()
+        if self.request_id is None:
+            for item in self._news:
+                if isinstance(item, EngineError):
+                    raise item
+            raise EngineDead("the engine ended before it accepted the request")
+        return self.request_id
+
+    def cancel(self) -> None:
+        """Ask the engine to end this request; its last delta says "abort"."""
+        self._client._send("abort", self.tag)
+
+    def _put(self, item: Delta | EngineError) -> None:
+        self._news.append(item)
+        self._wake.set()
+        if isinstance(item, EngineError):
+            self._accepted.set()
+
+
+class EngineClient:
+    """One engine process. Belongs to the event loop that started it."""
+
+    def __init__(self, config: EngineConfig, log_file: Path) -> None:
+        self.config = config
+        self.log_file = log_file
+        self.info: dict[str, Any] = {}
+        self.error: str | None = None  # why there is no engine, as a sentence
+        self._loop = asyncio.get_running_loop()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._ready: asyncio.Future[dict[str, Any]] | None = None
+        self._streams: dict[int, Stream] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._records: deque[Record] = deque(maxlen=MAX_RECORDS)
+        self._tag = 0
+        self._closing = False
+        self._on_progress: Progress | None = None
+        self._on_death: list[Callable[[str], None]] = []
+        self._generation = 0
+
+    @classmethod
+    async def start(
+        cls, config: EngineConfig, log_file: Path | None = None, on_progress: Progress | None = None
+    ) -> EngineClient:
+        """Start an engine process and wait until its model is loaded. Raises EngineError with its sentence if not.
+
+        The process writes to `log_file` (by default one in the temporary directory), never to the terminal.
+        """
+        if log_file is None:
+            log_file = Path(tempfile.gettempdir()) / f"minitui-engine-{os.getpid()}.log"
+        client = cls(config, log_file)
+        client._on_progress = on_progress
+        await client._launch()
+        return client
+
+    @property
+    def alive(self) -> bool:
+        return self.error is None and self._connection is not None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def on_death(self, callback: Callable[[str], None]) -> None:
+        """Call `callback(sentence)` on the event loop if the process ends without having been closed."""
+        self._on_death.append(callback)
+
+    async def _launch(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        environment = dict(os.environ)
+        # Waiting threads sleep instead of spinning: the user interface needs the cores.
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        environment.setdefault("KMP_BLOCKTIME", "0")
+        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+        with theirs, self.log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                # -P: whatever lies in the current directory is not imported by accident.
+                [sys.executable, "-P", "-m", "engine.process", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()],
+                start_new_session=True, env=environment,
+            )  # fmt: skip
+        self._connection = Connection(ours.detach())
+        self._ready = self._loop.create_future()
+        self.error = None
+        self._closing = False
+        self._generation += 1
+        self._records.clear()
+        self._send("start", self.config)
+        thread = threading.Thread(
+            target=self._read, args=(self._connection, self._process, self._generation), name="engine", daemon=True
+        )
+        thread.start()
+        try:
+            self.info = {**await self._ready, "log_file": str(self.log_file)}
+        except asyncio.CancelledError:
+            self._kill()
+            raise
+        except EngineError:
+            self._kill()
+            raise
+
+    def _read(self, connection: Connection, process: subprocess.Popen[bytes], generation: int) -> None:
+        """A thread: takes messages off the socket, keeps the records, hands the rest to the event loop."""
+        last_words = ""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                message = pickle.loads(connection.recv_bytes())
+                if message[0] == "news":
+                    self._records.extend(message[2])
+                    if not message[1]:
+                        continue
+                    message = ("news", message[1])
+                elif message[0] == "died":
+                    last_words = message[1]
+                    continue
+                self._loop.call_soon_threadsafe(self._deliver, message)
+        status = process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._ended, status, last_words, generation)
+
+    def _deliver(self, message: tuple[Any, ...]) -> None:
+        kind, *rest = message
+        if kind == "news":
+            for delta in rest[0]:
+                stream = self._streams.get(delta.request_id)
+                if stream is not None:
+                    if delta.finish_reason:
+                        del self._streams[delta.request_id]
+                    delta.request_id = stream.request_id
+                    stream._put(delta)
+        elif kind == "accepted":
+            stream = self._streams.get(rest[0])
+            if stream is not None:
+                stream.request_id, stream.seed = rest[1], rest[2]
+                stream._accepted.set()
+        elif kind == "refused":
+            stream = self._streams.pop(rest[0], None)
+            if stream is not None:
+                stream._put(InvalidRequest(rest[1], rest[2]))
+        elif kind == "answer":
+            future = self._calls.pop(rest[0], None)
+            if future is not None and not future.done():
+                if rest[1]:
+                    future.set_result(rest[2])
+                else:
+                    future.set_exception(InvalidRequest(rest[2], "control"))
+        elif kind == "progress":
+            if self._on_progress is not None:
+                self._on_progress(rest[0])
+        elif self._ready is not None and not self._ready.done():
+            if kind == "ready":
+                self._ready.set_result(rest[0])
+            elif kind == "failed":
+                self._ready.set_exception(EngineError(rest[0]))
+
+    def _ended(self, status: int, last_words: str, generation: int) -> None:
+        """The process is gone: everybody who waits for it is told."""
+        if generation != self._generation:
+            return
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._closing:
+            self.error = "the engine was closed"
+        else:
+            how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+            said = f": {last_words}" if last_words else ""
+            self.error = f"the engine process ended {how}{said}; its log is {self.log_file}"
+        dead = EngineDead(self.error)
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(dead)
+        streams, self._streams = list(self._streams.values()), {}
+        for stream in streams:
+            stream._put(dead)
+        calls, self._calls = list(self._calls.values()), {}
+        for future in calls:
+            if not future.done():
+                future.set_exception(dead)
+        if not self._closing:
+            for callback in self._on_death:
+                callback(self.error)
+
+    def _send(self, *message: Any) -> None:
+        if self._connection is None:
+            raise EngineDead(self.error or "the engine is not running")
+        try:
+            self._connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        except OSError as error:
+            raise EngineDead(self.error or "the engine process has ended") from error
+
+    # ---- what callers want
+
+    def submit(self, ids: list[int], params: SamplingParams, group: str = "", sample_index: int = 0) -> Stream:
+        """Queue a prompt; returns at once. A refusal (InvalidRequest) is raised by the stream's iteration."""
+        self._tag += 1
+        stream = Stream(self, self._tag, group)
+        self._send("submit", self._tag, list(ids), params, group, sample_index)
+        self._streams[self._tag] = stream
+        return stream
+
+    async def call(self, action: str, **arguments: Any) -> Any:
+        """Ask the engine to do something between two steps, and wait for its answer."""
+        self._tag += 1
+        future = self._calls[self._tag] = self._loop.create_future()
+        try:
+            self._send("call", self._tag, action, arguments)
+        except EngineDead:
+            del self._calls[self._tag]
+            raise
+        return await future
+
+    async def control(self, action: str, **arguments: Any) -> Any:
+        """pause | resume | step n= | run_until predicate={"event", "ms"} | pace factor= | clear_cache."""
+        return await self.call(action, **arguments)
+
+    async def snapshot(self) -> dict[str, Any]:
+        """The engine's state at its record `seq`; records drained later may begin before that."""
+        return await self.call("snapshot")
+
+    def drain_records(self) -> list[Record]:
+        """The records that have come since the last drain; cheap, for a frame timer."""
+        records: list[Record] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                records.append(self._records.popleft())
+        return records
+
+    @property
+    def backlog(self) -> int:
+        """Records that have come and were not drained."""
+        return len(self._records)
+
+    async def restart(self) -> None:
+        """End the process if it still runs, and start a new one with the same configuration."""
+        await self.close()
+        await self._launch()
+
+    async def close(self) -> None:
+        """End the process; it is killed if it does not go within a few seconds."""
+        process = self._process
+        if process is None:
+            return
+        self._closing = True
+        with contextlib.suppress(EngineDead):
+            self._send("close")
+        deadline = time.monotonic() + CLOSE_S
+        while process.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        self._kill()
+
+    def _kill(self) -> None:
+        """At once, with whatever it started; safe to call at any time, also without a running loop."""
+        self._closing = True
+        process = self._process
+        if process is not None and process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    kill = _kill

@@ -1,0 +1,150 @@
+"""Stages 6 and 7, detokenize and emit: what a commit drew becomes text for whoever asked.
+
+Runs after the next step has been launched, so none of it stands between two steps. Stop strings are found here, in
+text: a request that meets one is ended like an abort, and what it drew beyond is never shown. Text that may be the
+beginning of a stop string is held back until it is decided.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from engine.records import RecordLog
+from engine.types import Request, TokenLogprobs
+
+if TYPE_CHECKING:
+    from engine.scheduler import Emitted
+
+
+class TextStream(Protocol):
+    """An incremental detokenizer (engine.tokenizer.Detokenizer)."""
+
+    def push(self, ids: list[int]) -> str: ...
+    def flush(self) -> str: ...
+
+
+@dataclass(slots=True)
+class Delta:
+    """News of one request. `ids` are what it drew, its end token included; `text` is what may be shown of it so far.
+
+    The last delta has `finish_reason`: stop, length, abort, or "error: …". `metrics` come with it.
+    """
+
+    request_id: int
+    text: str
+    ids: list[int]
+    finish_reason: str = ""
+    metrics: dict[str, Any] | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Open:
+    request: Request
+    text: TextStream | None
+    held: str = ""  # decoded, but it may be the beginning of a stop string
+
+
+class OutputProcessor:
+    """One open stream per request. `tokenizer` may be None: then there is no text, and no stop string is found."""
+
+    def __init__(self, tokenizer: Any, log: RecordLog) -> None:
+        self._tokenizer = tokenizer
+        self._log = log
+        self._open: dict[int, _Open] = {}
+
+    def open(self, request: Request) -> None:
+        """Begin a stream; must be called before the request's first step."""
+        stream = None
+        if self._tokenizer is not None:
+            stream = self._tokenizer.detokenizer(skip_special_tokens=request.params.skip_special_tokens)
+        self._open[request.id] = _Open(request, stream)
+
+    def close(self, request_id: int, reason: str) -> Delta | None:
+        """End a stream from outside (an abort): its last delta, with the text still held back."""
+        state = self._open.pop(request_id, None)
+        if state is None:
+            return None
+        return Delta(request_id, _rest(state), [], reason, self._metrics(state.request))
+
+    def process(self, emitted: list[Emitted]) -> tuple[list[Delta], list[int]]:
+        """The deltas of one commit, and the ids of requests that met a stop string and must be ended."""
+        deltas: list[Delta] = []
+        stopped: list[int] = []
+        for item in emitted:
+            state = self._open.get(item.request.id)
+            if state is None:
+                continue  # it met a stop string, or was aborted, while this token was in flight
+            delta = Delta(item.request.id, "", [] if item.token_id is None else [item.token_id], item.finish_reason)
+            if item.logprobs is not None:
+                delta.logprobs = [item.logprobs]
+            delta.prompt_logprobs = item.prompt_logprobs or []
+            if self._advance(state, item, delta):
+                stopped.append(item.request.id)
+                delta.finish_reason = "stop"
+            if delta.finish_reason:
+                delta.metrics = self._metrics(item.request)
+                del self._open[item.request.id]
+            deltas.append(delta)
+        return deltas, stopped
+
+    def _advance(self, state: _Open, item: Emitted, delta: Delta) -> bool:
+        """Decode what was drawn into the delta. True if a stop string was met."""
+        if state.text is None:
+            return False
+        params = state.request.params
+        ends = item.finish_reason == "stop" and item.token_id in state.request.stop_ids
+        text = state.held
+        if item.token_id is not None and not ends:  # the token that ends a reply is not part of it
+            text += state.text.push([item.token_id])
+        if item.finish_reason:
+            text += state.text.flush()
+        for end, length in _find_stop(text, params.stop):
+            delta.text = text[: end + length] if params.include_stop_str_in_output else text[:end]
+            state.held = ""
+            return not item.finish_reason or item.finish_reason == "length"
+        keep = 0 if item.finish_reason else _possible_stop(text, params.stop)
+        delta.text, state.held = text[: len(text) - keep], text[len(text) - keep :]
+        return False
+
+    def _metrics(self, request: Request) -> dict[str, Any]:
+        """What the line under an answer says. Milliseconds, but for tokens per second of the decode part."""
+        now = self._log.now()
+        drawn = len(request.ids) - request.prompt_len
+        first, admitted = request.first_token_at or now, request.admitted_at or now
+        stop, at, detail = request.match
+        return {
+            "prompt_tokens": request.prompt_len,
+            "output_tokens": drawn,
+            "cached_tokens": request.cached_tokens,
+            "queue_ms": (admitted - request.submitted_at) * 1e3,
+            "prefill_ms": (first - admitted) * 1e3,
+            "ttft_ms": (first - request.submitted_at) * 1e3,
+            "decode_tok_s": (drawn - 1) / (now - first) if drawn > 1 and now > first else 0.0,
+            "match": {"stop": stop, "at": at, "detail": detail},
+            "preemptions": request.preemptions,
+            "seed": request.seed,
+        }
+
+
+def _rest(state: _Open) -> str:
+    return state.held + (state.text.flush() if state.text is not None else "")
+
+
+def _find_stop(text: str, stops: tuple[str, ...]) -> list[tuple[int, int]]:
+    """The earliest stop string in the text as [(where, length)], or []; of two that begin there, the longer."""
+    found = [(text.find(stop), -len(stop)) for stop in stops if stop in text]
+    return [(where, -length) for where, length in sorted(found)[:1]]
+
+
+def _possible_stop(text: str, stops: tuple[str, ...]) -> int:
+    """Length of the longest end of `text` that is the beginning of a stop string."""
+    longest = 0
+    for stop in stops:
+        for n in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:n]):
+                longest = n
+                break
+    return longest
