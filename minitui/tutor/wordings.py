@@ -1,0 +1,242 @@
+"""A question in a thousand wordings: what the model sees while it trains.
+
+A model this small learns strings, not synonyms. So no user turn is shown twice in the same form: templates over the
+names of things, a table of synonyms, keywords, left-out and foreign words, typos, casing and fillers. A wording
+that was damaged a good deal is answered "I did not catch that" in a share of the cases, so that the weights
+weigh a doubtful answer against none.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from minitui.tutor.dataset import HeldOut, Item
+
+STOP_WORDS = frozenset(
+    "a an the is are was be been am do does did of to in on at for with and or but so it its this that these those i "
+    "you he she we they me my your our their what which who whom why how when where there here can could would "
+    "should will shall may might must have has had not no as by from into about if then than please tell explain "
+    "just".split()
+)
+CHOICE = re.compile(r"\(([^()]*)\)")
+KEYBOARD = "qwertyuiop asdfghjkl zxcvbnm"
+ATTEMPTS = 12
+
+
+@dataclass(frozen=True)
+class Damage:
+    """How wordings are made and what a damaged one is worth. All values are probabilities."""
+
+    hard: float = 0.4  # a wording loses and swaps words heavily
+    abstain: float = 0.3  # a heavily damaged wording is answered "I did not catch that"
+    synonym: float = 0.3  # each phrase of the table is replaced
+    template: float = 0.25  # a wording comes from a generic template
+    keywords: float = 0.12  # only the content words remain, in any order
+    answer_span: float = 0.08  # a piece of the answer serves as the question
+    typo: float = 0.2
+
+
+def expand(pattern: str, rng: random.Random) -> str:
+    """One text of a pattern such as "(what|which) size", innermost choices first."""
+    while match := CHOICE.search(pattern):
+        chosen = rng.choice(match.group(1).split("|"))
+        pattern = pattern[: match.start()] + chosen + pattern[match.end() :]
+    return re.sub(r"\s+", " ", pattern).strip()
+
+
+class Synonyms:
+    """The table of interchangeable phrases; a plural "s" of the replaced phrase is kept."""
+
+    def __init__(self, groups: list[list[str]]) -> None:
+        self._others: dict[str, list[str]] = {}
+        for group in groups:
+            head, rest = group[0], group[1:]
+            self._others.setdefault(head, []).extend(rest)
+            for member in rest:
+                if " " in member or len(member) > 4:
+                    self._others.setdefault(member, []).extend([head, *(other for other in rest if other != member)])
+        phrases = sorted(self._others, key=len, reverse=True)
+        self._pattern = re.compile(r"\b(" + "|".join(map(re.escape, phrases)) + r")(s?)\b")
+
+    def replace(self, text: str, chance: float, rng: random.Random) -> str:
+        """The text with each known phrase replaced by another of its group with the given chance."""
+
+        def other(match: re.Match[str]) -> str:
+            if rng.random() >= chance:
+                return match.group(0)
+            return rng.choice(self._others[match.group(1)]) + match.group(2)
+
+        return self._pattern.sub(other, text)
+
+
+class Wordings:
+    """Draws user turns for items, and inputs that the model is to say it did not catch."""
+
+    def __init__(self, items: dict[str, Item], words: dict[str, Any], held_out: HeldOut, damage: Damage) -> None:
+        self._items = items
+        self._held_out = held_out
+        self._damage = damage
+        self._synonyms = Synonyms(words["synonyms"])
+        self._templates: dict[str, list[str]] = words["templates"]
+        self._prefixes: list[str] = words["prefixes"]
+        self._suffixes: list[str] = words["suffixes"]
+        self._common: list[str] = words["common"]
+        self._slots: dict[str, list[str]] = words.get("slots", {})
+        self._unknown: list[str] = words.get("unknown", [])
+        known = [item for item in items.values() if item.kind in ("engine", "app")]
+        self._domain = sorted(
+            {word for item in known for wording in (item.question, *item.wordings) for word in content_words(wording)}
+        )
+
+    def draw(self, item: Item, rng: random.Random) -> tuple[str, bool]:
+        """A wording of the item's question, and whether it is to be answered (or "not caught")."""
+        for _ in range(ATTEMPTS):
+            text = self._source(item, rng)
+            hard = rng.random() < self._damage.hard
+            text = self._bend(text, hard, rng)
+            if text and not self._held_out.too_near(text):
+                answered = not (hard and item.kind in ("engine", "app") and rng.random() < self._damage.abstain)
+                return self._finish(text, rng), answered
+        return item.question, True
+
+    def plain(self, item: Item, rng: random.Random) -> str:
+        """A wording as it stands in the corpus, so that those are known by heart."""
+        for _ in range(ATTEMPTS):
+            text = self.fill(expand(rng.choice((item.question, *item.wordings)), rng), rng)
+            if not self._held_out.too_near(text):
+                return text if rng.random() < 0.6 else casing(text, rng)
+        return item.question
+
+    def fill(self, text: str, rng: random.Random) -> str:
+        """The text with every {slot} replaced by one of its words."""
+        return re.sub(r"\{(\w+)\}", lambda match: rng.choice(self._slots[match.group(1)]), text)
+
+    def not_caught(self, rng: random.Random) -> str:
+        """An input nobody could answer: word salad, unknown terms, keys hit at random, a question without its point."""
+        kind = rng.random()
+        if kind < 0.3 and self._unknown:
+            text = self._bend(self.fill(expand(rng.choice(self._unknown), rng), rng), rng.random() < 0.2, rng)
+        elif kind < 0.45:
+            size = rng.randint(3, 9)
+            text = " ".join(rng.choice(rng.choice((self._domain, self._common))) for _ in range(size))
+        elif kind < 0.55:
+            text = " ".join("".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(2, 9)))
+                            for _ in range(rng.randint(1, 5)))
+        elif kind < 0.7:
+            text = self._template_of(made_up(rng), rng.choice(("what", "why", "how")), rng)
+        elif kind < 0.85:
+            item = self._items[rng.choice(list(self._items))]
+            text = " ".join(word if word.lower().strip("?.,!") in STOP_WORDS else rng.choice(self._common)
+                            for word in expand(item.question, rng).split())
+        else:
+            pair = [self._items[rng.choice(list(self._items))] for _ in range(2)]
+            words = [word for item in pair for word in expand(item.question, rng).split()]
+            rng.shuffle(words)
+            text = " ".join(words[: rng.randint(4, 9)])
+        return self._finish(self.fill(text, rng), rng) or "asdf"
+
+    def _source(self, item: Item, rng: random.Random) -> str:
+        kind = rng.random()
+        if item.names and kind < self._damage.template:
+            aspect = rng.choice(list(item.names))
+            return self._template_of(rng.choice(item.names[aspect]), aspect, rng)
+        if item.kind in ("engine", "app") and kind > 1 - self._damage.answer_span:
+            words = re.sub(r"[`*|#\n]", " ", item.answer).split()
+            size = rng.randint(4, 10)
+            start = rng.randrange(max(1, len(words) - size))
+            return " ".join(words[start : start + size]).lower()
+        text = self.fill(expand(rng.choice((item.question, *item.wordings)), rng), rng)
+        if rng.random() < self._damage.keywords:
+            content = content_words(text)
+            if rng.random() < 0.5:
+                rng.shuffle(content)
+            return " ".join(content) or text
+        return text
+
+    def _template_of(self, name: str, aspect: str, rng: random.Random) -> str:
+        return rng.choice(self._templates[aspect]).replace("{x}", name)
+
+    def _bend(self, text: str, hard: bool, rng: random.Random) -> str:
+        text = self._synonyms.replace(text.lower(), self._damage.synonym, rng)
+        words = text.split()
+        if hard:
+            lost, foreign = rng.uniform(0.05, 0.35), rng.uniform(0.0, 0.35)
+        else:
+            lost, foreign = (0.12, 0.03) if rng.random() < 0.4 else (0.0, 0.0)
+        bent: list[str] = []
+        for word in words:
+            stop = word.strip("?.,!") in STOP_WORDS
+            if rng.random() < (lost * 1.5 if stop else lost * 0.7) and len(words) > 2:
+                continue
+            if rng.random() < (foreign * 0.4 if stop else foreign):
+                word = rng.choice(self._common)
+            bent.append(word)
+            if rng.random() < foreign * 0.25:
+                bent.append(rng.choice(self._common))
+        if len(bent) > 2 and rng.random() < (0.25 if hard else 0.05):
+            cut = rng.randrange(1, len(bent))
+            bent = bent[cut:] + bent[:cut]
+        text = " ".join(bent)
+        if rng.random() < 0.22:
+            text = rng.choice(self._prefixes) + " " + text
+        if rng.random() < 0.15:
+            text = text.rstrip("?. ") + " " + rng.choice(self._suffixes)
+        return text.strip()
+
+    def _finish(self, text: str, rng: random.Random) -> str:
+        if rng.random() < self._damage.typo:
+            text = typos(text, rng)
+        return casing(text, rng)
+
+
+def content_words(text: str) -> list[str]:
+    """The words that carry the meaning, lower case."""
+    words = re.findall(r"[a-z0-9_<>.,/+-]*[a-z0-9_<>/+-]", expand(text, random.Random(0)).lower())
+    return [word for word in words if word not in STOP_WORDS]
+
+
+def typos(text: str, rng: random.Random) -> str:
+    """The text with one or two slips of the keyboard."""
+    for _ in range(rng.randint(1, 2)):
+        if len(text) < 5:
+            return text
+        at = rng.randrange(1, len(text) - 1)
+        slip = rng.randrange(4)
+        if slip == 0:
+            text = text[:at] + text[at + 1 :]
+        elif slip == 1:
+            text = text[:at] + text[at + 1] + text[at] + text[at + 2 :]
+        elif slip == 2:
+            text = text[:at] + text[at] + text[at:]
+        else:
+            key = KEYBOARD.find(text[at].lower())
+            text = text[:at] + (KEYBOARD[key - 1] if key > 0 else "") + text[at + 1 :]
+    return text
+
+
+def casing(text: str, rng: random.Random) -> str:
+    """The text in one of the ways people capitalise and end a question."""
+    style = rng.random()
+    text = text.strip()
+    if style < 0.35:
+        text = text[:1].upper() + text[1:]
+    elif style < 0.4:
+        text = text.upper()
+    elif style < 0.43:
+        text = text.title()
+    elif style < 0.75:
+        text = text.lower()
+    if rng.random() < 0.4:
+        text = text.rstrip("?.! ") + rng.choice(("?", "?", "?", "", "", ".", "!"))
+    return text
+
+
+def made_up(rng: random.Random) -> str:
+    """A word that does not exist, or two."""
+    def word() -> str:
+        return "".join(rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") for _ in range(rng.randint(2, 4)))
+
+    return word() if rng.random() < 0.6 else f"{word()} {word()}"
