@@ -1,0 +1,38 @@
+"""Paged attention behind one small interface: planned once per step, run once per layer."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from engine.config import ModelConfig
+from engine.errors import EngineError
+from engine.forward import ForwardMeta
+
+
+class AttentionBackend(Protocol):
+    """Causal grouped-query attention over the paged KV cache."""
+
+    name: str
+
+    def plan(self, meta: ForwardMeta) -> None:
+        """Prepare what all layers of this step share."""
+
+    def run(self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+        """q [T, Hq, D], caches [num_blocks, block_size, Hkv, D] -> [T, Hq · D].
+
+        Token i of a sequence attends to its keys 0 … seq_len − q_len + i, or to the last `window` of those. What lies
+        in other slots, NaN included, has no influence.
+        """
+
+
+def choose_attention(
+    name: str, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device
+) -> AttentionBackend:
+    """The backend called `name`; "auto": the fastest there is for the device."""
+    from engine.attention.torch_backend import TorchAttention
+
+    if name in ("auto", "torch"):
+        return TorchAttention(config, block_size, dtype)
+    raise EngineError(f"attention_backend is {name!r}: on {device} it can be auto or torch")

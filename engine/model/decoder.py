@@ -1,0 +1,154 @@
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3: pre-norm blocks of grouped-query attention and a gated MLP.
+
+What differs between them is configuration (engine/config.py). Reading order: Decoder.forward is the model; the rest
+says which tensor of a checkpoint goes where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+
+from engine.attention import AttentionBackend
+from engine.config import ModelConfig
+from engine.forward import ForwardMeta
+from engine.kv.pool import KVPool
+from engine.model import ops as torch_ops
+from engine.model.rope import rope_table
+from engine.model.weights import Slot
+
+
+class DenseMLP:
+    """silu(gate(x)) · up(x), projected down. Any MLP with `slots` and `__call__` can stand in its place."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: ModuleType) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self._ops = ops
+        self.gate_up = torch.empty(2 * inner, hidden, dtype=dtype, device=device)
+        self.down = torch.empty(hidden, inner, dtype=dtype, device=device)
+        self.gate_up_bias = self.down_bias = None
+        if config.mlp_bias:
+            self.gate_up_bias = torch.empty(2 * inner, dtype=dtype, device=device)
+            self.down_bias = torch.empty(hidden, dtype=dtype, device=device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, H] -> [T, H]."""
+        inner = self._ops.silu_mul(F.linear(x, self.gate_up, self.gate_up_bias))
+        return F.linear(inner, self.down, self.down_bias)
+
+    def slots(self, prefix: str) -> Iterator[Slot]:
+        gate, up = self.gate_up.chunk(2)
+        yield Slot(f"{prefix}gate_proj.weight", gate)
+        yield Slot(f"{prefix}up_proj.weight", up)
+        yield Slot(f"{prefix}down_proj.weight", self.down)
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            gate, up = self.gate_up_bias.chunk(2)
+            yield Slot(f"{prefix}gate_proj.bias", gate)
+            yield Slot(f"{prefix}up_proj.bias", up)
+            yield Slot(f"{prefix}down_proj.bias", self.down_bias)
+
+
+class Layer:
+    """The weights of one block, q/k/v and gate/up each in one matrix."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: ModuleType) -> None:
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        hidden, dim = config.hidden_size, config.head_dim
+        self._heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        self._dim = dim
+        width = sum(self._heads) * dim
+        self.input_norm = empty(hidden)
+        self.qkv = empty(width, hidden)
+        self.qkv_bias = empty(width) if config.qkv_bias else None
+        # One row per head, so that queries and keys are normed in one go.
+        self.qk_norm = empty(config.num_heads + config.num_kv_heads, dim) if config.qk_norm else None
+        self.output = empty(hidden, config.num_heads * dim)
+        self.output_bias = empty(hidden) if config.output_bias else None
+        self.post_norm = empty(hidden)
+        self.mlp = DenseMLP(config, dtype, device, ops)
+
+    def slots(self, prefix: str) -> Iterator[Slot]:
+        sizes = [heads * self._dim for heads in self._heads]
+        yield Slot(f"{prefix}input_layernorm.weight", self.input_norm)
+        for name, view in zip("qkv", self.qkv.split(sizes), strict=True):
+            yield Slot(f"{prefix}self_attn.{name}_proj.weight", view)
+        if self.qkv_bias is not None:
+            for name, view in zip("qkv", self.qkv_bias.split(sizes), strict=True):
+                yield Slot(f"{prefix}self_attn.{name}_proj.bias", view)
+        if self.qk_norm is not None:
+            for name, view in zip("qk", self.qk_norm.split(self._heads[:2]), strict=True):
+                yield Slot(f"{prefix}self_attn.{name}_norm.weight", view, repeated=True)
+        yield Slot(f"{prefix}self_attn.o_proj.weight", self.output)
+        if self.output_bias is not None:
+            yield Slot(f"{prefix}self_attn.o_proj.bias", self.output_bias)
+        yield Slot(f"{prefix}post_attention_layernorm.weight", self.post_norm)
+        yield from self.mlp.slots(f"{prefix}mlp.")
+
+
+class Decoder:
+    """The model: its parameters (uninitialised until engine/model/weights.py fills them) and its forward pass."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_positions: int,
+        ops: ModuleType = torch_ops,
+    ) -> None:
+        """`max_positions`: how many positions to have cos and sin for; `ops`: module with the functions of model/ops."""
+        self.config = config
+        self._ops = ops
+        self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.layers = [Layer(config, dtype, device, ops) for _ in range(config.num_layers)]
+        self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+        self.head = self.embedding if config.tie_word_embeddings else torch.empty_like(self.embedding)
+        table = rope_table(config.rope, config.head_dim, max_positions, config.max_position)
+        self.rope_table = table.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
+
+    def forward(
+        self, token_ids: torch.Tensor, meta: ForwardMeta, attention: AttentionBackend, pool: KVPool
+    ) -> torch.Tensor:
+        """token_ids int64 [T] -> final hidden states [s, H] of the tokens in meta.logit_rows (all T if None).
+
+        Writes the keys and values of all T tokens to the pool. `attention.plan(meta)` has been called.
+        """
+        ops, eps = self._ops, self.config.rms_norm_eps
+        rope = ops.rope_rows(self.rope_table, meta.positions)
+        residual = F.embedding(token_ids, self.embedding)
+        x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
+        last = len(self.layers) - 1
+        for i, layer in enumerate(self.layers):
+            keys, values = pool.keys[i], pool.values[i]
+            qkv = F.linear(x, layer.qkv, layer.qkv_bias)
+            q = ops.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, meta.slot_mapping)
+            x = attention.run(i, q, keys, values)
+            if i == last and meta.logit_rows is not None:  # nothing after this depends on other tokens
+                x, residual = x.index_select(0, meta.logit_rows), residual.index_select(0, meta.logit_rows)
+            x = F.linear(x, layer.output, layer.output_bias)
+            x = layer.mlp(ops.add_rms_norm(x, residual, layer.post_norm, eps))
+            x = ops.add_rms_norm(x, residual, self.norm if i == last else self.layers[i + 1].input_norm, eps)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [s, H] -> [s, V]."""
+        return F.linear(hidden, self.head)
+
+    def slots(self) -> Iterator[Slot]:
+        """Every tensor a checkpoint of this model holds, and where it goes."""
+        yield Slot("model.embed_tokens.weight", self.embedding)
+        for i, layer in enumerate(self.layers):
+            yield from layer.slots(f"model.layers.{i}.")
+        yield Slot("model.norm.weight", self.norm)
+        if not self.config.tie_word_embeddings:
+            yield Slot("lm_head.weight", self.head)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(slot.view.nbytes for slot in self.slots())

@@ -1,0 +1,176 @@
+"""Checkpoints: safetensors streamed tensor by tensor into the model's fused parameters, or random weights.
+
+Every tensor's name, shape and type is checked against the headers before the first byte is copied. At no time is more
+than one file mapped or more than one tensor held, so the host needs little beyond the parameters themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.config import read_json
+from engine.errors import CheckpointError
+
+Progress = Callable[[dict[str, Any]], None]  # {"stage": str, "done": int, "total": int, "text": str}
+
+FLOAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+NAMED_AT_MOST = 8  # in an error message
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor of the checkpoint, `name`, and the slice of a parameter that it fills."""
+
+    name: str
+    view: torch.Tensor
+    repeated: bool = False  # the checkpoint holds one row, of which every row of the view is a copy
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.view.shape[1:] if self.repeated else self.view.shape)
+
+
+def load_weights(slots: Iterable[Slot], directory: Path, tied: bool, on_progress: Progress | None = None) -> None:
+    """Fill the slots from the safetensors files in `directory`; CheckpointError if the two do not agree.
+
+    `tied`: the model has no output matrix of its own. If the checkpoint brings one nevertheless, it must equal the
+    embedding.
+    """
+    wanted = {slot.name: slot for slot in slots}
+    files = checkpoint_files(directory)
+    total = _check(wanted, files, directory, tied)
+    done = 0
+    for path in files:
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                if _is_derived(name):
+                    continue
+                tensor = _read(file, name, path)
+                if name in wanted:
+                    wanted[name].view.copy_(tensor)
+                    done += tensor.nbytes
+                    if on_progress is not None:
+                        text = f"{path.name}: {done / 1e9:.2f} of {total / 1e9:.2f} GB"
+                        on_progress({"stage": "weights", "done": done, "total": total, "text": text})
+    if tied:
+        _check_tied(wanted["model.embed_tokens.weight"].view, files)
+
+
+def dummy_weights(slots: Iterable[Slot], seed: int) -> None:
+    """Random weights, normal with standard deviation 0.02, norms 1: for measuring without a checkpoint.
+
+    Not zeros: on those a GPU draws less power and runs faster than on any real model.
+    """
+    generator: torch.Generator | None = None
+    for slot in slots:
+        if generator is None:
+            generator = torch.Generator(slot.view.device).manual_seed(seed)
+        if "norm" in slot.name:
+            slot.view.fill_(1)
+        else:
+            slot.view.normal_(0, 0.02, generator=generator)
+
+
+def checkpoint_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: model.safetensors, or the shards its index names."""
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise CheckpointError(f"{index} has no weight_map: download it again")
+        files = [directory / str(name) for name in dict.fromkeys(names.values())]
+        absent = [path.name for path in files if not path.is_file()]
+        if absent:
+            raise CheckpointError(
+                f"{index} names {len(files)} files, of which {_listed(absent)} {'is' if len(absent) == 1 else 'are'} "
+                "missing: download the checkpoint again"
+            )
+        return files
+    others = sorted(path.name for path in directory.glob("*.bin"))
+    hint = f"only {_listed(others)}: convert it to safetensors" if others else "download the checkpoint again"
+    raise CheckpointError(f"{directory} holds neither model.safetensors nor model.safetensors.index.json, {hint}")
+
+
+def _check(wanted: dict[str, Slot], files: list[Path], directory: Path, tied: bool) -> int:
+    """Compare the files' headers with what is wanted; the bytes there are to read."""
+    total = 0
+    missing = dict.fromkeys(wanted)
+    unexpected: list[str] = []
+    misshapen: list[str] = []
+    for path in files:
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                if name not in wanted:
+                    if not _is_derived(name) and not (tied and name == "lm_head.weight"):
+                        unexpected.append(name)
+                    continue
+                part, slot = file.get_slice(name), wanted[name]
+                shape, dtype = part.get_shape(), part.get_dtype()
+                missing.pop(name, None)
+                if shape != slot.shape:
+                    misshapen.append(f"{name} is {shape} and should be {slot.shape}")
+                elif dtype not in FLOAT_BYTES:
+                    misshapen.append(f"{name} is of type {dtype} and should be one of {', '.join(FLOAT_BYTES)}")
+                else:
+                    size = FLOAT_BYTES[dtype]
+                    for extent in shape:
+                        size *= extent
+                    total += size
+    faults = []
+    if missing:
+        faults.append(f"lacks {_listed(list(missing))}")
+    if unexpected:
+        faults.append(f"has {_listed(unexpected)}, unknown to this architecture")
+    if misshapen:
+        faults.append(f"does not fit config.json ({_listed(misshapen)})")
+    if faults:
+        where = files[0] if len(files) == 1 else directory
+        raise CheckpointError(
+            f"the checkpoint {where} {'; it '.join(faults)}: use the config.json and the weights of one and the same model"
+        )
+    return total
+
+
+def _check_tied(embedding: torch.Tensor, files: list[Path]) -> None:
+    for path in files:
+        with _opened(path) as file:
+            if "lm_head.weight" not in file.keys():  # noqa: SIM118 (not a dict)
+                continue
+            head = _read(file, "lm_head.weight", path).to(embedding.dtype)
+            if list(head.shape) != list(embedding.shape) or not torch.equal(head, embedding.to(head.device)):
+                raise CheckpointError(
+                    f"{path} has an lm_head.weight that differs from the embedding, though config.json ties the two: "
+                    "set tie_word_embeddings to false"
+                )
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file ({error}): download it again") from error
+
+
+def _read(file: Any, name: str, path: Path) -> torch.Tensor:
+    try:
+        return file.get_tensor(name)
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path} cannot be read at {name} ({error}): download it again") from error
+
+
+def _is_derived(name: str) -> bool:
+    """Older Llama checkpoints carry the rotary frequencies, which follow from the configuration."""
+    return name.endswith(".rotary_emb.inv_freq")
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - NAMED_AT_MOST
+    return ", ".join(names[:NAMED_AT_MOST]) + (f" and {more:,} more" if more > 0 else "")

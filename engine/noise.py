@@ -1,0 +1,65 @@
+"""Counter-based sampling noise: Gumbel variates that are a pure function of (seed, sample index, position, token id).
+
+No generator state exists, so a draw depends neither on the batch it is made in, nor on chunks, preemptions or the
+cache. All arithmetic is on 32-bit words that wrap around, and so the same in numpy, torch and Triton.
+
+Two 32-bit keys are made of the seed and the sample index when a request joins. Each position turns them into the start
+and the (odd) increment of a Weyl sequence over the token ids, which `mix` scrambles: splitmix with a gamma per draw.
+"""
+
+from __future__ import annotations
+
+import torch
+
+WORD = 0xFFFFFFFF
+# Constants of "lowbias32" (Wellons, hash prospector) and odd increments from the golden ratio and murmur3.
+MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B
+GOLDEN, MURMUR = 0x9E3779B1, 0x85EBCA6B
+
+
+def mix_int(x: int) -> int:
+    """The finaliser on one Python integer, 32 bits."""
+    x &= WORD
+    x = ((x ^ (x >> 16)) * MIX_1) & WORD
+    x = ((x ^ (x >> 15)) * MIX_2) & WORD
+    return x ^ (x >> 16)
+
+
+def request_keys(seed: int, sample_index: int) -> tuple[int, int]:
+    """Two signed 32-bit keys of a request: from all 64 bits of its seed and from which of n samples it is."""
+    low = mix_int((seed & WORD) + mix_int(sample_index * GOLDEN))
+    high = mix_int(((seed >> 32) & WORD) ^ low)
+    return signed(mix_int(low + high * MURMUR)), signed(mix_int(high ^ GOLDEN))
+
+
+def signed(word: int) -> int:
+    """A 32-bit word as int32 has it."""
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+def mix(x: torch.Tensor) -> torch.Tensor:
+    """The finaliser on an int32 tensor; may overwrite it. Right shifts are arithmetic in torch, hence the masks."""
+    x ^= (x >> 16) & 0xFFFF
+    x *= signed(MIX_1)
+    x ^= (x >> 15) & 0x1FFFF
+    x *= signed(MIX_2)
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def hashes(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """int32 [s, vocab_size] of the draws at `positions` [s] by requests with `keys` int32 [s, 2]."""
+    start = mix(keys[:, 0] + positions.to(torch.int32) * signed(GOLDEN))
+    step = ((start * signed(MURMUR)) ^ keys[:, 1]) | 1
+    ids = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
+    return mix(ids * step[:, None] + start[:, None])
+
+
+def gumbel(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Standard Gumbel noise, fp32 [s, vocab_size], all finite: −log(E) with E = −log(1 − u) exponential.
+
+    u has 31 bits. Small u decide who wins, and near 0 floating point keeps all of them apart.
+    """
+    u = (hashes(keys, positions, vocab_size) & 0x7FFFFFFF).to(torch.float32)
+    u.add_(0.5).mul_(-(2.0**-31)).clamp_min_(-1 + 2.0**-24)
+    return u.log1p_().neg_().log_().neg_()

@@ -1,0 +1,372 @@
+"""The device side of a step: takes a StepPlan, runs the model over it, draws the tokens.
+
+`launch` reads as the step does: apply the plan's changes to the persistent rows, build the inputs, forward, sample,
+remember what was drawn. Each is a method, so that a runner with CUDA graphs replaces those it does differently.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.attention import choose_attention
+from engine.config import EngineConfig, ModelConfig, resolve
+from engine.errors import EngineError
+from engine.forward import ForwardMeta
+from engine.kv.pool import KVPool
+from engine.model.decoder import Decoder
+from engine.model.weights import Progress, dummy_weights, load_weights
+from engine.sampling import Drawn, Logprobs, Sampler, pick_logprobs
+from engine.types import StepPlan, StepResult
+from engine.upload import Uploader, to_host
+
+CPU_KV_BYTES = 1 << 30  # the pool's default size on a CPU, or 16 sequences of full length if that is less
+CPU_KV_SEQUENCES = 16
+LOGPROB_ROWS = 256  # prompt logprobs: positions whose logits exist at once
+
+
+@dataclass(slots=True)
+class Inputs:
+    """A step's plan on the device, and what of it the host still needs. T tokens, n entries, s of them sample."""
+
+    token_ids: torch.Tensor  # int64 [T]
+    meta: ForwardMeta
+    samples: np.ndarray  # int64 [s]  the entries that sample
+    rows: np.ndarray  # int64 [s]  their rows
+    positions: np.ndarray  # int64 [s]  where the token drawn will stand
+    device_rows: torch.Tensor  # int64 [s]
+    device_positions: torch.Tensor  # int64 [s]
+    sampled_hidden: np.ndarray | None  # int64 [s]  which of the hidden states are theirs; None: all, in order
+    prompt_hidden: dict[int, int]  # entries that want prompt logprobs -> the first of their q_len hidden states
+
+
+PromptLogprobs = tuple[Logprobs, list[int], int]  # of an entry's tokens, those tokens, how many on top were asked for
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step on its way. `wait` blocks until the device has drawn its tokens."""
+
+    entries: int  # n of the plan
+    samples: np.ndarray
+    drawn: Drawn
+    logprob_counts: list[int]
+    prompt_logprobs: dict[int, PromptLogprobs]
+    device_ms: float | None
+    events: tuple[Any, Any] | None  # CUDA: where the step begins and ends
+    outcome: torch.Tensor  # int64 [s] on the host (pinned, once `events` are through): drawn ids, −1 − id if bad
+
+    def wait(self) -> StepResult:
+        """The step's outcome, on the host."""
+        if self.events is not None:
+            self.events[1].synchronize()
+            self.device_ms = self.events[0].elapsed_time(self.events[1])
+        result = StepResult([-1] * self.entries, device_ms=self.device_ms)
+        for entry, token in zip(self.samples.tolist(), self.outcome.tolist(), strict=True):
+            if token < 0:
+                result.bad.append(entry)
+                token = -1 - token
+            result.ids[entry] = token
+        if self.drawn.logprobs is not None:
+            entries = self.samples[self.drawn.logprob_rows].tolist()
+            tokens = [result.ids[entry] for entry in entries]
+            listed = self.drawn.logprobs.listed(tokens, self.logprob_counts)
+            result.logprobs = dict(zip(entries, listed, strict=True))
+        for entry, (logprobs, tokens, top) in self.prompt_logprobs.items():
+            result.prompt_logprobs[entry] = logprobs.listed(tokens, [top] * len(tokens))
+        return result
+
+
+@dataclass(slots=True)
+class MemoryReport:
+    """Bytes, as they were found when the runner started."""
+
+    weights: int
+    kv_cache: int
+    activations: int | None = None  # the peak of the warm-up; None on a CPU, where it is not measured
+    total: int | None = None  # of the device
+    notes: list[str] = field(default_factory=list)
+
+
+class Runner:
+    """Owns the model, the KV pool and the persistent state of every row: block table, last token, sampling settings.
+
+    Public attributes: num_blocks (the null block included), block_size, max_rows, max_num_batched_tokens,
+    max_model_len, device, dtype, model_config, attention, memory.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        engine_config: EngineConfig,
+        model_dir: Path | None = None,
+        on_progress: Progress | None = None,
+    ) -> None:
+        """Loads the weights (random ones if engine_config.dummy_weights) and sizes the pool; raises EngineError."""
+        limits = resolve(engine_config, model_config)
+        self.model_config = model_config
+        self.config = engine_config
+        self.device, self.dtype = limits.device, limits.dtype
+        self.max_rows = limits.max_num_seqs
+        self.max_num_batched_tokens = limits.max_num_batched_tokens
+        self.max_model_len = limits.max_model_len
+        self.block_size = engine_config.block_size
+        if self.device.type == "cpu":
+            torch.set_num_threads(engine_config.cpu_threads or max(1, (os.cpu_count() or 2) - 1))
+        with torch.inference_mode():
+            self.model = self._load(model_dir, on_progress)
+            self.attention = choose_attention(
+                engine_config.attention_backend, model_config, self.block_size, self.dtype, self.device
+            )
+            self.memory = MemoryReport(weights=self.model.nbytes, kv_cache=0)
+            self._upload = Uploader(self.device)
+            # Host and device block table are one on a CPU; on a GPU the device's follows by copies in stream order.
+            columns = -(-self.max_model_len // self.block_size)
+            self._host_table = np.zeros((self.max_rows, columns), dtype=np.int32)
+            self.block_table = torch.from_numpy(self._host_table).to(self.device)
+            self.last_token = torch.zeros(self.max_rows, dtype=torch.int64, device=self.device)
+            self.sampler = Sampler(self.max_rows, model_config.vocab_size, self.device, self._upload)
+            self.num_blocks = self._count_blocks() + 1  # and the null block
+            self.pool = self._make_pool(self.num_blocks)
+        self.memory.kv_cache = self.pool.nbytes
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Enqueue a step; on a CPU it is over when this returns."""
+        started = time.perf_counter()
+        with torch.inference_mode():
+            begin = self._mark()
+            self.apply(plan)
+            inputs = self.build_inputs(plan)
+            hidden = self.forward(inputs)
+            prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden)
+            drawn = self.sample(plan, inputs, hidden)
+            self.last_token.index_copy_(0, inputs.device_rows, drawn.ids)
+            return self._finish(plan, inputs, drawn, prompt_logprobs, started, begin)
+
+    def release_row(self, row: int) -> None:
+        """The request in `row` has left; steps in flight may still draw for it, and are ignored."""
+        self.sampler.release_row(row)
+
+    def apply(self, plan: StepPlan) -> None:
+        """The plan's changes to the persistent rows: new blocks in the table, new requests' sampling settings."""
+        if len(plan.table_rows):
+            self._host_table[plan.table_rows, plan.table_columns] = plan.table_blocks
+            if self.device.type != "cpu":
+                changes = np.stack((plan.table_rows, plan.table_columns, plan.table_blocks)).astype(np.int64)
+                rows, columns, blocks = self._upload(changes)
+                self.block_table[rows, columns] = blocks.to(torch.int32)
+        for request in plan.joins:
+            self.sampler.set_row(request.row, request)
+
+    def build_inputs(self, plan: StepPlan) -> Inputs:
+        """Positions, slots and lengths of every token, computed on the host and sent in one piece."""
+        n, tokens, size = len(plan.rows), plan.num_tokens, self.block_size
+        starts, q_lens = plan.starts.astype(np.int64), plan.q_lens.astype(np.int64)
+        rows, seq_lens = plan.rows.astype(np.int64), starts + q_lens
+        ends = np.cumsum(q_lens)
+        if tokens == n:  # one token each
+            token_rows, positions = rows, starts
+        else:
+            token_rows = np.repeat(rows, q_lens)
+            positions = np.arange(tokens) - np.repeat(ends - seq_lens, q_lens)
+        slots = self._host_table[token_rows, positions // size] * np.int64(size) + positions % size
+        samples = np.flatnonzero(plan.samples)
+        wanted, sampled_hidden, prompt_hidden = _logit_rows(plan, ends, samples)
+        sample_rows, sample_positions = rows[samples], seq_lens[samples]
+        bounds = np.concatenate(([0], ends))
+        parts = (plan.token_ids, positions, slots, token_rows, rows, bounds, seq_lens, wanted, sample_rows, sample_positions)
+        sent = self._upload(np.concatenate(parts, dtype=np.int64)).split([len(part) for part in parts])
+        token_ids, positions_, slots_, token_rows_, rows_, bounds_, seq_lens_, wanted_, sample_rows_, draw_at_ = sent
+        if (plan.token_ids < 0).any():
+            drawn_last = self.last_token.index_select(0, token_rows_)
+            token_ids = torch.where(token_ids < 0, drawn_last, token_ids)
+        longest = int(seq_lens.max())
+        meta = ForwardMeta(
+            positions=positions_,
+            slot_mapping=slots_,
+            cu_seqlens_q=bounds_.to(torch.int32),
+            seq_lens=seq_lens_.to(torch.int32),
+            block_table=self.block_table[:, : -(-longest // size)].index_select(0, rows_),
+            max_q_len=int(q_lens.max()),
+            max_seq_len=longest,
+            num_decodes=plan.num_decodes,
+            logit_rows=None if len(wanted) == tokens else wanted_,
+        )
+        return Inputs(
+            token_ids, meta, samples, sample_rows, sample_positions, sample_rows_, draw_at_, sampled_hidden, prompt_hidden
+        )
+
+    def forward(self, inputs: Inputs) -> torch.Tensor:
+        """Hidden states of the tokens whose logits are wanted; the KV cache holds this step's tokens afterwards."""
+        self.attention.plan(inputs.meta)
+        return self.model.forward(inputs.token_ids, inputs.meta, self.attention, self.pool)
+
+    def sample(self, plan: StepPlan, inputs: Inputs, hidden: torch.Tensor) -> Drawn:
+        """One token for each entry that samples."""
+        if inputs.sampled_hidden is not None:
+            hidden = hidden.index_select(0, self._upload(inputs.sampled_hidden))
+        if not len(inputs.samples):  # prefill chunks only, none of them a prompt's last
+            nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+            return Drawn(nothing, nothing > 0, inputs.samples, None)
+        return self.sampler.sample(
+            self.model.logits(hidden),
+            inputs.rows,
+            inputs.positions,
+            inputs.device_rows,
+            inputs.device_positions,
+            lambda i: plan.requests[int(inputs.samples[i])],
+        )
+
+    def _finish(
+        self,
+        plan: StepPlan,
+        inputs: Inputs,
+        drawn: Drawn,
+        prompt_logprobs: dict[int, PromptLogprobs],
+        started: float,
+        begin: Any,
+    ) -> Launched:
+        outcome = torch.where(drawn.bad, -1 - drawn.ids, drawn.ids)
+        counts = self.sampler.logprob_counts(inputs.rows[drawn.logprob_rows])
+        device_ms, events = None, None
+        if begin is None:
+            device_ms = (time.perf_counter() - started) * 1e3
+        else:
+            outcome = to_host(outcome)
+            if drawn.logprobs is not None:
+                drawn.logprobs = drawn.logprobs.fetched()
+            prompt_logprobs = {entry: (own.fetched(), *rest) for entry, (own, *rest) in prompt_logprobs.items()}
+            events = (begin, self._mark())
+        return Launched(len(plan.rows), inputs.samples, drawn, counts, prompt_logprobs, device_ms, events, outcome)
+
+    def _mark(self) -> Any:
+        """A point in the compute stream whose time can be read later; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _prompt_logprobs(
+        self, plan: StepPlan, inputs: Inputs, hidden: torch.Tensor
+    ) -> dict[int, PromptLogprobs]:
+        """For each chunk that wants them: the logprobs of the prompt tokens at start + 1 … start + q_len.
+
+        Position 0 has none. A prompt's last token predicts the first of the reply, which is not the prompt's.
+        """
+        found = {}
+        for entry, at in inputs.prompt_hidden.items():
+            request, start = plan.requests[entry], int(plan.starts[entry])
+            tokens = request.ids[start + 1 : min(start + int(plan.q_lens[entry]) + 1, request.prompt_len)]
+            top = request.params.prompt_logprobs or 0
+            parts = []
+            for first in range(0, len(tokens), LOGPROB_ROWS):
+                part = np.array(tokens[first : first + LOGPROB_ROWS], dtype=np.int64)
+                logits = self.model.logits(hidden[at + first : at + first + len(part)])
+                logits = logits if logits.dtype == torch.float64 else logits.float()
+                parts.append(pick_logprobs(logits.log_softmax(-1), self._upload(part), top))
+            if parts:
+                found[entry] = (Logprobs.joined(parts), tokens, top)
+        return found
+
+    def _load(self, model_dir: Path | None, on_progress: Progress | None) -> Decoder:
+        model = Decoder(self.model_config, self.dtype, self.device, self.max_model_len)
+        if self.config.dummy_weights:
+            dummy_weights(model.slots(), self.config.seed)
+        elif model_dir is None:
+            raise EngineError("no model directory was given, and dummy_weights is off: give one of the two")
+        else:
+            load_weights(model.slots(), model_dir, self.model_config.tie_word_embeddings, on_progress)
+        return model
+
+    def _make_pool(self, num_blocks: int) -> KVPool:
+        config = self.model_config
+        return KVPool(
+            config.num_layers, num_blocks, self.block_size, config.num_kv_heads, config.head_dim, self.dtype, self.device
+        )
+
+    def _count_blocks(self) -> int:
+        """Blocks for requests: as configured, else as many as memory allows."""
+        if self.config.num_blocks is not None:
+            return self.config.num_blocks
+        if self.config.kv_tokens is not None:
+            return -(-self.config.kv_tokens // self.block_size)
+        per_block = self.block_size * self.model_config.kv_bytes_per_token(self.dtype)
+        if self.device.type == "cpu":
+            enough = CPU_KV_SEQUENCES * -(-self.max_model_len // self.block_size)
+            return max(1, min(enough, CPU_KV_BYTES // per_block))
+        return self._measure_blocks(per_block)
+
+    def _measure_blocks(self, per_block: int) -> int:
+        """What `gpu_memory_utilization` leaves after weights, other processes and the largest step's activations."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._warm_up()
+        torch.cuda.synchronize(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        elsewhere = total - free - torch.cuda.memory_reserved(self.device)
+        room = int(total * self.config.gpu_memory_utilization) - peak - elsewhere
+        self.memory.activations, self.memory.total = peak - self.memory.weights, total
+        torch.cuda.empty_cache()
+        if room < per_block:
+            raise EngineError(
+                f"no room for a KV cache: of {total / 1e9:.1f} GB, gpu_memory_utilization {self.config.gpu_memory_utilization:g} "
+                f"allows {total * self.config.gpu_memory_utilization / 1e9:.1f}, and weights with activations take "
+                f"{peak / 1e9:.1f} beside {elsewhere / 1e9:.1f} in use: raise it, lower max_num_batched_tokens, or free the GPU"
+            )
+        return room // per_block
+
+    def _warm_up(self) -> None:
+        """A step of the largest shape, in the null block: T prompt tokens and logits for every row."""
+        pool, tokens, rows = self._make_pool(1), self.max_num_batched_tokens, self.max_rows
+        n = min(rows, tokens)
+        lengths = np.full(n, tokens // n)
+        lengths[0] += tokens - int(lengths.sum())
+        lengths = np.minimum(lengths, self.max_model_len)
+        ends = np.cumsum(lengths)
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        longest = int(lengths.max())
+        meta = ForwardMeta(
+            positions=self._upload(positions),
+            slot_mapping=self._upload(np.zeros(len(positions), dtype=np.int64)),
+            cu_seqlens_q=self._upload(np.concatenate(([0], ends)).astype(np.int32)),
+            seq_lens=self._upload(lengths.astype(np.int32)),
+            block_table=self.block_table[:n, : -(-longest // self.block_size)],
+            max_q_len=longest,
+            max_seq_len=longest,
+            num_decodes=0,
+            logit_rows=self._upload(ends - 1),
+        )
+        token_ids = torch.zeros(len(positions), dtype=torch.int64, device=self.device)
+        self.attention.plan(meta)
+        hidden = self.model.forward(token_ids, meta, self.attention, pool)
+        # Sorting for top-p takes the most memory of anything the sampler does.
+        self.model.logits(hidden).float().sort(descending=True).values.softmax(-1).cumsum(-1)
+
+
+def _logit_rows(
+    plan: StepPlan, ends: np.ndarray, samples: np.ndarray
+) -> tuple[np.ndarray, np.ndarray | None, dict[int, int]]:
+    """Which tokens' logits are wanted; which of those are the sampling entries' (None: all are); and for each entry
+    that wants logprobs of its prompt, where among them its own begin."""
+    last = ends[samples] - 1
+    chunks = range(plan.num_decodes, len(plan.rows))
+    firsts = {
+        entry: int(ends[entry] - plan.q_lens[entry])
+        for entry in chunks
+        if plan.requests[entry].params.prompt_logprobs is not None
+    }
+    if not firsts:
+        return last, None, {}
+    wanted = np.unique(np.concatenate([last, *(np.arange(first, ends[entry]) for entry, first in firsts.items())]))
+    begins = {entry: int(np.searchsorted(wanted, first)) for entry, first in firsts.items()}
+    return wanted, np.searchsorted(wanted, last), begins
