@@ -159,10 +159,11 @@ class Scheduler:
         preempted = False
         size, budget = self.cache.block_size, self.config.max_num_batched_tokens
         for request in self.running[:]:
+            planned = request.planned
             total = len(request.ids) + request.in_flight
             if not self._may_decode(request, total) or len(entries) >= budget:
                 continue
-            if request.planned >= len(request.table) * size:
+            if planned >= len(request.table) * size:
                 while not self.cache.grow(request, total):
                     preempted = True
                     # The youngest stands later in this loop than all that have an entry.
@@ -172,7 +173,7 @@ class Scheduler:
                         break
                 if request.state is not RequestState.RUNNING:
                     continue
-            entries.append((request, request.planned, 1))
+            entries.append((request, planned, 1))
             request.planned = total
         return preempted
 
@@ -286,40 +287,44 @@ class Scheduler:
     def _arrays(self, entries: list[Entry], num_decodes: int) -> StepPlan:
         """Write the plan down."""
         step, n = self.step, len(entries)
-        rows, starts, q_lens, samples = [0] * n, [0] * n, [0] * n, [True] * n
+        requests = [request for request, _, _ in entries]
+        starts = [start for _, start, _ in entries]
+        samples = [True] * n
         token_ids: list[int] = []
         joined: list[int] = []
-        prefills: list[tuple[int, int, int, bool]] = []
-        for i, (request, start, q) in enumerate(entries):
-            rows[i], starts[i], q_lens[i] = request.row, start, q
+        decoding = self._decoding
+        for i in range(num_decodes):
+            request, start = requests[i], starts[i]
             request.steps_in_flight += 1
+            request.in_flight += 1
             ids = request.ids
-            if i < num_decodes:
-                token_ids.append(ids[start] if start < len(ids) else -1)
-                request.in_flight += 1
-                if request.id not in self._decoding:
-                    joined.append(request.id)
-                    self._decoding[request.id] = request
-            else:
-                token_ids += ids[start : start + q]
-                samples[i] = request.decoding = start + q == len(ids)
-                request.in_flight += samples[i]
-                prefills.append((request.id, start, q, samples[i]))
+            token_ids.append(ids[start] if start < len(ids) else -1)
+            if request.id not in decoding:
+                joined.append(request.id)
+                decoding[request.id] = request
+        prefills: list[tuple[int, int, int, bool]] = []
+        for i in range(num_decodes, n):
+            request, start, q = entries[i]
+            request.steps_in_flight += 1
+            token_ids += request.ids[start : start + q]
+            samples[i] = request.decoding = start + q == len(request.ids)
+            request.in_flight += samples[i]
+            prefills.append((request.id, start, q, samples[i]))
         left: list[int] = []
         if len(self._decoding) > num_decodes:
-            stay = {request.id for request, _, _ in entries[:num_decodes]}
-            left = [id for id in self._decoding if id not in stay]
+            stay = {request.id for request in requests[:num_decodes]}
+            left = [id for id in decoding if id not in stay]
             for id in left:
-                del self._decoding[id]
+                del decoding[id]
         self.log.append("step", step, prefills, joined, left, len(token_ids), len(self.waiting))
         changes = self.cache.table_changes
         table = np.array([(*at, block) for at, block in changes.items()], np.int32).reshape(-1, 3)
         changes.clear()
         return StepPlan(
             step=step,
-            rows=np.array(rows, np.int32),
+            rows=np.array([request.row for request in requests], np.int32),
             starts=np.array(starts, np.int32),
-            q_lens=np.array(q_lens, np.int32),
+            q_lens=np.array([q for _, _, q in entries], np.int32),
             samples=np.array(samples, bool),
             token_ids=np.array(token_ids, np.int32),
             num_decodes=num_decodes,
@@ -327,8 +332,8 @@ class Scheduler:
             table_columns=table[:, 1].copy(),
             table_blocks=table[:, 2].copy(),
             joins=self._joins,
-            requests=[request for request, _, _ in entries],
-            epochs=[request.epoch for request, _, _ in entries],
+            requests=requests,
+            epochs=[request.epoch for request in requests],
         )
 
     def _preempt(self, request: Request, reason: str) -> None:
@@ -350,42 +355,45 @@ class Scheduler:
         """Append the ids a step drew, detect the end of replies, publish what is now written."""
         self.cache.tree.settle(plan.step)
         emitted: list[Emitted] = []
-        size = self.cache.block_size
-        bad = set(result.bad)
+        size, finished, running = self.cache.block_size, RequestState.FINISHED, RequestState.RUNNING
+        bad, ids, epochs = set(result.bad), result.ids, plan.epochs
+        ends, samples = (plan.starts + plan.q_lens).tolist(), plan.samples.tolist()
+        extras = bool(result.logprobs or result.prompt_logprobs)
         for i, request in enumerate(plan.requests):
-            if request.epoch != plan.epochs[i] or request.state is RequestState.FINISHED:
+            if request.epoch != epochs[i] or request.state is finished:
                 continue  # void: it ended while this step was in flight
             request.steps_in_flight -= 1
-            running = request.state is RequestState.RUNNING
-            if running:
-                request.committed = max(request.committed, int(plan.starts[i]) + int(plan.q_lens[i]))
-            token, reason = None, ""
-            if plan.samples[i]:
+            token: int | None = None
+            reason = ""
+            if samples[i]:
                 request.in_flight -= 1
-                token = result.ids[i]
                 if i in bad:
-                    token, reason = None, "error: the model's logits were not finite numbers"
+                    reason = "error: the model's logits were not finite numbers"
                 else:
+                    token = ids[i]
                     request.ids.append(token)
                     reason = self._end(request, token)
-            if running and request.committed // size > request.shared_blocks:
-                self.cache.publish_committed(request)
+            if request.state is running:
+                end = ends[i]
+                if end > request.committed:
+                    request.committed = end
+                if end // size > request.shared_blocks:
+                    self.cache.publish_committed(request)
             if reason:
                 leaf = request.node
                 self.finish(request, reason)
                 if i in bad and leaf is not None:
                     self.cache.forget(leaf)  # its KV may be what is not finite
-            if token is not None or reason or i in result.prompt_logprobs:
-                emitted.append(
-                    Emitted(request, token, reason, result.logprobs.get(i), result.prompt_logprobs.get(i))
-                )
+            if token is not None or reason or extras:
+                item = Emitted(request, token, reason)
+                if extras:
+                    item.logprobs, item.prompt_logprobs = result.logprobs.get(i), result.prompt_logprobs.get(i)
+                emitted.append(item)
         return emitted
 
     def _end(self, request: Request, token: int) -> str:
         """The reason to stop after this token, or nothing."""
-        if request.grammar is not None and request.grammar.advance(token):
-            return "stop"
-        if token in request.stop_ids:
+        if token in request.stop_ids or (request.grammar is not None and request.grammar.advance(token)):
             return "stop"
         return "length" if len(request.ids) >= request.max_total else ""
 
