@@ -28,10 +28,8 @@ PROMPTS = (
     "1, 2, 3, 5, 8, 13,",
     "A request arrives, waits in the queue until the scheduler admits it, and is then prefilled in chunks. " * 12,
 )
-# Qwen3-8B, "The capital of France is", greedy: " Paris. The capital of France is also", repeating.
-KNOWN = {
-    "Qwen3-8B": [12095, 13, 576, 6722, 315, 9625, 374, 1083, 279, 6722, 315, 279, 5429, 315, 9625, 13, 576, 6722, 315, 9625]
-}  # fmt: skip
+# Qwen3-8B goes on with " Paris. The capital of France is", and so on for ever.
+KNOWN = {"Qwen3-8B": ([12095, 13, 576, 6722, 315, 9625, 374] * 3)[:NEW_TOKENS]}
 
 
 @dataclass(slots=True)
