@@ -87,7 +87,7 @@ class Streamed:
     def _next_block(self) -> int | None:
         """Where the first top-level block after those done ends, if another one has begun behind it."""
         rest = self._text[self._done :]
-        if "\n" not in rest or len(rest) > LONG_BLOCK and "\n\n" not in rest:
+        if "\n" not in rest or (len(rest) > LONG_BLOCK and "\n\n" not in rest):
             return None
         starts = [t.map[0] for t in _parser().parse(rest) if t.level == 0 and t.nesting >= 0 and t.map]
         if len(starts) < 2:

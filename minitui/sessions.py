@@ -259,7 +259,9 @@ class Session:
     def conversation(self) -> list[dict[str, str]]:
         """What the template is given: the system prompt and every message that has text, but not an open answer."""
         head = [{"role": "system", "content": self.system}] if self.system else []
-        return head + [{"role": m.role, "content": m.text} for m in self.messages if not m.busy and (m.text or m.role == "user")]
+        return head + [
+            {"role": m.role, "content": m.text} for m in self.messages if not m.busy and (m.text or m.role == "user")
+        ]
 
 
 class Chats:
@@ -378,7 +380,8 @@ class Chats:
         if not session.busy:
             return False
         if session._stream is not None:
-            session._stream.cancel()  # the stream ends with finish_reason "abort"
+            with contextlib.suppress(EngineDead):
+                session._stream.cancel()  # the stream ends with finish_reason "abort"
         elif session._task is not None:
             session._task.cancel()
             self._end(session, session.messages[-1], "cancelled")
@@ -389,7 +392,8 @@ class Chats:
         for session in self.sessions:
             if session.busy:
                 if session._stream is not None:
-                    session._stream.cancel()
+                    with contextlib.suppress(EngineDead):
+                        session._stream.cancel()
                 if session._task is not None:
                     session._task.cancel()
                 self._end(session, session.messages[-1], "cancelled")
@@ -410,8 +414,7 @@ class Chats:
             stream = session._stream = self.source.submit(prompt.ids, params, group=session.id)
             reply: list[int] = []
             saved = time.monotonic()
-            with contextlib.suppress(asyncio.CancelledError):
-                session.request = await stream.started()
+            session.request = await stream.started()
             async for delta in stream:
                 now = time.monotonic()
                 message.state = "running"
@@ -424,7 +427,7 @@ class Chats:
                     message.metrics = dict(delta.metrics)
                     if prompt.diverges_at is not None:
                         message.metrics["diverged"] = {"at": prompt.diverges_at, "reason": prompt.reason}
-                if delta.finish_reason is not None:
+                if delta.finish_reason:
                     self._finish(session, message, delta.finish_reason)
                     return
                 if now - saved > SAVE_EVERY:
@@ -461,8 +464,15 @@ class Chats:
             return
         self.store.save_chat(
             StoredChat(
-                session.id, session.title, session.system, session.parent, dict(vars(session.sampling)), session.created,
-                self.model, session.ids, [],
+                session.id,
+                session.title,
+                session.system,
+                session.parent,
+                dict(vars(session.sampling)),
+                session.created,
+                self.model,
+                session.ids,
+                [],
             )  # fmt: skip
         )
         first = 0 if everything else len(session.messages) - 1 if last else len(session.messages)

@@ -66,10 +66,6 @@ class Source(Protocol):
     def drain_records(self) -> list[Record]:
         """The records since the last call; cheap."""
 
-    @property
-    def dropped(self) -> int:
-        """How many records were lost because nobody drained them."""
-
     def on_death(self, callback: Callable[[str], None]) -> None:
         """Call back with a sentence when it ends by itself."""
 
@@ -83,8 +79,10 @@ class Source(Protocol):
 class LiveSource:
     """An engine of our own, in a process of its own, started when the application has drawn itself."""
 
-    def __init__(self, config: EngineConfig, log_file: Path) -> None:
+    def __init__(self, config: EngineConfig, log_file: Path, label: str = "") -> None:
+        """`label`: the model's name as it is shown, where it should not be the directory's."""
         self.config = config
+        self._label = label
         self.log_file = log_file
         self.info: dict[str, Any] = {}
         self.error: str | None = None
@@ -103,8 +101,7 @@ class LiveSource:
             self._ready.set()  # whoever waits is told the error
             raise
         self._client.on_death(self._died)
-        self.info = self._client.info
-        self._ready.set()
+        self._up()
 
     async def ready(self) -> None:
         await self._ready.wait()
@@ -120,31 +117,37 @@ class LiveSource:
         return await self._client.control(verb, **arguments)
 
     async def snapshot(self) -> dict[str, Any]:
+        if self._client is None:
+            raise EngineDead("the engine is still loading")
         return await self._client.snapshot()
 
     def drain_records(self) -> list[Record]:
         return self._client.drain_records() if self._client is not None else []
 
-    @property
-    def dropped(self) -> int:
-        return self._client.dropped if self._client is not None else 0
-
     def on_death(self, callback: Callable[[str], None]) -> None:
         self._callbacks.append(callback)
 
-    def _died(self, *_: Any) -> None:
-        self.error = getattr(self._client, "error", None) or "The engine process has ended."
+    def _died(self, sentence: str) -> None:
+        self.error = sentence
         for callback in self._callbacks:
-            callback(self.error)
+            callback(sentence)
 
     async def restart(self, on_progress: Progress) -> None:
         self._ready.clear()
         if self._client is None:
             await self.start(on_progress)
             return
-        await self._client.restart()
+        try:
+            await self._client.restart()
+        except EngineError as error:
+            self.error = str(error)
+            self._ready.set()
+            raise
         self.error = None
-        self.info = self._client.info
+        self._up()
+
+    def _up(self) -> None:
+        self.info = {**self._client.info, **({"model": self._label} if self._label else {})}
         self._ready.set()
 
     async def close(self) -> None:

@@ -162,7 +162,8 @@ class Store:
             "WHERE closed IS NULL AND EXISTS (SELECT 1 FROM messages WHERE chat = chats.id) ORDER BY created, rowid"
         ).fetchall()
         return [
-            StoredChat(*row[:4], json.loads(row[4]), row[5], row[6], _ids(row[7]), self._messages(row[0])) for row in rows
+            StoredChat(*row[:4], json.loads(row[4]), row[5], row[6], _ids(row[7]), self._messages(row[0]))
+            for row in rows
         ]
 
     def _messages(self, chat: str) -> list[StoredMessage]:

@@ -1,0 +1,281 @@
+"""The application: one source, one view, the chats, and the timer that draws. Screens show, commands act."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, ClassVar
+
+from textual import events
+from textual.app import App
+from textual.binding import Binding, BindingType
+from textual.screen import Screen
+
+from engine.errors import EngineError
+from minitui import settings as settings_file
+from minitui.actions import ACTIONS
+from minitui.commands import Commands
+from minitui.feed import Feed
+from minitui.screens.chat import ChatScreen
+from minitui.screens.dialogs import ChoiceDialog, DeathDialog, TextDialog
+from minitui.screens.help import ABOUT, HelpScreen
+from minitui.screens.inspect import InspectScreen
+from minitui.screens.palette import ActionProvider
+from minitui.sessions import Chats, Codec, Session
+from minitui.settings import Settings
+from minitui.source import Source
+from minitui.terminal import TerminalGuard
+from minitui.theme import THEMES, use_ascii
+from minitui.view import View
+
+Script = Callable[["MinituiApp"], Coroutine[Any, Any, None]]
+
+
+class MinituiApp(App[int]):
+    """Owns the state that outlives a screen. `load_codec` makes the tokenizer from the source's info, in a thread."""
+
+    TITLE = "minitui"
+    ENABLE_COMMAND_PALETTE = True
+    COMMANDS = {ActionProvider}
+    MODES = {"chat": ChatScreen, "inspect": InspectScreen}
+    DEFAULT_MODE = "chat"
+    CSS = "Screen { background: $ground; color: $ink; } Toast { background: $empty-chip; }"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        *(
+            Binding(a.key, f"do('{a.id}')", a.title, id=a.id, tooltip=a.help, show=False)
+            for a in ACTIONS
+            if a.key
+        ),
+        Binding("escape", "escape", "Back", id="escape", tooltip="Cancel the answer, else nothing", show=False),
+        Binding("ctrl+z", "suspend_process", "Suspend", id="suspend", tooltip="Back to the shell; fg returns", show=False, priority=True),
+        Binding("ctrl+c", "interrupt", "Copy or quit", id="interrupt", tooltip="Copy the selection; twice quits", show=False, priority=True),
+    ]  # fmt: skip
+
+    def __init__(
+        self, source: Source, chats: Chats, settings: Settings, *, system: str, known_questions: list[str] | None = None,
+        speaker: str = "model", load_codec: Callable[[dict[str, Any]], Codec], guard: TerminalGuard | None = None,
+        script: Script | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.source, self.chats, self.settings = source, chats, settings
+        self.system, self.speaker = system, speaker
+        self.known_questions = known_questions or []
+        self.view = View()
+        self.feed = Feed(source, self.view)
+        self.commands = Commands(self)
+        self.progress: dict[str, Any] | None = {"text": "starting the engine"}
+        self.replays: list[str] = []  # ids of chats whose hit is announced when they are answered
+        self.session: Session = chats.sessions[-1] if chats.sessions else chats.new(system)
+        self.story = ""  # what a demo tells, under the top bar
+        self._load_codec, self._guard, self._script = load_codec, guard, script
+        self._interrupted = 0.0
+        for theme in THEMES:
+            self.register_theme(theme)
+        self.theme = settings.theme if settings.theme in self.available_themes else THEMES[0].name
+        use_ascii(settings.ascii)
+        self.set_keymap(settings.keys)
+        self._names: dict[str, str] = {}
+        chats.on_end = self._answered
+        source.on_death(self._died)
+
+    @property
+    def suggestions(self) -> list[str]:
+        """Three known questions for an empty chat, spread over the list."""
+        known = self.known_questions
+        return [known[len(known) * i // 3] for i in range(3)] if len(known) >= 3 else known
+
+    # ---- life
+
+    def on_mount(self) -> None:
+        self.set_interval(1 / self.settings.fps, self._frame)
+        self.run_worker(self._start(), group="start", exit_on_error=False)
+        if self._guard:
+            loop = asyncio.get_running_loop()
+            # The handler runs between two bytecodes, anywhere: it only asks the loop.
+            self._guard.install(lambda code: loop.call_soon_threadsafe(lambda: self.exit(return_code=code)) and None)
+
+    async def _start(self, again: bool = False) -> None:
+        self.progress = {"text": "starting the engine"}
+        try:
+            await (self.source.restart if again else self.source.start)(self._progressed)
+            self.chats.codec = await asyncio.to_thread(self._load_codec, self.source.info)
+        except EngineError as error:
+            self.progress = None
+            self._show_death("The engine could not start", str(error))
+            return
+        self.progress = None
+        self.view.ids_to_text = self.chats.codec.decode
+        await self.feed.sync()
+        gc.collect()
+        gc.freeze()  # what stands now stays: later collections need not look at it
+        if self._script and not again:
+            await self._script(self)
+
+    def _progressed(self, progress: dict[str, Any]) -> None:
+        self.progress = progress
+
+    async def on_unmount(self) -> None:
+        self.chats.cancel_all()
+        with contextlib.suppress(EngineError):
+            await self.source.close()
+        if self.chats.store:
+            self.chats.store.close()
+
+    def _frame(self) -> None:
+        """Drain, fold, and paint the visible screen only."""
+        if self.feed.pump():
+            self.run_worker(self.feed.sync(), group="sync", exclusive=True)
+        names = {s.id: f"{number} {s.title}" for number, s in enumerate(self.chats.sessions, 1)}
+        if names != self._names:
+            self._names = self.view.group_names = names
+        if not self.feed.frozen:
+            self.view.frame(time.monotonic())
+        for screen in reversed(self.screen_stack):  # under an overlay the screen goes on
+            if isinstance(screen, (ChatScreen, InspectScreen)):
+                screen.paint(self.view)
+                break
+
+    @property
+    def pace(self) -> float:
+        """By how much slow motion stretches a step now; 1 is real time."""
+        return self.view.live.state.pace
+
+    @property
+    def gated(self) -> bool:
+        """Is the engine held between two steps?"""
+        return self.view.live.state.gate == "closed"
+
+    def queue_place(self, session: Session) -> int:
+        """Its place in the waiting queue, from 1; 0 when it does not wait."""
+        state = self.view.live.state
+        groups = [state.requests[request].group for request in state.queue]
+        return groups.index(session.id) + 1 if session.id in groups else 0
+
+    # ---- what screens and commands ask for
+
+    def submit(self, text: str) -> None:
+        """A text from the prompt: a slash command, or a question for the chat that is shown."""
+        if text.startswith("/"):
+            self.commands.run_slash(text)
+            return
+        self.ask_question(text)
+
+    def ask_question(self, text: str) -> None:
+        """Ask in the chat that is shown; a refusal puts the text back."""
+        try:
+            self.chats.send(self.session, text)
+            self.view.select("group", self.session.id)
+        except EngineError as error:
+            self.say(str(error), error=True)
+            self.focus_prompt(text)
+
+    def select_session(self, session: Session) -> None:
+        """Show a chat, and select it in every panel."""
+        self.session = session
+        self.view.select("group", session.id)
+
+    def focus_prompt(self, text: str | None = None) -> None:
+        """Go to the prompt, with `text` in it if given."""
+        self.switch_mode("chat")
+        screen = self.screen
+        if isinstance(screen, ChatScreen) and screen.is_mounted:
+            if text is not None:
+                screen.prompt.put(text)
+                screen.prompt.update_suggestion()
+            screen.prompt.focus()
+
+    def say(self, text: str, error: bool = False) -> None:
+        """A sentence for a few seconds."""
+        self.notify(text, severity="error" if error else "information", timeout=8 if error else 5, markup=False)
+
+    def ask_text(self, title: str, text: str, then: Callable[[str], None], lines: bool = False) -> None:
+        """Ask for a text; `then` is called unless Escape is pressed."""
+        self.push_screen(TextDialog(title, text), lambda answer: then(answer) if answer is not None else None)
+
+    def choose(self, title: str, choices: list[tuple[str, str]], then: Callable[[str], None]) -> None:
+        """Let the user choose; `then` is called with the choice."""
+        self.push_screen(ChoiceDialog(title, choices), lambda answer: then(answer) if answer is not None else None)
+
+    def show_help(self) -> None:
+        """Help on the screen and the panel that has the focus."""
+        about = self.current_mode if self.current_mode in ABOUT else "chat"
+        extra = getattr(self.focused, "help_text", "")
+        self.push_screen(HelpScreen(about, self.settings.keys, extra))
+
+    def set_theme(self, name: str) -> None:
+        """Change the theme and remember it."""
+        self.theme = name
+        try:
+            kept = settings_file.load()  # not what the command line says for this run only
+            kept.theme = name
+            settings_file.save(kept)
+        except (OSError, EngineError) as error:
+            self.say(f"the theme could not be saved: {error}", error=True)
+
+    def restart_engine(self) -> None:
+        """Start the engine process again; chats stay."""
+        self.feed.restart()
+        self.run_worker(self._start(again=True), group="start", exclusive=True, exit_on_error=False)
+
+    # ---- events
+
+    def _answered(self, session: Session) -> None:
+        """A chat's answer has ended: a replay tells its hit."""
+        metrics = session.messages[-1].metrics
+        if session.id in self.replays and metrics:
+            self.replays.remove(session.id)
+            cached, total = metrics["cached_tokens"], metrics["prompt_tokens"]
+            size = self.source.info["block_size"]
+            session.note = (
+                f"replayed: {cached:,} of {total:,} prompt tokens came from the cache, {cached // size} blocks of {size} "
+                f"shared; only {total - cached:,} were computed"
+            )
+
+    def _died(self, error: str) -> None:
+        self.call_later(self._show_death, "The engine has ended", error)
+
+    def _show_death(self, title: str, error: str) -> None:
+        if any(isinstance(screen, DeathDialog) for screen in self.screen_stack):
+            return
+        log = str(getattr(self.source, "log_file", "none"))
+        self.push_screen(DeathDialog(title, error, log), self._after_death)
+
+    def _after_death(self, choice: str | None) -> None:
+        if choice == "restart":
+            self.restart_engine()
+        elif choice == "quit":
+            self.exit(return_code=1)
+
+    # ---- actions of the bindings
+
+    def action_do(self, action: str) -> None:
+        """Run an action of the table."""
+        self.commands.run(action)
+
+    def action_escape(self) -> None:
+        """Outside the prompt Escape cancels the answer of the chat that is shown."""
+        if self.chats.cancel(self.session):
+            self.say("the answer is cancelled")
+
+    def action_interrupt(self) -> None:
+        """Ctrl+C copies a selection; twice within two seconds it quits."""
+        selected = self.screen.get_selected_text()
+        if selected:
+            self.copy_to_clipboard(selected)
+            self.say("copied")
+            return
+        if time.monotonic() - self._interrupted < 2.0:
+            self.exit()
+        self._interrupted = time.monotonic()
+        self.say("ctrl+c again quits (esc cancels an answer)")
+
+    def on_app_focus(self, event: events.AppFocus) -> None:
+        """A terminal that comes back may have been resized meanwhile: draw everything."""
+        self.refresh(layout=True)
+
+    def get_system_commands(self, screen: Screen[Any]) -> Any:
+        """Textual's own commands are not offered: the table has ours."""
+        return iter(())

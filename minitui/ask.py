@@ -1,0 +1,90 @@
+"""`minitui ask`: one question, its answer streamed to stdout; for scripts and pipes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TextIO
+
+from engine.errors import EngineError
+from minitui.models import load_codec
+from minitui.sessions import Chats, Message, Sampling, describe_answer
+from minitui.source import Source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+POLL = 0.02  # seconds between two looks at the answer
+
+
+class Status:
+    """One line on stderr, rewritten in place while the engine loads; nothing where stderr is no terminal."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._shown = False
+
+    def __call__(self, progress: dict[str, Any]) -> None:
+        if not self._file.isatty():
+            return
+        done, total = progress.get("done") or 0, progress.get("total") or 0
+        share = f" {done / total:4.0%}" if total else ""
+        self._file.write(f"\r\x1b[2K{progress.get('text') or progress.get('stage') or ''}{share}")
+        self._file.flush()
+        self._shown = True
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._shown:
+            self._file.write("\r\x1b[2K")
+            self._file.flush()
+
+
+async def ask(
+    source: Source, question: str, system: str, sampling: Sampling, as_json: bool, load: Callable[..., Any] = load_codec
+) -> int:
+    """Start the engine, ask, stream; returns the exit code. The last line under the answer goes to stderr."""
+    status = Status(sys.stderr)
+    try:
+        try:
+            await source.start(status)
+        finally:
+            status.clear()
+        chats = Chats(source, sampling=sampling)
+        chats.codec = await asyncio.to_thread(load, source.info)
+        session = chats.new(system)
+        chats.send(session, question)
+        message = session.messages[-1]
+        try:
+            await _stream(message, None if as_json else sys.stdout)
+        except BaseException:
+            chats.cancel_all()
+            raise
+        if message.state == "error":
+            raise EngineError(message.error)
+        if as_json:
+            print(
+                json.dumps({"answer": message.text, "sampling": asdict(session.sampling), "metrics": message.metrics})
+            )
+        elif sys.stderr.isatty():
+            print("\n" + " · ".join(text for text, _ in describe_answer(message)), file=sys.stderr)
+        return 0
+    finally:
+        await source.close()
+
+
+async def _stream(message: Message, out: TextIO | None) -> None:
+    shown = 0
+    while True:
+        busy = message.busy
+        if out and len(message.text) > shown:
+            out.write(message.text[shown:])
+            out.flush()
+            shown = len(message.text)
+        if not busy:
+            break
+        await asyncio.sleep(POLL)
+    if out and not message.text.endswith("\n"):
+        out.write("\n")

@@ -1,0 +1,197 @@
+"""The command line. Only typer is imported here; each command imports what it needs when it runs.
+
+Errors are one sentence on stderr: exit code 1 for what went wrong, 2 for what was asked wrongly.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from engine.errors import EngineError
+from minitui import __version__
+
+app = typer.Typer(
+    name="minitui",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    help="""See how LLM inference works: an engine with paged KV memory, continuous batching and a radix tree of shared
+prefixes, and a terminal application that shows all of it live.
+
+\b
+  minitui chat                          chat with the bundled model, on whatever this machine has
+  minitui chat --model Qwen/Qwen3-0.6B  with a checkpoint from disk, the local cache or the hub
+  minitui ask "What is a KV cache?"     one answer on stdout
+  minitui demo shared-prefix            watch a system prompt being shared, told step by step
+  minitui doctor                        what this machine can run""",
+)
+
+Model = Annotated[str | None, typer.Option(help="Directory, name in the local Hugging Face cache, or name on the hub. Default: the bundled model.", rich_help_panel="Model")]  # fmt: skip
+System = Annotated[str | None, typer.Option(help="System prompt; '' for none.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy. Default: as the checkpoint says.")]
+TopP = Annotated[float | None, typer.Option(help="Nucleus sampling: the smallest set of tokens with this probability.")]
+TopK = Annotated[int | None, typer.Option(help="Sample among the k most likely tokens.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Longest answer. Default: what context and pool allow.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer, whatever else is in the batch.")]
+DummyWeights = Annotated[bool, typer.Option("--dummy-weights", help="Random weights: only config.json is read. For looking, not for talking.")]  # fmt: skip
+KvBlocks = Annotated[int | None, typer.Option(help="KV blocks in the pool. A small pool (64) fills before your eyes.")]
+BlockSize = Annotated[int, typer.Option(help="Tokens in a KV block.")]
+MaxNumSeqs = Annotated[int | None, typer.Option(help="Requests that run at once.")]
+MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Token budget of a step.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")]
+DType = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, float16 or float64.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+AttentionBackend = Annotated[str, typer.Option(help="auto, torch, triton or flash.")]
+EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")]
+GpuMemory = Annotated[float, typer.Option("--gpu-memory-utilization", help="Share of the device's memory to use.")]
+NoPrefixCaching = Annotated[
+    bool, typer.Option("--no-prefix-caching", help="Compute every prompt from its first token.")
+]
+
+
+def engine_config(**options: Any) -> Any:
+    """An EngineConfig from command line options."""
+    from engine.config import EngineConfig
+
+    options["num_blocks"] = options.pop("kv_blocks")
+    options["enable_prefix_caching"] = not options.pop("no_prefix_caching")
+    return EngineConfig(**options)
+
+
+@app.command()
+def chat(
+    model: Model = None, system: System = None, temperature: Temperature = None, top_p: TopP = None, top_k: TopK = None,
+    max_tokens: MaxTokens = None, seed: Seed = None, dummy_weights: DummyWeights = False, kv_blocks: KvBlocks = None,
+    block_size: BlockSize = 16, max_num_seqs: MaxNumSeqs = None, max_num_batched_tokens: MaxNumBatchedTokens = None,
+    max_model_len: MaxModelLen = None, dtype: DType = "auto", device: Device = "auto",
+    attention_backend: AttentionBackend = "auto", enforce_eager: EnforceEager = False,
+    gpu_memory_utilization: GpuMemory = 0.9, no_prefix_caching: NoPrefixCaching = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Bring back the chats that were not closed.")] = False,
+    fps: Annotated[int | None, typer.Option(min=1, max=60, help="Frames a second; lower it on a slow line.")] = None,
+    theme: Annotated[str | None, typer.Option(help="dark, light or projector.")] = None,
+    ascii: Annotated[bool | None, typer.Option("--ascii/--unicode", help="Draw with ASCII only.")] = None,
+) -> None:  # fmt: skip
+    """Chat, several at once, with everything the engine does beside it.
+
+    \b
+      minitui chat
+      minitui chat --kv-blocks 64                 a pool so small that it fills: evictions, preemptions
+      minitui chat --model ./Qwen3-8B --device cuda
+      minitui chat --model Qwen/Qwen3-8B --dummy-weights    the shape without the download of weights
+    """
+    from minitui.launch import run_chat
+
+    config = dict(
+        dummy_weights=dummy_weights, kv_blocks=kv_blocks, block_size=block_size, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len, dtype=dtype, device=device,
+        attention_backend=attention_backend, enforce_eager=enforce_eager,
+        gpu_memory_utilization=gpu_memory_utilization, no_prefix_caching=no_prefix_caching,
+    )  # fmt: skip
+    sampling = dict(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed)
+    looks = dict(fps=fps, theme=theme, ascii=ascii)
+    raise typer.Exit(run_chat(model, system, config, sampling, looks, resume))
+
+
+@app.command()
+def ask(
+    question: Annotated[str, typer.Argument(help="What to ask; '-' or nothing reads it from a pipe.")] = "-",
+    model: Model = None, system: System = None, temperature: Temperature = None, top_p: TopP = None, top_k: TopK = None,
+    max_tokens: MaxTokens = None, seed: Seed = None, dummy_weights: DummyWeights = False, kv_blocks: KvBlocks = None,
+    max_model_len: MaxModelLen = None, dtype: DType = "auto", device: Device = "auto",
+    attention_backend: AttentionBackend = "auto",
+    json: Annotated[bool, typer.Option("--json", help="One JSON object with the answer and its metrics.")] = False,
+) -> None:  # fmt: skip
+    """Ask one question; the answer streams to stdout, its figures go to stderr.
+
+    \b
+      minitui ask "What is a radix tree?"
+      echo "Why is decode slow?" | minitui ask
+      minitui ask --json --temperature 0 "What is paging?" | jq .metrics
+    """
+    from minitui.launch import run_ask
+
+    if question == "-":
+        if sys.stdin.isatty():
+            raise typer.BadParameter('ask something: minitui ask "What is a KV cache?", or pipe the question in')
+        question = sys.stdin.read().strip()
+    if not question.strip():
+        raise typer.BadParameter("the question is empty")
+    config = dict(
+        dummy_weights=dummy_weights, kv_blocks=kv_blocks, max_model_len=max_model_len, dtype=dtype, device=device,
+        attention_backend=attention_backend, no_prefix_caching=False,
+    )  # fmt: skip
+    sampling = dict(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed)
+    raise typer.Exit(run_ask(question, model, system, config, sampling, json))
+
+
+@app.command()
+def demo(
+    name: Annotated[str, typer.Argument(help="Which: shared-prefix.")],
+    plain: Annotated[bool, typer.Option("--plain", help="Tell it as lines of text; the default where there is no terminal.")] = False,
+    kv_blocks: KvBlocks = 64,
+) -> None:  # fmt: skip
+    """Watch a scenario in a small engine of its own, told step by step.
+
+    \b
+      minitui demo shared-prefix           four chats, one system prompt: computed once, held four times
+      minitui demo shared-prefix --plain   the same story as text
+    """
+    from minitui.launch import run_demo
+
+    raise typer.Exit(run_demo(name, kv_blocks, plain or not sys.stdout.isatty()))
+
+
+@app.command()
+def doctor(json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False) -> None:
+    """What this machine can run, and what to install for more."""
+    import json as json_module
+
+    from minitui.doctor import examine, report
+
+    found = examine()
+    print(json_module.dumps(found, indent=2) if json else "\n".join(report(found)))
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False) -> None:
+    """Options of minitui itself."""
+    if version:
+        print(f"minitui {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """The entry point: every failure is one sentence, its traceback in the log file if it was not foreseen."""
+    try:
+        app()
+    except EngineError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        # Whoever read our output has gone (`| head`): that is no error of ours.
+        sys.stderr.close()
+        raise SystemExit(0) from None
+    except Exception as error:
+        _fail(f"{type(error).__name__}: {error} (this is a bug; its traceback is in {_log_crash()})")
+
+
+def _fail(sentence: str) -> None:
+    print(f"minitui: {sentence}", file=sys.stderr)
+    raise SystemExit(1)
+
+
+def _log_crash() -> Path:
+    import traceback
+
+    from minitui.settings import data_dir
+
+    path = data_dir() / "crash.log"
+    with path.open("a", encoding="utf-8") as file:
+        file.write(traceback.format_exc() + "\n")
+    return path

@@ -1,0 +1,284 @@
+"""What each action of minitui/actions.py does. Keys, slash commands and the palette all end in `Commands.run`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import EngineError
+from minitui.actions import BY_SLASH
+from minitui.sessions import Session, transcript_markdown
+
+if TYPE_CHECKING:
+    from minitui.app import MinituiApp
+
+PACES = (1, 2, 5, 10, 20, 50, 100, 200)
+UNTIL = {
+    "admission": "a waiting request gets a place in the batch",
+    "prefill": "a step computes tokens of a prompt",
+    "hit": "a prompt finds its beginning in the radix tree",
+    "eviction": "cached blocks are given up to make room",
+    "preemption": "a running request is put back for want of blocks",
+    "finish": "an answer ends",
+    "slow": "a step takes longer than 20 ms",
+}
+FIRST_QUESTION = "What is a radix tree?"
+
+
+class Commands:
+    """One method per action id, named `do_<id>`; the argument is what was typed behind a slash command."""
+
+    def __init__(self, app: MinituiApp) -> None:
+        self.app = app
+
+    def run(self, action: str, argument: str = "") -> None:
+        """Do it; what is wrong becomes a sentence on the screen."""
+        try:
+            getattr(self, f"do_{action}")(argument.strip())
+        except EngineError as error:
+            self.app.say(str(error), error=True)
+
+    def run_slash(self, text: str) -> None:
+        """Run "/fork" or "/rename paging"; the shortest unambiguous beginning of a name will do."""
+        name, _, argument = text[1:].partition(" ")
+        if name.isdigit():
+            self.run("go", name)
+            return
+        fits = [a for slash, a in BY_SLASH.items() if slash == name] or [
+            a for slash, a in BY_SLASH.items() if name and slash.startswith(name)
+        ]
+        if len(fits) == 1:
+            self.run(fits[0].id, argument)
+        elif fits:
+            self.app.say(f"/{name} may be " + ", ".join(f"/{a.slash}" for a in fits), error=True)
+        else:
+            self.app.say(f"There is no command /{name}: / and a letter lists them, ? explains them.", error=True)
+
+    # --- chats
+
+    @property
+    def session(self) -> Session:
+        """The chat that is shown."""
+        return self.app.session
+
+    def do_write(self, _: str) -> None:
+        self.app.focus_prompt()
+
+    def do_slash(self, _: str) -> None:
+        self.app.focus_prompt("/")
+
+    def do_new(self, title: str) -> None:
+        self.app.select_session(self.app.chats.new(self.app.system, title))
+        self.app.focus_prompt()
+
+    def do_fork(self, _: str) -> None:
+        if not self.session.messages:
+            raise EngineError("there is nothing to fork yet: ask something first")
+        self.app.select_session(self.app.chats.fork(self.session))
+        self.app.focus_prompt()
+
+    def do_replay(self, _: str) -> None:
+        source = self.session
+        asked = next((m.text for m in source.messages if m.role == "user"), None)
+        if asked is None:  # nothing is cached yet: this chat computes the system prompt, the next one shares it
+            asked = FIRST_QUESTION
+            self.app.chats.send(source, asked)
+        replay = self.app.chats.new(source.system, f"replay of {self.app.chats.number(source)}", source)
+        replay.named = False
+        self.app.chats.send(replay, asked)
+        replay.note = (
+            f"same system prompt and first question as chat {self.app.chats.number(source)}: see under the answer how much came "
+            "from the cache"
+        )
+        self.app.replays.append(replay.id)
+        self.app.select_session(replay)
+
+    def do_all(self, text: str) -> None:
+        if not text:
+            self.app.focus_prompt("/all ")
+            return
+        asked = self.app.chats.send_all(text)
+        left = len(self.app.chats.sessions) - len(asked)
+        self.app.say(f"sent to {len(asked)} chats" + (f"; {left} still answering" if left else ""))
+
+    def do_cancel(self, _: str) -> None:
+        if not self.app.chats.cancel(self.session):
+            self.app.say("no answer is being written in this chat")
+
+    def do_retry(self, _: str) -> None:
+        self.app.chats.retry(self.session)
+
+    def do_next(self, _: str) -> None:
+        self._go(self.app.chats.number(self.session) % len(self.app.chats.sessions) + 1)
+
+    def do_previous(self, _: str) -> None:
+        self._go((self.app.chats.number(self.session) - 2) % len(self.app.chats.sessions) + 1)
+
+    def do_go(self, number: str) -> None:
+        count = len(self.app.chats.sessions)
+        if not number.isdigit() or not 1 <= int(number) <= count:
+            raise EngineError(f"there are chats 1 to {count}; {number!r} is none of them")
+        self._go(int(number))
+
+    def _go(self, number: int) -> None:
+        self.app.select_session(self.app.chats.sessions[number - 1])
+
+    def do_rename(self, title: str) -> None:
+        session = self.session
+        if title:
+            self.app.chats.rename(session, title)
+        else:
+            self.app.ask_text("Title of this chat", session.title, lambda t: self.app.chats.rename(session, t))
+
+    def do_close(self, _: str) -> None:
+        session, chats = self.session, self.app.chats
+        if len(chats.sessions) == 1:
+            chats.new(self.app.system)
+        at = chats.sessions.index(session)
+        chats.close(session)
+        self.app.select_session(chats.sessions[min(at, len(chats.sessions) - 1)])
+
+    def do_system(self, text: str) -> None:
+        session = self.session
+        if text:
+            self._set_system(session, text)
+        else:
+            self.app.ask_text(
+                "System prompt of this chat", session.system, lambda t: self._set_system(session, t), lines=True
+            )
+
+    def _set_system(self, session: Session, text: str) -> None:
+        self.app.chats.set_system(session, text)
+        self.app.say("the next turn begins with the new system prompt: its first tokens differ, so nothing cached fits")
+
+    def do_ask(self, word: str) -> None:
+        fits = [q for q in self.app.known_questions if word.lower() in q.lower()]
+        if not fits:
+            raise EngineError(
+                f"no known question holds {word!r}" if word and self.app.known_questions
+                else "this model comes without a list of questions it knows: ask anything"
+            )  # fmt: skip
+        self.app.choose("Questions it knows", [(q, "") for q in fits], self.app.ask_question)
+
+    def do_set(self, text: str) -> None:
+        name, _, value = text.partition(" ")
+        if not name:
+            s = self.session.sampling
+            self.app.say("; ".join(f"{k} {'default' if v is None else v}" for k, v in vars(s).items()))
+            return
+        self.app.say(self.session.sampling.set(name, value.strip()))
+
+    def do_think(self, _: str) -> None:
+        answers = [m for m in self.session.messages if m.role == "assistant"]
+        unfold = not any(m.unfolded for m in answers)
+        for message in answers:
+            message.unfolded = unfold
+            message.touch()
+
+    def do_copy(self, _: str) -> None:
+        text = next((m.text for m in reversed(self.session.messages) if m.role == "assistant" and m.text), "")
+        if not text:
+            raise EngineError("there is no answer to copy yet")
+        self.app.copy_to_clipboard(text)
+        self.app.say("copied, if your terminal allows it (OSC 52)")
+
+    def do_export(self, name: str) -> None:
+        slug = re.sub(r"[^a-z0-9]+", "-", self.session.title.lower()).strip("-") or "chat"
+        path = Path(name or f"{slug}.md").expanduser()
+        if path.exists():
+            raise EngineError(f"{path} exists already: name another file, /export FILE")
+        try:
+            path.write_text(transcript_markdown(self.session), encoding="utf-8")
+        except OSError as error:
+            raise EngineError(f"{path} cannot be written: {error.strerror}") from None
+        self.app.say(f"written to {path.resolve()}")
+
+    # --- the engine
+
+    def do_freeze(self, _: str) -> None:
+        self.app.feed.frozen = not self.app.feed.frozen
+
+    def do_gate(self, _: str) -> None:
+        self._control(self.app.source.control("resume" if self.app.gated else "pause"))
+
+    def do_step(self, count: str) -> None:
+        if count and not count.isdigit():
+            raise EngineError(f"/step takes a number of steps, not {count!r}")
+        self._control(self.app.source.control("step", n=int(count or 1)))
+
+    def do_step10(self, _: str) -> None:
+        self.do_step("10")
+
+    def do_until(self, event: str) -> None:
+        if not event:
+            self.app.choose("Run until", list(UNTIL.items()), self.do_until)
+            return
+        if event not in UNTIL:
+            raise EngineError(f"run until {event!r}: there are {', '.join(UNTIL)}")
+        predicate: dict[str, Any] = {"event": event} | ({"ms": 20.0} if event == "slow" else {})
+        self._control(self.app.source.control("run_until", predicate=predicate))
+
+    def do_slower(self, _: str) -> None:
+        self._pace(next((p for p in PACES if p > self.app.pace), PACES[-1]))
+
+    def do_faster(self, _: str) -> None:
+        self._pace(next((p for p in reversed(PACES) if p < self.app.pace), PACES[0]))
+
+    def do_slow(self, factor: str) -> None:
+        try:
+            self._pace(float(factor))
+        except ValueError:
+            raise EngineError(f"/slow takes a factor from 1 to 200, not {factor!r}") from None
+
+    def _pace(self, factor: float) -> None:
+        self._control(self.app.source.control("pace", factor=factor))
+
+    def do_back(self, _: str) -> None:
+        self.app.view.travel(-1)
+
+    def do_forward(self, _: str) -> None:
+        self.app.view.travel(1)
+
+    def do_clear(self, _: str) -> None:
+        self._control(self.app.source.control("clear_cache"))
+        self.app.say("the radix tree is emptied of everything that no answer holds")
+
+    def do_restart(self, _: str) -> None:
+        if self.app.source.error is None:
+            raise EngineError("the engine is running: there is nothing to restart")
+        self.app.restart_engine()
+
+    def _control(self, call: Awaitable[Any]) -> None:
+        async def guarded() -> None:
+            try:
+                await call
+            except EngineError as error:
+                self.app.say(str(error), error=True)
+
+        self.app.run_worker(guarded(), group="control")
+
+    # --- the application
+
+    def do_chat(self, _: str) -> None:
+        self.app.switch_mode("chat")
+
+    def do_inspect(self, _: str) -> None:
+        self.app.switch_mode("inspect")
+
+    def do_theme(self, name: str) -> None:
+        ours = [t for t in self.app.available_themes if t.startswith("minitui-")]
+        wanted = f"minitui-{name}" if name and not name.startswith("minitui-") else name
+        if wanted and wanted not in ours:
+            raise EngineError(f"there is no theme {name!r}: {', '.join(t.removeprefix('minitui-') for t in ours)}")
+        self.app.set_theme(wanted or ours[(ours.index(self.app.theme) + 1) % len(ours)])
+
+    def do_help(self, _: str) -> None:
+        self.app.show_help()
+
+    def do_palette(self, _: str) -> None:
+        self.app.action_command_palette()
+
+    def do_quit(self, _: str) -> None:
+        self.app.exit()

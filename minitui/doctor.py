@@ -1,0 +1,142 @@
+"""`minitui doctor`: what this machine can run, and what to install for more."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+EXTRAS = {  # module -> (extra, what it is for)
+    "flash_attn": ("flash", "faster attention on NVIDIA GPUs"),
+    "llguidance": ("structured", "answers that follow a JSON schema, a regular expression or a choice"),
+    "transformers": ("verify", "minitui verify: token-for-token parity with transformers"),
+    "triton": ("", "attention kernels for NVIDIA GPUs; comes with torch's CUDA builds"),
+}
+SIZES = (("Qwen3-0.6B", 0.6e9), ("Qwen3-1.7B", 1.7e9), ("Qwen3-4B", 4.0e9), ("Qwen3-8B", 8.2e9), ("Qwen3-32B", 32.8e9))
+
+
+def examine() -> dict[str, Any]:
+    """Everything found, as plain data. Imports torch (a second or two)."""
+    import torch
+
+    gpus = []
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(i)
+            name, capability = torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)
+            gpus.append(
+                {
+                    "name": name,
+                    "memory_gib": total / 2**30,
+                    "free_gib": free / 2**30,
+                    "compute": f"{capability[0]}.{capability[1]}",
+                }
+            )
+    memory = _memory_gib()
+    room = max((g["free_gib"] for g in gpus), default=memory)
+    bytes_each = 2 if gpus else 4  # bfloat16 on a GPU, float32 on a CPU
+    return {
+        "minitui": version("minitui") if _installed("minitui") else "not installed",
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": memory,
+        "gpus": gpus,
+        "device": "cuda" if gpus else "cpu",
+        "dtype": "bfloat16" if gpus else "float32",
+        "modules": {m: _version(m) for m in EXTRAS},
+        "fits": {name: parameters * bytes_each / 2**30 * 1.15 < room for name, parameters in SIZES},
+        "terminal": _terminal(),
+        "models": _cached_models(),
+        "files": _files(),
+    }
+
+
+def report(found: dict[str, Any]) -> list[str]:
+    """The same for people, one line each."""
+    lines = [
+        f"minitui {found['minitui']} · Python {found['python']} · torch {found['torch']} · {found['platform']}",
+        f"{found['cpu_cores']} CPU cores, {found['memory_gib']:.0f} GiB of memory",
+    ]
+    for g in found["gpus"]:
+        lines.append(f"GPU {g['name']}: {g['free_gib']:.0f} of {g['memory_gib']:.0f} GiB free, compute {g['compute']}")
+    if not found["gpus"]:
+        lines.append("no NVIDIA GPU that torch can use: everything runs on the CPU, in float32")
+    lines += ["", "What runs here:", "  the bundled model: yes  (minitui chat)"]
+    for name, fits in found["fits"].items():
+        speed = "" if found["gpus"] else ", slowly"
+        lines.append(f"  {name:<12} {'yes' + speed if fits else 'no: its weights do not fit into memory'}")
+    if found["models"]:
+        lines += ["", "Checkpoints in the local Hugging Face cache: " + ", ".join(found["models"])]
+    lines += ["", "Optional parts:"]
+    for module, (extra, purpose) in EXTRAS.items():
+        have = found["modules"][module]
+        state = have or (f"not installed: pip install 'minitui[{extra}]'" if extra else "not installed")
+        lines.append(f"  {module:<13} {state}  ({purpose})")
+    t = found["terminal"]
+    size = f"{t['columns']}×{t['rows']}" + ("" if t["columns"] >= 80 and t["rows"] >= 24 else ": make it 80×24 or more")
+    lines += ["", f"Terminal: {size}, {t['colours']} colours, {'UTF-8' if t['utf8'] else 'no UTF-8: use --ascii'}"]
+    lines += [f"{what}: {path}" for what, path in found["files"].items()]
+    return lines
+
+
+def _installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _version(module: str) -> str | None:
+    if importlib.util.find_spec(module) is None:
+        return None
+    name = {"flash_attn": "flash-attn"}.get(module, module)
+    return version(name) if _installed(name) else "unknown version"
+
+
+def _memory_gib() -> float:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    except (ValueError, OSError):
+        return 0.0
+
+
+def _terminal() -> dict[str, Any]:
+    size = shutil.get_terminal_size()
+    term, depth = os.environ.get("TERM", ""), os.environ.get("COLORTERM", "")
+    colours = (
+        "no"
+        if os.environ.get("NO_COLOR")
+        else "16.7 million"
+        if depth in ("truecolor", "24bit")
+        else "256"
+        if "256" in term
+        else "16"
+    )
+    return {
+        "columns": size.columns,
+        "rows": size.lines,
+        "colours": colours,
+        "utf8": "utf" in (sys.stdout.encoding or "").lower(),
+    }
+
+
+def _cached_models() -> list[str]:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    root = Path(HF_HUB_CACHE)
+    found = root.glob("models--*/snapshots/*/config.json") if root.is_dir() else iter(())
+    return sorted({path.parts[-4].removeprefix("models--").replace("--", "/") for path in found})
+
+
+def _files() -> dict[str, str]:
+    from minitui.settings import config_path, data_dir
+
+    return {"Settings": str(config_path()), "Chats and logs": str(data_dir())}

@@ -1,0 +1,84 @@
+"""From the source's records to the one View that every panel shows: drained once a frame, folded in slices.
+
+Freezing stops the fold, not the engine: records pile up here and are counted. Nothing of Textual is known here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from engine.errors import EngineError
+from engine.records import Record
+from minitui.source import Source
+
+if TYPE_CHECKING:
+    from minitui.view import View
+
+SLICE = 0.010  # seconds of folding a frame: a backlog is worked off over frames, and keys still echo meanwhile
+KEEP = 400_000  # records kept while frozen; beyond, a snapshot replaces them and they are told as dropped
+
+
+class Feed:
+    """Drains a source into a view."""
+
+    def __init__(self, source: Source, view: View, clock: Callable[[], float] = time.monotonic) -> None:
+        self.source = source
+        self.view = view
+        self.frozen = False
+        self.lost = 0  # records given up while frozen
+        self.live = False  # a snapshot has been taken
+        self._clock = clock
+        self._held: deque[Record] = deque()
+        self._syncing = False
+
+    @property
+    def backlog(self) -> int:
+        """Records drained and not folded yet."""
+        return len(self._held)
+
+    @property
+    def dropped(self) -> int:
+        """Records that were never folded: lost on the way, or given up while frozen."""
+        return self.view.dropped + self.lost
+
+    @property
+    def steps_behind(self) -> int:
+        """Engine steps between the picture and the engine."""
+        return sum(1 for record in self._held if record[2] == "step")
+
+    def pump(self) -> bool:
+        """Drain, and fold what fits into a slice of time. True when a snapshot is needed: then await `sync`."""
+        self._held.extend(self.source.drain_records())
+        if not self.live:
+            return False
+        if self.frozen:
+            if len(self._held) > KEEP:
+                self.lost += len(self._held)
+                self._held.clear()
+            return False
+        end = self._clock() + SLICE
+        while self._held:
+            batch = [self._held.popleft() for _ in range(min(512, len(self._held)))]
+            self.view.fold(batch, self._clock())
+            if self._clock() >= end:
+                break
+        return self.view.gap and not self._syncing
+
+    async def sync(self) -> None:
+        """Start from a snapshot: at first, after a gap, and after a restart. Later records are folded on top."""
+        self._syncing = True
+        try:
+            self.view.reset(await self.source.snapshot())
+            self.live = True
+        except EngineError:
+            self.live = False  # it died meanwhile; its restart syncs again
+        finally:
+            self._syncing = False
+
+    def restart(self) -> None:
+        """Forget everything: another engine begins."""
+        self._held.clear()
+        self.live = False

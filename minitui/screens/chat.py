@@ -1,0 +1,172 @@
+"""The chat screen: transcript and prompt on the left, on the right what the engine does about this chat."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from minitui.widgets.block_table import BlockTable
+from minitui.widgets.events import Events
+from minitui.widgets.occupancy import Occupancy
+from minitui.widgets.origin import PromptOrigin
+from minitui.widgets.step_bar import StepBar
+from minitui.widgets.vitals import Vitals
+from textual import getters
+from textual.app import ComposeResult
+from textual.containers import Container, Horizontal, Vertical
+from textual.screen import Screen
+
+from minitui.actions import complete_slash
+from minitui.theme import glyphs
+from minitui.widgets.chrome import SessionStrip, StatusBar, TopBar, host
+from minitui.widgets.loading import Loading
+from minitui.widgets.prompt import Completion, CompletionList, Prompt, complete_question
+from minitui.widgets.rows import Run
+from minitui.widgets.transcript import LABEL, Transcript
+
+if TYPE_CHECKING:
+    from minitui.view import View
+
+TEXT_EVERY = 0.1  # seconds between two updates of the transcript
+
+
+class ChatScreen(Screen[None]):
+    """Composes and routes; the chats are in `app.chats`, the engine's picture in the view it paints."""
+
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]
+    DEFAULT_CSS = """
+    ChatScreen {
+        layout: vertical; background: $ground;
+        & #left { width: 1fr; layers: base above; }
+        & #rail { width: 42; padding-left: 1; }
+        &.-wide #glance { display: none; }
+        &.-narrow #rail { display: none; }
+        & #glance { height: auto; padding: 0 1; }
+        & Transcript { height: 1fr; }
+        & CompletionList { layer: above; dock: bottom; margin: 0 2; }
+        & #rail Vitals { height: 8; }
+        & #rail BlockTable { height: 1fr; min-height: 6; }
+        & #rail PromptOrigin { height: 6; }
+        & #rail Events { height: 9; }
+    }
+    """
+    transcript = getters.query_one(Transcript)
+    prompt = getters.query_one(Prompt)
+    completions = getters.query_one(CompletionList)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._text_at = 0.0
+
+    def compose(self) -> ComposeResult:
+        yield TopBar()
+        yield SessionStrip()
+        with Horizontal():
+            with Vertical(id="left"):
+                with Container(id="glance"):
+                    yield Occupancy()
+                    yield StepBar(frame="none")
+                yield Loading()
+                yield Transcript()
+                yield CompletionList()
+                yield Prompt(placeholder="Ask, or / for commands")
+            with Vertical(id="rail"):
+                yield Vitals()
+                yield BlockTable()
+                yield PromptOrigin()
+                yield Events()
+        yield StatusBar()
+
+    def on_mount(self) -> None:
+        self.prompt.complete = self.complete
+        self.transcript.speaker = host(self.app).speaker
+        self.transcript.welcome = self._welcome
+        self.prompt.focus()
+
+    def complete(self, text: str) -> list[Completion]:
+        """What the prompt may become."""
+        if text.startswith("/"):
+            return [Completion(f"/{a.slash}", f"{a.takes}  {a.help}".strip()) for a in complete_slash(text)]
+        return complete_question(text, host(self.app).known_questions)
+
+    # ---- painting
+
+    def paint(self, view: View) -> None:
+        """Show the view and the chat as they stand; called once a frame while this screen is visible."""
+        app = host(self.app)
+        now = time.monotonic()
+        if now - self._text_at >= TEXT_EVERY or self.transcript.session is not app.session:
+            self._text_at = now
+            self.transcript.show(app.session)
+        for bar in self.query("Bar"):
+            bar.paint(view)  # type: ignore[attr-defined]
+        self.query_one(Loading).paint(view)
+        if self.completions.display:
+            self.completions.paint(view)
+        if self.has_class("-narrow"):
+            panels = self.query("#glance LinePanel")
+        else:
+            panels = self.query("#rail LinePanel")
+        for panel in panels:
+            panel.paint(view)  # type: ignore[attr-defined]
+
+    def _welcome(self, width: int) -> list[list[Run]]:
+        """What an empty chat shows."""
+        app = host(self.app)
+        lead = " " * LABEL
+        rows: list[list[Run]] = [
+            [
+                ("welcome".ljust(LABEL), "hit"),
+                ("Several chats, one engine. Ask, and watch beside it what the engine does.", "bold ink"),
+            ],
+            [],
+        ]
+        if app.known_questions:
+            rows.append([(lead, "ink"), ("This tiny model knows how inference engines work, for example:", "dim")])
+            rows += [[(lead, "ink"), (f"{glyphs().middot} ", "running"), (q, "ink")] for q in app.suggestions]
+            rows.append(
+                [
+                    (lead, "ink"),
+                    (f"Type a few letters and press tab, or /ask for all {len(app.known_questions)}.", "dim"),
+                ]
+            )
+            rows.append([])
+        rows.append(
+            [
+                (lead, "ink"),
+                ("esc, then r", "bold ink"),
+                ("  replays the system prompt in a second chat: a cache hit", "dim"),
+            ]
+        )
+        rows.append(
+            [
+                (lead, "ink"),
+                ("esc, then 2", "bold ink"),
+                ("  inspects the engine;  ", "dim"),
+                ("?", "bold ink"),
+                ("  explains", "dim"),
+            ]
+        )
+        return rows
+
+    # ---- routing
+
+    def on_prompt_offered(self, message: Prompt.Offered) -> None:
+        self.completions.completions = message.completions
+        self.completions.chosen = message.chosen
+        self.completions.display = bool(message.completions)
+        self.completions.styles.height = max(1, len(message.completions))
+        self.completions.styles.margin = (0, 2, self.prompt.outer_size.height, 2)
+        self.call_after_refresh(self.completions.paint, host(self.app).view)
+
+    def on_prompt_sent(self, message: Prompt.Sent) -> None:
+        host(self.app).submit(message.text)
+
+    def on_prompt_left(self) -> None:
+        app = host(self.app)
+        if not app.chats.cancel(app.session):
+            self.transcript.focus()
+
+    def on_prompt_scroll(self, message: Prompt.Scroll) -> None:
+        height = max(self.transcript.size.height - 2, 1)
+        self.transcript.scroll_relative(y=message.pages * height, animate=False)

@@ -1,0 +1,143 @@
+"""The few overlays: ask for a text, choose from a list, and what to do when the engine has ended."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Input, OptionList, Static
+from textual.widgets.option_list import Option
+
+from minitui.widgets.prompt import Prompt
+
+FRAME_CSS = """
+    align: center middle;
+    background: $ground 60%;
+    & > Vertical {
+        width: 80; max-width: 94%; height: auto; max-height: 90%;
+        border: round $accent; border-title-color: $ink; border-title-style: bold; background: $ground; padding: 1 2;
+    }
+    & .hint { color: $dim; margin-top: 1; }
+"""
+
+
+class TextDialog(ModalScreen[str | None]):
+    """Asks for a text; Escape gives None."""
+
+    DEFAULT_CSS = "TextDialog {" + FRAME_CSS + "}"
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "Cancel", id="dialog.cancel", show=False)]
+
+    def __init__(self, title: str, text: str) -> None:
+        super().__init__()
+        self._title, self._text = title, text
+
+    def compose(self) -> ComposeResult:
+        with Vertical() as frame:
+            frame.border_title = self._title
+            yield Prompt()
+            yield Static("enter keeps it · ctrl+j breaks the line · esc leaves it as it was", classes="hint")
+
+    def on_mount(self) -> None:
+        prompt = self.query_one(Prompt)
+        prompt.put(self._text)
+        prompt.focus()
+
+    def on_prompt_sent(self, message: Prompt.Sent) -> None:
+        self.dismiss(message.text)
+
+    def on_prompt_left(self) -> None:
+        self.dismiss(None)
+
+
+class ChoiceDialog(ModalScreen[str | None]):
+    """A list with a filter: (choice, explanation) pairs; Escape gives None."""
+
+    DEFAULT_CSS = (
+        "ChoiceDialog {"
+        + FRAME_CSS
+        + """
+        & OptionList { height: auto; max-height: 18; border: none; background: $ground; padding: 0; margin-top: 1;
+            scrollbar-size-vertical: 1; }
+        & OptionList > .option-list--option-highlighted { background: $select; color: $ink; text-style: bold; }
+        & Input { border: none; height: 1; background: $empty-chip; padding: 0 1; }
+    }"""
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "dismiss", "Cancel", id="choice.cancel", show=False),
+        Binding("down", "move(1)", "Down", id="choice.down", show=False, priority=True),
+        Binding("up", "move(-1)", "Up", id="choice.up", show=False, priority=True),
+        Binding("pagedown", "move(10)", "Page down", id="choice.pagedown", show=False, priority=True),
+        Binding("pageup", "move(-10)", "Page up", id="choice.pageup", show=False, priority=True),
+    ]
+
+    def __init__(self, title: str, choices: list[tuple[str, str]]) -> None:
+        super().__init__()
+        self._title, self._choices = title, choices
+        self._shown: list[str] = []
+
+    def compose(self) -> ComposeResult:
+        with Vertical() as frame:
+            frame.border_title = f"{self._title} · {len(self._choices)}"
+            yield Input(placeholder="type to search")
+            yield OptionList()
+            yield Static("enter takes it · up, down · esc leaves", classes="hint")
+
+    def on_mount(self) -> None:
+        self._fill("")
+        self.query_one(Input).focus()
+
+    def _fill(self, words: str) -> None:
+        fits = [c for c in self._choices if all(w in f"{c[0]} {c[1]}".lower() for w in words.lower().split())]
+        self._shown = [choice for choice, _ in fits]
+        options = self.query_one(OptionList)
+        options.clear_options()
+        dim = "dim"
+        options.add_options(
+            Option(Content.assemble(choice, ("  " + why, dim)) if why else Content(choice)) for choice, why in fits
+        )
+        options.highlighted = 0 if fits else None
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        self._fill(event.value)
+
+    def action_move(self, by: int) -> None:
+        """Move the mark while the filter keeps the focus."""
+        options = self.query_one(OptionList)
+        if self._shown:
+            options.highlighted = min(max((options.highlighted or 0) + by, 0), len(self._shown) - 1)
+
+    def on_input_submitted(self) -> None:
+        at = self.query_one(OptionList).highlighted
+        if at is not None:
+            self.dismiss(self._shown[at])
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        self.dismiss(self._shown[event.option_index])
+
+
+class DeathDialog(ModalScreen[str | None]):
+    """The engine is not there: why, where its log is, and the two ways on ("restart" or "quit"); Escape reads on."""
+
+    DEFAULT_CSS = "DeathDialog {" + FRAME_CSS + " & > Vertical { border: round $bad; } & .error { color: $bad; } }"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("r,enter", "dismiss('restart')", "Restart", id="death.restart", show=False),
+        Binding("q", "dismiss('quit')", "Quit", id="death.quit", show=False),
+        Binding("escape", "dismiss", "Read on", id="death.close", show=False),
+    ]
+
+    def __init__(self, title: str, error: str, log: str) -> None:
+        super().__init__()
+        self._title, self._error, self._log = title, error, log
+
+    def compose(self) -> ComposeResult:
+        with Vertical() as frame:
+            frame.border_title = self._title
+            yield Static(Content(self._error), classes="error")
+            yield Static(Content(f"Its log: {self._log}"), classes="hint")
+            yield Static(
+                "Chats are kept. r starts it again · q quits · esc closes this (then /restart)", classes="hint"
+            )

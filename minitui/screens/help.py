@@ -1,0 +1,99 @@
+"""The help: what is being looked at, in plain words, then every key and command."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical, VerticalScroll
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from minitui.actions import ACTIONS, key_label
+
+ABOUT = {
+    "chat": """\
+Every chat here is answered by one engine, all of them at once. In each step it takes one token further everybody who is
+writing, and spends what is left of the step's token budget on the prompts of those who wait.
+
+A prompt is cut into blocks of 16 tokens. The keys and values that attention needs of them (the KV cache) are kept in a
+pool of such blocks. A radix tree remembers which text each block holds: a second prompt with the same beginning takes
+those blocks over instead of computing them. The line under each answer says how many of its prompt's tokens came that
+way, and why not more did:
+
+  whole     everything that can be shared was
+  differs   the text differs from anything cached from that token on
+  shorter   less than a whole block is left, and only whole blocks are shared
+  evicted   it was there, and was given up to make room
+
+The chips on the right are this chat's block table: the position in the text, in steps of 16, says which chip; the number
+on it is the block in the pool. The same numbers in two chats are the same memory.
+Try: ask something, press esc and then r.""",
+    "inspect": """\
+Everything on this screen is folded from the engine's own record of what it did, step by step.
+
+  step           what this step computes: decoding requests take one token each, prompts come in chunks
+  KV blocks      the pool: free, cached (only the tree holds it), active (one request), shared (several)
+  block table    the selected request's positions → blocks; the last one is partly filled
+  radix tree     which text stands in the cache, who uses it, how much it saved, what goes next
+  lanes          who waited and who ran, over time
+  timings        decode, mixed and prefill steps apart; a first token is queue + prefill + sample
+
+Select something with the arrows: the same thing is marked in every panel. z makes one panel large.""",
+}
+
+
+class HelpScreen(ModalScreen[None]):
+    """`about` is a key of ABOUT, or text of a panel's own."""
+
+    DEFAULT_CSS = """
+    HelpScreen {
+        align: center middle; background: $ground 60%;
+        & > Vertical { width: 104; max-width: 96%; height: 92%; border: round $accent; background: $ground;
+            border-title-color: $ink; border-title-style: bold; }
+        & VerticalScroll { padding: 1 2; scrollbar-size-vertical: 1; }
+        & .head { color: $hit; text-style: bold; margin-top: 1; }
+        & .foot { color: $dim; padding: 0 2; }
+    }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,question_mark", "dismiss", "Close", id="help.close", show=False)
+    ]
+
+    def __init__(self, about: str, keys: dict[str, str], extra: str = "") -> None:
+        super().__init__()
+        self._about, self._keys, self._extra = about, keys, extra
+
+    def compose(self) -> ComposeResult:
+        with Vertical() as frame:
+            frame.border_title = "Help"
+            with VerticalScroll():
+                if self._extra:
+                    yield Static(Content(self._extra))
+                yield Static(Content(ABOUT[self._about]))
+                yield Static("The prompt", classes="head")
+                yield Static(PROMPT_HELP)
+                for group in dict.fromkeys(a.group for a in ACTIONS):
+                    yield Static(f"{group} (keys act outside the prompt; esc leaves it)", classes="head")
+                    yield Static(self._table(group))
+                yield Static("Names in the first column are those of settings.toml, table [keys].", classes="foot")
+            yield Static("up, down, page keys scroll · esc closes", classes="foot")
+
+    def on_mount(self) -> None:
+        self.query_one(VerticalScroll).focus()
+
+    def _table(self, group: str) -> Content:
+        rows: list[Content | str | tuple[str, str]] = []
+        for a in (a for a in ACTIONS if a.group == group):
+            key = key_label(self._keys.get(a.id, a.key)) if a.key else ""
+            slash = f"/{a.slash} {a.takes}".rstrip() if a.slash else ""
+            rows += [(f"{a.id:<10}", "dim"), (f"{key:<6}", "bold"), f"{slash:<18}", f"{a.help}\n"]
+        return Content.assemble(*rows)
+
+
+PROMPT_HELP = Content(
+    "enter sends · ctrl+j breaks the line · tab or right takes the completion · up and down go through the list, then "
+    "through what you asked · page keys scroll the chat · esc closes the list, else cancels the answer, else leaves the prompt"
+)

@@ -1,0 +1,66 @@
+"""The terminal is given back as it was found, however the application ends.
+
+Textual restores it after a normal exit and after an exception. Signals are ours: SIGTERM and SIGHUP ask the application
+to close; if it has not within a few seconds, or at a second signal, the terminal is restored by hand and the process
+ends. The engine's process ends by itself when this one does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import termios
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+GRACE = 4.0  # seconds to close in good order
+
+# Mouse reporting, bracketed paste, focus reporting, in-band resize, kitty keys, alternate screen; cursor and wrap on.
+RESTORE = (
+    "\x1b[?1000l\x1b[?1002l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?1016l\x1b[?2004l\x1b[?1004l\x1b[?2048l\x1b[<u"
+    "\x1b[?1049l\x1b[?25h\x1b[?7h\x1b[0m"
+)
+
+
+class TerminalGuard:
+    """Made before the application starts, it remembers how the terminal was; `install` once its loop runs."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None  # the one that ended us
+        self._attributes: list[Any] | None = None
+        with contextlib.suppress(termios.error, OSError, ValueError):
+            self._attributes = termios.tcgetattr(sys.__stdin__.fileno())  # type: ignore[union-attr]
+
+    def install(self, close: Callable[[int], None]) -> None:
+        """From now on SIGTERM and SIGHUP call `close(exit code)`, in the main thread, between two bytecodes."""
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self.signal is not None:
+                self.force()
+            self.signal = number
+            timer = threading.Timer(GRACE, self.force)
+            timer.daemon = True
+            timer.start()
+            close(128 + number)
+
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, handle)
+
+    def restore(self) -> None:
+        """Write the terminal back to what it was; harmless when it already is, or is gone."""
+        with contextlib.suppress(OSError, ValueError):
+            fd = sys.__stderr__.fileno()  # type: ignore[union-attr]
+            if os.isatty(fd):
+                os.write(fd, RESTORE.encode())
+        if self._attributes is not None:
+            with contextlib.suppress(termios.error, OSError, ValueError):
+                termios.tcsetattr(sys.__stdin__.fileno(), termios.TCSANOW, self._attributes)  # type: ignore[union-attr]
+
+    def force(self) -> None:
+        """Restore the terminal and end the process at once."""
+        self.restore()
+        os._exit(128 + (self.signal or 1))

@@ -1,0 +1,216 @@
+"""The three one-line bars that every screen has: where one is, which chats there are, what the keys do."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, cast
+
+from textual.app import App
+from textual.geometry import Size
+from textual.widgets import TextArea
+
+from minitui.actions import ACTIONS, key_label
+from minitui.sessions import Session
+from minitui.theme import glyphs
+from minitui.widgets.base import LinePanel, Picture
+from minitui.widgets.rows import Row, Run, ordinal
+
+if TYPE_CHECKING:
+    from minitui.app import MinituiApp
+    from minitui.view import View
+
+SCREENS = (("chat", "1 Chat"), ("inspect", "2 Inspect"))
+
+
+def host(app: App[object]) -> MinituiApp:
+    """The running application, with its own type."""
+    return cast("MinituiApp", app)
+
+
+class Bar(LinePanel, can_focus=False):
+    """One line, drawn by rows."""
+
+    FRAME = "none"
+    DEFAULT_CSS = "Bar { height: 1; }"
+
+
+class TopBar(Bar):
+    """Which screen, which model on what, and every way in which the picture is not the engine running freely now.
+
+    Under it, while a demo runs, what it tells.
+    """
+
+    DEFAULT_CSS = "TopBar { height: auto; }"
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        return 1 + len(self._story(width))
+
+    def _story(self, width: int) -> list[str]:
+        return textwrap.wrap(host(self.app).story, width - 4)
+
+    def paint(self, view: View) -> int:
+        """Grows and shrinks with the story."""
+        if self.size.width and self.size.height != 1 + len(self._story(self.size.width)):
+            self.refresh(layout=True)
+        return super().paint(view)
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        app = host(self.app)
+        row = Row(" minitui ", "bold ink")
+        for mode, label in SCREENS:
+            row.add(f" {label} ", "bold on-fill on hit" if app.current_mode == mode else "dim")
+        flags = self._flags(view)
+        room = width - row.width - sum(len(text) for text, _ in flags) - 2
+        about = describe_engine(app.source.info)
+        if len(about) + 3 <= room:
+            row.add("   " + about, "dim")
+        elif room > 12:
+            row.add("   " + about[: room - 4] + glyphs().dots, "dim")
+        row.to(width - sum(len(text) for text, _ in flags) - 1)
+        rows = [row.extend(flags).done(width)]
+        for line in self._story(width):
+            rows.append(
+                Row("  ", "ink on select").add(line, "bold ink on select").to(width, " ", "ink on select").done(width)
+            )
+        return Picture(rows)
+
+    def _flags(self, view: View) -> list[Run]:
+        feed = host(self.app).feed
+        flags: list[Run] = []
+        if feed.frozen:
+            flags.append((f" FROZEN {glyphs().middot} {feed.steps_behind:,} steps behind ", "bold on-fill on hit"))
+        for text in (view.travel_text, view.gate_text, view.pace_text):
+            if text:
+                flags.append((f" {text} ", "bold on-fill on running"))
+        return flags
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        start = 9
+        for mode, label in SCREENS:
+            if start <= column < start + len(label) + 2:
+                host(self.app).commands.run(mode)
+            start += len(label) + 2
+
+
+def describe_engine(info: dict[str, object]) -> str:
+    """The model, where it runs, and its pool, in a few words; empty before it is known."""
+    if not info:
+        return ""
+    dot = f" {glyphs().middot} "
+    return dot.join(
+        (
+            str(info["model"]),
+            str(info["device"]),
+            str(info["dtype"]),
+            f"{info['num_blocks']:,} blocks of {info['block_size']}",
+        )
+    )
+
+
+class SessionStrip(Bar):
+    """Every chat: its number, title, and what it is doing."""
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._places: list[tuple[int, int, Session | None]] = []  # columns of what was drawn, for clicks
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        app = host(self.app)
+        entries = [(session, self._entry(session, view)) for session in app.chats.sessions]
+        current = next((i for i, (s, _) in enumerate(entries) if s is app.session), 0)
+        first = current
+        sizes = [sum(len(t) for t, _ in runs) + 1 for _, runs in entries]
+        room = width - 14
+        used = sizes[current] if sizes else 0
+        last = current + 1
+        while True:  # widen to both sides while there is room, to the left first: chats keep their places
+            if first > 0 and used + sizes[first - 1] <= room:
+                first -= 1
+                used += sizes[first]
+            elif last < len(entries) and used + sizes[last] <= room:
+                used += sizes[last]
+                last += 1
+            else:
+                break
+        row = Row(" ")
+        self._places = []
+        if first:
+            row.add(f"{first} more {glyphs().middot} ", "dim")
+        for session, runs in entries[first:last]:
+            start = row.width
+            row.extend(runs).add(" ")
+            self._places.append((start, row.width, session))
+        if last < len(entries):
+            row.add(f"{glyphs().middot} {len(entries) - last} more ", "dim")
+        start = row.width
+        row.add("+ new", "dim")
+        self._places.append((start, row.width, None))
+        return Picture([row.done(width)])
+
+    def _entry(self, session: Session, view: View) -> list[Run]:
+        app = host(self.app)
+        chosen = session is app.session
+        ground = " on empty-chip" if chosen else ""
+        runs: list[Run] = [
+            (f" {app.chats.number(session)} {session.title[:18]} ", ("bold ink" if chosen else "dim") + ground)
+        ]
+        state, tone = self._state(session, view)
+        if state:
+            runs.append((state + " ", tone + ground))
+        return runs
+
+    def _state(self, session: Session, view: View) -> tuple[str, str]:
+        app = host(self.app)
+        g = glyphs()
+        if session.state == "queued" or (session.state == "running" and not session.messages[-1].text):
+            place = app.queue_place(session)
+            if not app.source.info:
+                return "waits for the engine", "waiting"
+            return (f"waiting, {ordinal(place)}" if place else "prefill"), "waiting"
+        if session.state == "running":
+            # Arrivals are stretched by slow motion; the figure shown is the real one.
+            rate = session.rate() * app.pace
+            return f"{g.folded} {rate:,.0f} tok/s" if rate else g.folded, "decode"
+        return {
+            "done": ("ok" if g.rule == "-" else "✓", "good"),
+            "cancelled": (g.preempted, "waiting"),
+            "error": ("!", "bad"),
+        }.get(session.state, ("", "dim"))
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        for start, end, session in self._places:
+            if start <= column < end:
+                if session is None:
+                    host(self.app).commands.run("new")
+                else:
+                    host(self.app).select_session(session)
+
+
+class StatusBar(Bar):
+    """Whether letters are text or keys, what can be done now, and whether the picture keeps up."""
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        app = host(self.app)
+        typing = isinstance(app.focused, TextArea)
+        row = Row(" TYPING " if typing else " KEYS ", "bold on-fill on running" if typing else "bold on-fill on decode")
+        dot = glyphs().middot
+        numbers = f"{view.steps_per_frame:,.0f} steps/frame {dot} backlog {app.feed.backlog:,} {dot} {app.feed.dropped:,} dropped "
+        room = width - len(numbers) - 1
+        for key, what in self._hints(app, typing):
+            if row.width + len(key) + len(what) + 4 > room:
+                break
+            row.add("  " + key, "bold ink").add(" " + what, "dim")
+        lost = app.feed.dropped > 0
+        return Picture([row.right(numbers, width, "bad" if lost else "dim").done(width)])
+
+    def _hints(self, app: MinituiApp, typing: bool) -> list[tuple[str, str]]:
+        if typing:
+            escape = "cancel answer" if app.session is not None and app.session.busy else "keys"
+            return [("enter", "send"), ("esc", escape), ("tab", "complete"), ("ctrl+j", "new line"), ("/", "commands")]
+        keys = app.settings.keys
+        hints = [(key_label(keys.get(a.id, a.key)), a.footer) for a in ACTIONS if a.footer]
+        if app.current_mode == "inspect":
+            hints = [("1", "chat"), ("z", "maximise"), ("tab", "panel")] + [
+                h for h in hints if h[1] not in ("write", "chats", "inspect", "fork", "new")
+            ]
+        return hints

@@ -1,0 +1,282 @@
+"""Chats without a terminal: token-exact turns, forks, cancelling, what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import InvalidRequest
+from minitui.sessions import (
+    Chats,
+    Message,
+    Sampling,
+    Session,
+    continue_prompt,
+    describe_answer,
+    split_thinking,
+    transcript_markdown,
+)
+from minitui.store import Store
+from tests.fake_client import END, START, ByteCodec, FakeSource
+
+CODEC = ByteCodec()
+SYSTEM = "You explain inference engines. " * 3
+
+
+async def chats_on(source: FakeSource, store: Store | None = None) -> Chats:
+    await source.start(lambda progress: None)
+    chats = Chats(source, store)
+    chats.codec = CODEC
+    return chats
+
+
+async def answered(*sessions: Session) -> None:
+    async with asyncio.timeout(10):
+        while any(s.busy for s in sessions):
+            await asyncio.sleep(0.001)
+
+
+async def test_a_second_turn_begins_with_exactly_the_ids_of_the_first():
+    chats = await chats_on(FakeSource())
+    session = chats.new(SYSTEM)
+    chats.send(session, "What is a block table?")
+    await answered(session)
+    kept = list(session.ids)
+    assert kept[-1] == END  # the reply's end token belongs to the conversation
+    session.messages.append(Message("user", "and a radix tree?"))
+    prompt = chats.prompt(session)
+    assert prompt.ids[: len(kept)] == kept
+    assert prompt.kept == len(kept)
+    assert prompt.diverges_at is None
+
+
+async def test_the_second_turn_takes_every_full_block_of_the_first_from_the_cache():
+    chats = await chats_on(FakeSource())
+    session = chats.new(SYSTEM)
+    chats.send(session, "What is a block table?")
+    await answered(session)
+    written = len(session.ids) - 1  # the last token drawn has no KV
+    chats.send(session, "and a radix tree?")
+    await answered(session)
+    assert session.messages[-1].metrics["cached_tokens"] == written // 16 * 16
+
+
+def test_generated_ids_are_kept_where_the_tokenizer_would_spell_otherwise():
+    class Pairs(ByteCodec):  # id 258 spells "ab" too
+        def decode(self, ids, skip_special_tokens=False):
+            return super().decode([b for i in ids for b in ((97, 98) if i == 258 else (i,))], skip_special_tokens)
+
+    rendered = [START, 97, 98, END, 10]
+    prompt = continue_prompt(rendered, [START, 258, END], Pairs())
+    assert prompt.ids == [START, 258, END, 10]
+    assert prompt.kept == 3
+
+
+def test_an_answer_cut_short_is_continued_by_the_template_behind_its_last_token():
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "half an ans"}]
+    rendered = CODEC.apply_chat_template(messages)
+    kept = CODEC.apply_chat_template(messages[:1]) + [*b"half an ans"]
+    prompt = continue_prompt(rendered, kept, CODEC)
+    assert prompt.ids == rendered
+    assert prompt.kept == len(kept)
+    assert prompt.diverges_at is None
+
+
+async def test_a_template_that_drops_thinking_says_where_the_turn_diverges_and_why():
+    chats = await chats_on(FakeSource(lambda prompt: "<think>hm</think>\n\nIt maps positions."))
+    session = chats.new("")
+    chats.send(session, "What is a block table?")
+    await answered(session)
+    assert split_thinking(session.messages[-1].text) == ("hm", "It maps positions.", False)
+    kept = list(session.ids)
+    chats.send(session, "more")
+    await answered(session)
+    diverged = session.messages[-1].metrics["diverged"]
+    assert diverged["reason"] == "the template drops the thinking of earlier turns"
+    at = diverged["at"]
+    assert CODEC.decode(kept[:at]).endswith("assistant\n")  # everything before the thinking is still shared
+    text = " ".join(t for t, _ in describe_answer(session.messages[-1]))
+    assert f"from token {at} on the prompt is a new text" in text
+
+
+async def test_a_changed_system_prompt_diverges_in_the_first_tokens():
+    chats = await chats_on(FakeSource())
+    session = chats.new("You are terse.")
+    chats.send(session, "What is a block table?")
+    await answered(session)
+    chats.set_system(session, "You are wordy.")
+    session.messages.append(Message("user", "again"))
+    prompt = chats.prompt(session)
+    assert prompt.reason == "the system prompt was changed"
+    assert prompt.diverges_at == 1 + len(b"system\nYou are ")
+
+
+@given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.text(max_size=12)), max_size=6), st.data())
+def test_whatever_was_kept_the_prompt_spells_what_the_template_renders(turns, data):
+    rendered = CODEC.apply_chat_template([{"role": r, "content": c} for r, c in turns])
+    kept = data.draw(st.one_of(st.just(rendered), st.lists(st.integers(0, 257), max_size=40)))
+    if kept == rendered and rendered:
+        kept = rendered[: data.draw(st.integers(0, len(rendered)))]
+    prompt = continue_prompt(rendered, kept, CODEC)
+    assert CODEC.decode(prompt.ids) == CODEC.decode(rendered)
+    assert prompt.ids[: prompt.kept] == kept[: prompt.kept]
+
+
+async def test_a_fork_shares_its_past_and_goes_its_own_way():
+    chats = await chats_on(FakeSource())
+    session = chats.new(SYSTEM)
+    chats.send(session, "What is a block table?")
+    await answered(session)
+    fork = chats.fork(session)
+    assert fork.parent == session.id
+    assert [m.text for m in fork.messages] == [m.text for m in session.messages]
+    chats.send(fork, "one way")
+    chats.send(session, "another way")
+    await answered(session, fork)
+    assert fork.messages[-2].text == "one way"
+    assert session.messages[-2].text == "another way"
+    for s in (session, fork):
+        assert s.messages[-1].metrics["cached_tokens"] >= 16 * 8
+
+
+async def test_eight_chats_are_answered_at_once_and_share_one_system_prompt():
+    chats = await chats_on(FakeSource(lambda prompt: "x" * 60))
+    sessions = [chats.new(SYSTEM) for _ in range(8)]
+    assert chats.send_all("Say something long.") == sessions
+    await asyncio.sleep(0.02)
+    assert max(len(chats.source.engine.scheduler.running), 1) == 8  # all in one batch
+    await answered(*sessions)
+    assert [s.state for s in sessions] == ["done"] * 8
+    cached = [s.messages[-1].metrics["cached_tokens"] for s in sessions]
+    assert cached[0] == 0
+    assert all(c >= len(SYSTEM) // 16 * 16 for c in cached[1:])
+
+
+async def test_cancelling_keeps_what_is_there_and_frees_the_request(tmp_path):
+    store = Store(tmp_path / "chats.sqlite")
+    source = FakeSource(lambda prompt: "y" * 2000, speed=0.001)
+    chats = await chats_on(source, store)
+    session = chats.new(SYSTEM)
+    chats.send(session, "go on and on")
+    while len(session.messages[-1].text) < 5:
+        await asyncio.sleep(0.001)
+    assert chats.cancel(session)
+    await answered(session)
+    assert session.state == "cancelled"
+    assert not source.engine.has_work
+    assert not chats.cancel(session)
+    [kept] = store.open_chats()
+    assert kept.messages[-1].state == "cancelled"
+    assert kept.messages[-1].text == session.messages[-1].text
+
+
+async def test_a_question_is_saved_before_it_is_answered(tmp_path):
+    store = Store(tmp_path / "chats.sqlite")
+    chats = Chats(FakeSource(), store)  # the engine never starts
+    session = chats.new(SYSTEM)
+    chats.send(session, "Is this kept?")
+    [kept] = Store(tmp_path / "chats.sqlite").open_chats()
+    assert [(m.role, m.text, m.state) for m in kept.messages] == [
+        ("user", "Is this kept?", "done"),
+        ("assistant", "", "queued"),
+    ]
+    chats.cancel(session)
+    assert session.state == "cancelled"
+
+
+async def test_a_chat_taken_up_again_is_token_exact(tmp_path):
+    store = Store(tmp_path / "chats.sqlite")
+    chats = await chats_on(FakeSource(), store)
+    session = chats.new(SYSTEM)
+    chats.send(session, "What is a block table?")
+    await answered(session)
+    again = await chats_on(FakeSource(), Store(tmp_path / "chats.sqlite"))
+    assert again.restore() == 1
+    restored = again.sessions[0]
+    assert restored.ids == session.ids
+    assert [(m.role, m.text, m.state) for m in restored.messages] == [
+        (m.role, m.text, m.state) for m in session.messages
+    ]
+    assert restored.messages[-1].metrics["prompt_tokens"] == session.messages[-1].metrics["prompt_tokens"]
+
+
+async def test_when_the_engine_dies_the_answer_so_far_stays_and_says_so():
+    source = FakeSource(lambda prompt: "z" * 2000, speed=0.001)
+    chats = await chats_on(source)
+    session = chats.new(SYSTEM)
+    chats.send(session, "go on")
+    while not session.messages[-1].text:
+        await asyncio.sleep(0.001)
+    source.die("the engine process ended by signal SIGKILL")
+    await answered(session)
+    assert session.state == "error"
+    assert session.messages[-1].text.startswith("z")
+    assert "SIGKILL" in session.messages[-1].error
+    await source.restart(lambda progress: None)
+    chats.retry(session)
+    while not session.messages[-1].text:
+        await asyncio.sleep(0.001)
+    chats.cancel_all()
+
+
+async def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers():
+    chats = await chats_on(FakeSource(num_blocks=9))
+    session = chats.new("")
+    chats.send(session, "w" * 500)
+    await answered(session)
+    assert session.state == "error"
+    assert "128" in session.messages[-1].error  # eight blocks of sixteen
+
+
+async def test_asking_while_an_answer_is_written_is_refused():
+    chats = await chats_on(FakeSource(lambda prompt: "y" * 500, speed=0.001))
+    session = chats.new("")
+    chats.send(session, "one")
+    with pytest.raises(InvalidRequest, match="still answering"):
+        chats.send(session, "two")
+    chats.cancel_all()
+
+
+def test_sampling_is_set_by_name_and_refused_with_a_sentence():
+    sampling = Sampling()
+    assert "0.5" in sampling.set("temperature", "0.5")
+    sampling.set("ignore_eos", "on")
+    assert sampling.params({}).ignore_eos
+    sampling.set("temperature", "default")
+    assert sampling.params({"temperature": 0.25}).temperature == 0.25
+    for name, value in (("temperature", "-1"), ("temperature", "hot"), ("max_tokens", "0"), ("colour", "red")):
+        with pytest.raises(InvalidRequest):
+            sampling.set(name, value)
+    assert sampling.max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("match", "words"),
+    [
+        ({"stop": "differs", "at": 37}, "differs at token 37"),
+        ({"stop": "evicted", "at": 812}, "evicted at step 812"),
+        ({"stop": "short", "at": 0}, "shorter than a block"),
+        ({"stop": "empty", "at": 0}, "nothing cached begins like this"),
+        ({"stop": "whole", "at": 0}, "all that can be shared"),
+    ],
+)
+def test_the_line_under_an_answer_says_what_came_from_the_cache_and_why_no_more(match, words):
+    metrics = {"ttft_ms": 84.2, "decode_tok_s": 41.3, "output_tokens": 96, "prompt_tokens": 640, "cached_tokens": 512}
+    text = " · ".join(t for t, _ in describe_answer(Message("assistant", "x", metrics={**metrics, "match": match})))
+    assert "first token 84 ms · 41 tok/s · 96 tokens · 512 of 640 prompt tokens from cache" in text
+    assert words in text
+
+
+def test_thinking_is_split_off_also_while_its_tag_is_only_half_there():
+    assert split_thinking("<thi") == ("", "", True)
+    assert split_thinking("<think>so it") == ("so it", "", True)
+    assert split_thinking("<think>so</think>\nYes.") == ("so", "Yes.", False)
+    assert split_thinking("<b>no</b>") == ("", "<b>no</b>", False)
+
+
+def test_a_chat_as_markdown():
+    session = Session("a", "paging", "Be brief.", messages=[Message("user", "Why?"), Message("assistant", "Because.")])
+    assert transcript_markdown(session) == "# paging\n\n> Be brief.\n\n## You\n\nWhy?\n\n## Assistant\n\nBecause.\n"

@@ -1,0 +1,110 @@
+"""The chat file and the settings file."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import pytest
+
+from engine.errors import EngineError
+from minitui import settings as settings_file
+from minitui.settings import ChatSettings, Settings, SettingsError
+from minitui.store import MIGRATIONS, Store, StoredChat, StoredMessage, StoreError
+
+
+def chat(id: str = "a", **changes) -> StoredChat:
+    fields = dict(
+        title="paging",
+        system="be brief",
+        parent=None,
+        settings={"seed": 3},
+        created=1.0,
+        model="m",
+        ids=[1, 70_000],
+        messages=[],
+    )
+    return StoredChat(id=id, **(fields | changes))
+
+
+def test_what_is_saved_comes_back(tmp_path):
+    store = Store(tmp_path / "chats.sqlite")
+    store.save_chat(chat())
+    store.save_message("a", 0, StoredMessage("user", "why? ü 🫨", created=2.0))
+    store.save_message("a", 1, StoredMessage("assistant", "half", "running", created=3.0))
+    store.save_message("a", 1, StoredMessage("assistant", "whole", "done", metrics={"prompt_tokens": 7}, created=3.0))
+    store.close()
+    [back] = Store(tmp_path / "chats.sqlite").open_chats()
+    assert (back.title, back.system, back.settings, back.ids) == ("paging", "be brief", {"seed": 3}, [1, 70_000])
+    assert [(m.role, m.text, m.state, m.metrics) for m in back.messages] == [
+        ("user", "why? ü 🫨", "done", {}),
+        ("assistant", "whole", "done", {"prompt_tokens": 7}),
+    ]
+
+
+def test_closed_and_empty_chats_are_kept_but_not_restored(tmp_path):
+    store = Store(tmp_path / "chats.sqlite")
+    for id in ("closed", "empty", "open"):
+        store.save_chat(chat(id))
+    for id in ("closed", "open"):
+        store.save_message(id, 0, StoredMessage("user", "x"))
+    store.close_chat("closed")
+    assert [c.id for c in store.open_chats()] == ["open"]
+    store.truncate("open", 0)
+    assert store.open_chats() == []
+
+
+def test_a_file_of_the_first_schema_is_brought_up_to_date_with_its_chats(tmp_path):
+    path = tmp_path / "chats.sqlite"
+    db = sqlite3.connect(path)
+    db.executescript(f"{MIGRATIONS[0]} PRAGMA user_version = 1;")
+    db.execute(
+        "INSERT INTO chats (id, title, system, parent, settings, created) VALUES ('old', 't', 's', NULL, '{}', 1)"
+    )
+    db.execute("INSERT INTO messages VALUES ('old', 0, 'user', 'still here?', 'done', '', '{}', 1)")
+    db.commit()
+    db.close()
+    store = Store(path)
+    assert store.version == len(MIGRATIONS)
+    [old] = store.open_chats()
+    assert (old.model, old.ids, old.messages[0].text) == ("", [], "still here?")
+
+
+def test_a_file_of_a_newer_minitui_is_refused_and_left_alone(tmp_path):
+    path = tmp_path / "chats.sqlite"
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(StoreError, match="schema version 99"):
+        Store(path)
+
+
+def test_a_file_that_is_no_database_is_a_sentence(tmp_path):
+    path = tmp_path / "chats.sqlite"
+    path.write_text("not a database, but long enough to be taken for one" * 40)
+    with pytest.raises(EngineError, match="Move it away"):
+        Store(path)
+
+
+def test_settings_come_back_as_they_were_written(tmp_path):
+    path = tmp_path / "deep" / "settings.toml"
+    settings = Settings(
+        theme="minitui-light", fps=7, ascii=True, keys={"freeze": "f8"}, chat=ChatSettings(system='say "hi"\n', seed=3)
+    )
+    settings_file.save(settings, path)
+    assert settings_file.load(path) == settings
+    assert [p.name for p in path.parent.iterdir()] == ["settings.toml"]  # no temporary file is left
+
+
+def test_missing_settings_are_the_defaults(tmp_path):
+    assert settings_file.load(tmp_path / "none.toml") == Settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("theme = 3", "theme"), ("colour = 'red'", "colour"), ("fps = 0", "fps"), ("[chat]\nseed = 'x'", "chat.seed"), ("[keys]\nfreeze = 8", "keys.freeze"), ("= 3", "cannot be read")],
+)  # fmt: skip
+def test_wrong_settings_are_refused_by_name(tmp_path, text, named):
+    path = tmp_path / "settings.toml"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=named):
+        settings_file.load(path)
