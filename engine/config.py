@@ -1,4 +1,7 @@
-"""The two configurations: ModelConfig, read from a checkpoint's config.json, and EngineConfig, what the user chose."""
+"""The two configurations: ModelConfig, read from a checkpoint's config.json, and EngineConfig, what the user chose.
+
+Reading and writing them needs no torch: the process of the user interface does without.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ class ModelConfig:
     output_bias: bool = False  # of the attention's output projection
     mlp_bias: bool = False
     qk_norm: bool = False
-    windows: tuple[int, ...] = ()  # per layer: how many keys a query sees, its own included; 0: all. Empty: all layers 0
+    windows: tuple[int, ...] = ()  # of each layer, see `window`; empty: no layer has one
     dtype: str = "bfloat16"  # the checkpoint's
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -149,7 +152,7 @@ class _Reader:
         arch = ARCHITECTURES[name]
         if self.raw.get("quantization_config"):
             raise CheckpointError(
-                f"{self.path} has a quantization_config: quantised checkpoints are not supported; use the unquantised one"
+                f"{self.path} has a quantization_config: quantised checkpoints are not supported; use the plain one"
             )
         if self.raw.get("hidden_act", "silu") != "silu":
             raise CheckpointError(
@@ -321,7 +324,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise EngineError(f"dtype is {self.dtype!r}: it must be auto, {', '.join(DTYPES)}")
-        for name in ("block_size", "num_blocks", "kv_tokens", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        sizes = ("block_size", "num_blocks", "kv_tokens", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
+        for name in sizes:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise EngineError(f"{name} is {value}: it must be at least 1")

@@ -11,6 +11,7 @@ import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from engine.config import EngineConfig, ModelConfig, resolve
 from engine.errors import EngineError
 from engine.forward import ForwardMeta
 from engine.kv.pool import KVPool
+from engine.model import ops as torch_ops
 from engine.model.decoder import Decoder
 from engine.model.weights import Progress, dummy_weights, load_weights
 from engine.sampling import Drawn, Logprobs, Sampler, pick_logprobs
@@ -98,9 +100,11 @@ class MemoryReport:
 class Runner:
     """Owns the model, the KV pool and the persistent state of every row: block table, last token, sampling settings.
 
-    Public attributes: num_blocks (the null block included), block_size, max_rows, max_num_batched_tokens,
-    max_model_len, device, dtype, model_config, attention, memory.
+    Public attributes: num_blocks (the null block included), block_size, vocab_size, max_rows, max_num_batched_tokens,
+    max_model_len, device, device_name, dtype, model_config, attention_name, memory.
     """
+
+    ops: ModuleType = torch_ops  # the decoder's small operations
 
     def __init__(
         self,
@@ -117,14 +121,17 @@ class Runner:
         self.max_rows = limits.max_num_seqs
         self.max_num_batched_tokens = limits.max_num_batched_tokens
         self.max_model_len = limits.max_model_len
-        self.block_size = engine_config.block_size
         if self.device.type == "cpu":
             torch.set_num_threads(engine_config.cpu_threads or max(1, (os.cpu_count() or 2) - 1))
+        self.block_size = engine_config.block_size
+        self.vocab_size = model_config.vocab_size
+        self.device_name = _device_name(self.device)
         with torch.inference_mode():
             self.model = self._load(model_dir, on_progress)
             self.attention = choose_attention(
-                engine_config.attention_backend, model_config, self.block_size, self.dtype, self.device
+                engine_config.attention_backend, model_config, self.block_size, self.dtype, self.device, self.max_rows
             )
+            self.attention_name = self.attention.name
             self.memory = MemoryReport(weights=self.model.nbytes, kv_cache=0)
             self._upload = Uploader(self.device)
             # Host and device block table are one on a CPU; on a GPU the device's follows by copies in stream order.
@@ -149,10 +156,6 @@ class Runner:
             drawn = self.sample(plan, inputs, hidden)
             self.last_token.index_copy_(0, inputs.device_rows, drawn.ids)
             return self._finish(plan, inputs, drawn, prompt_logprobs, started, begin)
-
-    def release_row(self, row: int) -> None:
-        """The request in `row` has left; steps in flight may still draw for it, and are ignored."""
-        self.sampler.release_row(row)
 
     def apply(self, plan: StepPlan) -> None:
         """The plan's changes to the persistent rows: new blocks in the table, new requests' sampling settings."""
@@ -181,8 +184,9 @@ class Runner:
         wanted, sampled_hidden, prompt_hidden = _logit_rows(plan, ends, samples)
         sample_rows, sample_positions = rows[samples], seq_lens[samples]
         bounds = np.concatenate(([0], ends))
-        parts = (plan.token_ids, positions, slots, token_rows, rows, bounds, seq_lens, wanted, sample_rows, sample_positions)
-        sent = self._upload(np.concatenate(parts, dtype=np.int64)).split([len(part) for part in parts])
+        sent = self._upload_together(
+            plan.token_ids, positions, slots, token_rows, rows, bounds, seq_lens, wanted, sample_rows, sample_positions
+        )
         token_ids, positions_, slots_, token_rows_, rows_, bounds_, seq_lens_, wanted_, sample_rows_, draw_at_ = sent
         if (plan.token_ids < 0).any():
             drawn_last = self.last_token.index_select(0, token_rows_)
@@ -200,7 +204,15 @@ class Runner:
             logit_rows=None if len(wanted) == tokens else wanted_,
         )
         return Inputs(
-            token_ids, meta, samples, sample_rows, sample_positions, sample_rows_, draw_at_, sampled_hidden, prompt_hidden
+            token_ids=token_ids,
+            meta=meta,
+            samples=samples,
+            rows=sample_rows,
+            positions=sample_positions,
+            device_rows=sample_rows_,
+            device_positions=draw_at_,
+            sampled_hidden=sampled_hidden,
+            prompt_hidden=prompt_hidden,
         )
 
     def forward(self, inputs: Inputs) -> torch.Tensor:
@@ -242,7 +254,9 @@ class Runner:
             outcome = to_host(outcome)
             if drawn.logprobs is not None:
                 drawn.logprobs = drawn.logprobs.fetched()
-            prompt_logprobs = {entry: (own.fetched(), *rest) for entry, (own, *rest) in prompt_logprobs.items()}
+            prompt_logprobs = {
+                entry: (found.fetched(), tokens, top) for entry, (found, tokens, top) in prompt_logprobs.items()
+            }
             events = (begin, self._mark())
         return Launched(len(plan.rows), inputs.samples, drawn, counts, prompt_logprobs, device_ms, events, outcome)
 
@@ -277,7 +291,7 @@ class Runner:
         return found
 
     def _load(self, model_dir: Path | None, on_progress: Progress | None) -> Decoder:
-        model = Decoder(self.model_config, self.dtype, self.device, self.max_model_len)
+        model = Decoder(self.model_config, self.dtype, self.device, self.max_model_len, self.ops)
         if self.config.dummy_weights:
             dummy_weights(model.slots(), self.config.seed)
         elif model_dir is None:
@@ -286,11 +300,12 @@ class Runner:
             load_weights(model.slots(), model_dir, self.model_config.tie_word_embeddings, on_progress)
         return model
 
+    def _upload_together(self, *parts: np.ndarray) -> tuple[torch.Tensor, ...]:
+        """All parts as int64 tensors, in one copy."""
+        return self._upload(np.concatenate(parts, dtype=np.int64)).split([len(part) for part in parts])
+
     def _make_pool(self, num_blocks: int) -> KVPool:
-        config = self.model_config
-        return KVPool(
-            config.num_layers, num_blocks, self.block_size, config.num_kv_heads, config.head_dim, self.dtype, self.device
-        )
+        return KVPool(self.model_config, num_blocks, self.block_size, self.dtype, self.device)
 
     def _count_blocks(self) -> int:
         """Blocks for requests: as configured, else as many as memory allows."""
@@ -318,10 +333,11 @@ class Runner:
         self.memory.activations, self.memory.total = peak - self.memory.weights, total
         torch.cuda.empty_cache()
         if room < per_block:
+            share = self.config.gpu_memory_utilization
             raise EngineError(
-                f"no room for a KV cache: of {total / 1e9:.1f} GB, gpu_memory_utilization {self.config.gpu_memory_utilization:g} "
-                f"allows {total * self.config.gpu_memory_utilization / 1e9:.1f}, and weights with activations take "
-                f"{peak / 1e9:.1f} beside {elsewhere / 1e9:.1f} in use: raise it, lower max_num_batched_tokens, or free the GPU"
+                f"no room for a KV cache: gpu_memory_utilization {share:g} allows {total * share / 1e9:.1f} of "
+                f"{total / 1e9:.1f} GB, weights and activations take {peak / 1e9:.1f} and others "
+                f"{elsewhere / 1e9:.1f}: raise it, lower max_num_batched_tokens, or free the GPU"
             )
         return room // per_block
 
@@ -351,6 +367,23 @@ class Runner:
         hidden = self.model.forward(token_ids, meta, self.attention, pool)
         # Sorting for top-p takes the most memory of anything the sampler does.
         self.model.logits(hidden).float().sort(descending=True).values.softmax(-1).cumsum(-1)
+
+
+def make_runner(
+    model_config: ModelConfig,
+    engine_config: EngineConfig,
+    model_dir: Path | None = None,
+    on_progress: Progress | None = None,
+) -> Runner:
+    """The runner for the device that `engine_config` asks for."""
+    return Runner(model_config, engine_config, model_dir, on_progress)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _logit_rows(

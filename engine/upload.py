@@ -1,4 +1,4 @@
-"""Small arrays on their way to the device and back: without waiting, and without overwriting what is still being copied."""
+"""Small arrays on their way to the device and back: nobody waits, and nothing is overwritten while it is copied."""
 
 from __future__ import annotations
 

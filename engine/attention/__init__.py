@@ -28,11 +28,24 @@ class AttentionBackend(Protocol):
 
 
 def choose_attention(
-    name: str, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device
+    name: str, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device, max_rows: int
 ) -> AttentionBackend:
-    """The backend called `name`; "auto": the fastest there is for the device."""
+    """The backend called `name`; "auto": the fastest there is for the device and the model."""
     from engine.attention.torch_backend import TorchAttention
 
+    if name in ("auto", "triton"):
+        why_not = "it needs a CUDA device" if device.type != "cuda" else ""
+        if not why_not:
+            try:
+                from engine.attention.triton_backend import TritonAttention, supports
+            except ImportError as error:
+                why_not = f"triton is not installed ({error})"
+            else:
+                why_not = supports(config, dtype)
+                if not why_not:
+                    return TritonAttention(config, block_size, max_rows, device)
+        if name == "triton":
+            raise EngineError(f"attention_backend triton cannot be used: {why_not}; leave it at auto")
     if name in ("auto", "torch"):
         return TorchAttention(config, block_size, dtype)
-    raise EngineError(f"attention_backend is {name!r}: on {device} it can be auto or torch")
+    raise EngineError(f"attention_backend is {name!r}: on {device} it can be auto, torch or triton")

@@ -101,7 +101,7 @@ class Decoder:
         max_positions: int,
         ops: ModuleType = torch_ops,
     ) -> None:
-        """`max_positions`: how many positions to have cos and sin for; `ops`: module with the functions of model/ops."""
+        """`max_positions`: as many have cos and sin; `ops`: a module with the functions of engine/model/ops.py."""
         self.config = config
         self._ops = ops
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)

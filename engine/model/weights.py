@@ -134,7 +134,7 @@ def _check(wanted: dict[str, Slot], files: list[Path], directory: Path, tied: bo
     if faults:
         where = files[0] if len(files) == 1 else directory
         raise CheckpointError(
-            f"the checkpoint {where} {'; it '.join(faults)}: use the config.json and the weights of one and the same model"
+            f"the checkpoint {where} {'; it '.join(faults)}: use config.json and weights of one and the same model"
         )
     return total
 

@@ -1,0 +1,380 @@
+"""Stages 1 and 6: chat template, text to ids, and ids back to text, one token at a time.
+
+Everything here works without torch; the user interface encodes and decodes in its own process.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import tokenizers
+
+from engine.config import read_json
+from engine.errors import CheckpointError, InvalidRequest
+
+Message = dict[str, Any]
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+PRIVATE_USE = range(0xE000, 0xF900)  # characters that mean nothing: one that no message contains serves as a mark
+REPLACEMENT = "�"
+
+
+class Tokenizer:
+    """The tokenizer and the chat template of a checkpoint directory.
+
+    eos_ids          ids that end a reply, from generation_config.json, config.json and tokenizer_config.json
+    special_ids      control tokens: decoded to nothing, never made from a user's text
+    generation       what generation_config.json recommends of temperature, top_p, top_k, min_p, repetition_penalty
+    chat_template    its source, or None
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        """Raises CheckpointError if tokenizer.json is missing or broken."""
+        self.directory = directory = Path(directory)
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path} does not exist: the model needs its tokenizer in this form (transformers writes it with "
+                "tokenizer.save_pretrained)"
+            )
+        try:
+            self._source = path.read_text(encoding="utf-8")
+            self._tokenizer = tokenizers.Tokenizer.from_str(self._source)
+        except Exception as error:  # the library raises plain Exception
+            raise CheckpointError(f"{path} cannot be read ({error}): download it again") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._config = _read_optional(directory / "tokenizer_config.json")
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._control_ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        self._names = {name: _content(self._config.get(name)) for name in SPECIAL_NAMES if self._config.get(name)}
+        generation = _read_optional(directory / "generation_config.json")
+        self.generation = {key: generation[key] for key in GENERATION_DEFAULTS if generation.get(key) is not None}
+        if generation.get("do_sample") is False:
+            self.generation["temperature"] = 0.0
+        self.eos_ids = self._find_eos(generation, _read_optional(directory / "config.json"))
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.chat_template = self._find_template()
+        self._decoding = _Decoding(self._tokenizer, json.loads(self._source).get("decoder") or {}, self.special_ids)
+
+    def encode(self, text: str, allow_special: bool = False, add_special_tokens: bool = True) -> list[int]:
+        """Text to ids. What looks like a control token is text unless `allow_special`.
+
+        `add_special_tokens`: with what the tokenizer itself puts around a text (a BOS, if the model wants one).
+        """
+        tokenizer = self._tokenizer if allow_special else self._literal
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Ids to text, all at once."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """For one reply, one token at a time."""
+        return self._decoding.start(skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for, which may be a part of a character."""
+        return self._decoding.token_bytes(token_id)
+
+    def apply_chat_template(
+        self, messages: list[Message], add_generation_prompt: bool = True, **template: Any
+    ) -> list[int]:
+        """Ids of a conversation, ready to be continued. `template` (tools, enable_thinking, …) goes to the template.
+
+        Control tokens come from the template alone: where a message spells one, it stays text. Raises InvalidRequest
+        if the model has no template, or the template refuses the messages.
+        """
+        values = {"messages": messages, **template}
+        if not any(text in part for part in _strings(values) for text in self._control_ids):
+            rendered = self.render_chat(messages, add_generation_prompt, **template)
+            return self._tokenizer.encode(rendered, add_special_tokens=False).ids
+        mark = next(chr(code) for code in PRIVATE_USE if not any(chr(code) in part for part in _strings(values)))
+        marked = _map_strings(values, lambda text: self._control_pattern.sub(lambda found: mark.join(found[0]), text))
+        rendered = self.render_chat(marked.pop("messages"), add_generation_prompt, **marked)
+        return self._encode_marked(rendered, mark)
+
+    def render_chat(self, messages: list[Message], add_generation_prompt: bool = True, **template: Any) -> str:
+        """The conversation as text, control tokens and all."""
+        if self.chat_template is None:
+            raise InvalidRequest(
+                f"{self.directory} has no chat template (chat_template.jinja, or chat_template in "
+                "tokenizer_config.json): use a chat model, or complete plain text",
+                "messages",
+            )
+        values = {"tools": None, "documents": None, **self._names, **template}
+        try:
+            return self._compiled.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
+        except jinja2.TemplateError as error:
+            raise InvalidRequest(f"the model's chat template refuses these messages: {error}", "messages") from error
+        except (TypeError, AttributeError, KeyError, ValueError) as error:
+            raise InvalidRequest(
+                f"the model's chat template cannot render these messages ({type(error).__name__}: {error}): each needs "
+                "a role and a content",
+                "messages",
+            ) from error
+
+    def to_json(self) -> str:
+        """tokenizer.json, for libraries that read it themselves."""
+        return self._source
+
+    @cached_property
+    def _literal(self) -> tokenizers.Tokenizer:
+        """The same tokenizer, to which control tokens are ordinary text."""
+        copy = tokenizers.Tokenizer.from_str(self._source)
+        copy.no_padding()
+        copy.no_truncation()
+        copy.encode_special_tokens = True
+        return copy
+
+    @cached_property
+    def _control_pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self._control_ids, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)))
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        assert self.chat_template is not None
+        try:
+            return environment.from_string(self.chat_template)
+        except jinja2.TemplateError as error:
+            raise CheckpointError(f"the chat template of {self.directory} is broken: {error}") from error
+
+    def _encode_marked(self, rendered: str, mark: str) -> list[int]:
+        """Encode a rendered chat in which the control tokens that are text have a mark between their characters.
+
+        Split at the others, as the tokenizer itself would; each part between them is encoded as a whole.
+        """
+        ids: list[int] = []
+        at = 0
+        for found in self._control_pattern.finditer(rendered):
+            ids += self._encode_part(rendered[at : found.start()].replace(mark, ""), first=at == 0)
+            ids.append(self._control_ids[found[0]])
+            at = found.end()
+        return ids + self._encode_part(rendered[at:].replace(mark, ""), first=at == 0)
+
+    def _encode_part(self, text: str, first: bool) -> list[int]:
+        if not text:
+            return []
+        if first or self._decoding.byte_level:
+            return self._literal.encode(text, add_special_tokens=False).ids
+        # Tokenizers of SentencePiece's kind put a space before what they take for the beginning of a text.
+        newline = self._literal.encode("\n", add_special_tokens=False).ids
+        ids = self._literal.encode("\n" + text, add_special_tokens=False).ids
+        if ids[: len(newline)] == newline:
+            return ids[len(newline) :]
+        return self._literal.encode(text, add_special_tokens=False).ids
+
+    def _find_eos(self, generation: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
+        named = self._tokenizer.token_to_id(self._names["eos_token"]) if "eos_token" in self._names else None
+        ids: dict[int, None] = {}
+        for value in (generation.get("eos_token_id"), config.get("eos_token_id"), named):
+            for token_id in value if isinstance(value, list) else [value]:
+                if token_id is not None:
+                    ids[int(token_id)] = None
+        return tuple(ids)
+
+    def _find_template(self) -> str | None:
+        path = self.directory / "chat_template.jinja"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        template = self._config.get("chat_template") or _read_optional(self.directory / "chat_template.json").get(
+            "chat_template"
+        )
+        if isinstance(template, list):  # several, by name
+            template = {item["name"]: item["template"] for item in template}
+        if isinstance(template, dict):
+            return template.get("default") or next(iter(template.values()), None)
+        return template
+
+
+class Detokenizer(Protocol):
+    """Turns a reply's ids to text as they come. Joined, the pieces and what `flush` returns are decode(all ids).
+
+    A character whose bytes are not all there yet is held back, so no piece contains a replacement character unless the
+    bytes are not UTF-8. The cost of a token does not depend on how many came before.
+    """
+
+    def push(self, ids: list[int]) -> str:
+        """The text that these ids complete; may be empty."""
+
+    def flush(self) -> str:
+        """At the end of a reply: what has been held back."""
+
+
+class _Decoding:
+    """What the detokenizers of one tokenizer share."""
+
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, decoder: dict[str, Any], special_ids: frozenset[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self.special_ids = special_ids
+        self.byte_level = decoder.get("type") == "ByteLevel"
+        self._bytes: dict[int, bytes] = {}
+
+    def start(self, skip_special_tokens: bool) -> Detokenizer:
+        skip = self.special_ids if skip_special_tokens else frozenset()
+        return _ByteDetokenizer(self, skip) if self.byte_level else _WindowDetokenizer(self._tokenizer, skip)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token; none for an id that the tokenizer does not have (models pad their vocabulary)."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            token = self._tokenizer.id_to_token(token_id) or ""
+            known = self._bytes[token_id] = self._to_bytes(token)
+        return known
+
+    def _to_bytes(self, token: str) -> bytes:
+        if self.byte_level:
+            try:
+                return bytes(BYTE_OF[character] for character in token)
+            except KeyError:  # an added token, written as it is
+                return token.encode()
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("▁", " ").encode()
+
+
+class _ByteDetokenizer:
+    """For byte-level BPE, where text is the tokens' bytes end to end, read as UTF-8."""
+
+    def __init__(self, decoding: _Decoding, skip: frozenset[int]) -> None:
+        self._decoding = decoding
+        self._skip = skip
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: list[int]) -> str:
+        data = b"".join([self._decoding.token_bytes(token_id) for token_id in ids if token_id not in self._skip])
+        return self._decoder.decode(data)
+
+    def flush(self) -> str:
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text
+
+
+class _WindowDetokenizer:
+    """For every other tokenizer: decode the last token together with the new one, and emit by how much it grew.
+
+    Bytes that stand for themselves (<0xE2>) are decoded when the run of them has ended: whether it is text or not
+    depends on all of it.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, skip: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip
+        self._before: list[int] = []  # the last token that was decoded; it decides about the space before the next
+        self._held: list[int] = []
+
+    def push(self, ids: list[int]) -> str:
+        text = ""
+        for token_id in ids:
+            token = self._tokenizer.id_to_token(token_id)
+            if token is None or token_id in self._skip:
+                continue
+            if _BYTE_TOKEN.fullmatch(token):
+                self._held.append(token_id)
+                continue
+            text += self._emit([*self._held, token_id])
+            self._held = []
+        return text
+
+    def flush(self) -> str:
+        held, self._held = self._held, []
+        return self._emit(held) if held else ""
+
+    def _emit(self, ids: list[int]) -> str:
+        known = self._tokenizer.decode(self._before, skip_special_tokens=False)
+        text = self._tokenizer.decode(self._before + ids, skip_special_tokens=False)
+        self._before = ids[-1:]
+        return text[len(known) :]
+
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's way of writing bytes as printable characters, character -> byte."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_alphabet()
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """{% generation %} … {% endgeneration %} marks replies in training templates; here it is only its contents."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own interface)
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """As transformers has it: jinja2's own escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _content(token: Any) -> str:
+    """A special token of tokenizer_config.json, which writes it as a string or as an object."""
+    return token["content"] if isinstance(token, dict) else str(token)
+
+
+def _strings(value: Any) -> Iterable[str]:
+    """All strings in nested lists and dictionaries, keys apart."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _strings(item)
+
+
+def _map_strings(value: Any, change: Any) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _map_strings(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_map_strings(item, change) for item in value]
+    return value
