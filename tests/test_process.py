@@ -1,0 +1,222 @@
+"""The engine in its own process: answers, cancellation, control, and every way in which one side can disappear."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.client import EngineClient
+from engine.config import EngineConfig
+from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.state import State
+from engine.types import SamplingParams
+from minitui.tutor import model_dir
+
+PROMPT = list(range(40, 100))
+
+
+def config(**options: object) -> EngineConfig:
+    return EngineConfig(model=str(model_dir()), device="cpu", num_blocks=256, max_num_seqs=16, **options)  # type: ignore[arg-type]
+
+
+def long(**options: object) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 1500, "ignore_eos": True, **options})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[EngineClient]:
+    client = await EngineClient.start(config(), log_file=tmp_path / "engine.log")
+    yield client
+    await client.close()
+
+
+async def test_several_requests_stream_at_once_and_agree_with_each_alone(client: EngineClient) -> None:
+    params = SamplingParams(temperature=0.8, seed=7, max_tokens=24, ignore_eos=True)
+    alone = client.submit(PROMPT, params)
+    async for _ in alone:
+        pass
+    streams = [client.submit([*PROMPT, *range(50, 50 + i)], params, group=f"chat {i}") for i in range(8)]
+
+    async def read(stream: object) -> int:
+        return sum([1 async for _ in stream])  # type: ignore[attr-defined]
+
+    pieces = await asyncio.gather(*map(read, streams))
+    assert all(n > 5 for n in pieces), "the text came in one piece: it was not streamed"
+    assert streams[0].ids == alone.ids and streams[0].text == alone.text
+    for stream in streams:
+        assert stream.finish_reason == "length" and len(stream.ids) == 24
+        assert stream.metrics["output_tokens"] == 24 and stream.metrics["ttft_ms"] > 0
+    assert streams[0].metrics["cached_tokens"] >= 48
+
+
+async def test_records_fold_to_what_the_engine_says_it_is(client: EngineClient) -> None:
+    state = State.from_snapshot(await client.snapshot())
+    client.drain_records()
+    streams = [client.submit(PROMPT[: 20 + 5 * i], long(max_tokens=40 + i)) for i in range(6)]
+    for stream in streams[:4]:
+        async for _ in stream:
+            pass
+    streams[5].cancel()
+    await client.control("pause")
+    snapshot = await client.snapshot()
+    while state.seq < snapshot["seq"]:
+        for record in client.drain_records():
+            if record[0] > state.seq and record[0] <= snapshot["seq"]:
+                state.apply(record)
+        await asyncio.sleep(0.01)
+    assert state.snapshot() == snapshot
+    await client.call("check")
+
+
+async def test_a_cancelled_answer_ends_and_its_blocks_return(client: EngineClient) -> None:
+    stream = client.submit(PROMPT, long())
+    async for _ in stream:
+        if len(stream.ids) == 5:
+            stream.cancel()
+            stream.cancel()
+    assert stream.finish_reason == "abort" and stream.metrics["output_tokens"] >= 5
+    assert (await client.snapshot())["requests"] == {}
+
+
+async def test_a_bad_request_is_refused_by_name_and_the_engine_goes_on(client: EngineClient) -> None:
+    for ids, params, field in [
+        ([], SamplingParams(), "prompt"),
+        ([10**9], SamplingParams(), "prompt"),
+        ([5] * 5000, SamplingParams(), "prompt"),
+        (PROMPT, SamplingParams(temperature=float("nan")), "temperature"),
+    ]:
+        with pytest.raises(InvalidRequest) as caught:
+            async for _ in client.submit(ids, params):
+                pass
+        assert caught.value.field == field
+    async for _ in (stream := client.submit(PROMPT, long(max_tokens=3))):
+        pass
+    assert len(stream.ids) == 3
+
+
+async def test_gate_step_by_step_over_the_wire(client: EngineClient) -> None:
+    await client.control("pause")
+    stream = client.submit(PROMPT, long(max_tokens=20))
+    await asyncio.sleep(0.05)
+    assert stream.drain() == [] and (await client.snapshot())["queue"] == [1]
+    await client.control("step", n=3)
+    for _ in range(100):
+        stream.drain()
+        await asyncio.sleep(0.01)
+    assert len(stream.ids) == 3, "a gated engine went on by itself"
+    await client.control("run_until", predicate={"event": "finish"})
+    async for _ in stream:
+        pass
+    assert len(stream.ids) == 20
+    with pytest.raises(InvalidRequest, match="sunrise"):
+        await client.control("run_until", predicate={"event": "sunrise"})
+    with pytest.raises(InvalidRequest):
+        await client.control("dance")
+
+
+async def test_slow_motion_is_slow_and_can_be_left_at_once(client: EngineClient) -> None:
+    await client.control("pace", factor=1000.0)
+    stream = client.submit(PROMPT, long(max_tokens=5))
+    await asyncio.sleep(0.3)
+    assert len(stream.drain()) < 5
+    started = time.monotonic()
+    await client.control("pace", factor=1.0)
+    async for _ in stream:
+        pass
+    assert time.monotonic() - started < 5 and len(stream.ids) == 5
+
+
+async def test_an_engine_killed_in_mid_answer_is_told_at_once_and_can_be_started_again(client: EngineClient) -> None:
+    deaths: list[str] = []
+    client.on_death(deaths.append)
+    stream = client.submit(PROMPT, long())
+    waiting = client.submit(PROMPT, long())
+    with pytest.raises(EngineDead, match="SIGKILL"):
+        async for _ in stream:
+            if len(stream.ids) == 3:
+                assert client.pid is not None
+                os.kill(client.pid, signal.SIGKILL)
+    with pytest.raises(EngineDead):
+        async for _ in waiting:
+            pass
+    assert len(deaths) == 1 and "log" in deaths[0] and not client.alive
+    with pytest.raises(EngineDead):
+        client.submit(PROMPT, long())
+    await client.restart()
+    assert client.alive
+    async for _ in (again := client.submit(PROMPT, long(max_tokens=3))):
+        pass
+    assert len(again.ids) == 3
+
+
+async def test_an_idle_engine_uses_no_cpu(client: EngineClient) -> None:
+    async for _ in client.submit(PROMPT, long(max_tokens=20)):
+        pass
+    await asyncio.sleep(0.2)
+    process = psutil.Process(client.pid)
+    before = sum(process.cpu_times()[:2])
+    await asyncio.sleep(1.0)
+    assert sum(process.cpu_times()[:2]) - before < 0.03
+
+
+async def test_a_model_that_cannot_be_loaded_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"config\.json") as caught:
+        (tmp_path / "empty").mkdir()
+        await EngineClient.start(EngineConfig(model=str(tmp_path / "empty")), log_file=tmp_path / "log")
+    assert "\n" not in str(caught.value)
+
+
+async def test_progress_is_told_while_loading(tmp_path: Path) -> None:
+    told: list[dict[str, object]] = []
+    client = await EngineClient.start(config(), tmp_path / "log", on_progress=told.append)
+    await client.close()
+    assert {p["stage"] for p in told} >= {"weights"} and all({"done", "total", "text"} <= p.keys() for p in told)
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "exit"])
+def test_the_engine_exits_when_its_parent_dies_for_any_reason(how: str, tmp_path: Path) -> None:
+    script = textwrap.dedent(f"""
+        import asyncio, os, signal, sys
+        from pathlib import Path
+        from engine.client import EngineClient
+        from engine.config import EngineConfig
+        from engine.types import SamplingParams
+        async def main():
+            client = await EngineClient.start(EngineConfig(model={str(model_dir())!r}, device="cpu"), Path({str(tmp_path)!r}) / "log")
+            stream = client.submit(list(range(40, 90)), SamplingParams(max_tokens=3000, ignore_eos=True))
+            async for _ in stream:
+                if len(stream.ids) > 3:
+                    print(client.pid, flush=True)
+                    if {how!r} == "exit":
+                        os._exit(3)
+                    os.kill(os.getpid(), signal.{how if how != "exit" else "SIGTERM"})
+        asyncio.run(main())
+    """)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    pid = int(done.stdout.split()[0])
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the engine outlived its parent"
+        time.sleep(0.05)
+
+
+def test_an_engine_does_not_import_what_lies_in_the_current_directory(tmp_path: Path) -> None:
+    (tmp_path / "tokenizers.py").write_text("raise SystemExit('imported by accident')")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", "import engine.client, os; os.chdir(os.environ['HERE']); import asyncio;"
+         "from engine.config import EngineConfig; from engine.client import EngineClient;"
+         f"c = asyncio.run(EngineClient.start(EngineConfig(model={str(model_dir())!r}, device='cpu'))); c.kill()"],
+        env={**os.environ, "HERE": str(tmp_path), "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
