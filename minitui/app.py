@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from textual import events
 from textual.app import App
 from textual.binding import Binding, BindingType
-from textual.screen import Screen
 
 from engine.errors import EngineError
 from minitui import settings as settings_file
@@ -23,7 +22,6 @@ from minitui.screens.chat import ChatScreen
 from minitui.screens.dialogs import ChoiceDialog, DeathDialog, TextDialog
 from minitui.screens.help import ABOUT, HelpScreen
 from minitui.screens.inspect import InspectScreen
-from minitui.screens.palette import ActionProvider
 from minitui.sessions import Chats, Codec, Session
 from minitui.settings import Settings
 from minitui.source import Source
@@ -38,9 +36,8 @@ class MinituiApp(App[int]):
     """Owns the state that outlives a screen. `load_codec` makes the tokenizer from the source's info, in a thread."""
 
     TITLE = "minitui"
-    ENABLE_COMMAND_PALETTE = True
-    COMMANDS = {ActionProvider}
-    MODES = {"chat": ChatScreen, "inspect": InspectScreen}
+    ENABLE_COMMAND_PALETTE = False  # the palette is a list of our own actions
+    MODES: ClassVar[dict[str, Any]] = {"chat": ChatScreen, "inspect": InspectScreen}
     DEFAULT_MODE = "chat"
     CSS = "Screen { background: $ground; color: $ink; } Toast { background: $empty-chip; }"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -275,7 +272,3 @@ class MinituiApp(App[int]):
     def on_app_focus(self, event: events.AppFocus) -> None:
         """A terminal that comes back may have been resized meanwhile: draw everything."""
         self.refresh(layout=True)
-
-    def get_system_commands(self, screen: Screen[Any]) -> Any:
-        """Textual's own commands are not offered: the table has ours."""
-        return iter(())

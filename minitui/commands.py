@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineError
-from minitui.actions import BY_SLASH
+from minitui.actions import ACTIONS, BY_SLASH, key_label
 from minitui.sessions import Session, transcript_markdown
 
 if TYPE_CHECKING:
@@ -278,7 +278,13 @@ class Commands:
         self.app.show_help()
 
     def do_palette(self, _: str) -> None:
-        self.app.action_command_palette()
+        offered = {a.title: a for a in ACTIONS if a.id not in ("palette", "slash", "write", "go")}
+        ways = [(key_label(self.app.settings.keys.get(a.id, a.key)), a.slash and f"/{a.slash}") for a in offered.values()]
+        rows = [
+            (title, f"{' '.join(w for w in way if w):<18} {a.help}")
+            for (title, a), way in zip(offered.items(), ways, strict=True)
+        ]
+        self.app.choose("Commands", rows, lambda title: self.run(offered[title].id))
 
     def do_quit(self, _: str) -> None:
         self.app.exit()

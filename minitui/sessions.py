@@ -264,6 +264,25 @@ class Session:
         ]
 
 
+LEADS = frozenset(
+    "a an and about are can could did do does explain for from give how i in is it me mean of on please tell the to what "
+    "whats when where which who why would you your".split()
+)
+
+
+def title_of(question: str) -> str:
+    """What a question is about, in at most 18 characters: its words without the small ones at its beginning."""
+    words = question.replace("?", " ").replace("!", " ").split()
+    while len(words) > 1 and words[0].lower().rstrip(",.:;'") in LEADS:
+        words.pop(0)
+    title = ""
+    for word in words:
+        if title and len(title) + 1 + len(word) > 18:
+            break
+        title = f"{title} {word}".strip()[:18]
+    return title.rstrip(".,;: ")
+
+
 class Chats:
     """All chats on one source. No method blocks; answers are written by tasks of the running loop."""
 
@@ -350,7 +369,7 @@ class Chats:
                 f"chat {self.number(session)} is still answering: Esc cancels that, /new opens another", "prompt"
             )
         if not session.named and not session.messages:
-            session.title = " ".join(text.split())[:24].rstrip("?!. ") or session.title
+            session.title = title_of(text) or session.title
         session.messages.append(Message("user", text))
         session.messages.append(Message("assistant", state="queued"))
         session.note = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from minitui.widgets.block_table import BlockTable
 from minitui.widgets.events import Events
@@ -16,6 +16,7 @@ from textual.app import ComposeResult
 from textual.containers import Container, Horizontal, Vertical
 from textual.screen import Screen
 
+from minitui import markdown
 from minitui.actions import complete_slash
 from minitui.theme import glyphs
 from minitui.widgets.chrome import SessionStrip, StatusBar, TopBar, host
@@ -33,7 +34,7 @@ TEXT_EVERY = 0.1  # seconds between two updates of the transcript
 class ChatScreen(Screen[None]):
     """Composes and routes; the chats are in `app.chats`, the engine's picture in the view it paints."""
 
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]
+    HORIZONTAL_BREAKPOINTS: ClassVar[list[tuple[int, str]] | None] = [(0, "-narrow"), (100, "-wide")]
     DEFAULT_CSS = """
     ChatScreen {
         layout: vertical; background: $ground;
@@ -114,39 +115,20 @@ class ChatScreen(Screen[None]):
         """What an empty chat shows."""
         app = host(self.app)
         lead = " " * LABEL
-        rows: list[list[Run]] = [
-            [
-                ("welcome".ljust(LABEL), "hit"),
-                ("Several chats, one engine. Ask, and watch beside it what the engine does.", "bold ink"),
-            ],
-            [],
-        ]
+        rows: list[list[Run]] = [[("welcome".ljust(LABEL), "hit"), ("Several chats, one engine.", "bold ink")]]
+        for line in markdown.plain("Ask something, and watch beside the answer what the engine does to write it.", width):
+            rows.append([(lead, "ink"), *((text, "ink") for text, _ in line)])
+        rows.append([])
         if app.known_questions:
-            rows.append([(lead, "ink"), ("This tiny model knows how inference engines work, for example:", "dim")])
+            rows.append([(lead, "ink"), ("This tiny model knows how inference engines work:", "dim")])
             rows += [[(lead, "ink"), (f"{glyphs().middot} ", "running"), (q, "ink")] for q in app.suggestions]
-            rows.append(
-                [
-                    (lead, "ink"),
-                    (f"Type a few letters and press tab, or /ask for all {len(app.known_questions)}.", "dim"),
-                ]
-            )
-            rows.append([])
-        rows.append(
-            [
-                (lead, "ink"),
-                ("esc, then r", "bold ink"),
-                ("  replays the system prompt in a second chat: a cache hit", "dim"),
-            ]
-        )
-        rows.append(
-            [
-                (lead, "ink"),
-                ("esc, then 2", "bold ink"),
-                ("  inspects the engine;  ", "dim"),
-                ("?", "bold ink"),
-                ("  explains", "dim"),
-            ]
-        )
+            rows += [[(lead, "ink"), (f"a few letters, then tab; /ask lists all {len(app.known_questions)}", "dim")], []]
+        for keys, what in (
+            ("esc r", "the system prompt again, in a second chat: a hit"),
+            ("esc 2", "inspect the engine"),
+            ("esc ?", "what everything here means, and every key"),
+        ):
+            rows.append([(lead, "ink"), (keys.ljust(8), "bold ink"), (what, "dim")])
         return rows
 
     # ---- routing

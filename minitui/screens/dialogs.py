@@ -63,7 +63,7 @@ class ChoiceDialog(ModalScreen[str | None]):
         & OptionList { height: auto; max-height: 18; border: none; background: $ground; padding: 0; margin-top: 1;
             scrollbar-size-vertical: 1; }
         & OptionList > .option-list--option-highlighted { background: $select; color: $ink; text-style: bold; }
-        & Input { border: none; height: 1; background: $empty-chip; padding: 0 1; }
+        & Input, & Input:focus { background: $empty-chip; padding: 0 1; }
     }"""
     )
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -82,7 +82,7 @@ class ChoiceDialog(ModalScreen[str | None]):
     def compose(self) -> ComposeResult:
         with Vertical() as frame:
             frame.border_title = f"{self._title} · {len(self._choices)}"
-            yield Input(placeholder="type to search")
+            yield Input(placeholder="type to search", compact=True)
             yield OptionList()
             yield Static("enter takes it · up, down · esc leaves", classes="hint")
 
@@ -95,9 +95,10 @@ class ChoiceDialog(ModalScreen[str | None]):
         self._shown = [choice for choice, _ in fits]
         options = self.query_one(OptionList)
         options.clear_options()
-        dim = "dim"
+        widest = max((len(choice) for choice, why in fits if why), default=0)
         options.add_options(
-            Option(Content.assemble(choice, ("  " + why, dim)) if why else Content(choice)) for choice, why in fits
+            Option(Content.assemble(choice.ljust(widest), (f"  {why}", "$dim")) if why else Content(choice))
+            for choice, why in fits
         )
         options.highlighted = 0 if fits else None
 

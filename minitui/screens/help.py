@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -30,6 +31,7 @@ way, and why not more did:
 
 The chips on the right are this chat's block table: the position in the text, in steps of 16, says which chip; the number
 on it is the block in the pool. The same numbers in two chats are the same memory.
+
 Try: ask something, press esc and then r.""",
     "inspect": """\
 Everything on this screen is folded from the engine's own record of what it did, step by step.
@@ -43,6 +45,15 @@ Everything on this screen is folded from the engine's own record of what it did,
 
 Select something with the arrows: the same thing is marked in every panel. z makes one panel large.""",
 }
+
+
+def reflow(text: str) -> str:
+    """Join the lines of each paragraph, so that the terminal breaks them; indented lines stay."""
+    paragraphs = []
+    for paragraph in text.split("\n\n"):
+        keep = paragraph.startswith(" ")
+        paragraphs.append(paragraph if keep else " ".join(paragraph.splitlines()))
+    return "\n\n".join(paragraphs)
 
 
 class HelpScreen(ModalScreen[None]):
@@ -72,7 +83,7 @@ class HelpScreen(ModalScreen[None]):
             with VerticalScroll():
                 if self._extra:
                     yield Static(Content(self._extra))
-                yield Static(Content(ABOUT[self._about]))
+                yield Static(Content(reflow(ABOUT[self._about])))
                 yield Static("The prompt", classes="head")
                 yield Static(PROMPT_HELP)
                 for group in dict.fromkeys(a.group for a in ACTIONS):
@@ -89,7 +100,9 @@ class HelpScreen(ModalScreen[None]):
         for a in (a for a in ACTIONS if a.group == group):
             key = key_label(self._keys.get(a.id, a.key)) if a.key else ""
             slash = f"/{a.slash} {a.takes}".rstrip() if a.slash else ""
-            rows += [(f"{a.id:<10}", "dim"), (f"{key:<6}", "bold"), f"{slash:<18}", f"{a.help}\n"]
+            rows += [(f"{a.id:<10}", "dim"), (f"{key:<7}", "bold"), f"{slash:<19}"]
+            indent = "\n" + " " * 36
+            rows += [indent.join(textwrap.wrap(a.help, 58)), "\n"]
         return Content.assemble(*rows)
 
 

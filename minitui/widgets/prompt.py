@@ -89,9 +89,9 @@ class Prompt(TextArea):
     def __init__(self, *, id: str | None = None, placeholder: str = "") -> None:
         super().__init__(id=id, placeholder=placeholder, soft_wrap=True, show_line_numbers=False, tab_behavior="focus")
         self.complete: Callable[[str], list[Completion]] = lambda text: []
-        self.history: list[str] = []
-        self._at: int | None = None  # place in the history while going through it
-        self._draft = ""
+        self.asked: list[str] = []
+        self._recalled: int | None = None  # place in the history while going through it
+        self._unsent = ""
         self._offers: list[Completion] = []
         self._chosen = -1
         self._quiet = False  # the text was put there by us: no list for it
@@ -141,8 +141,8 @@ class Prompt(TextArea):
                 self.action_accept()
             elif self.text.strip():
                 text = self.text.strip()
-                self.history.append(text)
-                self._at = None
+                self.asked.append(text)
+                self._recalled = None
                 self.put("")
                 self.post_message(self.Sent(text))
         elif event.key == "escape":
@@ -170,7 +170,7 @@ class Prompt(TextArea):
         """Up: in the list, else in the text, else in the history."""
         if self._offers and not select:
             self._offer(self._offers, max(self._chosen - 1, -1))
-        elif not select and self.cursor_location[0] == 0 and (self.history or self._at is not None):
+        elif not select and self.cursor_location[0] == 0 and (self.asked or self._recalled is not None):
             self._recall(-1)
         else:
             super().action_cursor_up(select)
@@ -179,17 +179,17 @@ class Prompt(TextArea):
         """Down: in the list, else in the text, else in the history."""
         if self._offers and not select:
             self._offer(self._offers, min(self._chosen + 1, len(self._offers) - 1))
-        elif not select and self._at is not None and self.cursor_location[0] == self.document.line_count - 1:
+        elif not select and self._recalled is not None and self.cursor_location[0] == self.document.line_count - 1:
             self._recall(1)
         else:
             super().action_cursor_down(select)
 
     def _recall(self, by: int) -> None:
-        if self._at is None:
-            self._draft, self._at = self.text, len(self.history)
-        at = min(max(self._at + by, 0), len(self.history))
-        self.put(self.history[at] if at < len(self.history) else self._draft)
-        self._at = at if at < len(self.history) else None
+        if self._recalled is None:
+            self._unsent, self._recalled = self.text, len(self.asked)
+        at = min(max(self._recalled + by, 0), len(self.asked))
+        self.put(self.asked[at] if at < len(self.asked) else self._unsent)
+        self._recalled = at if at < len(self.asked) else None
 
 
 class CompletionList(LinePanel, can_focus=False):
