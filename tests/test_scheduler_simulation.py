@@ -292,3 +292,72 @@ def test_a_miss_says_where_and_why() -> None:
     assert match_of([1, 2, 3, 4, 5, 6, 7, 8, 9]) == (8, "whole", 8)
     match_of([7] * 31)  # fills the pool
     assert match_of([1, 2, 3, 4, 5, 6, 7, 8, 9])[1] == "evicted"
+
+
+def test_a_prompt_of_one_token_and_a_reply_of_one_token() -> None:
+    engine = make_engine()
+    request = engine.add_request([3], SamplingParams(max_tokens=1, seed=2))
+    run(engine)
+    assert request.output_ids == alone([3], 2, 1) and request.finish_reason in ("length", "stop")
+    engine.check()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_reply_may_stop_on_its_very_first_token(overlap: bool) -> None:
+    engine = make_engine(overlap=overlap)
+    first = alone([4, 5, 6, 7, 8], 3, 1)[0]
+    request = engine.add_request([4, 5, 6, 7, 8], SamplingParams(max_tokens=9, seed=3, stop_token_ids=(first,)))
+    other = engine.add_request([4, 5, 6, 7, 8, 9], SamplingParams(max_tokens=9, seed=4, ignore_eos=True))
+    run(engine)
+    assert request.output_ids == [first] and request.finish_reason == "stop"
+    assert len(other.output_ids) == 9
+    engine.check()
+
+
+def test_a_follower_that_arrives_while_the_leader_is_in_its_prompt_shares_what_is_computed_so_far() -> None:
+    engine = make_engine(blocks=256, block_size=4, budget=16)
+    prompt = [i % 40 for i in range(64)]
+    leader = engine.add_request(prompt, SamplingParams(max_tokens=2))
+    engine.step()
+    engine.step()
+    assert leader.planned == 32
+    follower = engine.add_request([*prompt, 1, 2], SamplingParams(max_tokens=2))
+    run(engine)
+    assert follower.cached_tokens == 64
+    assert engine.runner.prefill_tokens == 64 + 2  # type: ignore[attr-defined]
+
+
+def test_a_finished_request_leaves_its_row_only_to_work_launched_later() -> None:
+    """With a step in flight that still writes the row, the next request takes it over and reads only its own."""
+    engine = make_engine(rows=1, overlap=True)
+    requests = [engine.add_request([i, i], SamplingParams(max_tokens=3 + i, seed=i)) for i in range(6)]
+    run(engine)
+    for i, request in enumerate(requests):
+        assert request.output_ids == alone([i, i], i, 3 + i, stop=frozenset({49}))
+
+
+def test_rows_have_an_order_that_does_not_depend_on_hashes() -> None:
+    engine = make_engine(rows=8)
+    for i in range(8):
+        engine.add_request([i, 1], SamplingParams(max_tokens=9, ignore_eos=True))
+    engine.step()
+    plan = engine.scheduler.plan()
+    assert plan is not None and plan.rows.tolist() == list(range(8))
+
+
+def test_admission_looks_beyond_the_step_at_what_running_prompts_still_need() -> None:
+    """Two long prompts, a small budget: the second waits for room instead of thrashing with the first."""
+    engine = make_engine(blocks=20, block_size=4, budget=8)
+    first = engine.add_request([1] * 60, SamplingParams(max_tokens=2))
+    second = engine.add_request([2] * 60, SamplingParams(max_tokens=2))
+    run(engine)
+    assert first.preemptions == second.preemptions == 0
+    assert any(record[2] == "wait" and record[4].startswith("blocks") for record in engine.log.drain())
+
+
+def test_a_queue_that_is_full_refuses_with_the_number() -> None:
+    engine = make_engine(max_waiting=2)
+    for _ in range(2):
+        engine.add_request([1], SamplingParams())
+    with pytest.raises(InvalidRequest, match="2 requests are waiting"):
+        engine.add_request([1], SamplingParams())
