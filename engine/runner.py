@@ -7,6 +7,7 @@ remember what was drawn. Each is a method, so that a runner with CUDA graphs rep
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from engine.model.weights import Progress, dummy_weights, load_weights
 from engine.sampling import Drawn, Logprobs, Sampler, pick_logprobs
 from engine.types import StepPlan, StepResult
 from engine.upload import Uploader, to_host
+
+logger = logging.getLogger("engine")
 
 CPU_KV_BYTES = 1 << 30  # the pool's default size on a CPU, or 16 sequences of full length if that is less
 CPU_KV_SEQUENCES = 16
@@ -159,14 +162,17 @@ class Runner:
 
     def apply(self, plan: StepPlan) -> None:
         """The plan's changes to the persistent rows: new blocks in the table, new requests' sampling settings."""
+        self._change_table(plan)
+        for request in plan.joins:
+            self.sampler.set_row(request.row, request)
+
+    def _change_table(self, plan: StepPlan) -> None:
         if len(plan.table_rows):
             self._host_table[plan.table_rows, plan.table_columns] = plan.table_blocks
             if self.device.type != "cpu":
                 changes = np.stack((plan.table_rows, plan.table_columns, plan.table_blocks)).astype(np.int64)
                 rows, columns, blocks = self._upload(changes)
                 self.block_table[rows, columns] = blocks.to(torch.int32)
-        for request in plan.joins:
-            self.sampler.set_row(request.row, request)
 
     def build_inputs(self, plan: StepPlan) -> Inputs:
         """Positions, slots and lengths of every token, computed on the host and sent in one piece."""
@@ -375,7 +381,17 @@ def make_runner(
     model_dir: Path | None = None,
     on_progress: Progress | None = None,
 ) -> Runner:
-    """The runner for the device that `engine_config` asks for."""
+    """The runner for the device that `engine_config` asks for: with fused kernels and graphs wherever they can run."""
+    limits = resolve(engine_config, model_config)
+    if limits.device.type == "cuda" and engine_config.attention_backend in ("auto", "triton"):
+        try:
+            from engine.attention.triton_backend import supports
+            from engine.graphs import GraphRunner
+        except ImportError as error:
+            logger.warning("triton is not installed (%s): plain torch kernels are used", error)
+        else:
+            if not supports(model_config, limits.dtype):
+                return GraphRunner(model_config, engine_config, model_dir, on_progress)
     return Runner(model_config, engine_config, model_dir, on_progress)
 
 

@@ -130,7 +130,8 @@ class Sampler:
         self._stop_ids: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * max_rows
         self._device_settings = torch.zeros(0)
         self._device_keys = torch.zeros(0)
-        self._stale = True
+        self.version = 0  # of the settings on the host: raised by every change
+        self._sent_version = -1
         self._counts = VocabularyRows(max_rows, vocab_size, torch.int32, device)
         self._bias = VocabularyRows(max_rows, vocab_size, torch.float32, device)
 
@@ -174,7 +175,15 @@ class Sampler:
         settings[REPETITION] = params.repetition_penalty
         settings[PRESENCE] = params.presence_penalty
         settings[FREQUENCY] = params.frequency_penalty
-        self._stale = True
+        self.version += 1
+
+    def asked(self, rows: np.ndarray) -> int:
+        """What any of these rows asks for, as bits of Wants."""
+        return int(np.bitwise_or.reduce(self._wants[rows], initial=0))
+
+    def host_settings(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of every row: settings fp32 [max_rows, NUM_SETTINGS], keys int32 [max_rows, 2], top_k [max_rows]."""
+        return self._settings, self._keys, self._top_k
 
     def release_row(self, row: int) -> None:
         """Give back what the row held. A token drawn for it afterwards is drawn greedily and means nothing."""
@@ -242,9 +251,9 @@ class Sampler:
 
     def _refresh(self) -> None:
         """Bring the settings to the device if they have changed."""
-        if self._stale:
+        if self._sent_version != self.version:
             self._device_settings, self._device_keys = self._upload(self._settings), self._upload(self._keys)
-            self._stale = False
+            self._sent_version = self.version
 
     def _count(self, row: int, request: Request) -> None:
         line = self._counts.claim(row)

@@ -1,0 +1,59 @@
+"""Paged attention in Triton: split-KV decode and paged prefill, for half-precision models without sliding windows."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.config import ModelConfig
+from engine.forward import ForwardMeta
+from engine.kernels.decode_attention import DecodeWorkspace, decode_attention
+from engine.kernels.prefill_attention import PrefillWorkspace, prefill_attention
+
+
+class TritonAttention:
+    """Sequences that decode go through one kernel, chunks through another; what they share is planned on the device."""
+
+    name = "triton"
+
+    def __init__(self, config: ModelConfig, block_size: int, max_rows: int, device: torch.device) -> None:
+        self.group = config.num_heads // config.num_kv_heads
+        self.scale = config.head_dim**-0.5
+        self.workspace = DecodeWorkspace(max_rows, config.num_kv_heads, self.group, config.head_dim, device)
+        self._prefill = PrefillWorkspace(config.num_kv_heads, config.head_dim, device)
+        self._rows = torch.arange(max_rows, dtype=torch.int32, device=device)
+        self._meta: ForwardMeta | None = None
+        self._padded = False
+
+    def plan(self, meta: ForwardMeta, padded: bool = False) -> None:
+        """`padded`: q may hold tokens of no sequence; their output is zeros (it is undefined otherwise)."""
+        self._meta, self._padded = meta, padded
+
+    def run(self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+        meta = self._meta
+        assert meta is not None, "plan() comes before run()"
+        tokens, heads, dim = q.shape
+        empty = torch.zeros if self._padded else torch.empty
+        out = empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
+        n = meta.num_decodes
+        if n:
+            decode_attention(
+                q, k_cache, v_cache, out, self.workspace, meta.block_table, self._rows[:n], meta.seq_lens[:n],
+                self.scale, self.group,
+            )  # fmt: skip
+        if tokens > n:
+            prefill_attention(
+                q, k_cache, v_cache, out, self._prefill, meta.block_table, meta.seq_lens, meta.cu_seqlens_q, self.scale,
+                first=n, tokens=tokens - n, max_seq_len=meta.max_seq_len,
+            )  # fmt: skip
+        return out
+
+
+def supports(config: ModelConfig, dtype: torch.dtype) -> str:
+    """Empty if TritonAttention can run this model, else why not."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the triton backend computes in half precision; this model runs in {str(dtype).removeprefix('torch.')}"
+    if config.head_dim not in (16, 32, 64, 128, 256):
+        return f"the triton backend has head dimensions 16 to 256, powers of two; this model has {config.head_dim}"
+    if any(config.windows):
+        return "the triton backend has no sliding window, which this model uses"
+    return ""

@@ -1,0 +1,55 @@
+"""The first kernel of a captured decode step: from the few numbers the host sends to the inputs of the model.
+
+One buffer of int32, copied from pinned memory in one piece before the graph runs:
+
+    [0] n, entries that decode   [1] m, changes to the block table   then three lists of `capacity` each
+    row, start and token of the entries (token -1: the one this row drew last, which only the device knows)
+    row, column and block of the changes
+
+Everything persistent (block table, last token) is written on the compute stream only: here, and by the sampler.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+HEADER = 16  # ints, so that the lists begin aligned
+
+
+@triton.jit
+def _prepare_kernel(
+    sent, block_table, last_token, tokens, rows, seq_lens, stride_table,
+    ENTRIES: tl.constexpr, CHANGES: tl.constexpr, BATCH: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
+):
+    n = tl.load(sent)
+    m = tl.load(sent + 1)
+    i = tl.arange(0, BLOCK)
+    change = sent + HEAD + 3 * ENTRIES
+    for j in range(0, m, BLOCK):
+        c = j + i
+        row = tl.load(change + c, mask=c < m, other=0).to(tl.int64)
+        column = tl.load(change + CHANGES + c, mask=c < m, other=0)
+        block = tl.load(change + 2 * CHANGES + c, mask=c < m, other=0)
+        tl.store(block_table + row * stride_table + column, block, mask=c < m)
+    live = i < n
+    row = tl.load(sent + HEAD + i, mask=live, other=0)
+    start = tl.load(sent + HEAD + ENTRIES + i, mask=live, other=-1)
+    token = tl.load(sent + HEAD + 2 * ENTRIES + i, mask=live, other=0).to(tl.int64)
+    drawn = tl.load(last_token + row, mask=live & (token < 0), other=0)
+    batch = i < BATCH
+    tl.store(tokens + i, tl.where(token < 0, drawn, token), mask=batch)
+    tl.store(rows + i, row, mask=batch)
+    tl.store(seq_lens + i, start + 1, mask=batch)  # 0 in padding
+
+
+def prepare(
+    sent: torch.Tensor, block_table: torch.Tensor, last_token: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor,
+    seq_lens: torch.Tensor, batch: int, capacity: int, changes: int,
+) -> None:  # fmt: skip
+    """Fill tokens int64, rows int32, seq_lens int32 [batch] and apply the changes to the block table."""
+    _prepare_kernel[(1,)](
+        sent, block_table, last_token, tokens, rows, seq_lens, block_table.stride(0), ENTRIES=capacity,
+        CHANGES=changes, BATCH=batch, HEAD=HEADER, BLOCK=max(32, triton.next_power_of_2(capacity)), num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,87 @@
+"""One decode step of the whole model as few kernels as pay: what a CUDA graph captures.
+
+Decoder.forward (engine/model/decoder.py) is the model; this computes the same for one token per sequence.
+
+    one sequence     5 kernels per layer, all reading weights or keys, the small operations fused into them:
+                     norm + qkv | q/k norm + rope + store + attention | output + residual
+                     norm + gate/up + silu | down + residual
+    several          8 per layer: the matrix products are cuBLAS's, norms and activations kernels of their own
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from engine.attention.triton_backend import TritonAttention
+from engine.kernels import norms
+from engine.kernels.decode_attention import decode_attention
+from engine.kernels.gemv import gemv
+from engine.kv.pool import KVPool
+from engine.model.decoder import Decoder, DenseMLP, Layer
+
+
+class DecodeLayers:
+    """Holds what every step shares; `logits` may be captured for any number of sequences up to the backend's rows."""
+
+    def __init__(self, model: Decoder, attention: TritonAttention, pool: KVPool, block_table: torch.Tensor) -> None:
+        self._model = model
+        self._attention = attention
+        self._pool = pool
+        self._block_table = block_table
+        self._plain = all(_is_plain(layer) for layer in model.layers)
+
+    def logits(
+        self, tokens: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """tokens int64 [n], rows int32 [n] of the block table, seq_lens int32 [n] with this token; writes out [n, V].
+
+        Stores each token's keys and values. Entries with seq_lens 0 are padding: they store nothing.
+        """
+        residual = F.embedding(tokens, self._model.embedding)
+        if len(tokens) == 1 and self._plain:
+            self._one(residual, rows, seq_lens, out)
+        else:
+            torch.mm(self._several(residual, rows, seq_lens), self._model.head.t(), out=out)
+
+    def _one(self, x: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor) -> None:
+        model, eps = self._model, self._model.config.rms_norm_eps
+        for i, layer in enumerate(model.layers):
+            mlp = layer.mlp
+            assert isinstance(mlp, DenseMLP)
+            qkv = gemv(x, layer.qkv, norm=(layer.input_norm, eps))
+            attended = self._attend(i, layer, qkv, rows, seq_lens)
+            x = gemv(attended, layer.output, residual=x)
+            inner = gemv(x, mlp.gate_up, norm=(layer.post_norm, eps), gate_up=True)
+            x = gemv(inner, mlp.down, residual=x)
+        gemv(x, model.head, norm=(model.norm, eps), out=out)
+
+    def _several(self, residual: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+        """The final hidden states [n, H], normed."""
+        model, eps = self._model, self._model.config.rms_norm_eps
+        x = norms.rms_norm(residual, model.layers[0].input_norm, eps, pdl=True)
+        following = [layer.input_norm for layer in model.layers[1:]] + [model.norm]
+        for i, layer in enumerate(model.layers):
+            qkv = F.linear(x, layer.qkv, layer.qkv_bias)
+            attended = self._attend(i, layer, qkv, rows, seq_lens)
+            x = F.linear(attended, layer.output, layer.output_bias)
+            x = layer.mlp(norms.rms_norm(x, layer.post_norm, eps, residual, pdl=True))
+            x = norms.rms_norm(x, following[i], eps, residual, pdl=True)
+        return x
+
+    def _attend(
+        self, i: int, layer: Layer, qkv: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor
+    ) -> torch.Tensor:
+        config, attention = self._model.config, self._attention
+        out = torch.empty(len(qkv), config.num_heads * config.head_dim, dtype=qkv.dtype, device=qkv.device)
+        decode_attention(
+            qkv, self._pool.keys[i], self._pool.values[i], out, attention.workspace, self._block_table, rows, seq_lens,
+            attention.scale, attention.group, fused=(layer.qk_norm, self._model.rope_table, config.rms_norm_eps), pdl=True,
+        )  # fmt: skip
+        return out
+
+
+def _is_plain(layer: Layer) -> bool:
+    """No biases, and a dense MLP: what the one-token kernels know."""
+    mlp = layer.mlp
+    return layer.qkv_bias is None and layer.output_bias is None and isinstance(mlp, DenseMLP) and mlp.down_bias is None

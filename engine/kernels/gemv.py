@@ -1,0 +1,112 @@
+"""A linear layer for one token: y = W x, with what surrounds it fused in. All its time is reading W.
+
+    gemv(x, w)                              y = W x
+    gemv(x, w, norm=(weight, eps))          y = W rmsnorm(x)
+    gemv(x, w, residual=r)                  r + W x
+    gemv(x, w, gate_up=True)                silu(W_gate x) * (W_up x)      (rows of W: gate, then up)
+
+Shapes: x [1, K], W [N, K] row-major, y [1, N]. Each program owns BLOCK_N whole rows. The first tiles of W do not depend
+on the kernel before, so they are loaded into registers before waiting for it (programmatic dependent launch): the
+stream of weights does not stop between kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _gemv_kernel(
+    x, w, y, norm_weight, residual, N,
+    K: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATE_UP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+):
+    CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    EVEN: tl.constexpr = K % BLOCK_K == 0
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    row_mask = (rows < N)[:, None]
+    at = w + rows.to(tl.int64)[:, None] * K + k[None, :]
+    at2 = at + N.to(tl.int64) * K
+    early = ()
+    early2 = ()
+    for c in tl.static_range(AHEAD):
+        mask = row_mask if EVEN else row_mask & ((c * BLOCK_K + k) < K)[None, :]
+        early = early + (tl.load(at + c * BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first"),)
+        if GATE_UP:
+            early2 = early2 + (tl.load(at2 + c * BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first"),)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    rstd = 1.0
+    if NORM:
+        square = tl.zeros([BLOCK_K], tl.float32)
+        for c in tl.static_range(CHUNKS):
+            v = tl.load(x + c * BLOCK_K + k, mask=(c * BLOCK_K + k) < K, other=0.0).to(tl.float32)
+            square += v * v
+        rstd = tl.rsqrt(tl.sum(square, 0) / K + EPS)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    acc2 = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for c in tl.static_range(CHUNKS):
+        inside = (c * BLOCK_K + k) < K
+        v = tl.load(x + c * BLOCK_K + k, mask=inside, other=0.0)
+        if NORM:
+            g = tl.load(norm_weight + c * BLOCK_K + k, mask=inside, other=0.0)
+            v = ((v.to(tl.float32) * rstd).to(v.dtype).to(tl.float32) * g.to(tl.float32)).to(v.dtype)
+        v = v.to(tl.float32)[None, :]
+        mask = row_mask if EVEN else row_mask & inside[None, :]
+        if c < AHEAD:
+            acc += early[c].to(tl.float32) * v
+        else:
+            acc += tl.load(at + c * BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) * v
+        if GATE_UP:
+            if c < AHEAD:
+                acc2 += early2[c].to(tl.float32) * v
+            else:
+                acc2 += tl.load(at2 + c * BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) * v
+    dtype = y.dtype.element_ty
+    total = tl.sum(acc, 1).to(dtype)
+    if GATE_UP:
+        up = tl.sum(acc2, 1).to(dtype).to(tl.float32)
+        gate = total.to(tl.float32)
+        total = ((gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up).to(dtype)
+    if RESIDUAL:
+        r = tl.load(residual + rows, mask=rows < N, other=0.0)
+        total = (total.to(tl.float32) + r.to(tl.float32)).to(dtype)
+    tl.store(y + rows, total, mask=rows < N)
+
+
+def tiles(n: int, k: int, gate_up: bool) -> tuple[int, int, int, int]:
+    """(BLOCK_N, BLOCK_K, AHEAD, warps) measured fastest for W [n, k].
+
+    Narrow layers have few programs, so each reads all it needs ahead; in wide ones many programs hide latency.
+    """
+    if gate_up:
+        return (4, 1024, 1, 4) if k <= 2048 else (8, 1024, 1, 4)
+    if n <= 2048:
+        return (4, 1024, 3, 4) if k > 2048 else (4, 2048, 1, 4)
+    if k <= 2048:
+        return (8, 1024, 1, 4)
+    return (8, 1024, 1, 4) if n <= 4096 or n > 65536 else (4, 1024, 2, 4)
+
+
+def gemv(
+    x: torch.Tensor, w: torch.Tensor, *, norm: tuple[torch.Tensor, float] | None = None,
+    residual: torch.Tensor | None = None, gate_up: bool = False, pdl: bool = True,
+    tile: tuple[int, int, int, int] | None = None, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """See the module's docstring; returns `out` or a new [1, N] tensor. `tile` overrides `tiles`."""
+    n, k = w.shape[0] // 2 if gate_up else w.shape[0], w.shape[1]
+    out = torch.empty(1, n, dtype=x.dtype, device=x.device) if out is None else out
+    block_n, block_k, ahead, warps = tile or tiles(n, k, gate_up)
+    block_k = min(block_k, triton.next_power_of_2(k))
+    weight, eps = norm or (None, 0.0)
+    _gemv_kernel[(triton.cdiv(n, block_n),)](
+        x, w, out, weight, residual, n, K=k, EPS=eps, NORM=norm is not None, RESIDUAL=residual is not None,
+        GATE_UP=gate_up, BLOCK_N=block_n, BLOCK_K=block_k, AHEAD=min(ahead, triton.cdiv(k, block_k)), PDL=pdl,
+        num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,122 @@
+"""Row-wise kernels around the matrix products: (residual +) RMSNorm, q/k norm + RoPE + KV store, SiLU-and-multiply.
+
+Each reads its input once and writes its output once. Shapes are those of engine/model/ops.py, their specification;
+roundings fall at the same places.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.kernels.decode_attention import norm_rope
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, residual, weight, out, stride_x, stride_out, H, EPS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    mask = i < H
+    w = tl.load(weight + i, mask=mask, other=0.0)  # does not depend on the kernel before
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    v = tl.load(x + row * stride_x + i, mask=mask, other=0.0)
+    dtype = v.dtype
+    v = v.to(tl.float32)
+    if ADD:
+        v = (v + tl.load(residual + row * H + i, mask=mask, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(residual + row * H + i, v, mask=mask)
+        v = v.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(v * v, 0) / H + EPS)
+    y = ((v * rstd).to(dtype).to(tl.float32) * w.to(tl.float32)).to(dtype)
+    tl.store(out + row * stride_out + i, y, mask=mask)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, *,
+             pdl: bool = False) -> torch.Tensor:
+    """x [T, H] -> rms_norm(x) * weight; with `residual` [T, H]: residual += x in place, and its norm is returned."""
+    hidden = x.shape[-1]
+    flat = x.view(-1, hidden)
+    out = torch.empty_like(flat)
+    block = triton.next_power_of_2(hidden)
+    _rms_norm_kernel[(flat.shape[0],)](
+        flat, residual, weight, out, flat.stride(0), hidden, hidden, EPS=eps, ADD=residual is not None, BLOCK=block,
+        PDL=pdl, num_warps=max(1, min(8, block // 512)), launch_pdl=pdl,
+    )
+    return out.view(x.shape)
+
+
+@triton.jit
+def _qk_norm_rope_store_kernel(
+    qkv, qk_weight, rope, positions, k_cache, v_cache, slots, T, stride_qkv,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, EPS: tl.constexpr,
+    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BLOCK_H)
+    d = tl.arange(0, D)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    position = tl.load(positions + token)
+    slot = tl.load(slots + token) * KV_HEADS * D
+    base = qkv + token * stride_qkv
+    mask = h < HEADS + KV_HEADS
+    rotated = norm_rope(base, qk_weight, rope, position, h, mask, EPS, HAS_NORM, D)
+    is_q = h < HEADS
+    # The keys of this row were read above and are nobody's input after this: queries are rotated in place.
+    tl.debug_barrier()
+    tl.store(base + h[:, None] * D + d[None, :], rotated, mask=is_q[:, None])
+    key = (mask & (h >= HEADS))[:, None]
+    tl.store(k_cache + slot + (h - HEADS)[:, None] * D + d[None, :], rotated, mask=key)
+    j = tl.arange(0, KV_HEADS)
+    v = tl.load(base + (HEADS + KV_HEADS + j)[:, None] * D + d[None, :])
+    tl.store(v_cache + slot + j[:, None] * D + d[None, :], v)
+
+
+def qk_norm_rope_store(
+    qkv: torch.Tensor, qk_weight: torch.Tensor | None, eps: float, rope: tuple[torch.Tensor, torch.Tensor],
+    k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, *, pdl: bool = False,
+) -> torch.Tensor:
+    """As ops.qk_norm_rope_store, with rope = (table fp32 [max_positions, D], positions int64 [T]). Queries rotate in place."""
+    kv_heads, dim = k_cache.shape[2:]
+    tokens = qkv.shape[0]
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    block_h = triton.next_power_of_2(heads + kv_heads)
+    _qk_norm_rope_store_kernel[(tokens,)](
+        qkv, qk_weight, rope[0], rope[1], k_cache, v_cache, slot_mapping, tokens, qkv.stride(0),
+        HEADS=heads, KV_HEADS=kv_heads, D=dim, BLOCK_H=block_h, EPS=eps, HAS_NORM=qk_weight is not None, PDL=pdl,
+        num_warps=4 if block_h <= 32 else 8, launch_pdl=pdl,
+    )
+    return qkv.view(tokens, -1, dim)[:, :heads]
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up, out, I, BLOCKS, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    i = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    mask = i < I
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    gate = tl.load(gate_up + row * 2 * I + i, mask=mask)
+    up = tl.load(gate_up + row * 2 * I + I + i, mask=mask)
+    g = gate.to(tl.float32)
+    s = (g * tl.sigmoid(g)).to(gate.dtype).to(tl.float32)
+    tl.store(out + row * I + i, (s * up.to(tl.float32)).to(gate.dtype), mask=mask)
+
+
+def silu_mul(gate_up: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+    """gate_up [T, 2 I] -> silu(gate) * up [T, I]."""
+    tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(tokens, inner, dtype=gate_up.dtype, device=gate_up.device)
+    blocks = triton.cdiv(inner, 1024)
+    # One grid axis: the others end at 65,535, and a step may have more tokens.
+    _silu_mul_kernel[(tokens * blocks,)](gate_up, out, inner, blocks, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl)
+    return out

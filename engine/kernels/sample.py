@@ -1,0 +1,196 @@
+"""From logits to the next token of every row in one or two launches, without the host: engine/sampling.py's order and noise.
+
+Fuses: temperature, the floor of top-k/top-p/min-p, Gumbel noise (the integer hash of engine/noise.py), argmax over the
+vocabulary, the check for NaN and infinity, and the update of last_token. Rows that are greedy are exact argmax.
+
+    floors   one program per row, only launched when a row truncates: the lowest score that stays, by bisection over the
+             16-bit patterns of the logits (no sort; ties with the last one kept are kept)
+    draw     grid (n, chunks of the vocabulary): best score of each chunk; the last program of a row to finish picks among them
+
+Shapes: logits [n, V] in bfloat16 or float16; rows, seq_lens int32 [n]; per row of the batch: settings fp32
+[max_rows, NUM_SETTINGS] and top_k int32 [max_rows] (V: off), keys int32 [max_rows, 2].
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from engine.noise import GOLDEN, MIX_1, MIX_2, MURMUR, signed
+from engine.sampling import LOG_MIN_P, NOISE, NUM_SETTINGS, TEMPERATURE, TOP_P
+
+CHUNK = 4096
+LOWEST, HIGHEST = -(1 << 15), (1 << 15) - 1
+
+
+@triton.jit
+def _mix(x, M1: tl.constexpr, M2: tl.constexpr):
+    """noise.mix on int32."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * M1
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * M2
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+@triton.jit
+def _pattern(x):
+    """16-bit floats as integers in the same order."""
+    bits = x.to(tl.int16, bitcast=True).to(tl.int32)
+    return tl.where(bits < 0, bits ^ 0x7FFF, bits)
+
+
+@triton.jit
+def _value(pattern, dtype: tl.constexpr):
+    """The float whose pattern it is, as float32."""
+    bits = tl.where(pattern < 0, pattern ^ 0x7FFF, pattern)
+    return bits.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _floors_kernel(
+    logits, stride, rows, settings, top_k, floors, V,
+    S_TEMPERATURE: tl.constexpr, S_TOP_P: tl.constexpr, S_LOG_MIN_P: tl.constexpr, SETTINGS: tl.constexpr,
+    BLOCK: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+):
+    i = tl.program_id(0)
+    row = tl.load(rows + i)
+    temperature = tl.load(settings + row * SETTINGS + S_TEMPERATURE)
+    top_p = tl.load(settings + row * SETTINGS + S_TOP_P)
+    log_min_p = tl.load(settings + row * SETTINGS + S_LOG_MIN_P)
+    k = tl.load(top_k + row)
+    if (k >= V) & (top_p >= 1.0) & (log_min_p == -float("inf")):
+        tl.store(floors + i, -float("inf"))
+        return
+    base = logits + i.to(tl.int64) * stride
+    b = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], -float("inf"), tl.float32)
+    for j in range(0, V, BLOCK):
+        best = tl.maximum(best, tl.load(base + j + b, mask=j + b < V, other=-float("inf")).to(tl.float32))
+    top = tl.max(best, 0)
+    low = LOW
+    if k < V:  # the highest pattern that at least k logits reach
+        high = HIGH
+        while low < high:
+            middle = (low + high + 1) >> 1
+            count = tl.zeros([BLOCK], tl.int32)
+            for j in range(0, V, BLOCK):
+                x = tl.load(base + j + b, mask=j + b < V, other=-float("inf"))
+                count += ((_pattern(x) >= middle) & (j + b < V)).to(tl.int32)
+            if tl.sum(count, 0) >= k:
+                low = middle
+            else:
+                high = middle - 1
+    if top_p < 1.0:  # the lowest pattern above which there is less than top_p of the mass
+        total = tl.zeros([BLOCK], tl.float32)
+        for j in range(0, V, BLOCK):
+            x = tl.load(base + j + b, mask=j + b < V, other=-float("inf"))
+            weight = tl.exp((x.to(tl.float32) - top) / temperature)
+            total += tl.where(_pattern(x) >= low, weight, 0.0)
+        mass = tl.sum(total, 0) * top_p
+        high = HIGH
+        while low < high:
+            middle = (low + high) >> 1
+            above = tl.zeros([BLOCK], tl.float32)
+            for j in range(0, V, BLOCK):
+                x = tl.load(base + j + b, mask=j + b < V, other=-float("inf"))
+                weight = tl.exp((x.to(tl.float32) - top) / temperature)
+                above += tl.where(_pattern(x) > middle, weight, 0.0)
+            if tl.sum(above, 0) < mass:
+                high = middle
+            else:
+                low = middle + 1
+    floor = -float("inf")
+    if low > LOW:
+        floor = tl.div_rn(_value(low, logits.dtype.element_ty), temperature)
+    tl.store(floors + i, tl.maximum(floor, tl.div_rn(top, temperature) + log_min_p))
+
+
+@triton.jit
+def _draw_kernel(
+    logits, stride, rows, seq_lens, settings, keys, floors, best_scores, best_ids, bad_parts, counters, outcome,
+    last_token, V,
+    NOISY: tl.constexpr, TRUNCATED: tl.constexpr, S_TEMPERATURE: tl.constexpr, S_NOISE: tl.constexpr,
+    SETTINGS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS2: tl.constexpr,
+    M1: tl.constexpr, M2: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
+):
+    i = tl.program_id(0)
+    chunk = tl.program_id(1)
+    length = tl.load(seq_lens + i)
+    if length == 0:
+        return
+    row = tl.load(rows + i)
+    ids = chunk * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < V
+    x = tl.load(logits + i.to(tl.int64) * stride + ids, mask=inside, other=-float("inf")).to(tl.float32)
+    bad = tl.max((inside & ((x != x) | (tl.abs(x) == float("inf")))).to(tl.int32), 0)
+    if NOISY:  # a compile-time branch around a run-time one
+        if tl.load(settings + row * SETTINGS + S_NOISE) > 0.0:  # noqa: SIM102
+            x = tl.div_rn(x, tl.load(settings + row * SETTINGS + S_TEMPERATURE))
+            if TRUNCATED:
+                x = tl.where(x < tl.load(floors + i), -float("inf"), x)
+            key0 = tl.load(keys + row * 2)
+            key1 = tl.load(keys + row * 2 + 1)
+            start = _mix(key0 + length * G, M1, M2)
+            step = ((start * M) ^ key1) | 1
+            u = (_mix(ids * step + start, M1, M2) & 0x7FFFFFFF).to(tl.float32)
+            u = tl.maximum((u + 0.5) * -(2.0**-31), -1.0 + 2.0**-24)
+            x += -libdevice.log(-libdevice.log1p(u))
+    score, at = tl.max(x, 0, return_indices=True)
+    tl.store(best_scores + i * CHUNKS + chunk, score)
+    tl.store(best_ids + i * CHUNKS + chunk, chunk * BLOCK + at)
+    tl.store(bad_parts + i * CHUNKS + chunk, bad)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counters + i, 1, sem="acq_rel")
+    if arrived == CHUNKS - 1:
+        tl.debug_barrier()
+        tl.store(counters + i, 0)
+        c = tl.arange(0, CHUNKS2)
+        live = c < CHUNKS
+        score, at = tl.max(tl.load(best_scores + i * CHUNKS + c, mask=live, other=-float("inf"), volatile=True), 0,
+                           return_indices=True)
+        token = tl.sum(tl.where(c == at, tl.load(best_ids + i * CHUNKS + c, mask=live, other=0, volatile=True), 0), 0)
+        bad = tl.max(tl.load(bad_parts + i * CHUNKS + c, mask=live, other=0, volatile=True), 0)
+        bad = bad | (score == -float("inf")).to(tl.int32)
+        tl.store(last_token + row, token.to(tl.int64))
+        tl.store(outcome + i, tl.where(bad > 0, -1 - token, token).to(tl.int64))
+
+
+class SampleWorkspace:
+    """Scratch of the two kernels for up to max_rows rows; counters start and end at 0."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        cells = max_rows * triton.cdiv(vocab_size, CHUNK)
+        self.scores = torch.empty(cells, dtype=torch.float32, device=device)
+        self.ids = torch.empty(cells, dtype=torch.int32, device=device)
+        self.bad = torch.empty(cells, dtype=torch.int32, device=device)
+        self.floors = torch.empty(max_rows, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(max_rows, dtype=torch.int32, device=device)
+
+
+def draw(
+    logits: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, settings: torch.Tensor, top_k: torch.Tensor,
+    keys: torch.Tensor, outcome: torch.Tensor, last_token: torch.Tensor, workspace: SampleWorkspace, *, noisy: bool,
+    truncated: bool,
+) -> None:  # fmt: skip
+    """Write the drawn ids, or -1 - id where the logits are bad, to `outcome` int64 [n], and to last_token[rows].
+
+    The token drawn for row i will stand at position seq_lens[i]; entries with seq_lens 0 are padding and left alone.
+    """
+    n, vocab = logits.shape
+    if truncated:
+        _floors_kernel[(n,)](
+            logits, logits.stride(0), rows, settings, top_k, workspace.floors, vocab, S_TEMPERATURE=TEMPERATURE,
+            S_TOP_P=TOP_P, S_LOG_MIN_P=LOG_MIN_P, SETTINGS=NUM_SETTINGS, BLOCK=8192, LOW=LOWEST, HIGH=HIGHEST,
+            num_warps=16,
+        )  # fmt: skip
+    chunks = triton.cdiv(vocab, CHUNK)
+    _draw_kernel[(n, chunks)](
+        logits, logits.stride(0), rows, seq_lens, settings, keys, workspace.floors, workspace.scores, workspace.ids,
+        workspace.bad, workspace.counters, outcome, last_token, vocab, NOISY=noisy, TRUNCATED=truncated,
+        S_TEMPERATURE=TEMPERATURE, S_NOISE=NOISE, SETTINGS=NUM_SETTINGS, BLOCK=CHUNK, CHUNKS=chunks,
+        CHUNKS2=triton.next_power_of_2(chunks), M1=signed(MIX_1), M2=signed(MIX_2), G=signed(GOLDEN), M=signed(MURMUR),
+        num_warps=4,
+    )  # fmt: skip
