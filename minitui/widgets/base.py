@@ -8,11 +8,12 @@ and not by CSS, so a row of the picture is a row of the widget and no coordinate
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.segment import Segment
 from textual import events
 from textual.geometry import Region
+from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -31,6 +32,15 @@ class Picture:
     title: str = ""
     note: list[Run] = field(default_factory=list)  # top right
     legend: list[Run] = field(default_factory=list)  # bottom right
+
+
+class Opened(Message):
+    """The reader wants the story of what is selected. kind, id: as in View.select."""
+
+    def __init__(self, kind: str, id: Any) -> None:
+        super().__init__()
+        self.kind = kind
+        self.id = id
 
 
 class LinePanel(Widget, can_focus=True):

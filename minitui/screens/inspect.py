@@ -1,0 +1,198 @@
+"""The inspect screen: every panel at once, or on a small terminal one at a time, and one selection through them all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from textual import events
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Horizontal, Vertical
+from textual.screen import Screen
+
+from minitui.widgets.base import LinePanel, Opened
+from minitui.widgets.block_map import BlockMap
+from minitui.widgets.block_table import BlockTable
+from minitui.widgets.chrome import StatusBar, TopBar
+from minitui.widgets.details import Details
+from minitui.widgets.events import Events
+from minitui.widgets.lanes import BatchLanes
+from minitui.widgets.occupancy import Occupancy
+from minitui.widgets.step_bar import StepBar
+from minitui.widgets.timings import StepTimings
+from minitui.widgets.tree import RadixTree
+from minitui.widgets.vitals import Vitals
+
+if TYPE_CHECKING:
+    from minitui.view import View
+
+WIDE, TALL = 100, 32  # smaller than this: one panel at a time
+TIMINGS_HEIGHT = 10
+# Frames between two paints of a panel. What moves with every step is painted with every frame; figures that a reader
+# reads, not watches, less often. A panel that has the focus, and everything after a selection, is painted at once.
+EVERY = {
+    "step": 1, "occupancy": 1, "map": 1, "table": 2, "lanes": 2, "events": 2, "tree": 4, "vitals": 5, "timings": 10,
+}  # fmt: skip
+
+
+class InspectScreen(Screen[None]):
+    """Composes and routes: the panels know the view, the view knows the engine."""
+
+    BINDINGS: ClassVar = [
+        Binding("tab", "panel(1)", "next panel", show=False, id="inspect.next"),
+        Binding("shift+tab", "panel(-1)", "previous panel", show=False, id="inspect.previous"),
+        Binding("z", "maximise", "maximise", show=False, id="inspect.maximise", tooltip="this panel alone, and back"),
+        Binding("c", "colour", "colours", show=False, id="inspect.colour", tooltip="colour the blocks by something else"),
+        Binding("escape", "back", "back", show=False, id="inspect.back", tooltip="undo the selection, then the zoom"),
+    ]
+    DEFAULT_CSS = """
+    InspectScreen {
+        layout: vertical; background: $ground; layers: base above;
+        & #columns { height: 1fr; }
+        & #left { width: 1fr; }
+        & #right { width: 1fr; }
+        & #lanes, & #tree, & #events { height: 1fr; }
+        & #glance { height: auto; }
+        & #timings { height: 10; }
+        &.-single #vitals { display: none; }
+        &.-many #occupancy { display: none; }
+        &.-single #map, &.-single #table, &.-single #timings { height: 1fr; }
+    }
+    """
+    PANELS: ClassVar = ("map", "table", "lanes", "tree", "timings", "events")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = "map"
+        self.maximised = False
+        self._frames = 0
+        self._painted_version = -1
+
+    def compose(self) -> ComposeResult:
+        yield TopBar()
+        yield Vitals(id="vitals")
+        with Vertical(id="glance"):
+            yield Occupancy(id="occupancy")
+            yield StepBar(id="step")
+        with Horizontal(id="columns"):
+            with Vertical(id="left"):
+                yield BlockMap(id="map")
+                yield BlockTable(id="table")
+                yield BatchLanes(id="lanes")
+            with Vertical(id="right"):
+                yield RadixTree(id="tree")
+                yield StepTimings(id="timings")
+                yield Events(id="events")
+        yield Details(id="details")
+        yield StatusBar()
+
+    def on_mount(self) -> None:
+        self._panels: dict[str, LinePanel] = {str(panel.id): panel for panel in self.query(LinePanel) if panel.id}
+        self._bars = list(self.query("Bar"))
+        self._left, self._right = self.query_one("#left"), self.query_one("#right")
+        self._details = self.query_one(Details)
+        self.lay_out()
+        self._panels[self.current].focus()
+
+    # ---- arrangement
+
+    @property
+    def single(self) -> bool:
+        """One panel at a time: the terminal is small, or a panel is maximised."""
+        return self.maximised or self.size.width < WIDE or self.size.height < TALL
+
+    def on_resize(self, event: events.Resize) -> None:
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        """Show the panels that fit, at their heights."""
+        if not self.is_mounted or not hasattr(self, "_panels"):
+            return
+        single = self.single
+        self.set_class(single, "-single")
+        self.set_class(not single, "-many")
+        for name in self.PANELS:
+            self._panels[name].display = not single or name == self.current
+        self._left.display = not single or self.current in self.PANELS[:3]
+        self._right.display = not single or self.current in self.PANELS[3:]
+        step = self._panels["step"]
+        step.frame = "none" if single else "box"
+        step.styles.height = 2 if single else 4
+        if single:
+            for name in self.PANELS:
+                self._panels[name].styles.height = "1fr"
+            return
+        rows = self.size.height - 8
+        self._panels["map"].styles.height = max(9, round(rows * 0.34))
+        self._panels["table"].styles.height = 6 if rows >= 32 else 5
+        self._panels["timings"].styles.height = TIMINGS_HEIGHT
+
+    # ---- painting
+
+    def paint(self, view: View) -> None:
+        """Show the view as it stands; called once a frame while this screen is visible."""
+        if not hasattr(self, "_panels"):
+            return
+        self._frames += 1
+        at_once = view.version != self._painted_version
+        self._painted_version = view.version
+        for bar in self._bars:
+            bar.paint(view)  # type: ignore[attr-defined]
+        for name, every in EVERY.items():
+            panel = self._panels[name]
+            if panel.display and (at_once or panel.view is None or panel.has_focus or self._frames % every == 0):
+                panel.paint(view)
+        if self._details.display:
+            self._details.paint(view)
+
+    # ---- routing
+
+    def on_opened(self, message: Opened) -> None:
+        """A panel asks for the story of something."""
+        message.stop()
+        panel = self._panels[self.current]
+        if panel.view is not None:
+            self._details.show(panel.view, message.kind, message.id, panel)
+
+    def on_descendant_focus(self, event: events.DescendantFocus) -> None:
+        """The panel with the focus is the current one."""
+        if event.widget.id in self.PANELS:
+            self.current = event.widget.id
+            if self.single:
+                self.lay_out()
+
+    def action_panel(self, by: int) -> None:
+        """Go to the next or previous panel."""
+        if self._details.display:
+            self._details.action_close()
+        at = self.PANELS.index(self.current) + by
+        self.current = self.PANELS[at % len(self.PANELS)]
+        self.lay_out()
+        panel = self._panels[self.current]
+        panel.focus()
+        panel.refresh(layout=True)
+
+    def action_maximise(self) -> None:
+        """This panel alone, and back."""
+        self.maximised = not self.maximised
+        self.lay_out()
+
+    def action_colour(self) -> None:
+        """Colour the blocks by something else."""
+        panel = self._panels["map"]
+        assert isinstance(panel, BlockMap)
+        panel.action_colour()
+
+    def action_back(self) -> None:
+        """Close what is open: the popover, the zoom of the map, the selection, the maximised panel."""
+        block_map = self._panels["map"]
+        view = block_map.view
+        assert isinstance(block_map, BlockMap)
+        if self._details.display:
+            self._details.action_close()
+        elif block_map.zoomed_at is not None:
+            block_map.action_unzoom()
+        elif view is not None and view.selection is not None:
+            view.select(None)
+        elif self.maximised:
+            self.action_maximise()

@@ -1,0 +1,179 @@
+"""Each request's life in steps: waiting, prefilling, decoding, preempted, finished.
+
+A lane is a list of spans `(code, first step, last step)`; the open one at the end has no last step yet. A column of
+`k` steps shows one code: preemption beats finish beats prefill beats decode beats waiting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.records import Record
+
+NOTHING, QUEUED, DECODING, PREFILLING, FINISHED, PREEMPTED = range(6)  # the larger wins in a column
+OPEN = 1 << 60  # the last step of a span that still goes on
+
+
+@dataclass(slots=True)
+class Lane:
+    """What is remembered of a request, also after it has finished."""
+
+    id: int
+    group: str
+    prompt_tokens: int
+    submitted: float  # engine seconds
+    submitted_step: int  # the first step it could have been in
+    spans: list[list[int]] = field(default_factory=list)  # [code, first, last]
+    admitted: float = 0.0
+    first_token: float = 0.0
+    cached_tokens: int = 0
+    computed_tokens: int = 0  # prefilled
+    preemptions: int = 0
+    finished: float = 0.0
+    finish_reason: str = ""
+    finish_step: int = OPEN
+    output_tokens: int = 0
+    stop: str = ""  # why its last match stopped
+    stop_at: int = 0
+    ttft: tuple[float, float, float] | None = None  # queue, prefill, sample, in ms
+
+    def close(self, step: int) -> None:
+        """End the open span with `step`; a span that would be empty never was."""
+        if self.spans and self.spans[-1][2] == OPEN:
+            if self.spans[-1][1] > step:
+                self.spans.pop()
+            else:
+                self.spans[-1][2] = step
+
+    def mark(self, code: int, first: int, last: int) -> None:
+        spans = self.spans
+        if spans and spans[-1][0] == code and spans[-1][2] == first - 1 and last != OPEN:
+            spans[-1][2] = last  # one chunk after the other
+        else:
+            spans.append([code, first, last])
+
+    def code_at(self, step: int) -> int:
+        """What it did in one step."""
+        best = NOTHING
+        for code, first, last in self.spans:
+            if first <= step <= last and code > best:
+                best = code
+        return best
+
+    def columns(self, first_step: int, k: int, n: int, until: int) -> list[int]:
+        """`n` codes, one for each `k` steps from `first_step` on; nothing after step `until`."""
+        out = [NOTHING] * n
+        end = min(until, first_step + k * n - 1)
+        for code, first, last in self.spans:
+            if last < first_step or first > end:
+                continue
+            left = max(0, (first - first_step) // k)
+            right = min(n - 1, (min(last, end) - first_step) // k)
+            if right == left:
+                if code > out[left]:
+                    out[left] = code
+                continue
+            for column in range(left, right + 1):
+                if code > out[column]:
+                    out[column] = code
+        return out
+
+    @property
+    def tok_s(self) -> float:
+        """Tokens per second between its first token and its end; 0 while unknown."""
+        seconds = self.finished - self.first_token
+        if not self.finished or not self.first_token or seconds <= 0 or self.output_tokens < 2:
+            return 0.0
+        return (self.output_tokens - 1) / seconds
+
+
+class Lanes:
+    """All requests seen within the span of the step history, by id."""
+
+    def __init__(self) -> None:
+        self.lanes: dict[int, Lane] = {}
+        self.step = -1  # the last step planned
+
+    def fold(self, record: Record) -> None:
+        handler = self._HANDLERS.get(record[2])
+        if handler is not None:
+            handler(self, record)
+
+    def adopt(self, id: int, group: str, prompt_tokens: int, state: str, decoding: bool, cached: int, t: float) -> None:
+        """A request that was there when the view began: its lane starts here."""
+        lane = self.lanes[id] = Lane(id, group, prompt_tokens, t, self.step + 1, cached_tokens=cached)
+        if state != "running":
+            lane.mark(QUEUED, self.step + 1, OPEN)
+        elif decoding:
+            lane.mark(DECODING, self.step + 1, OPEN)
+
+    def forget_before(self, step: int) -> None:
+        """Drop the lanes that ended before this step."""
+        gone = [id for id, lane in self.lanes.items() if lane.finish_step < step]
+        for id in gone:
+            del self.lanes[id]
+
+    def _submit(self, record: Record) -> None:
+        _seq, t, _kind, id, group, prompt_tokens, _max_total = record
+        lane = self.lanes[id] = Lane(id, group, prompt_tokens, t, self.step + 1)
+        lane.mark(QUEUED, self.step + 1, OPEN)
+
+    def _admit(self, record: Record) -> None:
+        lane = self.lanes.get(record[3])
+        if lane is not None:
+            lane.close(self.step)
+            lane.admitted = lane.admitted or record[1]
+
+    def _match(self, record: Record) -> None:
+        lane = self.lanes.get(record[3])
+        if lane is not None:
+            lane.cached_tokens += record[4]
+            lane.stop, lane.stop_at = record[5], record[6]
+
+    def fold_step(self, record: Record) -> None:
+        """Fold a `step` record; free when nothing but decoding goes on."""
+        _seq, _t, _kind, step, prefills, joined, left, _tokens, _waiting = record
+        self.step = step
+        if not (prefills or joined or left):
+            return
+        lanes = self.lanes
+        for id in left:
+            if id in lanes:
+                lanes[id].close(step - 1)
+        for id in joined:
+            if id in lanes:
+                lanes[id].mark(DECODING, step, OPEN)
+        for id, _start, n, _samples in prefills:
+            lane = lanes.get(id)
+            if lane is not None:
+                lane.mark(PREFILLING, step, step)
+                lane.computed_tokens += n
+
+    def _preempt(self, record: Record) -> None:
+        lane = self.lanes.get(record[3])
+        if lane is None:
+            return
+        lane.close(self.step)
+        lane.preemptions += 1
+        lane.mark(PREEMPTED, self.step + 1, self.step + 1)
+        lane.mark(QUEUED, self.step + 1, OPEN)
+
+    def _first(self, record: Record) -> None:
+        lane = self.lanes.get(record[3])
+        if lane is not None:
+            lane.first_token = record[1]
+            lane.ttft = (record[4], record[5], record[6])
+
+    def _finish(self, record: Record) -> None:
+        lane = self.lanes.get(record[3])
+        if lane is None:
+            return
+        lane.close(self.step)
+        lane.mark(FINISHED, max(self.step, 0), max(self.step, 0))
+        lane.finished, lane.finish_reason, lane.output_tokens = record[1], record[4], record[5]
+        lane.finish_step = self.step
+
+    _HANDLERS = {  # noqa: RUF012  a table of methods, never changed
+        "submit": _submit, "admit": _admit, "match": _match, "step": fold_step, "preempt": _preempt,
+        "requeue": _preempt, "first": _first, "finish": _finish,
+    }  # fmt: skip

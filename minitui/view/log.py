@@ -1,0 +1,130 @@
+"""Decisions in words: each admission, hit, eviction, preemption and finish with the engine's reason for it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.records import Record
+from minitui.view.lanes import Lane
+
+EVENTS_KEPT = 20_000
+KINDS = ("admit", "hit", "miss", "evict", "preempt", "finish", "wait", "refuse", "fail", "gate")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One decision, as it was recorded. `step` is the step it belongs to: the one being planned, or for what follows a
+    commit the last."""
+
+    seq: int
+    step: int
+    kind: str  # one of KINDS
+    request: int  # -1: none
+    node: int  # -1: none
+    record: Record
+    evicted: tuple[int, ...] = ()  # the first ids of what left the tree
+
+
+class Events:
+    """The last EVENTS_KEPT of them; never merged. Their words are made when somebody reads them."""
+
+    def __init__(self) -> None:
+        self.items: deque[Event] = deque(maxlen=EVENTS_KEPT)
+        self.count = 0
+
+    def fold(self, record: Record, step: int, evicted: list[int] | None) -> None:
+        """Keep a record if it tells a decision. `step` is the last one planned."""
+        kind = record[2]
+        if kind not in _RECORDS:
+            return
+        name, planning, has_request = _RECORDS[kind]
+        if kind == "match" and record[4] <= 0:
+            name = "miss"
+        self.items.append(
+            Event(
+                seq=record[0],
+                step=record[3] if kind == "fail" else step + planning,
+                kind=name,
+                request=record[3] if has_request else -1,
+                node=record[3] if kind == "evict" else -1,
+                record=record,
+                evicted=tuple(evicted or ()),
+            )
+        )
+        self.count += 1
+
+    def tail(self, n: int, seq: int, wanted: Callable[[Event], bool], skip: int = 0) -> list[Event]:
+        """The newest `n` that are wanted and not after `seq`, newest first, after leaving out `skip` of them."""
+        found: list[Event] = []
+        for event in reversed(self.items):
+            if event.seq <= seq and wanted(event):
+                if skip > 0:
+                    skip -= 1
+                    continue
+                found.append(event)
+                if len(found) == n:
+                    break
+        return found
+
+
+_RECORDS = {  # kind of record -> (kind of event, 1 if it belongs to the step being planned, names a request)
+    "admit": ("admit", 1, True), "match": ("hit", 1, True), "preempt": ("preempt", 1, True),
+    "requeue": ("preempt", 0, True), "evict": ("evict", 1, False), "finish": ("finish", 0, True),
+    "wait": ("wait", 1, True), "refuse": ("refuse", 0, False), "fail": ("fail", 0, False),
+    "gate": ("gate", 0, False), "pace": ("gate", 0, False),
+}  # fmt: skip
+
+
+def stop_text(stop: str, at: int) -> str:
+    """Why a prefix match ended, in words."""
+    return {
+        "whole": "all that may be shared",
+        "differs": f"differs at token {at:,}",
+        "short": "shorter than a block",
+        "empty": "nothing in the tree begins like this",
+        "evicted": f"the rest was evicted at step {at:,}",
+    }.get(stop, stop)
+
+
+def describe(event: Event, lane: Lane | None, quote: str = "") -> str:
+    """The event in words. `lane` is its request's, if still known; `quote` what text left the tree."""
+    t, kind, fields = event.record[1], event.record[2], event.record[3:]
+    who = f"r{event.request}"
+    if kind == "admit":
+        if fields[2] == "resumed":
+            return f"{who} runs again after its preemption"
+        if lane is None:
+            return f"{who} runs"
+        return f"{who} runs · {lane.prompt_tokens:,} prompt tokens · waited {max(0.0, t - lane.submitted) * 1e3:,.0f} ms"
+    if kind == "match":
+        _, tokens, stop, at, _detail = fields
+        why = stop_text(stop, at)
+        if tokens <= 0:
+            return f"{who} takes nothing from the tree · {why}"
+        prompt = f" of {lane.prompt_tokens:,}" if lane is not None else ""
+        return f"{who} takes {tokens:,}{prompt} tokens from the tree · {why}"
+    if kind == "preempt":
+        return f"{who} gives back {_blocks(fields[2])} and queues again · {fields[1]}"
+    if kind == "requeue":
+        return f"{who} queues again · {fields[1]}"
+    if kind == "evict":
+        what = f"{_blocks(fields[1])} of “{quote}”" if quote else _blocks(fields[1])
+        return f"{what} · {fields[2]} · unheld, used longest ago"
+    if kind == "finish":
+        speed = f" · {lane.tok_s:,.0f} tok/s" if lane is not None and lane.tok_s else ""
+        return f"{who} · {fields[1]} · {fields[2]:,} tokens{speed}"
+    if kind == "wait":
+        return f"{who} waits · {fields[1]}"
+    if kind == "refuse":
+        return f"{fields[0] or 'a request'} · {fields[1]}"
+    if kind == "fail":
+        return f"step {fields[0]:,} · {fields[1]}"
+    if kind == "pace":
+        return f"slow motion ×{fields[0]:g}" if fields[0] != 1 else "slow motion off"
+    return f"gate {fields[0]}" + (f" · {fields[1]}" if fields[1] else "")
+
+
+def _blocks(n: int) -> str:
+    return f"{n:,} block" + ("" if n == 1 else "s")

@@ -1,0 +1,117 @@
+"""Why a step was slow: percentiles by kind of step, the slowest one explained, host and device side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from minitui.view.history import FirstToken, FirstTokens, StepRow, Steps
+
+WINDOW_SECONDS = 10.0
+MOST_STEPS = 20_000
+RECENT_FIRST_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class KindStats:
+    """Durations of one kind of step in the window, in ms; `share` of the time that steps took."""
+
+    steps: int = 0
+    p50: float = 0.0
+    p99: float = 0.0
+    worst: float = 0.0
+    share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """The window that ends with the picture's last step."""
+
+    decode: KindStats = KindStats()
+    mixed: KindStats = KindStats()
+    prefill: KindStats = KindStats()
+    seconds: float = 0.0
+    steps: int = 0
+    slowest: StepRow | None = None
+    first_token: FirstToken | None = None  # the last one
+    median_first: FirstToken | None = None  # by total, of the last RECENT_FIRST_TOKENS
+    first_tokens: int = 0
+    host_ms: float = 0.0  # mean per step: plan + launch + commit
+    device_ms: float | None = None  # mean per step; None: not measured
+    device_busy: float = 0.0  # share of the time in which steps were running
+    recent: tuple[StepRow, ...] = field(default=())  # the last few, oldest first
+
+
+def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent: int = 8) -> Timings:
+    """Timings of the WINDOW_SECONDS before step `horizon`."""
+    last = steps.get(horizon)
+    while last is not None and last.wall_ms is None:  # its timing has not arrived
+        last = steps.get(last.step - 1)
+    seen = firsts.until(seq)[-RECENT_FIRST_TOKENS:]
+    median = sorted(seen, key=lambda item: item.total_ms)[len(seen) // 2] if seen else None
+    if last is None:
+        return Timings(first_token=seen[-1] if seen else None, median_first=median, first_tokens=len(seen))
+    begin = max(steps.since(last.t - WINDOW_SECONDS, last.step), last.step - MOST_STEPS)
+    at = steps.indices(begin, last.step)
+    wall = steps.column("wall")[at]
+    timed = ~np.isnan(wall)
+    at, wall = at[timed], wall[timed]
+    decodes = steps.column("decodes")[at]
+    prefills = steps.column("tokens")[at] - decodes
+    total = float(wall.sum()) or 1.0
+    numbers = steps.column("step")[at]
+    worst = steps.get(int(numbers[int(wall.argmax())])) if len(wall) else None
+    device = steps.column("device")[at]
+    known = ~np.isnan(device)
+    host = steps.column("plan")[at] + steps.column("launch")[at] + steps.column("commit")[at]
+    rows = [steps.get(int(n)) for n in numbers[-recent:]]
+    return Timings(
+        decode=_stats(wall[prefills == 0], total),
+        mixed=_stats(wall[(prefills > 0) & (decodes > 0)], total),
+        prefill=_stats(wall[(prefills > 0) & (decodes == 0)], total),
+        seconds=min(WINDOW_SECONDS, float(steps.column("t")[at[-1]] - steps.column("t")[at[0]])),
+        steps=len(at),
+        slowest=worst,
+        first_token=seen[-1] if seen else None,
+        median_first=median,
+        first_tokens=len(seen),
+        host_ms=float(host.mean()),
+        device_ms=float(device[known].mean()) if known.any() else None,
+        device_busy=min(1.0, float(device[known].sum()) / float(wall[known].sum())) if known.any() else 0.0,
+        recent=tuple(row for row in rows if row is not None),
+    )
+
+
+def _stats(wall: np.ndarray, total: float) -> KindStats:
+    if not len(wall):
+        return KindStats()
+    return KindStats(
+        steps=len(wall),
+        p50=float(np.percentile(wall, 50)),
+        p99=float(np.percentile(wall, 99)),
+        worst=float(wall.max()),
+        share=float(wall.sum()) / total,
+    )
+
+
+def why_slow(row: StepRow, timings: Timings) -> str:
+    """What made this step longer than a usual one that only decodes: "+7.1 ms: 495 prefill tokens"."""
+    if row.wall_ms is None:
+        return ""
+    usual = timings.decode.p50
+    if not usual:
+        return f"{row.prefill_tokens:,} prefill tokens" if row.prefill_tokens else ""
+    excess = row.wall_ms - usual
+    if excess < 0.1 * usual:
+        return "as long as decoding alone takes" if not row.chunks else "no longer than decoding alone takes"
+    host = (row.plan_ms or 0) + (row.launch_ms or 0) + (row.commit_ms or 0)
+    if row.prefill_tokens:
+        cause = f"{row.prefill_tokens:,} prefill tokens"
+    elif row.device_ms is not None and host - timings.host_ms > excess / 2:
+        cause = f"the host took {host:.1f} ms instead of {timings.host_ms:.1f}"
+    elif row.device_ms is not None and timings.device_ms is not None and row.device_ms - timings.device_ms > excess / 2:
+        cause = f"the device took {row.device_ms:.1f} ms for {row.decodes} decodes, with no prefill in it"
+    else:
+        cause = "no prefill in it: the machine was busy with something else"
+    return f"+{excess:.1f} ms: {cause}"

@@ -1,0 +1,246 @@
+"""The radix tree as a reader wants it: what saves most first, what goes next, and where each text diverges.
+
+Ranking looks at every node and is therefore done at most every REORDER_SECONDS; the figures of the rows shown are read
+afresh for each frame.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engine.state import NodeView, State
+from minitui.view.board import Board
+
+REORDER_SECONDS = 2.0
+HEAD_TOKENS = 96  # of a node, decoded for its row
+SIBLINGS_COMPARED = 256
+TEXTS_KEPT = 4096
+
+# How chat templates mark who speaks: ChatML, Llama 3, Gemma, and the bracketed kind.
+_ROLES = re.compile(
+    r"<\|im_start\|>\s*(\w+)|<\|start_header_id\|>\s*(\w+)<\|end_header_id\|>|<start_of_turn>\s*(\w+)|\[(INST)\]"
+)
+_MARKUP = re.compile(r"<\|im_start\|>\s*\w*|<\|im_end\|>|<\|[a-z_]+\|>|</?s>|\[/?INST\]")
+_SHORT = {"system": "sys", "user": "usr", "assistant": "ast", "model": "ast", "INST": "usr", "tool": "tool"}
+_PART = re.compile(r"<\|?[a-z_|]*$")  # a marker cut off at the end
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(slots=True)
+class TreeRow:
+    """One line of the tree panel."""
+
+    node: int
+    depth: int
+    role: str  # sys | usr | ast | tool | ""
+    text: str  # from where it diverges from its siblings
+    tokens: int
+    users: int
+    saved: int
+    rank: int  # 1: evicted first; 0: held
+    pending: bool
+    has_children: bool
+    folded: bool
+    last_child: bool
+
+
+@dataclass(slots=True)
+class TreePicture:
+    """The rows that fit, and what does not."""
+
+    rows: list[TreeRow] = field(default_factory=list)
+    hidden_nodes: int = 0
+    hidden_evictable_tokens: int = 0
+    nodes: int = 0
+    tokens: int = 0
+    evictable_tokens: int = 0
+
+
+def eviction_order(state: State) -> list[int]:
+    """Node ids in the order in which they would be evicted if nothing else happened: least recently used leaves
+    first, and a parent once its children are gone. Nodes that a request holds do not appear."""
+    left = {n.id: len(n.children) for n in state.nodes.values() if n.id}
+    heap = [(n.last_used, n.id) for n in state.nodes.values() if n.id and not n.users and not n.children]
+    heapq.heapify(heap)
+    order = []
+    while heap:
+        _, id = heapq.heappop(heap)
+        order.append(id)
+        parent = state.nodes[id].parent
+        if parent > 0:
+            left[parent] -= 1
+            if not left[parent] and not state.nodes[parent].users:
+                heapq.heappush(heap, (state.nodes[parent].last_used, parent))
+    return order
+
+
+class Tree:
+    """Ranks, order and texts, remembered between frames."""
+
+    def __init__(self) -> None:
+        self.folded: set[int] = set()
+        self._order: dict[int, tuple[int, int, int]] = {}  # node -> (saved, users, tokens) when last ordered
+        self._ranks: dict[int, int] = {}
+        self._ordered_at = -1e9
+        self._ordered_for: Board | None = None
+        self._texts: dict[tuple[int, int, int, int], tuple[str, str]] = {}
+        self._end_roles: dict[tuple[int, int], str] = {}
+
+    def rank(self, node: int) -> int:
+        """1 for the node that goes first; 0 for one that is held. As of the last ordering."""
+        return self._ranks.get(node, 0)
+
+    def refresh(self, board: Board, now: float, force: bool = False) -> None:
+        """Order anew if that is due. Call once per frame before `picture`."""
+        if not force and board is self._ordered_for and now - self._ordered_at < REORDER_SECONDS:
+            return
+        self._ordered_at, self._ordered_for = now, board
+        self._ranks = {id: i + 1 for i, id in enumerate(eviction_order(board.state))}
+        self._order = {
+            n.id: (board.saved_by(n), n.users, len(n.ids)) for n in board.state.nodes.values() if n.id
+        }
+
+    def picture(
+        self,
+        board: Board,
+        decode: Decode,
+        limit: int,
+        pinned: set[int] | None = None,
+        search: str = "",
+        everything: bool = False,
+    ) -> TreePicture:
+        """At most `limit` rows: the nodes worth most, each with its ancestors, in tree order; `pinned` always; with
+        `search` only nodes whose text has it; with `everything` all nodes (the caller scrolls)."""
+        state = board.state
+        picture = TreePicture(nodes=len(state.nodes) - 1)
+        chosen = self._choose(board, decode, limit, pinned or set(), search, everything)
+        for node in state.nodes.values():
+            if not node.id:
+                continue
+            picture.tokens += len(node.ids)
+            if not node.users:
+                picture.evictable_tokens += len(node.ids)
+            if node.id not in chosen:
+                picture.hidden_nodes += 1
+                if not node.users:
+                    picture.hidden_evictable_tokens += len(node.ids)
+        stack = [(id, 0, last) for id, last in self._children(state, 0, chosen)][::-1]
+        while stack:
+            id, depth, last = stack.pop()
+            node = state.nodes[id]
+            role, text = self.text(state, node, decode)
+            picture.rows.append(
+                TreeRow(
+                    node=id, depth=depth, role=role, text=text, tokens=len(node.ids), users=node.users,
+                    saved=board.saved_by(node), rank=0 if node.users else self.rank(id),
+                    pending=bool(state.pending) and any(block in state.pending for block in node.blocks[-64:]),
+                    has_children=bool(node.children), folded=id in self.folded, last_child=last,
+                )  # fmt: skip
+            )
+            if id not in self.folded:
+                stack += [(child, depth + 1, last) for child, last in self._children(state, id, chosen)][::-1]
+        return picture
+
+    def _key(self, id: int) -> tuple[int, int, int, int]:
+        saved, users, tokens = self._order.get(id, (0, 0, 0))
+        return -saved, -users, -tokens, id
+
+    def _children(self, state: State, parent: int, chosen: set[int]) -> list[tuple[int, bool]]:
+        shown = sorted((c for c in state.nodes[parent].children if c in chosen), key=self._key)
+        return [(child, i == len(shown) - 1) for i, child in enumerate(shown)]
+
+    def _choose(
+        self, board: Board, decode: Decode, limit: int, pinned: set[int], search: str, everything: bool
+    ) -> set[int]:
+        state = board.state
+        chosen: set[int] = set()
+        if search:
+            wanted = search.lower()
+            for node in state.nodes.values():
+                if node.id and wanted in self.text(state, node, decode)[1].lower():
+                    chosen.update(n.id for n in state.path(node.id))
+            return chosen
+        if everything:
+            return {id for id in state.nodes if id}
+        for id in sorted(pinned):
+            if id in state.nodes and len(chosen) < limit:
+                chosen.update(n.id for n in state.path(id))
+        heap = [(self._key(child), child) for child in state.nodes[0].children]
+        heapq.heapify(heap)
+        while heap and len(chosen) < limit:
+            _, id = heapq.heappop(heap)
+            chosen.add(id)
+            if id not in self.folded:
+                for child in state.nodes[id].children:
+                    heapq.heappush(heap, (self._key(child), child))
+        return chosen
+
+    # ---- texts
+
+    def text(self, state: State, node: NodeView, decode: Decode) -> tuple[str, str]:
+        """(role, text) of a node, the text from the token on that no sibling shares."""
+        siblings = state.nodes[node.parent].children
+        key = (node.id, min(len(node.ids), HEAD_TOKENS), node.parent, len(siblings))
+        found = self._texts.get(key)
+        if found is None:
+            if len(self._texts) > TEXTS_KEPT:
+                self._texts.clear()
+                self._end_roles.clear()
+            found = self._texts[key] = self._make_text(state, node, siblings, decode)
+        return found
+
+    def _make_text(self, state: State, node: NodeView, siblings: list[int], decode: Decode) -> tuple[str, str]:
+        common = 0
+        for id in siblings[:SIBLINGS_COMPARED]:
+            if id != node.id:
+                common = max(common, _common(node.ids, state.nodes[id].ids, state.block_size))
+        head = decode(node.ids[:HEAD_TOKENS])
+        before = decode(node.ids[:common]) if common else ""
+        if not head.startswith(before):
+            before = ""  # a character was cut in two: show the node from its beginning
+        start = len(before) - len(_PART.search(before).group()) if _PART.search(before) else len(before)  # type: ignore[union-attr]
+        role = self._end_role(state, node.parent, decode)
+        begin = start
+        for marker in _ROLES.finditer(head):
+            if marker.start() > start and head[start : marker.start()].strip() and not _only_markup(head[start : marker.start()]):
+                break
+            role = _role(marker)
+            begin = max(start, marker.end())
+        text = " ".join(_MARKUP.sub(" ", head[begin:]).split())
+        cut_in = bool(begin == start and start > 0) or (begin == 0 and node.parent > 0 and not _ROLES.match(head))
+        return role, ("…" + text if cut_in and text else text)
+
+    def _end_role(self, state: State, id: int, decode: Decode) -> str:
+        """Who speaks at the end of this node."""
+        if id <= 0:
+            return ""
+        node = state.nodes[id]
+        key = (id, len(node.ids))
+        role = self._end_roles.get(key)
+        if role is None:
+            markers = list(_ROLES.finditer(decode(node.ids)))
+            role = _role(markers[-1]) if markers else self._end_role(state, node.parent, decode)
+            self._end_roles[key] = role
+        return role
+
+
+def _only_markup(text: str) -> bool:
+    return not _MARKUP.sub("", text).strip()
+
+
+def _role(marker: re.Match[str]) -> str:
+    name = next(group for group in marker.groups() if group)
+    return _SHORT.get(name, name[:4])
+
+
+def _common(a: Sequence[int], b: Sequence[int], limit: int) -> int:
+    n = 0
+    for x, y in zip(a[:limit], b[:limit], strict=False):
+        if x != y:
+            break
+        n += 1
+    return n

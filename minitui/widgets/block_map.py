@@ -1,0 +1,365 @@
+"""Block map: how full, whose, what just changed?
+
+An exact bar on top; below it one cell for each block in the order of their numbers, or for every k blocks when there
+are more blocks than cells: then a cell shows the state of most of its blocks, and k is printed. What changed glows.
+Four ways to colour: by state, by owner, by age, by the number of requests that hold a block; each has glyphs of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from textual.binding import Binding
+from textual.message import Message
+
+from engine.state import ACTIVE, CACHED, FREE, SHARED
+from minitui.theme import OWNER_COLOURS, glyphs
+from minitui.view import View
+from minitui.widgets import occupancy
+from minitui.widgets.base import LinePanel, Opened, Picture
+from minitui.widgets.rows import Row, Run, Runs
+
+FILLING = 4
+MODES = ("state", "owner", "age", "refs")
+CELL_SHAPES = ((2, 2), (2, 1), (1, 1), (1, 0))  # (width of a cell, gap), the widest that fits is taken
+GLOW_SHARE = 0.25  # of a cell's blocks that must have changed
+AGES = (1.0, 5.0, 15.0, 60.0, 300.0)  # seconds; a block's digit is how many of them it is older than
+DIGITS = "0123456789"
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How blocks lie on cells: cell i shows blocks first + i*k … first + (i+1)*k - 1."""
+
+    first: int
+    blocks: int
+    k: int
+    cell: int
+    gap: int
+    per_row: int
+    rows: int
+
+    @property
+    def cells(self) -> int:
+        return -(-self.blocks // self.k)
+
+
+def grid(blocks: int, width: int, height: int, first: int = 1, one_each: bool = False) -> Grid:
+    """The roomiest grid for `blocks` blocks, numbered from `first`."""
+    width, height = max(1, width), max(1, height)
+    if one_each:
+        blocks = min(blocks, width * height)
+    for cell, gap in CELL_SHAPES:
+        per_row = (width + gap) // (cell + gap)
+        if per_row > 8:
+            per_row -= per_row % 8
+        if per_row and -(-blocks // per_row) <= height:
+            return Grid(first, blocks, 1, cell, gap, per_row, height)
+    if blocks <= width * height:
+        return Grid(first, blocks, 1, 1, 0, width, height)
+    return Grid(first, blocks, -(-blocks // (width * height)), 1, 0, width, height)
+
+
+@dataclass(slots=True)
+class _Layer:
+    """A way to colour: a code for each block, and what each code looks like."""
+
+    codes: np.ndarray
+    looks: list[tuple[str, str]]  # (glyph, style)
+    legend: list[Run]
+    glows: bool = False
+
+
+class BlockMap(LinePanel):
+    """Arrows move over the cells, Enter zooms to one block a cell and then tells a block's story, c changes colours."""
+
+    TITLE = "KV blocks"
+    BINDINGS: ClassVar = [
+        Binding("left", "move(-1, 0)", "block before", show=False, id="map.left"),
+        Binding("right", "move(1, 0)", "block after", show=False, id="map.right"),
+        Binding("up", "move(0, -1)", "row above", show=False, id="map.up"),
+        Binding("down", "move(0, 1)", "row below", show=False, id="map.down"),
+        Binding("enter", "open", "zoom, then details", show=False, id="map.open"),
+        Binding("backspace", "unzoom", "zoom out", show=False, id="map.unzoom"),
+        Binding("c", "colour", "colours", show=False, id="map.colour", tooltip="by state, owner, age or holders"),
+    ]
+
+    class Coloured(Message):
+        """The colours now mean something else. mode: one of MODES."""
+
+        def __init__(self, mode: str) -> None:
+            super().__init__()
+            self.mode = mode
+
+    def __init__(self, *, id: str | None = None, frame: str | None = None, spread: bool = False) -> None:
+        super().__init__(id=id, frame=frame)
+        self.mode = "state"
+        self.zoomed_at: int | None = None  # first block of the window
+        self.spread = spread  # leave rows between rows where there is room (for a class)
+        self.grid = grid(1, 1, 1)
+        self._cells = np.empty((0, 0), np.int64)
+        self._cell_rows: list[Runs] = []
+        self._looks: list[tuple[str, str]] = []
+
+    # ---- the picture
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        board = view.board
+        head = [tuple(occupancy.bar(board, width))]
+        map_height = height - 1
+        legend_row = self.frame == "none" or width < 66
+        if legend_row:
+            head.append(Row().extend(occupancy.legend(board)).done(width))
+            map_height -= 1
+        if map_height >= 6:
+            head.append(Row().done(width))
+            map_height -= 1
+        if map_height < 1:
+            return Picture(head[:height], legend=[])
+        self.grid = self._grid(view, width, map_height)
+        layer = self._layer(view)
+        rows = self._map_rows(view, layer, width)
+        note: list[Run] = [("colour by ", "dim"), (self.mode, "ink"), (" · c", "dim")]
+        title = "KV blocks"
+        if self.grid.k > 1:
+            title += f" · 1 cell = {self.grid.k} blocks"
+        elif self.zoomed_at is not None:
+            title += f" · {self.grid.first:,} to {self.grid.first + self.grid.blocks - 1:,} of {board.total:,}"
+        else:
+            title += f" · {board.total:,} of {board.state.block_size} tokens"
+        legend = layer.legend if self.mode != "state" else [] if legend_row else _trim(occupancy.legend(board))
+        if self.mode == "state" and self.grid.k == 1 and legend:
+            legend = [*legend, ("  ", "ink"), (glyphs().filling, "active"), (" filling", "dim")]
+        return Picture([*head, *rows], title=title, note=note, legend=legend)
+
+    def _grid(self, view: View, width: int, height: int) -> Grid:
+        total = view.board.total
+        if self.zoomed_at is None:
+            return grid(total, width, height)
+        room = width * height
+        first = max(1, min(self.zoomed_at, total - room + 1))
+        return grid(total - first + 1, width, height, first=first, one_each=True)
+
+    def _map_rows(self, view: View, layer: _Layer, width: int) -> list[Runs]:
+        g = self.grid
+        n = len(layer.looks)
+        span = slice(g.first, g.first + g.blocks)
+        codes = layer.codes[span].astype(np.int64)
+        glow = view.glow()[span] if layer.glows else None
+        marked = np.zeros(view.board.state.num_blocks, bool)
+        if view.links.blocks:
+            marked[list(view.links.blocks)] = True
+        marked_cells = marked[span]
+        if g.k > 1:
+            at = np.arange(g.blocks) // g.k
+            codes = np.bincount(at * n + codes, minlength=g.cells * n).reshape(g.cells, n).argmax(1)
+            if glow is not None:
+                in_cell = np.bincount(at)
+                bright = np.bincount(at, glow == 2) / in_cell >= GLOW_SHARE
+                warm = np.bincount(at, glow >= 1) / in_cell >= GLOW_SHARE
+                glow = bright.astype(np.int64) + warm
+            marked_cells = np.bincount(at, marked_cells) > 0
+        combined = codes * 8
+        if glow is not None:
+            combined += glow.astype(np.int64) * 2
+        combined += marked_cells
+        cursor = self.cursor_cell(view)
+        if cursor is not None and self.has_focus:
+            combined[cursor] = codes[cursor] * 8 + 6
+        rows = -(-g.cells // g.per_row)
+        cells = np.full((rows, g.per_row), -1, np.int64)
+        cells.reshape(-1)[: g.cells] = combined
+        same = self._cells.shape == cells.shape and self._looks == layer.looks
+        if not same:
+            self._cell_rows = [()] * rows
+        stale = np.ones(rows, bool) if not same else (cells != self._cells).any(1)
+        for y in np.flatnonzero(stale):
+            self._cell_rows[y] = _runs(cells[y], layer.looks, g, width)
+        self._cells, self._looks = cells, layer.looks
+        out = list(self._cell_rows)
+        if self.spread and rows * 2 - 1 <= g.rows:
+            blank: Runs = ((" " * width, "ink"),)
+            out = [row for pair in ((row, blank) for row in out) for row in pair][:-1]
+        return out
+
+    # ---- layers
+
+    def _layer(self, view: View) -> _Layer:
+        makers: dict[str, Callable[[View], _Layer]] = {
+            "state": self._by_state, "owner": self._by_owner, "age": self._by_age, "refs": self._by_refs,
+        }  # fmt: skip
+        return makers[self.mode](view)
+
+    def _by_state(self, view: View) -> _Layer:
+        codes = view.board.codes
+        if self.grid.k == 1:
+            codes = codes.copy()
+            filling = view.board.filling()
+            if filling:
+                codes[[block for block in filling if codes[block] == ACTIVE]] = FILLING
+        looks = [(occupancy.glyph(code), occupancy.STYLES[code]) for code in (FREE, ACTIVE, SHARED, CACHED)]
+        looks.append((glyphs().filling, "active"))
+        return _Layer(codes, looks, [], glows=True)
+
+    def _by_owner(self, view: View) -> _Layer:
+        board = view.board
+        groups: dict[str, int] = {}
+        owner = np.full(board.state.num_blocks, -1, np.int64)
+        for request in sorted(board.state.requests.values(), key=lambda r: r.id):
+            if not request.table:
+                continue
+            index = groups.setdefault(request.group, len(groups))
+            table = np.array(request.table)
+            before = owner[table]
+            owner[table] = np.where((before == -1) | (before == index), index, -2)
+        g = glyphs()
+        looks = [(g.free, "free"), (g.cached, "cached"), (g.shared, "shared")]
+        letters = [_letter(view.group_name(group), i) for group, i in groups.items()]
+        looks += [(letter, f"owner-{i % OWNER_COLOURS}") for i, letter in enumerate(letters)]
+        codes = np.where(owner >= 0, owner + 3, np.where(owner == -2, 2, np.where(board.node_of > 0, 1, 0)))
+        legend: list[Run] = []
+        for group, i in list(groups.items())[:5]:
+            legend += [(letters[i], f"owner-{i % OWNER_COLOURS}"), (f" {view.group_name(group)[:12]}  ", "dim")]
+        legend += [(g.shared, "shared"), (" several  ", "dim"), (g.cached, "cached"), (" nobody: cached", "dim")]
+        return _Layer(codes, looks, legend)
+
+    def _by_age(self, view: View) -> _Layer:
+        board = view.board
+        now = board.state.t if view.exact else view.engine_now
+        older = np.searchsorted(np.array(AGES), now - board.changed)
+        codes = np.where(board.codes == FREE, 0, older + 1)
+        shades = ("active-glow", "active-warm", "active", "shared", "cached", "dim")
+        looks = [(glyphs().free, "free")] + [(DIGITS[i], shades[i]) for i in range(len(AGES) + 1)]
+        words = ("under 1 s", "5 s", "15 s", "1 min", "5 min", "older")
+        legend: list[Run] = []
+        for i, word in enumerate(words):
+            legend += [(DIGITS[i], shades[i]), (f" {word}  ", "dim")]
+        return _Layer(codes, looks, _trim(legend))
+
+    def _by_refs(self, view: View) -> _Layer:
+        board = view.board
+        holders = board.holders
+        g = glyphs()
+        codes = np.where(holders > 0, np.minimum(holders, 10) + 1, np.where(board.node_of > 0, 1, 0))
+        looks = [(g.free, "free"), (g.cached, "cached"), ("1", "active")]
+        looks += [(DIGITS[i], "shared-glow") for i in range(2, 10)] + [("+", "shared-glow")]
+        legend: list[Run] = [
+            ("1", "active"), (" one request  ", "dim"), ("2", "shared-glow"), (" two …  ", "dim"),
+            ("+", "shared-glow"), (" ten or more  ", "dim"), (g.cached, "cached"), (" only the tree", "dim"),
+        ]  # fmt: skip
+        return _Layer(codes, looks, legend)
+
+    # ---- moving about
+
+    def cursor_cell(self, view: View) -> int | None:
+        """The cell under the cursor: that of the selected block."""
+        if view.selection is None or view.selection.kind != "block":
+            return None
+        cell = (view.selection.id - self.grid.first) // self.grid.k
+        return cell if 0 <= cell < self.grid.cells else None
+
+    def block_at(self, column: int, row: int) -> int | None:
+        """The (first) block of the cell at body coordinates of the map part, or None."""
+        g = self.grid
+        if self.spread and -(-g.cells // g.per_row) * 2 - 1 <= g.rows:
+            row //= 2
+        x = column // (g.cell + g.gap)
+        cell = row * g.per_row + x
+        return g.first + cell * g.k if 0 <= x < g.per_row and 0 <= cell < g.cells else None
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        block = self.block_at(column, row - self._head_rows())
+        if block is not None:
+            view.select("block", block)
+
+    def _head_rows(self) -> int:
+        body = self.size.height - (0 if self.frame == "none" else 2)
+        return body - self.grid.rows
+
+    def action_move(self, dx: int, dy: int) -> None:
+        view = self.view
+        if view is None:
+            return
+        g = self.grid
+        cell = self.cursor_cell(view)
+        if cell is None:
+            cell = 0
+            if view.links.blocks:  # go on from what is selected elsewhere
+                cell = max(0, min(g.cells - 1, (min(view.links.blocks) - g.first) // g.k))
+            block = g.first + cell * g.k
+        else:
+            block = view.selection.id + (dx + dy * g.per_row) * g.k if view.selection is not None else g.first
+        block = max(1, min(view.board.total, block))
+        if self.zoomed_at is not None and not g.first <= block < g.first + g.blocks:
+            self.zoomed_at = max(1, self.zoomed_at + (dx or dy * g.per_row))
+        view.select("block", block)
+        self.repaint()
+
+    def action_open(self) -> None:
+        view = self.view
+        if view is None:
+            return
+        selected = view.selection.id if view.selection is not None and view.selection.kind == "block" else None
+        if self.grid.k > 1:
+            start = selected or self.grid.first
+            room = self.grid.per_row * self.grid.rows
+            self.zoomed_at = max(1, start - room // 2)
+            view.select("block", start)
+            self.repaint()
+        elif selected is not None:
+            self.post_message(Opened("block", selected))
+
+    def action_unzoom(self) -> None:
+        self.zoomed_at = None
+        self.repaint()
+
+    def action_colour(self) -> None:
+        self.mode = MODES[(MODES.index(self.mode) + 1) % len(MODES)]
+        self.post_message(self.Coloured(self.mode))
+        self.repaint()
+
+
+def _runs(cells: np.ndarray, looks: list[tuple[str, str]], g: Grid, width: int) -> Runs:
+    """One line of cells, equal neighbours joined. A cell is code*8 + glow*2 + marked; glow 3 is the cursor."""
+    row = Row()
+    ends = [*(np.flatnonzero(np.diff(cells)) + 1).tolist(), len(cells)]
+    start = 0
+    for end in ends:
+        value = int(cells[start])
+        if value < 0:
+            break
+        glyph, style = looks[value >> 3]
+        glow, marked = (value >> 1) & 3, value & 1
+        if glow == 3:
+            style = "on-fill on accent"
+        elif marked:
+            style = "accent on select"
+        elif glow:
+            style += "-glow" if glow == 2 else "-warm"
+        if g.gap:
+            for _ in range(end - start):
+                row.add(glyph * g.cell, style).add(" " * g.gap)
+        else:
+            row.add(glyph * (end - start), style)
+        start = end
+    return row.done(width)
+
+
+def _letter(name: str, index: int) -> str:
+    """One character for an owner: the number its name begins with, else a letter."""
+    lead = name.split(" ")[0]
+    number = int(lead) if lead.isdigit() else index + 10
+    return "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"[number % 62]
+
+
+def _trim(runs: list[Run]) -> list[Run]:
+    return runs[:-1] + [(runs[-1][0].rstrip(), runs[-1][1])] if runs else runs
+
+
+if __name__ == "__main__":
+    from minitui.widgets.alone import run_alone
+
+    run_alone(BlockMap)

@@ -1,0 +1,160 @@
+"""Block table: where do this request's tokens lie? Logical block 0 … n and, under each, the physical block.
+
+This is the picture of paging: the request sees consecutive positions, the pool gives whatever block was free.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.binding import Binding
+
+from minitui.theme import glyphs
+from minitui.view import Lane, View
+from minitui.widgets.base import LinePanel, Opened, Picture
+from minitui.widgets.rows import Row, Run, Runs
+
+CHIP = 6  # cells of a chip: five for the number, one of space; wider where block numbers are
+
+
+class BlockTable(LinePanel):
+    """The table of the selected request, or of the youngest that runs. Left and right move over its blocks."""
+
+    TITLE = "Block table"
+    BINDINGS: ClassVar = [
+        Binding("left", "move(-1)", "block before", show=False, id="table.left"),
+        Binding("right", "move(1)", "block after", show=False, id="table.right"),
+        Binding("up", "turn(1)", "younger request", show=False, id="table.up"),
+        Binding("down", "turn(-1)", "elder request", show=False, id="table.down"),
+        Binding("enter", "open", "details", show=False, id="table.open"),
+    ]
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        id = view.subject()
+        request = view.board.state.requests.get(id) if id is not None else None
+        if request is None:
+            return self._nothing(view, id, width)
+        size = view.board.state.block_size
+        computed = view.board.state.computed(request)
+        lane = view.lanes.lanes.get(request.id)
+        shared = sum(view.board.state.holders[block] > 1 for block in request.table)
+        line = Row(f"r{request.id}", "bold accent" if view.selection is not None else "bold ink")
+        if request.group:
+            line.add(f" {view.group_name(request.group)[:24]}", "ink")
+        line.add(f"  {len(request.table)} blocks for {computed:,} tokens", "dim")
+        if shared:
+            line.add(f", {shared} shared with others", "dim")
+        if request.state != "running":
+            line.add(f"  {request.state}: it holds no block", "waiting")
+        title = "Block table · logical " + glyphs().arrow + " physical"
+        note: list[Run] = []
+        if view.selection is None:
+            note = [("the youngest that runs", "dim")]
+        elif view.selection.kind == "request" and lane is not None:
+            note = [("selected", "accent")]
+        rows = [line.done(width), *self._chips(view, request.table, computed, size, width, height - 1)]
+        g = glyphs()
+        legend: list[Run] = [
+            ("number", "ink on shared-chip"), (f" held by {g.times}n  ", "dim"), ("number", "ink on active-chip"),
+            (" its own  ", "dim"), ("9/16", "ink"), (" last block filling", "dim"),
+        ]  # fmt: skip
+        return Picture(rows, title=title, note=note, legend=legend)
+
+    def _nothing(self, view: View, id: int | None, width: int) -> Picture:
+        lane: Lane | None = view.lanes.lanes.get(id) if id is not None else None
+        text = "no request is running: all its blocks went back to the pool or stayed in the tree"
+        if lane is not None and lane.finish_reason:
+            text = (
+                f"r{lane.id} has finished ({lane.finish_reason}, {lane.output_tokens:,} tokens): its blocks were given back, "
+                "the full ones stay cached in the tree"
+            )
+        elif lane is not None:
+            text = f"r{lane.id} waits: it holds no block yet"
+        return Picture([Row(text[:width], "dim").done(width)], title="Block table")
+
+    def _chips(self, view: View, table: list[int], computed: int, size: int, width: int, height: int) -> list[Runs]:
+        """Lines of three (logical number, physical chip, holders), or of two, or chips alone: what fits."""
+        chip = max(CHIP, len(str(view.board.state.num_blocks - 1)) + 2)
+        across = max(1, width // chip)
+        lines = -(-len(table) // across)
+        tall = 3 if lines * 3 <= height else 2 if lines * 2 <= height or height < 4 else 1
+        if height < tall:
+            tall = 1
+        shown = max(1, height // tall) * across
+        first, skipped = 0, 0
+        if len(table) > shown:  # the end matters most, and where the sharing stops
+            first = len(table) - shown + 1
+            skipped = first
+        rows: list[Runs] = []
+        items: list[int | None] = ([None] if skipped else []) + list(range(first, len(table)))
+        for start in range(0, len(items), across):
+            logical, chips, holders = Row(), Row(), Row()
+            for column, index in enumerate(items[start : start + across]):
+                at = column * chip
+                if index is None:
+                    logical.to(at).add(f"0{glyphs().dash}{skipped - 1}"[: chip - 1], "dim")
+                    chips.to(at).add(f"{glyphs().dots}{skipped}".rjust(chip - 1)[: chip - 1], "dim on empty-chip")
+                    continue
+                block = table[index]
+                held = view.board.state.holders[block]
+                style = f"ink on {'shared' if held > 1 else 'active'}-chip"
+                if view.glow_of(float(view.board.changed[block])) == 2:
+                    style = "bold " + style
+                chosen = view.selection is not None and view.selection.kind == "block" and view.selection.id == block
+                logical.to(at).add(str(index).rjust(chip - 2), "accent" if chosen else "dim")
+                chips.to(at).add(f"{block} ".rjust(chip - 1), "on-fill on accent" if chosen else style)
+                filled = min(size, max(0, computed - index * size))
+                if filled < size:
+                    holders.to(at).add(f"{filled}/{size}".rjust(chip - 2), "ink")
+                elif held > 1:
+                    holders.to(at).add(f"{glyphs().times}{held}".rjust(chip - 2), "pool")
+            if tall == 3:
+                rows.append(logical.done(width))
+            rows.append(chips.done(width))
+            if tall >= 2:
+                rows.append(holders.done(width))
+        return rows[:height]
+
+    # ---- moving about
+
+    def action_move(self, by: int) -> None:
+        view = self.view
+        id = view.subject() if view is not None else None
+        request = view.board.state.requests.get(id) if view is not None and id is not None else None
+        if view is None or request is None or not request.table:
+            return
+        table = request.table
+        selection = view.selection
+        index = len(table) - 1
+        if selection is not None and selection.kind == "block" and selection.id in table:
+            index = max(0, min(len(table) - 1, table.index(selection.id) + by))
+        view.select("block", table[index])
+        self.repaint()
+
+    def action_turn(self, by: int) -> None:
+        """Select the next younger or elder request."""
+        view = self.view
+        if view is None:
+            return
+        ids = sorted(view.board.state.requests)
+        if not ids:
+            return
+        now = view.subject()
+        at = ids.index(now) + by if now in ids else -1
+        view.select("request", ids[max(0, min(len(ids) - 1, at))])
+        self.repaint()
+
+    def action_open(self) -> None:
+        if self.view is None:
+            return
+        selection = self.view.selection
+        if selection is not None and selection.kind == "block":
+            self.post_message(Opened("block", selection.id))
+        elif (id := self.view.subject()) is not None:
+            self.post_message(Opened("request", id))
+
+
+if __name__ == "__main__":
+    from minitui.widgets.alone import run_alone
+
+    run_alone(BlockTable)

@@ -1,0 +1,293 @@
+"""Batch lanes: who waited, who ran? A row for each request, a column for every k steps, the newest on the right.
+
+In a column preemption beats finish beats prefill beats decode beats waiting: what is rare is never hidden by what is
+common. Above, the slowest step of each column.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+from textual.binding import Binding
+
+from minitui.theme import glyphs
+from minitui.view import Lane, View
+from minitui.view.lanes import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED
+from minitui.widgets.base import LinePanel, Opened, Picture
+from minitui.widgets.rows import Row, Run, Runs, fit, ms
+
+SPAN_SECONDS = 10.0
+STEPS_PER_COLUMN = (1, 2, 5, 10, 20, 50, 100, 200, 500)
+STYLES = {
+    NOTHING: "ink", QUEUED: "dim", DECODING: "decode", PREFILLING: "prefill", FINISHED: "good", PREEMPTED: "bad",
+}  # fmt: skip
+
+
+class BatchLanes(LinePanel):
+    """Up and down choose a request, left and right a step, [ and ] how many steps a column has, Page keys go back."""
+
+    TITLE = "Batch lanes"
+    BINDINGS: ClassVar = [
+        Binding("up", "choose(-1)", "request above", show=False, id="lanes.up"),
+        Binding("down", "choose(1)", "request below", show=False, id="lanes.down"),
+        Binding("left", "step(-1)", "step before", show=False, id="lanes.left"),
+        Binding("right", "step(1)", "step after", show=False, id="lanes.right"),
+        Binding("pageup", "scroll(-1)", "earlier", show=False, id="lanes.earlier"),
+        Binding("pagedown", "scroll(1)", "later", show=False, id="lanes.later"),
+        Binding("left_square_bracket", "zoom(-1)", "fewer steps a column", show=False, id="lanes.finer"),
+        Binding("right_square_bracket", "zoom(1)", "more steps a column", show=False, id="lanes.coarser"),
+        Binding("end", "latest", "now", show=False, id="lanes.latest"),
+        Binding("enter", "open", "details", show=False, id="lanes.open"),
+    ]
+
+    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
+        super().__init__(id=id, frame=frame)
+        self.k = 1
+        self.fixed_k: int | None = None  # chosen by hand
+        self.back = 0  # columns scrolled back
+        self.first_step = 0  # of the leftmost column
+        self.columns = 0
+        self.label = 5
+        self.shown: list[int] = []  # requests, top to bottom
+        self.top = 0  # the first of the ordered requests that is shown
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        named = width >= 90
+        lanes = view.lanes.lanes
+        widest = len(str(max(lanes))) if lanes else 1
+        self.label = widest + 2 + (11 if named else 0)
+        self.columns = max(1, width - self.label)
+        horizon = view.horizon
+        self._choose_k(view, horizon)
+        last_column = horizon // self.k - self.back
+        self.first_step = (last_column - self.columns + 1) * self.k
+        in_window = self._in_window(view, horizon)
+        room = height - 3
+        over = len(in_window) - room
+        self.top = max(0, min(self.top, over)) if over > 0 else 0
+        self._follow(view, in_window, room)
+        self.shown = in_window[self.top : self.top + room]
+        rows = [self._scale(view, width, horizon), self._slowest(view, width, horizon)]
+        for id in self.shown:
+            rows.append(self._lane(view, lanes[id], width, horizon, named))
+        rows += [Row().done(width)] * (room - len(self.shown))
+        rows.append(self._rest(view, in_window, width))
+        return Picture(rows, title="Batch lanes · one row a request", note=self._note(), legend=_legend())
+
+    def _note(self) -> list[Run]:
+        steps = "1 column = 1 step" if self.k == 1 else f"1 column = {self.k} steps"
+        return [(steps, "ink"), (" · [ ]", "dim")]
+
+    def _choose_k(self, view: View, horizon: int) -> None:
+        if self.fixed_k is not None:
+            self.k = self.fixed_k
+            return
+        if view.exact and view.steps.last - view.steps.first < self.columns:
+            self.k = 1
+            return
+        last = view.steps.get(horizon)
+        if last is None:
+            return
+        steps = last.step - view.steps.since(last.t - SPAN_SECONDS, last.step) + 1
+        need = next((k for k in STEPS_PER_COLUMN if k * self.columns >= steps), STEPS_PER_COLUMN[-1])
+        # Finer only when it clearly fits, so that the picture does not flicker between two scales.
+        if need > self.k or need * 2.5 * self.columns < self.k * self.columns and steps < 0.8 * need * self.columns:
+            self.k = need
+
+    def _in_window(self, view: View, horizon: int) -> list[int]:
+        """Requests to show, the newest first: those with a span in the window."""
+        end = min(horizon, self.first_step + self.k * self.columns - 1)
+        ids = [
+            lane.id for lane in view.lanes.lanes.values()
+            if lane.finish_step >= self.first_step and lane.submitted_step <= end + 1
+        ]  # fmt: skip
+        ids.sort(reverse=True)
+        return ids
+
+    def _follow(self, view: View, ids: list[int], room: int) -> None:
+        """Scroll so that the selected request is shown."""
+        if view.selection is None or view.selection.kind != "request" or view.selection.id not in ids:
+            if view.selection is None or view.selection.kind != "request":
+                self.top = 0
+            return
+        at = ids.index(view.selection.id)
+        if not self.top <= at < self.top + room:
+            self.top = max(0, at - room // 2)
+
+    def _scale(self, view: View, width: int, horizon: int) -> Runs:
+        """Seconds ago, at the columns where they fall."""
+        row = Row("ago", "dim").to(self.label)
+        last = view.steps.get(min(horizon, self.first_step + self.k * self.columns - 1))
+        if last is None:
+            return row.done(width)
+        marks: list[tuple[int, str]] = []
+        for seconds in (60, 30, 20, 10, 5, 2, 1):
+            step = view.steps.since(last.t - seconds, last.step)
+            if step <= max(view.steps.first, 0):
+                continue
+            column = (step - self.first_step) // self.k
+            if 0 <= column < self.columns - 6 and all(abs(column - at) > 6 for at, _ in marks):
+                marks.append((column, f"{seconds} s"))
+        for column, text in sorted(marks):
+            if self.label + column >= row.width:
+                row.to(self.label + column).add(text, "dim")
+        return row.right(f"step {last.step:,}", width, "dim").done(width)
+
+    def _slowest(self, view: View, width: int, horizon: int) -> Runs:
+        """The longest step of each column as a spark, its maximum named."""
+        steps = view.steps
+        at = steps.indices(self.first_step, min(horizon, self.first_step + self.k * self.columns - 1))
+        row = Row("slowest"[: self.label - 1], "dim").to(self.label)
+        if not len(at):
+            return row.done(width)
+        wall = steps.column("wall")[at]
+        wall = np.where(np.isnan(wall), 0.0, wall)
+        column = (steps.column("step")[at] - self.first_step) // self.k
+        worst = np.zeros(self.columns)
+        np.maximum.at(worst, column, wall)
+        top = worst.max()
+        if top <= 0:
+            return row.done(width)
+        levels = glyphs().spark
+        most = len(levels) - 1
+        text = "".join(" " if v <= 0 else levels[int(v / top * most + 0.5)] for v in worst)
+        return row.add(text, "step").done(width)
+
+    def _lane(self, view: View, lane: Lane, width: int, horizon: int, named: bool) -> Runs:
+        lit = lane.id in view.links.requests
+        here = view.selection is not None and view.selection.kind == "request" and view.selection.id == lane.id
+        live = lane.finish_step > horizon
+        ground = " on select" if lit else ""
+        name = f"r{lane.id}"
+        style = "bold accent" if here else "ink" if live else "dim"
+        row = Row(name, style + ground)
+        if named:
+            row.to(self.label - 11, " ", "ink" + ground)
+            row.add(fit(view.group_name(lane.group), 10), "dim" + ground if not lit else "ink" + ground)
+        row.to(self.label, " ", "ink" + ground)
+        codes = lane.columns(self.first_step, self.k, self.columns, horizon)
+        marks = _marks()
+        step_column = None
+        if view.links.step is not None:
+            step_column = (view.links.step - self.first_step) // self.k
+        start = 0
+        for x in range(1, self.columns + 1):
+            if x == self.columns or codes[x] != codes[start] or x == step_column or start == step_column:
+                style = STYLES[codes[start]] + ground
+                if start == step_column:
+                    style = STYLES[codes[start]] + " on select" if codes[start] else "accent on select"
+                row.add(marks[codes[start]] * (x - start), style)
+                start = x
+        return row.done(width)
+
+    def _rest(self, view: View, in_window: list[int], width: int) -> Runs:
+        """What the rows above do not show, by what it is doing."""
+        hidden = set(in_window) - set(self.shown)
+        row = Row()
+        if hidden:
+            requests = view.board.state.requests
+            decoding = sum(1 for id in hidden if id in requests and requests[id].joined_at >= 0)
+            waiting = sum(1 for id in hidden if id in requests and requests[id].state != "running")
+            prefilling = sum(1 for id in hidden if id in requests) - decoding - waiting
+            parts = [
+                f"{n:,} {word}"
+                for n, word in (
+                    (decoding, "decoding"), (prefilling, "prefilling"), (waiting, "waiting"),
+                    (len(hidden) - decoding - prefilling - waiting, "finished"),
+                )
+                if n
+            ]  # fmt: skip
+            row.add("+ " + ", ".join(parts) + " more", "dim")
+        worst = view.timings.slowest
+        if worst is not None and worst.wall_ms is not None:
+            text = f"slowest step in {view.timings.seconds:.0f} s: {ms(worst.wall_ms)} ms"
+            if row.width + len(text) + 3 <= width:
+                row.right(text, width, "dim")
+        return row.done(width)
+
+    # ---- moving about
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        index = row - 2
+        if 0 <= index < len(self.shown):
+            view.select("request", self.shown[index])
+        elif row < 2 and column >= self.label:
+            self._select_step(view, self.first_step + (column - self.label) * self.k)
+
+    def action_choose(self, by: int) -> None:
+        view = self.view
+        if view is None:
+            return
+        ids = self._in_window(view, view.horizon)
+        if not ids:
+            return
+        selection = view.selection
+        at = self.top - (by > 0)
+        if selection is not None and selection.kind == "request" and selection.id in ids:
+            at = ids.index(selection.id)
+        view.select("request", ids[max(0, min(len(ids) - 1, at + by))])
+        self.repaint()
+
+    def action_step(self, by: int) -> None:
+        view = self.view
+        if view is None:
+            return
+        selection = view.selection
+        if selection is not None and selection.kind == "step":
+            step = selection.id + by * self.k
+        else:
+            step = view.horizon
+        self._select_step(view, step)
+        self.repaint()
+
+    def _select_step(self, view: View, step: int) -> None:
+        step = max(max(view.steps.first, 0), min(view.horizon, step))
+        if step in view.steps:
+            view.select("step", step)
+
+    def action_scroll(self, by: int) -> None:
+        self.back = max(0, self.back - by * max(1, self.columns // 2))
+        view = self.view
+        if view is not None:
+            kept = (view.horizon - max(view.steps.first, 0)) // self.k
+            self.back = min(self.back, max(0, kept - self.columns // 2))
+        self.repaint()
+
+    def action_zoom(self, by: int) -> None:
+        at = STEPS_PER_COLUMN.index(self.k) if self.k in STEPS_PER_COLUMN else 0
+        self.fixed_k = STEPS_PER_COLUMN[max(0, min(len(STEPS_PER_COLUMN) - 1, at + by))]
+        self.repaint()
+
+    def action_latest(self) -> None:
+        self.back, self.fixed_k = 0, None
+        self.repaint()
+
+    def action_open(self) -> None:
+        if self.view is not None and self.view.selection is not None:
+            self.post_message(Opened(self.view.selection.kind, self.view.selection.id))
+
+
+def _marks() -> dict[int, str]:
+    g = glyphs()
+    return {
+        NOTHING: " ", QUEUED: g.queued, DECODING: g.decode, PREFILLING: g.prefill, FINISHED: g.finished,
+        PREEMPTED: g.preempted,
+    }  # fmt: skip
+
+
+def _legend() -> list[Run]:
+    marks = _marks()
+    runs: list[Run] = []
+    for code, word in (
+        (PREFILLING, "prefill"), (DECODING, "decode"), (QUEUED, "waits"), (PREEMPTED, "preempted"), (FINISHED, "done"),
+    ):  # fmt: skip
+        runs += [(marks[code], STYLES[code]), (f" {word}  ", "dim")]
+    runs[-1] = (runs[-1][0].rstrip(), "dim")
+    return runs
+
+
+if __name__ == "__main__":
+    from minitui.widgets.alone import run_alone
+
+    run_alone(BatchLanes)

@@ -1,0 +1,81 @@
+"""How full is the pool? One exact bar, and the counts that sum to the allocator's."""
+
+from __future__ import annotations
+
+from engine.state import ACTIVE, CACHED, FREE, SHARED
+from minitui.theme import glyphs
+from minitui.view import View
+from minitui.view.board import Board
+from minitui.widgets.base import LinePanel, Picture
+from minitui.widgets.rows import Row, Run
+
+ORDER = (ACTIVE, SHARED, CACHED, FREE)
+STYLES = {ACTIVE: "active", SHARED: "shared", CACHED: "cached", FREE: "free"}
+WORDS = {ACTIVE: "active", SHARED: "shared", CACHED: "cached", FREE: "free"}
+
+
+def glyph(code: int) -> str:
+    """The glyph of a block's state."""
+    g = glyphs()
+    return {ACTIVE: g.active, SHARED: g.shared, CACHED: g.cached, FREE: g.free}[code]
+
+
+def shares(counts: tuple[int, int, int, int], width: int) -> dict[int, int]:
+    """Cells for each state: they sum to `width`, in proportion, and what exists gets at least one."""
+    total = sum(counts)
+    if total == 0 or width < 4:
+        return {FREE: width, ACTIVE: 0, SHARED: 0, CACHED: 0}
+    exact = {code: counts[code] * width / total for code in ORDER}
+    out = {code: max(int(exact[code]), 1 if counts[code] else 0) for code in ORDER}
+    by_rest = sorted(ORDER, key=lambda code: exact[code] - out[code], reverse=True)
+    i = 0
+    while sum(out.values()) < width:
+        out[by_rest[i % 4]] += 1
+        i += 1
+    while sum(out.values()) > width:
+        out[max(out, key=lambda code: out[code])] -= 1
+    return out
+
+
+def bar(board: Board, width: int) -> list[Run]:
+    """The stacked bar: active, shared, cached, free."""
+    cells = shares(board.counts, width)
+    return [(glyph(code) * cells[code], STYLES[code]) for code in ORDER if cells[code]]
+
+
+def legend(board: Board, numbers: bool = True) -> list[Run]:
+    """Glyph, word and count of each state."""
+    runs: list[Run] = []
+    for code in ORDER:
+        runs += [(glyph(code), STYLES[code]), (f" {WORDS[code]} ", "dim")]
+        if numbers:
+            runs.append((f"{board.counts[code]:,}", "ink"))
+            runs.append(("  ", "ink"))
+    return runs
+
+
+class Occupancy(LinePanel, can_focus=False):
+    """The whole in one line, for small screens."""
+
+    FRAME = "none"
+    DEFAULT_CSS = "Occupancy { height: 1; }"
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        board = view.board
+        total = max(1, board.total)
+        used = total - board.counts[FREE]
+        words = Row(" ").extend(legend(board)).add(f"of {board.total:,}", "dim")
+        head = Row("KV pool ", "dim").add(f"{100 * used / total:.0f} % ", "bold ink")
+        room = width - head.width - words.width
+        if room < 8:
+            words = Row(" ")
+            for code in ORDER:
+                words.add(glyph(code), STYLES[code]).add(f" {board.counts[code]:,} ")
+            room = max(4, width - head.width - words.width)
+        return Picture([head.extend(bar(board, room)).extend(words.runs).done(width)])
+
+
+if __name__ == "__main__":
+    from minitui.widgets.alone import run_alone
+
+    run_alone(Occupancy)

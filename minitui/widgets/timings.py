@@ -1,0 +1,179 @@
+"""Timings: why slow? Percentiles by kind of step, the first token taken apart, the slowest step explained, and what
+host and device were doing in the last few steps."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.binding import Binding
+
+from minitui.theme import glyphs
+from minitui.view import StepRow, View
+from minitui.view.timing import KindStats, Timings, why_slow
+from minitui.widgets.base import LinePanel, Opened, Picture
+from minitui.widgets.rows import Row, Run, Runs, ms
+
+KINDS = (("decode only", "decode", "decode"), ("mixed", "mixed", "prefill"), ("prefill only", "prefill", "prefill-2"))
+LABEL = 13
+FIGURE = 8
+
+
+class StepTimings(LinePanel):
+    """Enter opens the slowest step."""
+
+    TITLE = "Timings"
+    BINDINGS: ClassVar = [Binding("enter", "open", "slowest step", show=False, id="timings.open")]
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        t = view.timings
+        rows = [self._head(width)]
+        rows += [self._kind(label, getattr(t, name), style, width) for label, name, style in KINDS]
+        rows.append(self._slowest(t, width))
+        rows.append(self._first_token(t, width))
+        if height >= 8:
+            rows += self._tracks(t, width)
+        title = f"Timings · ms, {t.steps:,} steps in {t.seconds:.0f} s" if t.steps else "Timings · ms"
+        return Picture(rows[:height], title=title, legend=self._legend(t) if height >= 8 else [])
+
+    def _legend(self, t: Timings) -> list[Run]:
+        g = glyphs()
+        if t.device_ms is None:
+            return []
+        return [
+            (g.busy, "hit"), (" plan, launch, commit  ", "dim"), (g.busy, "decode"), (" decode  ", "dim"),
+            (g.busy, "prefill"), (" with prefill", "dim"),
+        ]  # fmt: skip
+
+    def _head(self, width: int) -> Runs:
+        row = Row("kind of step", "dim").to(LABEL)
+        for i, name in enumerate(("p50", "p99", "max")):
+            row.right(name, LABEL + FIGURE * (i + 1), "dim")
+        return row.to(LABEL + FIGURE * 3 + 3).add("share of the time", "dim").done(width)
+
+    def _kind(self, label: str, stats: KindStats, style: str, width: int) -> Runs:
+        row = Row(label, "ink").to(LABEL)
+        at = LABEL
+        for value in (stats.p50, stats.p99, stats.worst):
+            at += FIGURE
+            row.right(ms(value) if stats.steps else glyphs().dash, at, "ink" if stats.steps else "dim")
+        row.to(at + 3)
+        room = width - row.width - 6
+        if room >= 4:
+            filled = round(stats.share * room)
+            if stats.share and not filled:
+                filled = 1
+            row.add(glyphs().busy * filled, style).add(glyphs().rule * (room - filled), "faint")
+            row.right(f"{100 * stats.share:.0f} %", width, "dim")
+        return row.done(width)
+
+    def _slowest(self, t: Timings, width: int) -> Runs:
+        row = Row("slowest", "dim").to(LABEL)
+        if t.slowest is None or t.slowest.wall_ms is None:
+            return row.add("no step has been timed yet", "dim").done(width)
+        row.add(f"{ms(t.slowest.wall_ms)} ms", "bold ink").add(f"  step {t.slowest.step:,}  ")
+        return row.add(why_slow(t.slowest, t), "prefill" if t.slowest.chunks else "ink").done(width)
+
+    def _first_token(self, t: Timings, width: int) -> Runs:
+        first, median = t.first_token, t.median_first
+        row = Row("first token", "dim").to(LABEL)
+        if first is None or median is None:
+            return row.add("none yet", "dim").done(width)
+        row.add(f"{ms(first.total_ms)} ms", "bold ink").add(f" r{first.request}", "ink").add(" = queue ", "dim")
+        row.add(ms(first.queue_ms)).add(" + prefill ", "dim").add(ms(first.prefill_ms))
+        row.add(" + sample ", "dim").add(ms(first.sample_ms))
+        tail = f"   median of {t.first_tokens}: {ms(median.total_ms)} ms"
+        if row.width + len(tail) <= width:
+            row.add(tail, "dim")
+        return row.done(width)
+
+    def _tracks(self, t: Timings, width: int) -> list[Runs]:
+        """Host and device over the last few steps, to one scale."""
+        host, device = Row("host", "dim").to(LABEL), Row("device", "dim").to(LABEL)
+        host_text = f" {ms(t.host_ms)} ms a step"
+        if t.device_ms is None:
+            host.add(f"{ms(t.host_ms)} ms a step: plan, launch and commit", "ink")
+            device.add("not measured apart: here the launch computes", "dim")
+            return [host.done(width), device.done(width)]
+        device_text = f" {ms(t.device_ms)} ms, {100 * t.device_busy:.0f} % busy"
+        room = width - LABEL - max(len(host_text), len(device_text)) - 1
+        steps = [row for row in t.recent if row.wall_ms is not None and row.ended is not None]
+        if room < 12 or not steps:
+            return [host.add(host_text.strip()).done(width), device.add(device_text.strip()).done(width)]
+        steps = steps[-max(2, room // 9) :]
+        above, below = _draw(steps, room)
+        host.extend(above).to(LABEL + room).add(host_text, "dim")
+        device.extend(below).to(LABEL + room).add(device_text, "dim")
+        return [host.done(width), device.done(width)]
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        if row == 4 and view.timings.slowest is not None:
+            view.select("step", view.timings.slowest.step)
+
+    def action_open(self) -> None:
+        view = self.view
+        if view is not None and view.timings.slowest is not None:
+            view.select("step", view.timings.slowest.step)
+            self.post_message(Opened("step", view.timings.slowest.step))
+
+
+def _draw(steps: list[StepRow], room: int) -> tuple[list[Run], list[Run]]:
+    """Both tracks, `room` cells wide. A step begins where its plan did; where steps overlap the tracks show it."""
+    spans = []
+    for row in steps:
+        end = (row.ended or 0.0) * 1e3
+        begin = end - (row.wall_ms or 0.0)
+        spans.append((begin, end, row))
+    origin, finish = spans[0][0], spans[-1][1]
+    # Pauses between steps (idle, slow motion) are cut to a fifth of a step, so that the steps stay comparable.
+    usual = sum(end - begin for begin, end, _ in spans) / len(spans)
+    shift, before, placed = 0.0, None, []
+    for begin, end, row in spans:
+        if before is not None and begin - before > usual / 5:
+            shift += begin - before - usual / 5
+        before = end
+        placed.append((begin - shift - origin, end - shift - origin, row))
+    total = max(finish - shift - origin, 1e-9)
+    scale = room / total
+    g = glyphs()
+    host, device = ["rule"] * room, ["rule"] * room
+
+    def fill(track: list[str], begin: float, end: float, style: str) -> None:
+        left = int(begin * scale)
+        right = max(left + 1, int(end * scale))
+        for x in range(max(0, left), min(room, right)):
+            track[x] = style
+
+    for begin, end, row in placed:
+        planned = (row.plan_ms or 0.0) + (row.launch_ms or 0.0)
+        style = "prefill" if row.chunks else "decode"
+        if row.device_ms is not None:
+            started = max(begin + planned - (row.launch_ms or 0.0) / 2, end - (row.commit_ms or 0.0) - row.device_ms)
+            fill(device, started, min(end, started + row.device_ms), style)
+            x = int(started * scale)
+            if 0 < x < room and device[x - 1] == style:
+                device[x - 1] = "edge-" + style
+        fill(host, begin, begin + planned, "hit")
+        fill(host, end - (row.commit_ms or 0.0), end, "hit")
+
+    def runs(track: list[str]) -> list[Run]:
+        out: list[Run] = []
+        for style in track:
+            if style == "rule":
+                piece = (g.rule, "faint")
+            elif style.startswith("edge-"):
+                piece = ("▌" if g.busy == "█" else "|", style[5:])
+            else:
+                piece = (g.busy, style)
+            if out and out[-1][1] == piece[1] and out[-1][0][-1] == piece[0]:
+                out[-1] = (out[-1][0] + piece[0], piece[1])
+            else:
+                out.append(piece)
+        return out
+
+    return runs(host), runs(device)
+
+
+if __name__ == "__main__":
+    from minitui.widgets.alone import run_alone
+
+    run_alone(StepTimings)

@@ -1,0 +1,134 @@
+"""Vitals: is it healthy? Six figures, each with its last quarter-seconds as a spark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from minitui.theme import glyphs
+from minitui.view import View
+from minitui.view.history import BUCKET
+from minitui.widgets.base import LinePanel, Picture
+from minitui.widgets.rows import Row, Runs, ms, number
+
+HIT_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Vital:
+    """A figure with its unit and history; `top` is the spark's full height, 0 for its own maximum."""
+
+    label: str
+    value: str
+    unit: str
+    series: Sequence[float]
+    style: str
+    top: float = 0.0
+
+
+def vitals(view: View, n: int) -> list[Vital]:
+    """The six, each with `n` buckets of history."""
+    rates, end = view.rates, view.bucket
+    board = view.board
+    cached = rates.series("cached", n + 20, end)
+    computed = rates.series("prefill", n + 20, end)
+    hits = rates.total("cached", HIT_SECONDS, end)
+    asked = hits + rates.total("prefill", HIT_SECONDS, end)
+    free, active, shared, _cached = board.counts
+    total = max(1, board.total)
+    last = view.timings.recent[-1].wall_ms if view.timings.recent else None
+    p50 = view.timings.decode.p50 or view.timings.mixed.p50 or view.timings.prefill.p50 or last
+    waiting = len(board.state.queue)
+    running = sum(r.state == "running" for r in board.state.requests.values())
+    return [
+        Vital("decode", number(rates.per_second("decode", 1.0, end)), "tok/s",
+              rates.series("decode", n, end) / BUCKET, "decode"),
+        Vital("prefill", number(rates.per_second("prefill", 1.0, end)), "tok/s",
+              rates.series("prefill", n, end) / BUCKET, "prefill"),
+        Vital("running", number(running), f"+{waiting} waiting", rates.series("running", n, end), "running"),
+        Vital("hit rate", number(100 * hits / asked, 1) if asked else glyphs().dash, "% of prompt tokens",
+              _rolling(cached, computed, n), "hit", top=1.0),
+        Vital("pool", number(100 * (total - free) / total, 1), f"% used, {100 * (active + shared) / total:.0f} % held",
+              rates.series("used", n, end), "pool", top=1.0),
+        Vital("step", ms(p50) if p50 else glyphs().dash, "ms median", rates.series("worst_ms", n, end), "step"),
+    ]  # fmt: skip
+
+
+def _rolling(cached: np.ndarray, computed: np.ndarray, n: int) -> list[float]:
+    """Hit rate of the five seconds that end with each bucket; where nothing was asked, the one before."""
+    values: list[float] = []
+    sums = np.cumsum(cached), np.cumsum(cached + computed)
+    before = 0.0
+    for i in range(len(cached) - n, len(cached)):
+        start = max(0, i - 20)
+        asked = sums[1][i] - sums[1][start]
+        before = (sums[0][i] - sums[0][start]) / asked if asked else before
+        values.append(before)
+    return values
+
+
+def spark(values: Sequence[float], top: float = 0.0) -> str:
+    """One character a value; zero is a space, the largest (or `top`) the full height."""
+    levels = glyphs().spark
+    top = top or max(values, default=0.0)
+    if top <= 0:
+        return " " * len(values)
+    most = len(levels) - 1
+    return "".join(" " if v <= 0 else levels[min(most, int(v / top * most + 0.5))] for v in values)
+
+
+class Vitals(LinePanel, can_focus=False):
+    """Six columns over two lines; where it is narrow and high enough, a framed column of three."""
+
+    TITLE = "Engine"
+    FRAME = "none"
+    DEFAULT_CSS = "Vitals { height: 2; }"
+
+    def framed(self, view: View, width: int, height: int) -> list[Runs]:
+        self.frame = "box" if height >= 5 else "none"
+        return super().framed(view, width, height)
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        if self.frame == "box":
+            return Picture(self._column(view, width, height), note=[("a bar is ¼ s", "dim")])
+        across = 6 if width >= 96 else 3
+        cell = width // across
+        chosen = vitals(view, cell - 2)
+        if across == 3:
+            chosen = [chosen[0], chosen[2], chosen[5]]
+        head, bars = Row(), Row()
+        for i, vital in enumerate(chosen):
+            at = i * cell + 1
+            room = cell - 2
+            head.to(at).extend(_head(vital, room))
+            bars.to(at).add(spark(vital.series, vital.top), vital.style)
+        return Picture([head.done(width), bars.done(width)])
+
+    def _column(self, view: View, width: int, height: int) -> list[Runs]:
+        chosen = vitals(view, width)
+        order = [chosen[0], chosen[3], chosen[5], chosen[2], chosen[4], chosen[1]][: max(1, height // 2)]
+        rows: list[Runs] = []
+        for vital in order:
+            rows.append(Row().extend(_head(vital, width)).done(width))
+            rows.append(Row(spark(vital.series, vital.top), vital.style).done(width))
+        return rows
+
+
+def _head(vital: Vital, room: int) -> Runs:
+    row = Row(vital.label, "dim")
+    unit = vital.unit
+    need = len(vital.label) + 1 + len(vital.value) + 1
+    if need + len(unit) > room:  # the unit's first word says enough
+        unit = unit.split(",")[0].split(" of")[0]
+    if need + len(unit) > room:
+        unit = unit.split()[0] if len(unit.split()[0]) < 6 else ""
+    row.to(9 if room >= 24 else row.width + 1).add(vital.value, "bold ink").add(" " + unit, "dim")
+    return row.done(room)
+
+
+if __name__ == "__main__":
+    from minitui.widgets.alone import run_alone
+
+    run_alone(Vitals)
