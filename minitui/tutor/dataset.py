@@ -26,7 +26,8 @@ class Item:
 
     names maps an aspect ("what", "why", "how") to names of the thing asked about; follow maps a kind of
     follow-up ("why", "example", "more") to the id of the item whose answer it gets; asked_next holds further
-    follow-ups, each a list of wordings and the id they lead to.
+    follow-ups, each a list of wordings and the id they lead to; concepts are groups of interchangeable phrases
+    of which a stranger's question is likely to hold some.
     """
 
     id: str
@@ -37,6 +38,7 @@ class Item:
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     follow: dict[str, str] = field(default_factory=dict)
     asked_next: tuple[tuple[tuple[str, ...], str], ...] = ()
+    concepts: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ def load_items() -> dict[str, Item]:
                 names={aspect: tuple(names) for aspect, names in row.get("names", {}).items()},
                 follow=row.get("follow", {}),
                 asked_next=tuple((tuple(asked), target) for asked, target in row.get("asked_next", ())),
+                concepts=tuple(tuple(group) for group in row.get("concepts", ())),
             )
     for item in items.values():
         for target in [*item.follow.values(), *(target for _, target in item.asked_next)]:

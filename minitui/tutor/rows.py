@@ -22,6 +22,7 @@ from minitui.tutor.wordings import Damage, Wordings, casing, expand, typos
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 OPENING_TOKENS = 24  # tokens of an answer kept where it is cut short
 MOST_TURNS = 8
+BPE_DROPOUT = 0.1
 FOLLOW_UP = {
     "why": ["why?", "why", "why is that?", "why so", "how come?", "but why", "and why?", "what is the reason?", "why tho",
             "why is it like that", "what for?", "why does it do that", "for what reason", "why would that be", "why that"],
@@ -79,6 +80,9 @@ class Conversations:
         self._system: list[str] = words["system"]
         self._common: list[str] = words["common"]
         self._tokenizer = tokenizer
+        # Merges left out at random: the model sees a word in other pieces, as a typo or an ending makes them.
+        self._rough = Tokenizer.from_str(tokenizer.to_str())
+        self._rough.model.dropout = BPE_DROPOUT
         self._start, self._end = (tokenizer.token_to_id(token) for token in ("<|im_start|>", "<|im_end|>"))
         self._answer_ids = {item.id: tokenizer.encode(item.answer).ids for item in items.values()}
         self._role_ids = {role: tokenizer.encode(role + "\n").ids for role in ("system", "user", "assistant")}
@@ -97,7 +101,7 @@ class Conversations:
         last: str | None = None
         for turn in range(turns):
             asked, answer = self._turn(last, rng)
-            self._say("user", self._encode(asked), ids, mask)
+            self._say("user", self._encode(asked, rng), ids, mask)
             answer_ids = self._answer_ids[answer]
             head = [self._start, *self._role_ids["assistant"]]
             ids += head
@@ -111,8 +115,8 @@ class Conversations:
             last = answer
         return ids, mask
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text).ids)
+    def _encode(self, text: str, rng: random.Random) -> list[int]:
+        return list((self._rough if rng.random() < 0.3 else self._tokenizer).encode(text).ids)
 
     def _say(self, role: str, content: list[int], ids: list[int], mask: list[int]) -> None:
         said = [self._start, *self._role_ids[role], *content, self._end, *self._newline]

@@ -55,10 +55,10 @@ class Shape:
 class Recipe:
     """How long and how hard to train."""
 
-    steps: int = 3000
-    rows: int = 96
-    length: int = 512
-    long_steps: int = 150  # at the end, with rows of long_length: so that long chats hold
+    steps: int = 6000
+    rows: int = 48
+    length: int = 1024
+    long_steps: int = 250  # at the end, with rows of long_length: so that long chats hold
     long_rows: int = 12
     long_length: int = 4096
     peak_rate: float = 2e-3
@@ -245,7 +245,7 @@ def train(network: Network, tokenizer: Tokenizer, shape: Shape, recipe: Recipe, 
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if step % 250 == 0 or step == steps - 1:
+            if step % 500 == 0 or step == steps - 1:
                 print(f"step {step} loss {loss.item():.4f} after {time.time() - began:.0f} s", flush=True)
     network.eval()
 

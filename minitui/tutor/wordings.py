@@ -21,6 +21,15 @@ STOP_WORDS = frozenset(
     "should will shall may might must have has had not no as by from into about if then than please tell explain "
     "just".split()
 )
+GLUE = (
+    "the a of for with to in and is are by when on that my its from it as be can one into at than while each"
+).split()
+OPENINGS = (
+    "what is it called when|which thing|which method|which part|which technique|how can|how do i|how does|how is|why|"
+    "why is|why does|what happens when|what if|is there a way|is it possible|can i|explain how|what makes|what is|which|"
+    "where|when|what|i want|i'd like|my|the|a|does|is|are|do|tell me how|what does it mean when|what decides|who|in which"
+    "|how come|what's the|so|for what|by what|give me||||||"
+).split("|")
 CHOICE = re.compile(r"\(([^()]*)\)")
 KEYBOARD = "qwertyuiop asdfghjkl zxcvbnm"
 ATTEMPTS = 12
@@ -31,11 +40,12 @@ class Damage:
     """How wordings are made and what a damaged one is worth. All values are probabilities."""
 
     hard: float = 0.4  # a wording loses and swaps words heavily
-    abstain: float = 0.3  # a heavily damaged wording is answered "I did not catch that"
+    abstain: float = 0.35  # a damaged wording, more if the damage is heavy, is answered "I did not catch that"
     synonym: float = 0.3  # each phrase of the table is replaced
     template: float = 0.25  # a wording comes from a generic template
     keywords: float = 0.12  # only the content words remain, in any order
     answer_span: float = 0.08  # a piece of the answer serves as the question
+    concepts: float = 0.25  # the question is put together from the item's concepts
     typo: float = 0.2
 
 
@@ -94,12 +104,12 @@ class Wordings:
     def draw(self, item: Item, rng: random.Random) -> tuple[str, bool]:
         """A wording of the item's question, and whether it is to be answered (or "not caught")."""
         for _ in range(ATTEMPTS):
-            text = self._source(item, rng)
-            hard = rng.random() < self._damage.hard
-            text = self._bend(text, hard, rng)
+            # 0 for a wording left alone; up to 1 for one that loses and swaps many of its words.
+            severity = rng.random() if rng.random() < self._damage.hard else 0.0
+            text = self._bend(self._source(item, rng), severity, rng)
             if text and not self._held_out.too_near(text):
-                answered = not (hard and item.kind in ("engine", "app") and rng.random() < self._damage.abstain)
-                return self._finish(text, rng), answered
+                doubtful = 2 * severity * self._damage.abstain if item.kind in ("engine", "app") else 0.0
+                return self._finish(text, rng), rng.random() >= doubtful
         return item.question, True
 
     def plain(self, item: Item, rng: random.Random) -> str:
@@ -118,7 +128,7 @@ class Wordings:
         """An input nobody could answer: word salad, unknown terms, keys hit at random, a question without its point."""
         kind = rng.random()
         if kind < 0.3 and self._unknown:
-            text = self._bend(self.fill(expand(rng.choice(self._unknown), rng), rng), rng.random() < 0.2, rng)
+            text = self._bend(self.fill(expand(rng.choice(self._unknown), rng), rng), 0.0, rng)
         elif kind < 0.45:
             size = rng.randint(3, 9)
             text = " ".join(rng.choice(rng.choice((self._domain, self._common))) for _ in range(size))
@@ -148,6 +158,8 @@ class Wordings:
             size = rng.randint(4, 10)
             start = rng.randrange(max(1, len(words) - size))
             return " ".join(words[start : start + size]).lower()
+        if item.concepts and rng.random() < self._damage.concepts:
+            return self._of_concepts(item.concepts, rng)
         text = self.fill(expand(rng.choice((item.question, *item.wordings)), rng), rng)
         if rng.random() < self._damage.keywords:
             content = content_words(text)
@@ -156,14 +168,26 @@ class Wordings:
             return " ".join(content) or text
         return text
 
+    def _of_concepts(self, concepts: tuple[tuple[str, ...], ...], rng: random.Random) -> str:
+        """A loose question from two or more groups: one phrase of each, joined by small words, under an opening."""
+        groups = rng.sample(concepts, rng.randint(2, len(concepts)))
+        if rng.random() < 0.6:
+            groups.sort(key=concepts.index)
+        words: list[str] = []
+        for group in groups:
+            if words and rng.random() < 0.6:
+                words += rng.sample(GLUE, rng.randint(1, 2))
+            words.append(rng.choice(group))
+        return f"{rng.choice(OPENINGS)} {' '.join(words)}".strip()
+
     def _template_of(self, name: str, aspect: str, rng: random.Random) -> str:
         return rng.choice(self._templates[aspect]).replace("{x}", name)
 
-    def _bend(self, text: str, hard: bool, rng: random.Random) -> str:
+    def _bend(self, text: str, severity: float, rng: random.Random) -> str:
         text = self._synonyms.replace(text.lower(), self._damage.synonym, rng)
         words = text.split()
-        if hard:
-            lost, foreign = rng.uniform(0.05, 0.35), rng.uniform(0.0, 0.35)
+        if severity:
+            lost, foreign = 0.4 * severity * rng.uniform(0.3, 1), 0.4 * severity * rng.uniform(0.3, 1)
         else:
             lost, foreign = (0.12, 0.03) if rng.random() < 0.4 else (0.0, 0.0)
         bent: list[str] = []
@@ -176,7 +200,7 @@ class Wordings:
             bent.append(word)
             if rng.random() < foreign * 0.25:
                 bent.append(rng.choice(self._common))
-        if len(bent) > 2 and rng.random() < (0.25 if hard else 0.05):
+        if len(bent) > 2 and rng.random() < (0.25 if severity else 0.05):
             cut = rng.randrange(1, len(bent))
             bent = bent[cut:] + bent[:cut]
         text = " ".join(bent)
