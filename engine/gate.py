@@ -93,28 +93,32 @@ class Gate:
     def _fulfilled(self, records: list[Record]) -> str:
         """What in these records fulfils the wait, as a phrase for the screen; empty if nothing does."""
         assert self._until is not None
-        for record in records:
-            kind = record[2]
-            if kind not in EVENTS[self._until]:
-                continue
-            if self._until == "prefill" and record[4]:
-                return f"step {record[3]} prefills r{record[4][0][0]}"
-            if self._until == "hit" and record[4] > 0:
-                return f"r{record[3]} took {record[4]} tokens from the tree"
-            if self._until == "slow" and record[7] > self._slower_than_ms:
-                return f"step {record[3]} took {record[7]:.1f} ms"
-            if self._until == "admission":
-                return f"r{record[3]} was admitted"
-            if self._until == "eviction":
-                return f"{record[4]} blocks of node {record[3]} were evicted"
-            if self._until == "preemption":
-                return f"r{record[3]} was preempted"
-            if self._until == "finish":
-                return f"r{record[3]} finished: {record[4]}"
-        return ""
+        causes = (fulfils(record, self._until, self._slower_than_ms) for record in records)
+        return next((cause for cause in causes if cause), "")
 
     def _set(self, state: str, reason: str) -> None:
         self._allowed, self._until = 0, None
         if state != self.state:
             self.state = state
             self._log.append("gate", state, reason)
+
+
+def fulfils(record: Record, event: str, slower_than_ms: float = 0.0) -> str:
+    """How this record fulfils a wait for `event` (a key of EVENTS), as a phrase for the screen; else nothing."""
+    if record[2] not in EVENTS[event]:
+        return ""
+    if event == "prefill" and record[4]:
+        return f"step {record[3]} prefills r{record[4][0][0]}"
+    if event == "hit" and record[4] > 0:
+        return f"r{record[3]} took {record[4]} tokens from the tree"
+    if event == "slow" and record[7] > slower_than_ms:
+        return f"step {record[3]} took {record[7]:.1f} ms"
+    if event == "admission":
+        return f"r{record[3]} was admitted"
+    if event == "eviction":
+        return f"{record[4]} blocks of node {record[3]} were evicted"
+    if event == "preemption":
+        return f"r{record[3]} was preempted"
+    if event == "finish":
+        return f"r{record[3]} finished: {record[4]}"
+    return ""

@@ -1,0 +1,195 @@
+"""What a recording keeps: everything, in order, readable from any keyframe on and when it was cut off."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.state import State
+from engine.types import SamplingParams
+from minitui.record import Recorder, RecordingSource
+from minitui.trace import LONGEST_PAUSE, PlayClock, TraceError, TraceReader
+from tests.fake_client import FakeSource
+from tests.golden import GOLDEN, INFO, make_engine, play, untimed
+
+
+@pytest.fixture(scope="module")
+def golden() -> TraceReader:
+    return TraceReader(GOLDEN)
+
+
+def test_the_scheduler_decides_as_it_did_when_the_golden_trace_was_recorded(golden: TraceReader) -> None:
+    engine = make_engine()
+    play(engine)
+    now = [untimed(record) for record in engine.log.drain()]
+    then = [untimed(record) for record in golden.records()]
+    for a, b in zip(now, then, strict=False):
+        assert a == b, "a decision has changed: if that is meant, write the golden trace anew (python -m tests.golden)"
+    assert len(now) == len(then)
+    kinds = {record[2] for record in then}
+    assert {"evict", "preempt", "match", "split", "extend", "wait", "finish", "hold"} <= kinds, (
+        "it must show everything"
+    )
+
+
+def test_the_fold_of_a_trace_is_the_state_of_the_engine(golden: TraceReader) -> None:
+    engine = make_engine()
+    play(engine)
+    assert golden.final_state().snapshot() == engine.snapshot()
+
+
+def test_every_step_can_be_found_and_equals_a_fold_from_the_beginning(golden: TraceReader) -> None:
+    assert len(golden.keyframes) >= 3
+    state = golden.part(0).state
+    expected: dict[int, object] = {}
+    for record in golden.records():
+        state.apply(record)
+        if record[2] == "time":
+            expected[record[3]] = state.snapshot()
+    assert golden.last_step == max(expected)
+    for step, snapshot in expected.items():
+        assert golden.state_at(step).snapshot() == snapshot, f"step {step}"
+
+
+def test_a_trace_is_small(golden: TraceReader) -> None:
+    records = sum(1 for _ in golden.records())
+    assert GOLDEN.stat().st_size / records < 40, "bytes a record, keyframes included"
+
+
+def record_golden(path: Path, keyframe_every: int = 300) -> State:
+    engine = make_engine()
+    recorder = Recorder(path, decode=lambda token: f"<{token}>".encode(), keyframe_every=keyframe_every)
+    recorder.begin(INFO, engine.snapshot())
+    play(engine)
+    recorder.feed(engine.log.drain())
+    recorder.close()
+    return State.from_snapshot(engine.snapshot())
+
+
+def test_a_trace_cut_off_anywhere_is_read_up_to_there(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.trace"
+    record_golden(whole)
+    data = whole.read_bytes()
+    all_records = [untimed(record) for record in TraceReader(whole).records()]
+    seen = []
+    for length in range(len(data) // 7, len(data), len(data) // 7):
+        cut = tmp_path / "cut.trace"
+        cut.write_bytes(data[:length])
+        reader = TraceReader(cut)
+        records = [untimed(record) for record in reader.records()]
+        assert records == all_records[: len(records)]
+        assert not reader.complete or len(records) == len(all_records)
+        reader.final_state()
+        seen.append(len(records))
+    assert seen == sorted(seen) and seen[-1] > len(all_records) // 2
+    assert TraceReader(whole).complete
+
+
+def test_a_damaged_end_does_not_hide_the_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "damaged.trace"
+    record_golden(path)
+    data = bytearray(path.read_bytes())
+    data[len(data) * 3 // 4 :] = b"\x00\xff" * (len(data) // 8)
+    path.write_bytes(bytes(data))
+    assert sum(1 for _ in TraceReader(path).records()) > 200
+
+
+def test_what_is_no_trace_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    with pytest.raises(TraceError, match="cannot be read"):
+        TraceReader(path)
+    path.write_text("hello")
+    with pytest.raises(TraceError, match="no minitui trace"):
+        TraceReader(path)
+    path.write_bytes(gzip.compress(b'{"a": 1}\n'))
+    with pytest.raises(TraceError, match="no header"):
+        TraceReader(path)
+    path.write_bytes(gzip.compress(json.dumps({"minitui_trace": 99, "info": {}}).encode() + b"\n"))
+    with pytest.raises(TraceError, match="version 99"):
+        TraceReader(path)
+    path.write_bytes(b"")
+    with pytest.raises(TraceError):
+        TraceReader(path)
+    with pytest.raises(TraceError, match="cannot be written"):
+        Recorder(tmp_path / "no" / "such" / "directory")
+
+
+def test_the_words_of_tokens_travel_with_the_trace_and_random_ones_are_called_random(tmp_path: Path) -> None:
+    path = tmp_path / "a.trace"
+    record_golden(path)
+    reader = TraceReader(path)
+    node = next(iter(n for n in reader.final_state().nodes.values() if n.ids))
+    assert reader.decode(node.ids[:2]) == f"<{node.ids[0]}><{node.ids[1]}>"
+    engine = make_engine()
+    recorder = Recorder(path)
+    recorder.begin({**INFO, "dummy_weights": True}, engine.snapshot())
+    recorder.close()
+    assert "random" in TraceReader(path).decode([1, 2, 3])
+
+
+def test_bookmarks_mark_the_first_of_each_kind_and_can_be_added(tmp_path: Path) -> None:
+    path = tmp_path / "a.trace"
+    record_golden(path)
+    reader = TraceReader(path)
+    assert {text.split(":")[0] for _, text in reader.bookmarks} >= {"first hit", "first eviction", "first preemption"}
+    step, text = next(mark for mark in reader.bookmarks if "preemption" in mark[1])
+    before, after = reader.state_at(step - 1), reader.state_at(step)
+    request = int(text.split(": r")[1].split()[0])
+    assert before.requests[request].state == "running" and after.requests[request].state != "running"
+    reader.add_bookmark(11, "here")
+    again = TraceReader(path)
+    assert (11, "here") in again.bookmarks and again.complete
+    assert [untimed(r) for r in again.records()] == [untimed(r) for r in reader.records()]
+
+
+def test_after_a_gap_nothing_is_written_until_a_snapshot_comes(tmp_path: Path) -> None:
+    engine = make_engine()
+    recorder = Recorder(tmp_path / "gap.trace")
+    recorder.begin(INFO, engine.snapshot())
+    play(engine)
+    records = engine.log.drain()
+    recorder.feed(records[:100])
+    recorder.feed(records[150:200])
+    assert recorder.waits_for_snapshot
+    state = State.from_snapshot(make_engine().snapshot())
+    state.apply_all(records[:200])
+    recorder.resume(state.snapshot())
+    recorder.feed(records[190:])  # what the snapshot knows already is skipped
+    recorder.close()
+    reader = TraceReader(tmp_path / "gap.trace")
+    assert [r[0] for r in reader.records()] == [*range(1, 101), *range(201, len(records) + 1)]
+    assert reader.final_state().snapshot() == engine.snapshot()
+
+
+def test_play_leaves_out_slow_motion_and_long_pauses() -> None:
+    clock = PlayClock(0.0, 0.0, State(8, 4, 16, 4))
+    due = [
+        clock.tell(record)
+        for record in (
+            (1, 60.0, "submit", 1, "", 4, 8),  # nothing to do for a minute
+            (2, 60.1, "pace", 10.0),
+            (3, 60.1, "step", 0, [], [], [], 1, 0),
+            (4, 60.2, "time", 0, 1, 1, 1, 100.0, None, "decode"),  # 0.1 s of work, stretched by 0.9 s
+            (5, 61.1, "step", 1, [], [], [], 1, 0),
+            (6, 61.2, "time", 1, 1, 1, 1, 100.0, None, "decode"),
+        )
+    ]
+    assert due == pytest.approx([LONGEST_PAUSE, 1.1, 1.1, 1.2, 1.2, 1.3])
+
+
+async def test_any_source_can_be_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "run.trace"
+    source = RecordingSource(FakeSource(), path)
+    await source.start(lambda progress: None)
+    stream = source.submit(list(range(60)), SamplingParams(max_tokens=5, ignore_eos=True), group="a")
+    async for _ in stream:
+        source.drain_records()
+    expected = await source.source.snapshot()
+    source.name_groups({"a": "1 paging"})
+    await source.close()
+    reader = TraceReader(path)
+    assert reader.complete and reader.info["num_blocks"] == 256 and reader.names == {"a": "1 paging"}
+    assert reader.final_state().snapshot() == expected
