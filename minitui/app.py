@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from textual import events
 from textual.app import App
+from textual.css.query import NoMatches
 from textual.binding import Binding, BindingType
 
 from engine.errors import EngineError
@@ -88,7 +89,8 @@ class MinituiApp(App[int]):
 
     def on_mount(self) -> None:
         self.set_interval(1 / self.settings.fps, self._frame)
-        self.run_worker(self._start(), group="start", exit_on_error=False)
+        # The first frame comes first: the engine's process competes for the same cores.
+        self.call_after_refresh(self.run_worker, self._start(), group="start", exit_on_error=False)
         if self._guard:
             loop = asyncio.get_running_loop()
             # The handler runs between two bytecodes, anywhere: it only asks the loop.
@@ -98,13 +100,15 @@ class MinituiApp(App[int]):
         self.progress = {"text": "starting the engine"}
         try:
             await (self.source.restart if again else self.source.start)(self._progressed)
-            self.chats.codec = await asyncio.to_thread(self._load_codec, self.source.info)
+            codec = await asyncio.to_thread(self._load_codec, self.source.info)
         except EngineError as error:
             self.progress = None
+            self.chats.cancel_all()  # nobody will answer what waits
             self._show_death("The engine could not start", str(error))
             return
         self.progress = None
-        self.view.ids_to_text = self.chats.codec.decode
+        self.chats.use(codec)
+        self.view.ids_to_text = codec.decode
         await self.feed.sync()
         gc.collect()
         gc.freeze()  # what stands now stays: later collections need not look at it
@@ -132,7 +136,8 @@ class MinituiApp(App[int]):
             self.view.frame(time.monotonic())
         for screen in reversed(self.screen_stack):  # under an overlay the screen goes on
             if isinstance(screen, (ChatScreen, InspectScreen)):
-                screen.paint(self.view)
+                with contextlib.suppress(NoMatches):  # it is being taken down
+                    screen.paint(self.view)
                 break
 
     @property
@@ -227,8 +232,8 @@ class MinituiApp(App[int]):
             cached, total = metrics["cached_tokens"], metrics["prompt_tokens"]
             size = self.source.info["block_size"]
             session.note = (
-                f"replayed: {cached:,} of {total:,} prompt tokens came from the cache, {cached // size} blocks of {size} "
-                f"shared; only {total - cached:,} were computed"
+                f"replayed: {cached:,} of {total:,} prompt tokens came from the cache: {cached // size} blocks of "
+                f"{size} were taken over, {total - cached:,} tokens computed"
             )
 
     def _died(self, error: str) -> None:

@@ -53,7 +53,7 @@ async def ask(
         finally:
             status.clear()
         chats = Chats(source, sampling=sampling)
-        chats.codec = await asyncio.to_thread(load, source.info)
+        chats.use(await asyncio.to_thread(load, source.info))
         session = chats.new(system)
         chats.send(session, question)
         message = session.messages[-1]

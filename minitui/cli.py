@@ -157,6 +157,36 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="As one JSON object
     print(json_module.dumps(found, indent=2) if json else "\n".join(report(found)))
 
 
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}  # bench has options of its own
+
+
+@app.command(context_settings=PASS_ON)
+def bench(context: typer.Context) -> None:
+    """Speed against the machine's own limits, measured in the same run (minitui bench --help)."""
+    from minitui.bench.command import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+@app.command()
+def verify(
+    model: Annotated[str | None, typer.Argument(help="As --model of chat. Default: the bundled model.")] = None,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Compare a checkpoint token for token with transformers (needs the extra "verify").
+
+    \b
+      minitui verify Qwen/Qwen3-0.6B
+      minitui verify ./Qwen3-8B --device cuda --dtype bfloat16
+    """
+    from minitui import tutor
+    from minitui.verify import verify as run
+
+    raise typer.Exit(run(model or str(tutor.model_dir()), dtype, device, json))
+
+
 @app.callback(invoke_without_command=True)
 def root(version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False) -> None:
     """Options of minitui itself."""

@@ -155,7 +155,7 @@ async def tell_plainly(
     try:
         await source.start(lambda progress: None)
         chats = Chats(source, sampling=sampling)
-        chats.codec = await asyncio.to_thread(load or load_codec, source.info)
+        chats.use(await asyncio.to_thread(load or load_codec, source.info))
         feed = Feed(source, View())
         await feed.sync()
         await demo.play(Stage(source, chats, feed, system, say, beat=beat))

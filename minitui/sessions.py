@@ -63,6 +63,10 @@ def continue_prompt(rendered: list[int], kept: list[int], codec: Codec) -> Promp
     text: a model may have spelled its answer in other tokens than the tokenizer would. The first piece that says
     something else ends it.
     """
+
+    def spell(piece: list[int]) -> str:
+        return codec.decode(piece, skip_special_tokens=False)
+
     ids: list[int] = []
     old, new = _pieces(kept, codec.special_ids), _pieces(rendered, codec.special_ids)
     for index, piece in enumerate(new):
@@ -70,22 +74,31 @@ def continue_prompt(rendered: list[int], kept: list[int], codec: Codec) -> Promp
             break
         if old[index] == piece:
             ids += piece
-        elif codec.decode(old[index]) == codec.decode(piece):
+        elif _control(old[index], piece, codec):
+            at = len(ids)
+            return Prompt(ids + _joined(new[index:]), at, at, "the template rewrites an earlier turn")
+        elif spell(old[index]) == spell(piece):
             ids += old[index]
-        elif index == len(old) - 1 and _continues(old[index], piece, codec):
+        elif index == len(old) - 1 and (rest := _rest(old[index], piece, spell)) is not None:
             # An answer cut short is the beginning of its piece: the rendering goes on after it.
-            ids += old[index]
-            rest = codec.decode(piece)[len(codec.decode(old[index])) :]
-            ids += _tail(piece, rest, codec)
-            return Prompt(ids + [i for later in new[index + 1 :] for i in later], kept=len(kept))
+            return Prompt(ids + old[index] + rest + _joined(new[index + 1 :]), kept=len(kept))
         else:
             at = len(ids) + _common(old[index], piece)
-            reason = _why(codec.decode(old[index]), codec.decode(piece), index)
-            return Prompt(ids + [i for later in new[index:] for i in later], at, at, reason)
+            reason = _why(spell(old[index]), spell(piece), index)
+            return Prompt(ids + _joined(new[index:]), at, at, reason)
     else:
         # Everything rendered was kept, and more was kept than rendered: a message was taken back.
         return Prompt(ids, len(ids))
-    return Prompt(ids + [i for later in new[len(old) :] for i in later], len(ids))
+    return Prompt(ids + _joined(new[len(old) :]), len(ids))
+
+
+def _joined(pieces: list[list[int]]) -> list[int]:
+    return [token for piece in pieces for token in piece]
+
+
+def _control(a: list[int], b: list[int], codec: Codec) -> bool:
+    """Is one of two different pieces a control token? Then no text can make them equal."""
+    return a[0] in codec.special_ids or b[0] in codec.special_ids
 
 
 def _pieces(ids: list[int], special: frozenset[int]) -> list[list[int]]:
@@ -105,19 +118,19 @@ def _pieces(ids: list[int], special: frozenset[int]) -> list[list[int]]:
     return pieces
 
 
-def _continues(old: list[int], new: list[int], codec: Codec) -> bool:
-    return codec.decode(new).startswith(codec.decode(old))
-
-
-def _tail(piece: list[int], rest: str, codec: Codec) -> list[int]:
-    """The last ids of `piece` that spell `rest`; empty when no token boundary lies there."""
+def _rest(old: list[int], piece: list[int], spell: Callable[[list[int]], str]) -> list[int] | None:
+    """The last ids of `piece`, which spell what follows the text of `old`; None if no token begins there."""
+    begun, whole = spell(old), spell(piece)
+    if not whole.startswith(begun):
+        return None
+    wanted = whole[len(begun) :]
     for start in range(len(piece), -1, -1):
-        text = codec.decode(piece[start:])
-        if text == rest:
+        text = spell(piece[start:])
+        if text == wanted:
             return piece[start:]
-        if len(text) > len(rest):
-            break
-    return []
+        if len(text) > len(wanted) + 4:  # half a character spells up to four marks
+            return None
+    return None
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
@@ -291,8 +304,14 @@ class Chats:
         self.store = store
         self.sampling = sampling or Sampling()
         self.sessions: list[Session] = []
-        self.codec: Codec | None = None  # set once the checkpoint is known
+        self.codec: Codec | None = None  # set by `use`, once the checkpoint is known
+        self._usable = asyncio.Event()
         self.on_end: Callable[[Session], None] = lambda session: None
+
+    def use(self, codec: Codec) -> None:
+        """The checkpoint's tokenizer is there: questions that wait for it go out."""
+        self.codec = codec
+        self._usable.set()
 
     # --- which there are
 
@@ -427,6 +446,7 @@ class Chats:
     async def _answer(self, session: Session, message: Message) -> None:
         try:
             await self.source.ready()
+            await self._usable.wait()
             # The template and a long prompt's encoding cost milliseconds: not on the loop that draws.
             prompt = await asyncio.to_thread(self.prompt, session)
             params = session.sampling.params(self.source.info.get("generation") or {})

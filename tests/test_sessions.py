@@ -29,7 +29,7 @@ SYSTEM = "You explain inference engines. " * 3
 async def chats_on(source: FakeSource, store: Store | None = None) -> Chats:
     await source.start(lambda progress: None)
     chats = Chats(source, store)
-    chats.codec = CODEC
+    chats.use(CODEC)
     return chats
 
 
@@ -83,6 +83,14 @@ def test_an_answer_cut_short_is_continued_by_the_template_behind_its_last_token(
     assert prompt.ids == rendered
     assert prompt.kept == len(kept)
     assert prompt.diverges_at is None
+
+
+def test_an_answer_cut_inside_a_character_is_spelled_anew():
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "half a 🫨"}]
+    rendered = CODEC.apply_chat_template(messages)
+    kept = [*CODEC.apply_chat_template(messages[:1]), *"half a 🫨".encode()[:-2]]
+    prompt = continue_prompt(rendered, kept, CODEC)
+    assert prompt.ids == rendered
 
 
 async def test_a_template_that_drops_thinking_says_where_the_turn_diverges_and_why():

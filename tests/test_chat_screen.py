@@ -1,0 +1,411 @@
+"""The chat screen, driven like a user drives it, over the scripted source."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+
+from minitui import theme
+from minitui.app import MinituiApp
+from minitui.screens.chat import ChatScreen
+from minitui.screens.dialogs import ChoiceDialog, DeathDialog, TextDialog
+from minitui.screens.help import HelpScreen
+from minitui.sessions import Chats
+from minitui.settings import Settings
+from minitui.store import Store
+from minitui.widgets.chrome import SessionStrip, StatusBar, TopBar
+from tests.fake_client import ByteCodec, FakeSource
+
+SYSTEM = "You explain inference engines. " * 3
+KNOWN = ["What is a block table?", "What is a radix tree?", "Why is decode slow?"]
+
+
+@contextlib.asynccontextmanager
+async def running(
+    source: FakeSource | None = None, size: tuple[int, int] = (120, 36), store: Store | None = None, **settings: Any
+) -> AsyncIterator[tuple[MinituiApp, Pilot[Any], ChatScreen]]:
+    source = source or FakeSource()
+    app = MinituiApp(
+        source, Chats(source, store), Settings(**settings), system=SYSTEM, known_questions=KNOWN, speaker="tutor",
+        load_codec=lambda info: ByteCodec(),
+    )  # fmt: skip
+    async with app.run_test(size=size) as pilot:
+        screen = app.screen
+        assert isinstance(screen, ChatScreen)
+        yield app, pilot, screen
+    theme.use_ascii(False)
+
+
+async def until(pilot: Pilot[Any], true: Callable[[], Any]) -> None:
+    for _ in range(400):
+        if true():
+            await pilot.pause(0.15)  # a frame, and the transcript's own beat
+            return
+        await pilot.pause(0.01)
+    raise AssertionError("it did not come about")
+
+
+async def type_text(pilot: Pilot[Any], text: str) -> None:
+    await pilot.press(*[{" ": "space", "/": "slash", "?": "question_mark"}.get(c, c) for c in text])
+
+
+async def ask(app: MinituiApp, pilot: Pilot[Any], text: str) -> None:
+    session = app.session
+    await type_text(pilot, text)
+    await pilot.press("enter")
+    await until(pilot, lambda: session.messages and not session.busy)
+
+
+async def test_a_question_is_answered_and_its_figures_stand_under_it():
+    async with running() as (app, pilot, screen):
+        await until(pilot, lambda: app.progress is None)
+        await ask(app, pilot, "What is a block table?")
+        text = screen.transcript.text
+        assert "you      What is a block table?" in text
+        assert "tutor    A block table maps positions to blocks." in text  # Markdown's stars are gone
+        assert "prompt tokens from cache" in text
+        assert "first token" in text
+        assert "block table ✓" in screen.query_one(SessionStrip).text
+
+
+async def test_a_question_typed_while_the_engine_loads_is_answered_when_it_is_there():
+    async with running(FakeSource(start_seconds=1.5)) as (app, pilot, screen):
+        await type_text(pilot, "early")
+        await pilot.press("enter")
+        await pilot.pause(0.15)
+        assert "waits for the engine" in screen.query_one(SessionStrip).text
+        await until(pilot, lambda: not app.session.busy)
+        assert app.session.state == "done"
+
+
+async def test_a_second_chat_with_the_same_system_prompt_shows_tokens_from_the_cache():
+    async with running() as (app, pilot, screen):
+        await ask(app, pilot, "What is a block table?")
+        await pilot.press("escape", "o")
+        assert len(app.chats.sessions) == 2
+        await ask(app, pilot, "And what is a radix tree?")
+        shared = 1 + len(f"system\n{SYSTEM.strip()}")
+        cached = app.session.messages[-1].metrics["cached_tokens"]
+        assert cached >= shared // 16 * 16
+        assert f"{cached} of " in screen.transcript.text.replace("\n", " ")
+
+
+async def test_one_key_replays_the_system_prompt_in_a_new_chat_and_tells_the_hit():
+    async with running() as (app, pilot, screen):
+        await until(pilot, lambda: app.progress is None)
+        await pilot.press("escape", "r")  # in an empty chat it asks there first
+        await until(pilot, lambda: not any(s.busy for s in app.chats.sessions))
+        assert len(app.chats.sessions) == 2
+        metrics = app.session.messages[-1].metrics
+        assert metrics["cached_tokens"] > 0
+        note = " ".join(screen.transcript.text.split())
+        assert f"replayed: {metrics['cached_tokens']} of {metrics['prompt_tokens']} prompt tokens came from the cache" in note
+
+
+async def test_completion_offers_what_the_model_knows():
+    async with running() as (app, pilot, screen):
+        await type_text(pilot, "what is a r")
+        await pilot.pause(0.1)
+        assert screen.completions.display
+        assert screen.prompt.suggestion == "adix tree?"
+        await pilot.press("tab")
+        assert screen.prompt.text == "What is a radix tree?"
+        await pilot.pause()
+        assert not screen.completions.display
+        screen.prompt.put("")
+        await type_text(pilot, "decode")  # in the middle of a question
+        await pilot.press("down", "enter")
+        assert screen.prompt.text == "Why is decode slow?"
+
+
+async def test_right_takes_the_ghost_text():
+    async with running() as (app, pilot, screen):
+        await type_text(pilot, "why")
+        await pilot.pause(0.05)
+        await pilot.press("right")
+        assert screen.prompt.text.lower() == "why is decode slow?"
+
+
+async def test_ctrl_j_breaks_the_line_and_up_brings_back_what_was_asked():
+    async with running() as (app, pilot, screen):
+        await type_text(pilot, "one")
+        await pilot.press("ctrl+j")
+        await type_text(pilot, "two")
+        assert screen.prompt.text == "one\ntwo"
+        await pilot.press("enter")
+        await until(pilot, lambda: not app.session.busy)
+        assert app.session.messages[0].text == "one\ntwo"
+        await pilot.press("up")
+        assert screen.prompt.text == "one\ntwo"
+
+
+async def test_letters_act_only_outside_the_prompt_and_the_footer_says_which():
+    async with running() as (app, pilot, screen):
+        await pilot.pause(0.1)
+        assert screen.query_one(StatusBar).text.startswith(" TYPING ")
+        await type_text(pilot, "of")
+        assert len(app.chats.sessions) == 1
+        await pilot.press("escape", "escape")  # the list, then the prompt
+        await pilot.pause(0.1)
+        assert screen.query_one(StatusBar).text.startswith(" KEYS ")
+        await pilot.press("o")
+        assert len(app.chats.sessions) == 2
+
+
+async def test_escape_cancels_the_answer_before_it_leaves_the_prompt():
+    async with running(FakeSource(lambda prompt: "y" * 3000, speed=0.002)) as (app, pilot, screen):
+        await type_text(pilot, "go on")
+        await pilot.press("enter")
+        await until(pilot, lambda: app.session.messages[-1].text)
+        await pilot.press("escape")
+        await until(pilot, lambda: not app.session.busy)
+        assert app.session.state == "cancelled"
+        assert screen.prompt.has_focus
+        assert "cancelled" in screen.transcript.text
+
+
+async def test_a_fork_and_one_prompt_to_all_chats():
+    async with running() as (app, pilot, screen):
+        await ask(app, pilot, "What is a block table?")
+        await pilot.press("escape", "f")
+        assert "fork of 1" in app.session.title
+        assert "forked from 1" in screen.transcript.text or await _shown(pilot, screen, "forked from 1")
+        await type_text(pilot, "/all and again")
+        await pilot.press("enter")
+        await until(pilot, lambda: not any(s.busy for s in app.chats.sessions))
+        assert [s.messages[-2].text for s in app.chats.sessions] == ["and again"] * 2
+        assert all(s.messages[-1].metrics["cached_tokens"] > 100 for s in app.chats.sessions)
+
+
+async def _shown(pilot: Pilot[Any], screen: ChatScreen, text: str) -> bool:
+    await until(pilot, lambda: text in screen.transcript.text)
+    return True
+
+
+async def test_rename_system_prompt_and_close_by_slash_commands():
+    async with running() as (app, pilot, screen):
+        for command in ("/rename paging", "/system Be brief.", "/new other", "/1"):
+            await type_text(pilot, command)
+            await pilot.press("escape")  # the list of commands
+            app.focus_prompt(command)
+            await pilot.press("enter")
+            await pilot.pause(0.05)
+        assert [(s.title, s.system) for s in app.chats.sessions] == [("paging", "Be brief."), ("other", SYSTEM)]
+        assert app.session is app.chats.sessions[0]
+        app.commands.run("close")
+        assert [s.title for s in app.chats.sessions] == ["other"]
+        app.commands.run("close")  # the last one makes room for a new one
+        assert [s.title for s in app.chats.sessions] == ["new chat"]
+
+
+async def test_dialogs_ask_and_escape_leaves_everything_as_it_was():
+    async with running() as (app, pilot, screen):
+        await pilot.press("escape", "e")
+        assert isinstance(app.screen, TextDialog)
+        await type_text(pilot, "mine")
+        await pilot.press("escape")
+        assert app.session.title == "new chat"
+        await pilot.press("e")
+        app.screen.query_one("Prompt").put("mine")
+        await pilot.press("enter")
+        assert app.session.title == "mine"
+        await pilot.press("a")
+        assert isinstance(app.screen, ChoiceDialog)
+        await type_text(pilot, "slow")
+        await pilot.press("enter")
+        await until(pilot, lambda: app.session.messages and not app.session.busy)
+        assert app.session.messages[0].text == "Why is decode slow?"
+
+
+async def test_every_command_is_in_the_help_with_its_key_and_in_the_palette():
+    from minitui.actions import ACTIONS, key_label
+
+    async with running(size=(120, 60)) as (app, pilot, screen):
+        await pilot.press("escape", "question_mark")
+        assert isinstance(app.screen, HelpScreen)
+        text = "\n".join(str(s.render()) for s in app.screen.query("Static"))
+        for action in ACTIONS:
+            assert action.id in text
+            assert not action.slash or f"/{action.slash}" in text
+            assert not action.key or key_label(action.key) in text
+        await pilot.press("escape", "colon")
+        assert isinstance(app.screen, ChoiceDialog)
+        await type_text(pilot, "fork this")
+        app.chats.send(app.session, "x")
+        await until(pilot, lambda: not app.session.busy)
+        await pilot.press("enter")
+        assert len(app.chats.sessions) == 2
+
+
+async def test_gate_step_pace_and_run_until_reach_the_engine():
+    source = FakeSource(lambda prompt: "y" * 400, speed=0.001)
+    async with running(source) as (app, pilot, screen):
+        await until(pilot, lambda: app.progress is None)
+        app.submit("go")
+        await until(pilot, lambda: app.session.messages[-1].text)
+        await pilot.press("escape")  # cancels
+        app.submit("again")
+        app.screen.set_focus(None)
+        await pilot.press("p")
+        await until(pilot, lambda: app.gated)
+        assert "GATED" in screen.query_one(TopBar).text
+        step = app.view.live.state.step
+        await pilot.press("n")
+        await until(pilot, lambda: app.view.live.state.step == step + 1)
+        await pilot.press("N")
+        await until(pilot, lambda: app.view.live.state.step == step + 11)
+        await pilot.press("less_than_sign")
+        await until(pilot, lambda: app.pace == 2)
+        await pilot.press("less_than_sign")
+        await until(pilot, lambda: app.pace == 5)
+        await pilot.press("greater_than_sign")
+        await until(pilot, lambda: app.pace == 2)
+        assert "slow motion" in screen.query_one(TopBar).text
+        app.commands.run_slash("/until finish")
+        await until(pilot, lambda: not app.session.busy)
+        await pilot.press("p")
+        await until(pilot, lambda: not app.gated)
+        verbs = [verb for verb, _ in source.calls]
+        assert verbs == ["pause", "step", "step", "pace", "pace", "pace", "run_until", "resume"]
+
+
+async def test_freezing_stops_the_picture_not_the_engine():
+    async with running(FakeSource(lambda prompt: "y" * 300, speed=0.001)) as (app, pilot, screen):
+        await until(pilot, lambda: app.progress is None)
+        await pilot.press("escape", "space")
+        assert app.feed.frozen
+        app.submit("go")
+        await until(pilot, lambda: not app.session.busy)  # the engine ran
+        assert app.view.live.state.step <= 0
+        assert app.feed.steps_behind >= 300
+        assert "steps behind" in screen.query_one(TopBar).text
+        await pilot.press("space")
+        await until(pilot, lambda: app.feed.backlog == 0)
+        assert app.view.live.state.step >= 300
+        assert app.feed.dropped == 0
+
+
+async def test_the_engines_death_is_told_and_one_key_starts_it_again():
+    source = FakeSource(lambda prompt: "y" * 2000, speed=0.002)
+    async with running(source) as (app, pilot, screen):
+        app.submit("go")
+        await until(pilot, lambda: app.session.messages[-1].text)
+        source.die("the engine process ended by signal SIGKILL")
+        await until(pilot, lambda: isinstance(app.screen, DeathDialog))
+        assert "SIGKILL" in "".join(str(s.render()) for s in app.screen.query("Static"))
+        assert "SIGKILL" in screen.transcript.text
+        await pilot.press("r")
+        await until(pilot, lambda: app.progress is None and source.error is None)
+        app.commands.run("retry")
+        await until(pilot, lambda: app.session.messages[-1].text)
+        assert app.view.live.state.step >= 0  # the panels live again, too
+
+
+async def test_an_engine_that_cannot_start_says_why():
+    async with running(FakeSource(start_error="there is not enough memory for this model")) as (app, pilot, screen):
+        await until(pilot, lambda: isinstance(app.screen, DeathDialog))
+        assert "not enough memory" in "".join(str(s.render()) for s in app.screen.query("Static"))
+        await pilot.press("q")
+    assert app.return_code == 1
+
+
+@pytest.mark.parametrize("size", [(80, 24), (99, 30), (100, 30), (160, 48), (200, 60)])
+async def test_the_screen_fits_every_size_and_keeps_what_matters(size):
+    async with running(size=size) as (app, pilot, screen):
+        await ask(app, pilot, "What is a block table?")
+        assert screen.has_class("-wide") == (size[0] >= 100)
+        assert bool(screen.query_one("#rail").display) == (size[0] >= 100)
+        assert bool(screen.query_one("#glance").display) == (size[0] < 100)
+        assert screen.transcript.size.height >= 8
+        assert screen.prompt.region.bottom <= size[1] - 1
+        assert max(len(line) for line in screen.transcript.text.splitlines()) <= screen.transcript.size.width
+        for panel in screen.query("LinePanel"):
+            if panel.display and panel.region.height and all(a.display for a in panel.ancestors_with_self if hasattr(a, "display")):
+                assert panel.region.right <= size[0]
+
+
+@pytest.mark.parametrize("name", ["minitui-dark", "minitui-light", "minitui-projector"])
+async def test_every_theme_draws_the_chat(name):
+    async with running(theme=name) as (app, pilot, screen):
+        await ask(app, pilot, "What is a block table?")
+        assert app.theme == name
+        ink = {segment.style.color.name for segment in screen.transcript.render_line(2) if segment.style and segment.style.color}
+        assert ink <= set(theme.COLOURS[name].values())
+
+
+async def test_ascii_mode_draws_only_ascii():
+    async with running(ascii=True) as (app, pilot, screen):
+        await ask(app, pilot, "What is a block table?")
+        for bar in screen.query("Bar"):
+            assert bar.text.isascii(), bar.text  # type: ignore[attr-defined]
+
+
+async def test_a_key_can_be_remapped_by_its_id():
+    async with running(keys={"new": "f8"}) as (app, pilot, screen):
+        await pilot.press("escape", "o")
+        assert len(app.chats.sessions) == 1
+        await pilot.press("f8")
+        assert len(app.chats.sessions) == 2
+
+
+async def test_every_binding_has_an_id_and_a_tooltip():
+    from textual.binding import Binding
+
+    for binding in MinituiApp.BINDINGS:
+        assert isinstance(binding, Binding)
+        assert binding.id
+        assert binding.tooltip
+
+
+async def test_leaving_keeps_the_answer_as_far_as_it_is(tmp_path: Path):
+    path = tmp_path / "chats.sqlite"
+    async with running(FakeSource(lambda prompt: "y" * 3000, speed=0.002), store=Store(path)) as (app, pilot, screen):
+        app.submit("go on")
+        await until(pilot, lambda: app.session.messages[-1].text)
+        await pilot.press("escape")
+        app.submit("once more")
+        await until(pilot, lambda: app.session.messages[-1].text)
+        app.commands.run("quit")
+    [kept] = Store(path).open_chats()
+    assert [m.state for m in kept.messages] == ["done", "cancelled", "done", "cancelled"]
+    assert kept.messages[-1].text.startswith("y")
+
+
+async def test_thinking_is_folded_and_unfolds():
+    async with running(FakeSource(lambda prompt: "<think>first this, then that</think>\n\nSo: yes.")) as (app, pilot, screen):
+        await ask(app, pilot, "why")
+        assert "thought for 4 words" in screen.transcript.text
+        assert "then that" not in screen.transcript.text
+        await pilot.press("escape", "t")
+        await until(pilot, lambda: "then that" in screen.transcript.text)
+        assert "So: yes." in screen.transcript.text
+
+
+async def test_a_chat_that_is_not_shown_costs_the_screen_nothing():
+    async with running(FakeSource(lambda prompt: "y" * 500, speed=0.001)) as (app, pilot, screen):
+        app.submit("go")
+        await pilot.press("escape")
+        app.select_session(app.chats.new(SYSTEM))
+        await pilot.pause(0.2)
+        before = screen.transcript.text
+        await until(pilot, lambda: app.chats.sessions[0].state in ("done", "cancelled"))
+        assert screen.transcript.text == before
+        app.select_session(app.chats.sessions[0])
+        await until(pilot, lambda: "go" in screen.transcript.text)
+
+
+async def test_unknown_commands_and_wrong_arguments_are_sentences():
+    async with running() as (app, pilot, screen):
+        for command, words in (
+            ("/nonsense", "no command"), ("/slow fast", "factor"), ("/go 9", "chats 1 to 1"), ("/theme pink", "no theme"),
+            ("/until never", "admission"), ("/set temperature hot", "temperature"), ("/s", "may be"), ("/step x", "number"),
+        ):  # fmt: skip
+            app.submit(command)
+            await pilot.pause(0.02)
+            shown = [n.message for n in app._notifications]
+            assert any(words in message for message in shown), (command, shown)
