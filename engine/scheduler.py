@@ -259,18 +259,11 @@ class Scheduler:
             # Cached blocks that it takes over are no longer there to be evicted.
             needed -= sum(1 for block in match.blocks if self.cache.allocator.holders(block))
         if self.running:
-            needed += self._watermark + self._promised()
+            # Those inside their prompt need not be counted: there is budget left only when they have all they need.
+            needed += self._watermark
         if needed > self.cache.available:
             return f"blocks: it needs {needed}, {self.cache.available} can be had"
         return ""
-
-    def _promised(self) -> int:
-        """Blocks that the prompts being prefilled will still need."""
-        return sum(
-            max(0, self.cache.blocks_for(len(r.ids)) - len(r.table))
-            for r in self.running
-            if not r.decoding
-        )
 
     def _sort_by_prefix(self) -> None:
         def cached(request: Request) -> int:

@@ -123,6 +123,21 @@ def test_eviction_takes_the_least_recently_used_leaf_first_and_by_its_tail() -> 
     assert sorted((n.keys[0][0], len(n.blocks)) for n in cache.tree.nodes.values() if n.parent) == [(10, 3), (30, 2)]
 
 
+def test_what_was_in_use_last_is_evicted_last_whenever_its_use_began() -> None:
+    cache = make_cache(9)
+    requests = []
+    for n, token in enumerate([10, 20]):
+        request = make_request(n, [token] * 6)
+        assert cache.grow(request, 6)
+        request.planned = request.committed = 6
+        cache.publish_committed(request)
+        requests.append(request)
+    for request in reversed(requests):  # the first to begin is the last to end
+        cache.release(request, cache.log.append("finish", request.id, "stop", 0))
+    cache.tree.evict(3, "test")
+    assert [n.keys[0][0] for n in cache.tree.nodes.values() if n.parent] == [10]
+
+
 def test_two_prompts_that_share_a_first_token_but_differ_inside_the_first_block_are_siblings() -> None:
     cache = make_cache(9)
     for n, ids in enumerate([[1, 2, 3], [1, 3, 3]]):

@@ -34,14 +34,14 @@ def run(engine: Engine, limit: int = 100_000) -> None:
 class Load:
     """Random arrivals, shared prefixes, aborts and failing steps, reproducible from a seed."""
 
-    def __init__(self, seed: int, overlap: bool, failures: bool = False) -> None:
+    def __init__(self, seed: int, delay: int, failures: bool = False) -> None:
         self.random = r = random.Random(seed)
         blocks, size = r.choice([6, 9, 16, 40, 120]), r.choice([1, 2, 4, 16])
         budget = r.choice([size, 2 * size, 16, 64, 512])
         self.engine = make_engine(
-            blocks, size, budget, r.choice([1, 3, 8, 32]), overlap,
-            policy=r.choice(["fcfs", "longest-prefix", "static"]), chunked_prefill=r.random() < 0.85,
+            blocks, size, budget, r.choice([1, 3, 8, 32]), policy=r.choice(["fcfs", "longest-prefix", "static"]), chunked_prefill=r.random() < 0.85,
         )  # fmt: skip
+        self.engine.delay = delay
         self.capacity = blocks * size
         self.prefixes = [[r.randrange(6) for _ in range(r.randrange(1, 40))] for _ in range(4)]
         self.requests: list[Request] = []
@@ -91,10 +91,11 @@ class Load:
             raise AssertionError("somebody starved")
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("seed", range(40))
-def test_any_schedule_gives_the_tokens_of_each_request_alone(seed: int, overlap: bool) -> None:
-    load = Load(seed, overlap)
+# Steps in flight when step() returns: 0 without overlap, 1 with it; 2 is what a pipeline would have.
+@pytest.mark.parametrize("delay", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(30))
+def test_any_schedule_gives_the_tokens_of_each_request_alone(seed: int, delay: int) -> None:
+    load = Load(seed, delay)
     load.run()
     for request in load.requests:
         assert request.finish_reason in ("stop", "length", "abort")
@@ -108,10 +109,10 @@ def test_any_schedule_gives_the_tokens_of_each_request_alone(seed: int, overlap:
     assert load.engine.cache.allocator.num_active == load.engine.cache.allocator.num_shared == 0
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("seed", range(20))
-def test_a_failing_step_fails_its_requests_and_nothing_else(seed: int, overlap: bool) -> None:
-    load = Load(seed, overlap, failures=True)
+@pytest.mark.parametrize("delay", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(15))
+def test_a_failing_step_fails_its_requests_and_nothing_else(seed: int, delay: int) -> None:
+    load = Load(seed, delay, failures=True)
     load.run()
     for request in load.requests:
         expected = alone(request.ids[: request.prompt_len], request.seed, 200, stop=request.stop_ids)
@@ -123,7 +124,7 @@ def test_a_failing_step_fails_its_requests_and_nothing_else(seed: int, overlap: 
 def test_a_replay_is_identical(seed: int) -> None:
     logs = []
     for _ in range(2):
-        load = Load(seed, overlap=True, failures=True)
+        load = Load(seed, delay=1, failures=True)
         kept = []
         append = load.engine.log.append
         load.engine.log.append = lambda kind, *f, a=append, k=kept: (k.append((kind, *f)), a(kind, *f))[1]  # type: ignore
@@ -206,9 +207,11 @@ def test_a_prompt_longer_than_the_budget_is_chunked_and_decodes_go_on() -> None:
     engine.step()
     engine.add_request([3] * 60, SamplingParams(max_tokens=2))
     before = len(first.ids)
+    engine.log.drain()
     for _ in range(4):
         engine.step()
     assert len(first.ids) == before + 4
+    assert [r[7] for r in engine.log.drain() if r[2] == "step"] == [16, 16, 16, 16], "not the whole budget, or more"
 
 
 def test_requests_that_reserve_max_tokens_they_do_not_use_do_not_fill_the_pool() -> None:
@@ -345,8 +348,7 @@ def test_rows_have_an_order_that_does_not_depend_on_hashes() -> None:
     assert plan is not None and plan.rows.tolist() == list(range(8))
 
 
-def test_admission_looks_beyond_the_step_at_what_running_prompts_still_need() -> None:
-    """Two long prompts, a small budget: the second waits for room instead of thrashing with the first."""
+def test_a_prompt_that_does_not_fit_beside_the_running_ones_waits_instead_of_thrashing() -> None:
     engine = make_engine(blocks=20, block_size=4, budget=8)
     first = engine.add_request([1] * 60, SamplingParams(max_tokens=2))
     second = engine.add_request([2] * 60, SamplingParams(max_tokens=2))
@@ -361,3 +363,53 @@ def test_a_queue_that_is_full_refuses_with_the_number() -> None:
         engine.add_request([1], SamplingParams())
     with pytest.raises(InvalidRequest, match="2 requests are waiting"):
         engine.add_request([1], SamplingParams())
+
+
+@pytest.mark.parametrize("with_a_stranger", [False, True])
+def test_who_shares_blocks_of_a_step_that_fails_later_is_requeued_and_answers_as_if_nothing_had_happened(
+    with_a_stranger: bool,
+) -> None:
+    """Step 0 fails when it is committed; step 1, which built on it, is in flight by then: its work is void."""
+    engine = make_engine(blocks=64, block_size=4, overlap=True)
+    runner = engine.runner
+    assert isinstance(runner, SimulatedRunner)
+
+    def fail_step_0(plan: object) -> None:
+        if plan.step == 0:  # type: ignore[attr-defined]
+            runner.slots[:] = -9  # and what it wrote is garbage
+            raise RuntimeError("the simulated device failed")
+
+    runner.on_wait = fail_step_0
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    leader = engine.add_request(prompt, SamplingParams(max_tokens=5, seed=1))
+    engine.step()
+    follower = engine.add_request([*prompt, 3], SamplingParams(max_tokens=6, seed=2, ignore_eos=True))
+    stranger = engine.add_request([9, 9], SamplingParams(max_tokens=1, seed=3)) if with_a_stranger else None
+    engine.step()
+    assert leader.finish_reason.startswith("error: RuntimeError")
+    assert follower.in_flight == 0 and any(record[2] == "requeue" for record in engine.log.drain())
+    engine.check()
+    run(engine)
+    assert follower.output_ids == alone([*prompt, 3], 2, 6) and follower.finish_reason == "length"
+    if stranger is not None:
+        assert stranger.output_ids == alone([9, 9], 3, 1)
+
+
+def test_a_row_that_sits_a_step_out_leaves_the_decoding_set_and_returns() -> None:
+    """Under a grammar a token must be seen before the next is drawn: with overlap, every other step."""
+
+    class Anything:
+        def advance(self, token: int) -> bool:
+            return False
+
+    engine = make_engine(overlap=True)
+    state = State.from_snapshot(engine.snapshot())
+    constrained = engine.add_request([1, 2, 3], SamplingParams(max_tokens=6, seed=1, ignore_eos=True))
+    constrained.grammar = Anything()
+    free = engine.add_request([4, 5, 6], SamplingParams(max_tokens=12, seed=2, ignore_eos=True))
+    for _ in range(40):
+        engine.step()
+        state.apply_all(engine.log.drain())
+        assert state.snapshot() == engine.snapshot()
+    assert constrained.output_ids == alone([1, 2, 3], 1, 6) and free.output_ids == alone([4, 5, 6], 2, 12)
+    assert engine.runner.steps < 20  # type: ignore[attr-defined]
