@@ -43,6 +43,10 @@ class StepRunner(Protocol):
     block_size: int
     vocab_size: int
 
+    @property
+    def synchronous(self) -> bool:
+        """A step is over when `launch` returns: device time is part of the launch."""
+
     def launch(self, plan: StepPlan) -> Launched: ...
 
 
@@ -167,8 +171,11 @@ class Engine:
         prefills = len(plan.requests) - plan.num_decodes
         kind = "decode" if not prefills else "mixed" if plan.num_decodes else "prefill"
         commit_s = time.perf_counter() - arrived
+        launch_s = step.launch_s
+        if self.runner.synchronous and result.device_ms is not None:
+            launch_s -= result.device_ms / 1e3  # what is left is the host's own part
         self.log.append(
-            "time", plan.step, round(step.plan_s * 1e6), round(step.launch_s * 1e6), round(commit_s * 1e6),
+            "time", plan.step, round(step.plan_s * 1e6), round(launch_s * 1e6), round(commit_s * 1e6),
             round(wall * 1e3, 3), result.device_ms, kind,
         )  # fmt: skip
         self.gate.committed(wall)

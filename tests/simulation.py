@@ -15,6 +15,8 @@ from engine.types import StepPlan, StepResult
 
 
 class SimulatedRunner:
+    synchronous = True
+
     def __init__(self, num_blocks: int, block_size: int, max_rows: int, vocab_size: int = 50, max_blocks: int = 4096):
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
         self.table = np.full((max_rows, max_blocks), -1, np.int64)
