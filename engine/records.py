@@ -49,7 +49,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "gate": ("state", "reason"),  # "open" | "closed", and why
     "pace": ("factor",),  # slow motion: every step stretched by this factor (1: off)
     # --- timings, not part of the state
-    "time": ("step", "plan_us", "launch_us", "commit_us", "wall_ms", "device_ms", "kind"),  # kind: decode | prefill |
+    "time": ("step", "plan_us", "launch_us", "commit_us", "wall_ms", "device_ms", "work"),  # work: decode | prefill |
     #   mixed; wall: from plan to commit without the stretch of slow motion; device_ms: None when unknown
     "first": ("request", "queue_ms", "prefill_ms", "sample_ms"),  # its first token: the three add up to TTFT
 }
@@ -61,7 +61,7 @@ class RecordLog:
     `limit` bounds what is kept when nobody drains: the oldest are dropped, and a reader sees it from the gap in `seq`.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, limit: int = 200_000) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, limit: int = 50_000) -> None:
         self.seq = 0  # of the last record
         self._clock = clock
         self._origin = clock()

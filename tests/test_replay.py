@@ -127,7 +127,10 @@ async def test_it_runs_until_something_happens_and_says_what(event: str) -> None
     await player.source.control("run_until", predicate={"event": event})
     await player.run(0.2)
     assert player.state.gate == "closed" and player.view.gate_reason
-    kinds = {"preemption": "preempt", "eviction": "evict", "hit": "match", "finish": "finish", "admission": "admit", "prefill": "step"}  # fmt: skip
+    kinds = {
+        "preemption": "preempt", "eviction": "evict", "hit": "match", "finish": "finish", "admission": "admit",
+        "prefill": "step",
+    }  # fmt: skip
     trace, first = player.source.trace, None
     last_step = -1
     for record in trace.records():

@@ -1,0 +1,32 @@
+"""A recording in other formats: Perfetto's JSON, plain JSON, a narration in Markdown, a screen as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from minitui.export.markdown import write_markdown
+from minitui.export.perfetto import write_perfetto
+from minitui.export.plain import write_json
+from minitui.trace import TraceError, TraceReader
+
+WRITERS: dict[str, tuple[str, Callable[[TraceReader, Path], None]]] = {
+    "perfetto": (".perfetto.json", write_perfetto),
+    "json": (".json", write_json),
+    "md": (".md", write_markdown),
+}
+FORMATS = (*WRITERS, "svg")
+
+
+def export(trace: str | Path, kind: str, out: str | Path | None = None) -> Path:
+    """Write `trace` as perfetto, json or md beside it, or to `out`; returns the file. TraceError says what failed."""
+    if kind not in WRITERS:
+        raise TraceError(f"a trace cannot be exported as {kind!r}: there are {', '.join(FORMATS)}")
+    suffix, write = WRITERS[kind]
+    reader = TraceReader(trace)
+    path = Path(out) if out is not None else reader.path.with_name(reader.path.name.split(".")[0] + suffix)
+    try:
+        write(reader, path)
+    except OSError as error:
+        raise TraceError(f"{path} cannot be written: {error.strerror}; name another file with --out") from None
+    return path

@@ -1,0 +1,108 @@
+"""A trace told in Markdown: what ran, in figures, and then step by step what was decided and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from minitui.tail import Line, Teller
+from minitui.trace import TraceReader
+from minitui.view import View
+from minitui.view.lanes import Lane
+
+LINES_AT_MOST = 4000  # a narration is for reading
+
+
+def write_markdown(reader: TraceReader, path: Path) -> None:
+    """Write the narration; the figures are counted from the records."""
+    view = View()
+    view.ids_to_text = reader.decode
+    view.group_names = reader.names
+    view.reset(reader.part(0).snapshot)
+    teller = Teller(view)
+    lanes: dict[int, Lane] = {}
+    lines: list[Line] = []
+    for line in teller.tell(reader.records()):
+        lines.append(line)
+        lanes.update(view.lanes.lanes)
+    lines += teller.rest()
+    lanes.update(view.lanes.lanes)
+    text = [*_head(reader), *_figures(reader, lanes), *_requests(view, lanes), *_story(reader, lines)]
+    path.write_text("\n".join(text) + "\n", encoding="utf-8")
+
+
+def _head(reader: TraceReader) -> list[str]:
+    info = reader.info
+    where = f"{info.get('model', 'a model')} on {info.get('device', 'a device')}"
+    pool = f"{info.get('num_blocks', '?'):,} blocks of {info.get('block_size', '?')} tokens"
+    head = [f"# {where}", "", f"Recorded {reader.header['recorded']}, {reader.seconds:.1f} s; {pool}."]
+    if reader.header["random_text"]:
+        head += ["", "The weights were random, and so was every text: this recording shows schedules, not answers."]
+    if not reader.complete:
+        head += ["", "The recording was cut off."]
+    return head
+
+
+def _figures(reader: TraceReader, lanes: dict[int, Lane]) -> list[str]:
+    computed = cached = decoded = steps = evicted = preemptions = 0
+    for record in reader.records():
+        kind = record[2]
+        if kind == "step":
+            prefill = sum(chunk[2] for chunk in record[4])
+            steps, computed, decoded = steps + 1, computed + prefill, decoded + record[7] - prefill
+        elif kind == "match":
+            cached += record[4]
+        elif kind == "evict":
+            evicted += record[4]
+        elif kind == "preempt":
+            preemptions += 1
+    asked = cached + computed
+    rows = [
+        ("steps", f"{steps:,}"),
+        ("requests", f"{len(lanes):,}"),
+        ("prompt tokens computed", f"{computed:,}"),
+        ("prompt tokens from the cache", f"{cached:,}" + (f" ({cached / asked:.0%})" if asked else "")),
+        ("tokens decoded", f"{decoded:,}"),
+        ("blocks evicted", f"{evicted:,}"),
+        ("preemptions", f"{preemptions:,}"),
+    ]
+    return ["", "| | |", "|---|---:|", *(f"| {name} | {value} |" for name, value in rows)]
+
+
+def _requests(view: View, lanes: dict[int, Lane]) -> list[str]:
+    if not lanes:
+        return []
+    head = [
+        "", "## Requests", "",
+        "| request | chat | prompt | from the cache | first token | reply | end |",
+        "|---|---|---:|---:|---:|---:|---|",
+    ]  # fmt: skip
+    rows = []
+    for lane in sorted(lanes.values(), key=lambda lane: lane.id):
+        first = f"{sum(lane.ttft):,.1f} ms" if lane.ttft else ""
+        end = lane.finish_reason or "still running"
+        if lane.preemptions:
+            end += f", preempted {lane.preemptions}×"
+        cells = (
+            f"r{lane.id}", _cell(view.group_name(lane.group)), f"{lane.prompt_tokens:,}", f"{lane.cached_tokens:,}",
+            first,
+            f"{lane.output_tokens:,}", _cell(end),
+        )  # fmt: skip
+        rows.append(f"| {' | '.join(cells)} |")
+    return head + rows
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _story(reader: TraceReader, lines: list[Line]) -> list[str]:
+    marks = list(reader.bookmarks)
+    out = ["", "## What happened", ""]
+    for line in lines[:LINES_AT_MOST]:
+        while marks and marks[0][0] <= line.step:
+            out.append(f"\n**{marks.pop(0)[1]}**\n")
+        where = "" if line.kind == "steps" else f"step {line.step:,}: "
+        out.append(f"- {line.t:.2f} s, {where}{_cell(line.text)}")
+    if len(lines) > LINES_AT_MOST:
+        out.append(f"\n… and {len(lines) - LINES_AT_MOST:,} lines more: `minitui tail` tells them all.")
+    return out

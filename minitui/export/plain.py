@@ -1,0 +1,27 @@
+"""A trace as one JSON object with every field named, for other programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from engine.records import as_dict
+from minitui.trace import TraceReader
+
+
+def write_json(reader: TraceReader, path: Path) -> None:
+    """{"header", "complete", "bookmarks", "chats", "start": snapshot, "records": [{"seq", "t", "kind", ...}]}."""
+    head = {
+        "header": reader.header,
+        "complete": reader.complete,
+        "bookmarks": [{"step": step, "text": text} for step, text in reader.bookmarks],
+        "chats": reader.names,
+        "start": reader.part(0).snapshot,
+    }
+    with path.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(head, ensure_ascii=False)[:-1])
+        file.write(', "records": [')
+        for i, record in enumerate(reader.records()):
+            file.write(",\n" if i else "\n")
+            file.write(json.dumps(as_dict(record), ensure_ascii=False))
+        file.write("\n]}\n")

@@ -1,0 +1,178 @@
+"""What a trace is exported to, opened by a parser of its format."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.records import FIELDS
+from minitui.export import export
+from minitui.export.perfetto import DEVICE, HOST, REQUESTS
+from minitui.tail import Teller, tail_trace
+from minitui.trace import TraceError, TraceReader
+from minitui.view import View
+from tests.fake_client import FakeSource
+from tests.golden import GOLDEN
+
+
+@pytest.fixture(scope="module")
+def perfetto(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    path = export(GOLDEN, "perfetto", tmp_path_factory.mktemp("export") / "golden.json")
+    events = json.loads(path.read_text())["traceEvents"]
+    assert all(set(event) >= {"ph", "pid", "name"} for event in events)
+    return events
+
+
+def tracks(events: list[dict[str, Any]]) -> dict[tuple[int, int], list[dict[str, Any]]]:
+    out = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            out[event["pid"], event["tid"]].append(event)
+    return out
+
+
+def test_slices_of_a_track_nest_and_none_overlap(perfetto: list[dict[str, Any]]) -> None:
+    found = tracks(perfetto)
+    assert len([key for key in found if key[0] == REQUESTS]) > 20 and found[HOST, 1]
+    for key, slices in found.items():
+        stack: list[float] = []
+        before = -1.0
+        for piece in slices:  # in the file's order: by time, a parent before what it holds
+            begin, end = piece["ts"], piece["ts"] + piece["dur"]
+            assert piece["dur"] > 0 and begin >= before, f"{key}: {piece} is out of order"
+            before = begin
+            while stack and stack[-1] <= begin + 0.002:
+                stack.pop()
+            assert not stack or end <= stack[-1] + 0.002, f"{key}: {piece} reaches out of what holds it"
+            stack.append(end)
+
+
+def test_each_request_has_a_lane_from_its_submission_to_its_end(perfetto: list[dict[str, Any]]) -> None:
+    reader = TraceReader(GOLDEN)
+    records = list(reader.records())
+    submitted = {record[3]: record for record in records if record[2] == "submit"}
+    ended = {record[3]: record for record in records if record[2] == "finish"}
+    lanes = {key[1]: slices for key, slices in tracks(perfetto).items() if key[0] == REQUESTS}
+    names = {e["tid"]: e["args"]["name"] for e in perfetto if e["name"] == "thread_name" and e["pid"] == REQUESTS}
+    assert lanes.keys() == submitted.keys() == names.keys()
+    chunks = defaultdict(int)
+    for record in records:
+        if record[2] == "step":
+            for id, _, n, _ in record[4]:
+                chunks[id] += n
+    for id, slices in lanes.items():
+        whole = slices[0]
+        assert whole["name"] == names[id] and whole["args"]["prompt tokens"] == submitted[id][5]
+        if id in ended:
+            assert whole["args"]["end"] == ended[id][4] and whole["args"]["output tokens"] == ended[id][5]
+        drawn = sum(piece["args"]["tokens"] for piece in slices if piece["name"].startswith("prefill"))
+        assert drawn <= chunks[id]
+    total = sum(p["args"]["tokens"] for s in lanes.values() for p in s if p["name"].startswith("prefill"))
+    assert total > 0.8 * sum(chunks.values()), "a chunk is left out only where its request ended with it"
+
+
+def test_host_stages_are_in_order_and_apart_from_the_device(tmp_path: Path) -> None:
+    found = tracks(json.loads(export(GOLDEN, "perfetto", tmp_path / "a.json").read_text())["traceEvents"])
+    host = found[HOST, 1]
+    by_step: dict[int, list[str]] = defaultdict(list)
+    for piece in host:
+        by_step[piece["args"]["step"]].append(piece["name"])
+    order = ["plan", "launch", "wait for the device", "commit"]
+    assert len(by_step) > 100
+    for names in by_step.values():
+        assert names == [name for name in order if name in names]
+    assert (DEVICE, 1) not in found, "the simulated device does not tell its time, so nothing is drawn for it"
+
+
+async def test_the_device_is_drawn_where_its_time_is_known(tmp_path: Path) -> None:
+    from minitui.record import Recorder
+
+    path = tmp_path / "device.trace"
+    recorder = Recorder(path)
+    source = FakeSource()
+    await source.start(lambda progress: None)
+    recorder.begin({"model": "m", "device": "gpu"}, await source.snapshot())
+    recorder.feed(
+        [
+            (1, 1.0, "submit", 1, "a", 8, 20),
+            (2, 1.001, "admit", 1, 0, "new"),
+            (3, 1.002, "alloc", 1, [1]),
+            (4, 1.003, "step", 0, [(1, 0, 8, True)], [], [], 8, 0),
+            (5, 1.006, "step", 1, [], [1], [], 1, 0),  # planned while step 0 runs
+            (6, 1.010, "time", 0, 100, 200, 300, 6.5, 6.0, "prefill"),
+            (7, 1.013, "time", 1, 100, 200, 300, 3.0, 2.5, "decode"),
+        ]
+    )
+    recorder.close()
+    found = tracks(json.loads(export(path, "perfetto").read_text())["traceEvents"])
+    assert [p["dur"] for p in found[DEVICE, 1]] == pytest.approx([6000, 2500])
+    host, device = found[HOST, 1], found[DEVICE, 1]
+    plan = next(p for p in host if p["name"] == "plan" and p["args"]["step"] == 1)
+    assert device[0]["ts"] < plan["ts"] < device[0]["ts"] + device[0]["dur"], "planned while the step before ran"
+
+
+def test_json_names_every_field_of_every_record(tmp_path: Path) -> None:
+    whole = json.loads(export(GOLDEN, "json", tmp_path / "a.json").read_text())
+    records = list(TraceReader(GOLDEN).records())
+    assert whole["complete"] and len(whole["records"]) == len(records)
+    for named, record in zip(whole["records"], records, strict=True):
+        assert named["seq"] == record[0] and set(named) == {"seq", "t", "kind", *FIELDS[named["kind"]]}
+
+
+def test_the_narration_tells_every_decision_and_counts_what_was_recorded(tmp_path: Path) -> None:
+    text = export(GOLDEN, "md", tmp_path / "a.md").read_text()
+    records = list(TraceReader(GOLDEN).records())
+    cached = sum(r[4] for r in records if r[2] == "match")
+    computed = sum(chunk[2] for r in records if r[2] == "step" for chunk in r[4])
+    assert f"| prompt tokens computed | {computed:,} |" in text
+    assert f"| prompt tokens from the cache | {cached:,} ({cached / (cached + computed):.0%}) |" in text
+    assert text.count("queues again") >= sum(1 for r in records if r[2] == "preempt")
+    assert "**first preemption" in text
+    for record in records:
+        if record[2] == "submit":
+            assert f"| r{record[3]} |" in text
+
+
+def test_tail_tells_each_step_once_and_each_decision(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tail_trace(str(GOLDEN), print) == 0
+    out = capsys.readouterr().out
+    records = list(TraceReader(GOLDEN).records())
+    told: list[int] = []
+    for line in out.splitlines():
+        _, _, rest = line.partition(" s  ")
+        if rest.startswith("steps "):
+            first, last = rest.split("  ")[0].removeprefix("steps ").split(" to ")
+            told += range(int(first), int(last) + 1)
+        elif " tokens · " in rest and " of 24 tokens" in rest:
+            told.append(int(rest.split()[1]))
+    assert told == [r[3] for r in records if r[2] == "time"]
+    assert out.count("eviction:") == sum(1 for r in records if r[2] == "evict")
+    assert out.count("end of r") == sum(1 for r in records if r[2] == "finish")
+    assert out.isprintable() or "\x1b" not in out
+
+
+def test_lines_do_not_depend_on_how_records_arrive() -> None:
+    reader = TraceReader(GOLDEN)
+    records = list(reader.records())
+
+    def told(batch: int) -> list[str]:
+        view = View()
+        view.reset(reader.part(0).snapshot)
+        teller = Teller(view)
+        lines = []
+        for i in range(0, len(records), batch):
+            lines += [str(line) for line in teller.tell(records[i : i + batch])]
+        return lines + [str(line) for line in teller.rest()]
+
+    assert told(1) == told(7) == told(len(records))
+
+
+def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="perfetto, json, md"):
+        export(GOLDEN, "gif")
+    with pytest.raises(TraceError, match="cannot be written"):
+        export(GOLDEN, "json", tmp_path / "no" / "x.json")
