@@ -406,4 +406,6 @@ class Scheduler:
             clock = self.log.append("requeue", request.id, f"step {plan.step} failed, and it shared its blocks")
             self._requeue(request, clock)
         self.cache.tree.withdraw(plan.step, doomed)
+        for request in self.running:
+            self.cache.resend_table(request)  # the plan's changes may not have reached the device
         return emitted

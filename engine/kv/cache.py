@@ -96,6 +96,10 @@ class KVCache:
         self.log.append("alloc", request.id, blocks)
         return True
 
+    def resend_table(self, request: Request) -> None:
+        """Let the next plan carry the request's whole table again."""
+        self._changed(request, 0, len(request.table))
+
     def _changed(self, request: Request, start: int, end: int) -> None:
         for column in range(start, end):
             self.table_changes[request.row, column] = request.table[column]

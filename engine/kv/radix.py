@@ -18,11 +18,13 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from engine.kv.allocator import BlockAllocator
 from engine.records import RecordLog
 
 Key = tuple[int, ...]  # the token ids of one block
+RIVALS = 64  # siblings compared with a block that missed, to say at which token it differs
 GHOSTS = 8192  # evicted prefixes remembered, so that a miss can say when it was a hit
 
 
@@ -114,7 +116,7 @@ class RadixTree:
         step = self._ghosts.get(hash((end, key)))
         if step is not None:
             return Match(node, part, n, blocks, "evicted", step)
-        rivals = [part.keys[n]] if part is not None else list(node.children)[:256]
+        rivals = [part.keys[n]] if part is not None else islice(node.children, RIVALS)
         common = max((_common(key, rival) for rival in rivals), default=0)
         stop = "empty" if depth == 0 and common == 0 else "differs"
         return Match(node, part, n, blocks, stop, depth * self.block_size + common)
