@@ -23,6 +23,7 @@ from engine.config import EngineConfig, ModelConfig, resolve
 from engine.errors import EngineError
 from engine.forward import ForwardMeta
 from engine.kv.pool import KVPool
+from engine.model import cpu_ops
 from engine.model import ops as torch_ops
 from engine.model.decoder import Decoder
 from engine.model.weights import Progress, dummy_weights, load_weights
@@ -74,11 +75,14 @@ class Launched:
             self.events[1].synchronize()
             self.device_ms = self.events[0].elapsed_time(self.events[1])
         result = StepResult([-1] * self.entries, device_ms=self.device_ms)
-        for entry, token in zip(self.samples.tolist(), self.outcome.tolist(), strict=True):
-            if token < 0:
-                result.bad.append(entry)
-                token = -1 - token
-            result.ids[entry] = token
+        drawn = self.outcome.tolist()
+        if len(drawn) == self.entries and min(drawn, default=0) >= 0:  # everyone drew, nobody badly
+            result.ids = drawn
+        else:
+            for entry, token in zip(self.samples.tolist(), drawn, strict=True):
+                result.ids[entry] = token if token >= 0 else -1 - token
+                if token < 0:
+                    result.bad.append(entry)
         if self.drawn.logprobs is not None:
             entries = self.samples[self.drawn.logprob_rows].tolist()
             tokens = [result.ids[entry] for entry in entries]
@@ -125,6 +129,7 @@ class Runner:
         self.max_num_batched_tokens = limits.max_num_batched_tokens
         self.max_model_len = limits.max_model_len
         if self.device.type == "cpu":
+            self.ops = cpu_ops if self.dtype == torch.float32 else torch_ops
             torch.set_num_threads(engine_config.cpu_threads or max(1, (os.cpu_count() or 2) - 1))
         self.block_size = engine_config.block_size
         self.vocab_size = model_config.vocab_size
@@ -141,11 +146,17 @@ class Runner:
             columns = -(-self.max_model_len // self.block_size)
             self._host_table = np.zeros((self.max_rows, columns), dtype=np.int32)
             self.block_table = torch.from_numpy(self._host_table).to(self.device)
+            self._count = np.arange(self.max_rows + 1)
             self.last_token = torch.zeros(self.max_rows, dtype=torch.int64, device=self.device)
             self.sampler = Sampler(self.max_rows, model_config.vocab_size, self.device, self._upload)
             self.num_blocks = self._count_blocks() + 1  # and the null block
             self.pool = self._make_pool(self.num_blocks)
         self.memory.kv_cache = self.pool.nbytes
+
+    @property
+    def synchronous(self) -> bool:
+        """The device is the host: a step is over when `launch` returns."""
+        return self.device.type == "cpu"
 
     def launch(self, plan: StepPlan) -> Launched:
         """Enqueue a step; on a CPU it is over when this returns."""
@@ -177,46 +188,46 @@ class Runner:
     def build_inputs(self, plan: StepPlan) -> Inputs:
         """Positions, slots and lengths of every token, computed on the host and sent in one piece."""
         n, tokens, size = len(plan.rows), plan.num_tokens, self.block_size
-        starts, q_lens = plan.starts.astype(np.int64), plan.q_lens.astype(np.int64)
-        rows, seq_lens = plan.rows.astype(np.int64), starts + q_lens
-        ends = np.cumsum(q_lens)
-        if tokens == n:  # one token each
-            token_rows, positions = rows, starts
-        else:
-            token_rows = np.repeat(rows, q_lens)
-            positions = np.arange(tokens) - np.repeat(ends - seq_lens, q_lens)
-        slots = self._host_table[token_rows, positions // size] * np.int64(size) + positions % size
-        samples = np.flatnonzero(plan.samples)
+        rows, positions = plan.rows, plan.starts
+        seq_lens = plan.starts + plan.q_lens
+        ends, token_rows = self._count[1 : n + 1], rows
+        if tokens != n:  # not just one token each
+            ends = np.cumsum(plan.q_lens)
+            token_rows = np.repeat(rows, plan.q_lens)
+            positions = np.arange(tokens) - np.repeat(ends - seq_lens, plan.q_lens)
+        blocks, offsets = np.divmod(positions, size)
+        slots = self._host_table[token_rows, blocks] * np.int64(size) + offsets
+        samples = self._count[:n] if plan.samples.all() else np.flatnonzero(plan.samples)
         wanted, sampled_hidden, prompt_hidden = _logit_rows(plan, ends, samples)
-        sample_rows, sample_positions = rows[samples], seq_lens[samples]
-        bounds = np.concatenate(([0], ends))
-        sent = self._upload_together(
-            plan.token_ids, positions, slots, token_rows, rows, bounds, seq_lens, wanted, sample_rows, sample_positions
+        every = len(wanted) == tokens
+        token_ids, positions_, slots_, draw_rows, draw_positions, wanted_ = self._upload_together(
+            plan.token_ids, positions, slots, rows[samples], seq_lens[samples], wanted[:0] if every else wanted
         )
-        token_ids, positions_, slots_, token_rows_, rows_, bounds_, seq_lens_, wanted_, sample_rows_, draw_at_ = sent
+        bounds = self._count[: n + 1] if tokens == n else np.concatenate((self._count[:1], ends))
+        bounds_, seq_lens_ = self._upload_together(bounds, seq_lens, dtype=np.int32)
         if (plan.token_ids < 0).any():
-            drawn_last = self.last_token.index_select(0, token_rows_)
+            drawn_last = self.last_token.index_select(0, self._upload(token_rows.astype(np.int64)))
             token_ids = torch.where(token_ids < 0, drawn_last, token_ids)
         longest = int(seq_lens.max())
         meta = ForwardMeta(
             positions=positions_,
             slot_mapping=slots_,
-            cu_seqlens_q=bounds_.to(torch.int32),
-            seq_lens=seq_lens_.to(torch.int32),
-            block_table=self.block_table[:, : -(-longest // size)].index_select(0, rows_),
-            max_q_len=int(q_lens.max()),
+            cu_seqlens_q=bounds_,
+            seq_lens=seq_lens_,
+            block_table=self._upload(self._host_table[rows, : -(-longest // size)]),
+            max_q_len=1 if tokens == n else int(plan.q_lens.max()),
             max_seq_len=longest,
             num_decodes=plan.num_decodes,
-            logit_rows=None if len(wanted) == tokens else wanted_,
+            logit_rows=None if every else wanted_,
         )
         return Inputs(
             token_ids=token_ids,
             meta=meta,
             samples=samples,
-            rows=sample_rows,
-            positions=sample_positions,
-            device_rows=sample_rows_,
-            device_positions=draw_at_,
+            rows=rows[samples],
+            positions=seq_lens[samples],
+            device_rows=draw_rows,
+            device_positions=draw_positions,
             sampled_hidden=sampled_hidden,
             prompt_hidden=prompt_hidden,
         )
@@ -252,7 +263,7 @@ class Runner:
         begin: Any,
     ) -> Launched:
         outcome = torch.where(drawn.bad, -1 - drawn.ids, drawn.ids)
-        counts = self.sampler.logprob_counts(inputs.rows[drawn.logprob_rows])
+        counts = self.sampler.logprob_counts(inputs.rows[drawn.logprob_rows]) if drawn.logprobs is not None else []
         device_ms, events = None, None
         if begin is None:
             device_ms = (time.perf_counter() - started) * 1e3
@@ -306,9 +317,10 @@ class Runner:
             load_weights(model.slots(), model_dir, self.model_config.tie_word_embeddings, on_progress)
         return model
 
-    def _upload_together(self, *parts: np.ndarray) -> tuple[torch.Tensor, ...]:
-        """All parts as int64 tensors, in one copy."""
-        return self._upload(np.concatenate(parts, dtype=np.int64)).split([len(part) for part in parts])
+    def _upload_together(self, *parts: np.ndarray, dtype: Any = np.int64) -> tuple[torch.Tensor, ...]:
+        """All parts as tensors of one type, in one copy."""
+        joined = np.concatenate(parts, dtype=dtype, casting="same_kind")
+        return self._upload(joined).split([len(part) for part in parts])
 
     def _make_pool(self, num_blocks: int) -> KVPool:
         return KVPool(self.model_config, num_blocks, self.block_size, self.dtype, self.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -43,13 +44,19 @@ class TorchAttention:
         self._block_size = block_size
         self._plans: dict[int, tuple[_Decodes | None, list[_Prefill]]] = {}
         self._num_decodes = 0
+        self._device = torch.device("cpu")
 
     def plan(self, meta: ForwardMeta) -> None:
         self._num_decodes = n = meta.num_decodes
+        self._device = meta.seq_lens.device
+        table, lengths, bounds = (part.cpu().numpy() for part in (meta.block_table, meta.seq_lens, meta.cu_seqlens_q))
         self._plans = {}
         for window in set(self._windows):
-            decodes = self._plan_decodes(meta, window) if n else None
-            prefills = self._plan_prefills(meta, window) if len(meta.seq_lens) > n else []
+            decodes = self._plan_decodes(table[:n], lengths[:n], window) if n else None
+            prefills = [
+                self._plan_prefill(table[i], slice(int(bounds[i]), int(bounds[i + 1])), int(lengths[i]), window)
+                for i in range(n, len(lengths))
+            ]
             self._plans[window] = decodes, prefills
 
     def run(self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
@@ -86,46 +93,42 @@ class TorchAttention:
         )
         return out[0].transpose(0, 1).flatten(1)
 
-    def _plan_decodes(self, meta: ForwardMeta, window: int) -> _Decodes:
-        """Positions first … seq_len − 1 of each sequence, padded on the right to the longest."""
-        n, size = meta.num_decodes, self._block_size
-        lengths, table = meta.seq_lens[:n, None].long(), meta.block_table[:n]
-        device = table.device
-        longest = meta.max_seq_len if n == len(meta.seq_lens) else int(lengths.max())
+    def _plan_decodes(self, table: np.ndarray, lengths: np.ndarray, window: int) -> _Decodes:
+        """The last `window` (0: all) positions of each sequence, padded on the right to the longest."""
+        longest = int(lengths.max())
         if window == 0:
-            columns = -(-longest // size)
-            offsets = torch.arange(size, device=device)
-            slots = (table[:, :columns, None].long() * size + offsets).flatten(1)[:, :longest]
-            if n == 1:
-                return _Decodes(slots.flatten(), None)
-            positions = torch.arange(longest, device=device)[None]
+            positions = np.arange(longest)[None]
         else:
-            positions = (lengths - window).clamp_min(0) + torch.arange(min(longest, window), device=device)
-            blocks = table.long().gather(1, (positions // size).clamp_max(table.shape[1] - 1))
-            slots = blocks * size + positions % size
-        seen = positions < lengths
-        return _Decodes((slots * seen).flatten(), self._additive(seen)[:, None, None, :])
+            positions = np.maximum(lengths - window, 0)[:, None] + np.arange(min(longest, window))
+        if len(table) == 1:  # no padding
+            return _Decodes(self._send(self._slots(table, positions)), None)
+        seen = positions < lengths[:, None]
+        slots = self._slots(table, np.minimum(positions, longest - 1)) * seen
+        return _Decodes(self._send(slots), self._additive(seen)[:, None, None, :])
 
-    def _plan_prefills(self, meta: ForwardMeta, window: int) -> list[_Prefill]:
-        device = meta.block_table.device
-        bounds, lengths = meta.cu_seqlens_q.tolist(), meta.seq_lens.tolist()
-        chunks = []
-        for i in range(meta.num_decodes, len(lengths)):
-            start, end, length = bounds[i], bounds[i + 1], lengths[i]
-            context = length - (end - start)
-            first = max(0, context + 1 - window) if window else 0
-            positions = torch.arange(first, length, device=device)
-            slots = meta.block_table[i].long()[positions // self._block_size] * self._block_size
-            slots += positions % self._block_size
-            mask = None
-            if context or window:
-                queries = torch.arange(context, length, device=device)[:, None]
-                seen = positions <= queries
-                if window:
-                    seen &= positions > queries - window
-                mask = self._additive(seen)
-            chunks.append(_Prefill(slice(start, end), slots, mask))
-        return chunks
+    def _plan_prefill(self, table: np.ndarray, tokens: slice, length: int, window: int) -> _Prefill:
+        context = length - (tokens.stop - tokens.start)
+        first = max(0, context + 1 - window) if window else 0
+        positions = np.arange(first, length)
+        slots = self._send(self._slots(table[None], positions[None]))
+        if not context and not window:
+            return _Prefill(tokens, slots, None)
+        queries = np.arange(context, length)[:, None]
+        seen = positions <= queries
+        if window:
+            seen &= positions > queries - window
+        return _Prefill(tokens, slots, self._additive(seen))
 
-    def _additive(self, seen: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(seen.shape, dtype=self._dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+    def _slots(self, table: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """int64 [n, L]: where the keys at `positions` ([n, L], or [1, L] for all) of each sequence lie."""
+        blocks, offsets = np.divmod(positions, self._block_size)
+        if len(positions) == 1:
+            return table[:, blocks[0]] * np.int64(self._block_size) + offsets
+        return np.take_along_axis(table, blocks, 1) * np.int64(self._block_size) + offsets
+
+    def _send(self, slots: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(slots.reshape(-1)).to(self._device)
+
+    def _additive(self, seen: np.ndarray) -> torch.Tensor:
+        mask = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
+        return mask.masked_fill_(torch.from_numpy(~seen).to(self._device), -torch.inf)

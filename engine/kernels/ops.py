@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import linear
 
 from engine.kernels import norms
 from engine.kernels.norms import qk_norm_rope_store, rms_norm, silu_mul
 
-__all__ = ["add_rms_norm", "qk_norm_rope_store", "rms_norm", "rope_rows", "silu_mul"]
+__all__ = ["add_rms_norm", "linear", "qk_norm_rope_store", "rms_norm", "rope_rows", "silu_mul"]
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
