@@ -77,15 +77,17 @@ class Load:
     system_repeat: int = 2  # how often the system prompt's sentences are repeated: its length
     paste: float = 0.08  # share of the questions that bring a long text along
     step_ms: float = 3.0  # a decode step of one row
+    probes: float = 0.0  # short questions a second from passers-by: one leaf of the tree each
     seed: int = 0
 
 
 SMALL = Load(blocks=64, chats=3, rows=8, budget=128, context=512, reply=(24, 60), turns=3, step_ms=3.0)
-CLASSROOM = Load()
+CLASSROOM = Load(chats=8, reply=(60, 400), think=1.2)
 LARGE = Load(
-    blocks=44_000, chats=280, rows=256, budget=2048, context=4096, reply=(120, 700), think=0.4, turns=8,
-    system_repeat=12, step_ms=0.9,
+    blocks=44_000, chats=256, rows=288, budget=2048, context=2048, reply=(200, 900), think=0.05, turns=4,
+    system_repeat=12, step_ms=0.2, probes=520,
 )  # fmt: skip
+PROBE = -1  # in place of a chat's index
 
 
 class Words:
@@ -151,6 +153,8 @@ class Stress:
         for i in range(load.chats):
             self._people.append(self._new_chat(i))
             heapq.heappush(self._speaking, (self._random.random() * min(4.0, 0.25 * load.chats), i))
+        if load.probes:
+            heapq.heappush(self._speaking, (1 / load.probes, PROBE))
 
     # ---- what a source offers
 
@@ -242,7 +246,13 @@ class Stress:
 
     def _ask(self) -> None:
         while self._speaking and self._speaking[0][0] <= self.now:
-            _, index = heapq.heappop(self._speaking)
+            when, index = heapq.heappop(self._speaking)
+            if index == PROBE:
+                heapq.heappush(self._speaking, (when + 1 / self.load.probes, PROBE))
+                words = self._babble(self._random.randint(12, 40))
+                chat = _Chat("passer-by", [])
+                self._submit(PROBE, chat, "passer-by", [START, USER, NEWLINE, *words, END, START, ASSISTANT], 2)
+                continue
             chat = self._people[index]
             if chat.turn >= self.load.turns:
                 chat = self._people[index] = self._new_chat(index)
@@ -257,10 +267,11 @@ class Stress:
                 continue
             self._submit(index, chat, question, ids)
 
-    def _submit(self, index: int, chat: _Chat, question: str, ids: list[int]) -> None:
+    def _submit(self, index: int, chat: _Chat, question: str, ids: list[int], tokens: int = 0) -> None:
         chat.question = question
-        self.group_names[chat.name] = f"{index + 1} {question.split('?')[0][:18]}"
-        reply = self._babble(self._random.randint(*self.load.reply))
+        if index != PROBE:
+            self.group_names[chat.name] = f"{index + 1} {question.split('?')[0][:18]}"
+        reply = self._babble(tokens or self._random.randint(*self.load.reply))
         params = SamplingParams(max_tokens=self.load.reply[1] + 8)
         request = Request(
             id=self._next_id,
@@ -280,6 +291,8 @@ class Stress:
     def _answered(self, request: Request) -> None:
         index = self._chats.pop(request.id).turn  # the index of the person, kept there
         del self._submitted[request.id]
+        if index == PROBE:
+            return
         chat = self._people[index]
         chat.ids = [*request.ids, NEWLINE]
         chat.turn += 1

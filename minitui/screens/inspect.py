@@ -123,7 +123,7 @@ class InspectScreen(Screen[None]):
                 self._panels[name].styles.height = "1fr"
             return
         rows = self.size.height - 8
-        self._panels["map"].styles.height = max(9, round(rows * 0.34))
+        self._panels["map"].styles.height = max(9, round(rows * 0.38))
         self._panels["table"].styles.height = 6 if rows >= 32 else 5
         self._panels["timings"].styles.height = TIMINGS_HEIGHT
 

@@ -23,7 +23,7 @@ from minitui.view.links import Links, Selection, resolve
 from minitui.view.log import Event, Events, describe
 from minitui.view.timing import Timings, summarise
 from minitui.view.travel import Past
-from minitui.view.tree import Tree
+from minitui.view.tree import Tree, without_markup
 
 __all__ = ["Board", "Event", "Frame", "Lane", "Links", "Selection", "StepRow", "View"]
 
@@ -281,6 +281,7 @@ class View:
     def present(self) -> None:
         """Back to the running picture."""
         self._travelled = None
+        self.past.arrived()
         self.board = self.live
         self.tree.refresh(self.board, self._now, force=True)
 
@@ -353,7 +354,7 @@ class View:
                 self._words.clear()
             quote = ""
             if event.evicted:
-                quote = " ".join(self.decode(event.evicted).split())
+                quote = without_markup(self.decode(event.evicted))
                 quote = quote if len(quote) <= QUOTE_WIDTH else quote[: QUOTE_WIDTH - 1] + "…"
             words = self._words[event.seq] = describe(event, self.lanes.lanes.get(event.request), quote)
         return words

@@ -5,7 +5,7 @@ A board is folded from records like the state inside it, so a board of the past 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -29,9 +29,10 @@ class Board:
         self.changed = np.full(n, LONG_AGO)
         self.saved = np.zeros(n, np.int64) if saved is None else saved.copy()
         self.node_changed: dict[int, float] = {}
-        self.evicted: dict[int, list[int]] = {}  # seq of an evict record -> the first ids that left
+        self.evicted: dict[int, Sequence[int]] = {}  # seq of an evict record -> the first ids that left
         self.step_began = LONG_AGO  # engine seconds at which the records of the last step began
         self._between_steps = True
+        self._anew: list[list[int]] = []  # blocks given out since `saved` was last brought up to date
         self._touched: list[list[int]] = []
         self._touched_at: list[float] = []
         self._codes = np.zeros(n, np.uint8)
@@ -58,7 +59,14 @@ class Board:
         if self._touched:
             self._settle()
 
+    def _reset_saved(self) -> None:
+        """A block that was given out anew has saved nothing yet."""
+        if self._anew:
+            self.saved[np.fromiter(chain.from_iterable(self._anew), np.int64)] = 0
+            self._anew.clear()
+
     def _settle(self) -> None:
+        self._reset_saved()
         blocks = np.fromiter(chain.from_iterable(self._touched), np.int64)
         self.changed[blocks] = np.repeat(self._touched_at, [len(some) for some in self._touched])
         self._touched.clear()
@@ -72,9 +80,7 @@ class Board:
         self.state.apply(record)
         self._touched.append(record[4])
         self._touched_at.append(record[1])
-        saved = self.saved
-        for block in record[4]:
-            saved[block] = 0
+        self._anew.append(record[4])
 
     def _hold(self, record: Record) -> None:
         request = self.state.requests[record[3]]
@@ -89,6 +95,7 @@ class Board:
         tokens = record[4]
         if tokens <= 0:
             return
+        self._reset_saved()
         request = self.state.requests[record[3]]
         size = self.state.block_size
         whole, rest = divmod(tokens, size)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from engine.records import Record
 from minitui.view.lanes import Lane
@@ -13,8 +13,7 @@ EVENTS_KEPT = 20_000
 KINDS = ("admit", "hit", "miss", "evict", "preempt", "finish", "wait", "refuse", "fail", "gate")
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One decision, as it was recorded. `step` is the step it belongs to: the one being planned, or for what follows a
     commit the last."""
 
@@ -24,7 +23,7 @@ class Event:
     request: int  # -1: none
     node: int  # -1: none
     record: Record
-    evicted: tuple[int, ...] = ()  # the first ids of what left the tree
+    evicted: Sequence[int] = ()  # the first ids of what left the tree
 
 
 class Events:
@@ -34,26 +33,23 @@ class Events:
         self.items: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self.count = 0
 
-    def fold(self, record: Record, step: int, evicted: list[int] | None) -> None:
+    def fold(self, record: Record, step: int, evicted: Sequence[int] | None) -> None:
         """Keep a record if it tells a decision. `step` is the last one planned."""
         kind = record[2]
-        if kind not in _RECORDS:
+        told = _RECORDS.get(kind)
+        if told is None:
             return
-        name, planning, has_request = _RECORDS[kind]
-        if kind == "match" and record[4] <= 0:
-            name = "miss"
-        self.items.append(
-            Event(
-                seq=record[0],
-                step=record[3] if kind == "fail" else step + planning,
-                kind=name,
-                request=record[3] if has_request else -1,
-                node=record[3] if kind == "evict" else -1,
-                record=record,
-                evicted=tuple(evicted or ()),
-            )
-        )
+        name, planning, has_request = told
         self.count += 1
+        if kind == "evict":
+            event = Event(record[0], step + 1, name, -1, record[3], record, evicted or ())
+        elif kind == "match" and record[4] <= 0:
+            event = Event(record[0], step + 1, "miss", record[3], -1, record)
+        elif kind == "fail":
+            event = Event(record[0], record[3], name, -1, -1, record)
+        else:
+            event = Event(record[0], step + planning, name, record[3] if has_request else -1, -1, record)
+        self.items.append(event)
 
     def tail(self, n: int, seq: int, wanted: Callable[[Event], bool], skip: int = 0) -> list[Event]:
         """The newest `n` that are wanted and not after `seq`, newest first, after leaving out `skip` of them."""
@@ -110,8 +106,7 @@ def describe(event: Event, lane: Lane | None, quote: str = "") -> str:
     if kind == "requeue":
         return f"{who} queues again · {fields[1]}"
     if kind == "evict":
-        what = f"{_blocks(fields[1])} of “{quote}”" if quote else _blocks(fields[1])
-        return f"{what} · {fields[2]} · unheld, used longest ago"
+        return f"{_blocks(fields[1])} · {fields[2]} · unheld, oldest" + (f": “{quote}”" if quote else "")
     if kind == "finish":
         speed = f" · {lane.tok_s:,.0f} tok/s" if lane is not None and lane.tok_s else ""
         return f"{who} · {fields[1]} · {fields[2]:,} tokens{speed}"

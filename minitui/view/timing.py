@@ -109,9 +109,9 @@ def why_slow(row: StepRow, timings: Timings) -> str:
     if row.prefill_tokens:
         cause = f"{row.prefill_tokens:,} prefill tokens"
     elif row.device_ms is not None and host - timings.host_ms > excess / 2:
-        cause = f"the host took {host:.1f} ms instead of {timings.host_ms:.1f}"
+        cause = f"host {host:.1f} ms, not {timings.host_ms:.1f}"
     elif row.device_ms is not None and timings.device_ms is not None and row.device_ms - timings.device_ms > excess / 2:
-        cause = f"the device took {row.device_ms:.1f} ms for {row.decodes} decodes, with no prefill in it"
+        cause = f"device {row.device_ms:.1f} ms, no prefill"
     else:
-        cause = "no prefill in it: the machine was busy with something else"
+        cause = "no prefill: the machine was busy"
     return f"+{excess:.1f} ms: {cause}"

@@ -12,8 +12,10 @@ from itertools import islice
 from engine.records import Record
 from minitui.view.board import Board
 
-RECORDS_KEPT = 120_000
-KEYFRAME_EVERY = 12_000
+RECORDS_KEPT = 200_000
+KEYFRAME_EVERY = 40_000  # records; a copy of a large board takes tens of milliseconds
+STRIDE = 4_000  # between the copies made on the way to a moment, so that the next one is near
+LEAD = 400  # and one so shortly before it
 
 
 class Past:
@@ -24,13 +26,13 @@ class Past:
         self.every = every
         self._records: deque[Record] = deque()
         self._keyframes: deque[Board] = deque()
-        self._walk: Board | None = None  # the board last made, to go on from
+        self._on_the_way: list[Board] = []  # copies made while travelling, in order
 
     def begin(self, board: Board) -> None:
         """Forget everything: history starts with this board."""
         self._records.clear()
         self._keyframes = deque([board.copy()])
-        self._walk = None
+        self._on_the_way.clear()
 
     def keep(self, records: list[Record], board: Board) -> None:
         """Remember records that have just been folded into `board`."""
@@ -48,20 +50,24 @@ class Past:
         """The earliest sequence number that can be shown."""
         return self._keyframes[0].state.seq if self._keyframes else 0
 
+    def arrived(self) -> None:
+        """The traveller is back in the present: forget the copies made for the journey."""
+        self._on_the_way.clear()
+
     def board_at(self, seq: int) -> Board:
         """The board as it was just after record `seq`. ValueError if that is no longer kept."""
         if not self._keyframes or seq < self.first_seq:
             raise ValueError(f"record {seq:,} is gone: the history begins at {self.first_seq:,}")
-        start = self._walk if self._walk is not None and self._walk.state.seq <= seq else None
-        for keyframe in self._keyframes:
-            if keyframe.state.seq > seq:
-                break
-            if start is None or keyframe.state.seq > start.state.seq:
-                start = keyframe
-        assert start is not None
-        board = start if start is self._walk else start.copy()
-        offset = board.state.seq - self._records[0][0] + 1 if self._records else 0
-        count = seq - board.state.seq
-        board.fold(islice(self._records, offset, offset + count))
-        self._walk = board
+        start = max(
+            (b for b in (*self._keyframes, *self._on_the_way) if b.state.seq <= seq), key=lambda b: b.state.seq
+        )
+        board = start.copy()
+        while board.state.seq < seq:
+            rest = seq - board.state.seq
+            n = min(STRIDE, rest - LEAD) if rest > LEAD else rest
+            offset = board.state.seq + 1 - self._records[0][0]
+            board.fold(islice(self._records, offset, offset + n))
+            if board.state.seq < seq:
+                self._on_the_way.append(board.copy())
+        del self._on_the_way[:-16]
         return board

@@ -210,7 +210,7 @@ class Tree:
                 break
             role = _role(marker)
             begin = max(start, marker.end())
-        text = " ".join(_MARKUP.sub(" ", head[begin:]).split())
+        text = without_markup(head[begin:])
         cut_in = bool(begin == start and start > 0) or (begin == 0 and node.parent > 0 and not _ROLES.match(head))
         return role, ("…" + text if cut_in and text else text)
 
@@ -226,6 +226,11 @@ class Tree:
             role = _role(markers[-1]) if markers else self._end_role(state, node.parent, decode)
             self._end_roles[key] = role
         return role
+
+
+def without_markup(text: str) -> str:
+    """Text on one line, without the marks of a chat template."""
+    return " ".join(_MARKUP.sub(" ", text).split())
 
 
 def _only_markup(text: str) -> bool:

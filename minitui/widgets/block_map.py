@@ -20,7 +20,7 @@ from minitui.theme import OWNER_COLOURS, glyphs
 from minitui.view import View
 from minitui.widgets import occupancy
 from minitui.widgets.base import LinePanel, Opened, Picture
-from minitui.widgets.rows import Row, Run, Runs
+from minitui.widgets.rows import Row, Run, Runs, runs_width
 
 FILLING = 4
 MODES = ("state", "owner", "age", "refs")
@@ -110,16 +110,18 @@ class BlockMap(LinePanel):
         board = view.board
         head = [tuple(occupancy.bar(board, width))]
         map_height = height - 1
-        legend_row = self.frame == "none" or width < 66
+        legend = _trim(occupancy.legend(board))
+        legend_row = self.frame == "none" or runs_width(legend) > width - 4
         if legend_row:
-            head.append(Row().extend(occupancy.legend(board)).done(width))
-            map_height -= 1
-        if map_height >= 6:
-            head.append(Row().done(width))
+            head.append(Row().extend(legend).done(width))
             map_height -= 1
         if map_height < 1:
             return Picture(head[:height], legend=[])
         self.grid = self._grid(view, width, map_height)
+        spaced = self._grid(view, width, map_height - 1)
+        if map_height > 2 and (spaced.k, spaced.cell, spaced.gap) == (self.grid.k, self.grid.cell, self.grid.gap):
+            head.append(Row().done(width))  # a line of air, where it costs nothing
+            self.grid = spaced
         layer = self._layer(view)
         rows = self._map_rows(view, layer, width)
         note: list[Run] = [("colour by ", "dim"), (self.mode, "ink"), (" · c", "dim")]
@@ -129,10 +131,14 @@ class BlockMap(LinePanel):
         elif self.zoomed_at is not None:
             title += f" · {self.grid.first:,} to {self.grid.first + self.grid.blocks - 1:,} of {board.total:,}"
         else:
-            title += f" · {board.total:,} of {board.state.block_size} tokens"
-        legend = layer.legend if self.mode != "state" else [] if legend_row else _trim(occupancy.legend(board))
-        if self.mode == "state" and self.grid.k == 1 and legend:
-            legend = [*legend, ("  ", "ink"), (glyphs().filling, "active"), (" filling", "dim")]
+            title += f" · {board.total:,} blocks of {board.state.block_size}"
+        if self.mode != "state":
+            legend = layer.legend
+        elif legend_row:
+            legend = []
+        filling: list[Run] = [("  ", "ink"), (glyphs().filling, "active"), (" filling", "dim")]
+        if self.mode == "state" and self.grid.k == 1 and runs_width([*legend, *filling]) <= width - 4:
+            legend = [*legend, *filling]
         return Picture([*head, *rows], title=title, note=note, legend=legend)
 
     def _grid(self, view: View, width: int, height: int) -> Grid:

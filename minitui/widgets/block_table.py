@@ -77,23 +77,18 @@ class BlockTable(LinePanel):
         chip = max(CHIP, len(str(view.board.state.num_blocks - 1)) + 2)
         across = max(1, width // chip)
         lines = -(-len(table) // across)
-        tall = 3 if lines * 3 <= height else 2 if lines * 2 <= height or height < 4 else 1
-        if height < tall:
-            tall = 1
-        shown = max(1, height // tall) * across
-        first, skipped = 0, 0
-        if len(table) > shown:  # the end matters most, and where the sharing stops
-            first = len(table) - shown + 1
-            skipped = first
+        tall = min(height, 3)
+        if lines * 3 > height and lines * 2 <= height:
+            tall = 2
         rows: list[Runs] = []
-        items: list[int | None] = ([None] if skipped else []) + list(range(first, len(table)))
+        items = _both_ends(len(table), max(1, height // tall) * across, across)
         for start in range(0, len(items), across):
             logical, chips, holders = Row(), Row(), Row()
             for column, index in enumerate(items[start : start + across]):
                 at = column * chip
-                if index is None:
-                    logical.to(at).add(f"0{glyphs().dash}{skipped - 1}"[: chip - 1], "dim")
-                    chips.to(at).add(f"{glyphs().dots}{skipped}".rjust(chip - 1)[: chip - 1], "dim on empty-chip")
+                if index < 0:  # so many are left out here
+                    logical.to(at).add(glyphs().dots.rjust(chip - 2), "dim")
+                    chips.to(at).add(f"+{-index} ".rjust(chip - 1), "dim")
                     continue
                 block = table[index]
                 held = view.board.state.holders[block]
@@ -152,6 +147,17 @@ class BlockTable(LinePanel):
             self.post_message(Opened("block", selection.id))
         elif (id := self.view.subject()) is not None:
             self.post_message(Opened("request", id))
+
+
+def _both_ends(n: int, room: int, across: int) -> list[int]:
+    """Which of `n` logical blocks to show in `room` places: all, or the beginning, where sharing shows, and the end,
+    where the next token goes. A negative number stands for so many left out."""
+    if n <= room:
+        return list(range(n))
+    head = min(max(1, across // 3), room - 2) if room >= 3 else 0
+    tail = max(1, room - head - 1)
+    left_out = n - head - tail
+    return [*range(head), *([-left_out] if room > 1 else []), *range(n - tail, n)]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import numpy as np
 from textual.binding import Binding
 
 from minitui.theme import glyphs
-from minitui.view import Lane, View
+from minitui.view import View
 from minitui.view.lanes import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED
 from minitui.widgets.base import LinePanel, Opened, Picture
 from minitui.widgets.rows import Row, Run, Runs, fit, ms
@@ -49,31 +49,54 @@ class BatchLanes(LinePanel):
         self.first_step = 0  # of the leftmost column
         self.columns = 0
         self.label = 5
-        self.shown: list[int] = []  # requests, top to bottom
-        self.top = 0  # the first of the ordered requests that is shown
+        self.slots: list[list[int]] = []  # for each row its requests in order; the last one names the row
+        self._placed: set[int] = set()
+        self._placed_for: object = None
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        named = width >= 90
+        named = width >= 84
         lanes = view.lanes.lanes
         widest = len(str(max(lanes))) if lanes else 1
-        self.label = widest + 2 + (11 if named else 0)
+        self.label = max(8, widest + 2) + (11 if named else 0)
         self.columns = max(1, width - self.label)
         horizon = view.horizon
         self._choose_k(view, horizon)
         last_column = horizon // self.k - self.back
         self.first_step = (last_column - self.columns + 1) * self.k
+        room = max(0, height - 3)
         in_window = self._in_window(view, horizon)
-        room = height - 3
-        over = len(in_window) - room
-        self.top = max(0, min(self.top, over)) if over > 0 else 0
-        self._follow(view, in_window, room)
-        self.shown = in_window[self.top : self.top + room]
+        self._place(view, in_window, room)
         rows = [self._scale(view, width, horizon), self._slowest(view, width, horizon)]
-        for id in self.shown:
-            rows.append(self._lane(view, lanes[id], width, horizon, named))
-        rows += [Row().done(width)] * (room - len(self.shown))
+        rows += [self._row(view, slot, width, horizon, named) for slot in self.slots]
         rows.append(self._rest(view, in_window, width))
-        return Picture(rows, title="Batch lanes · one row a request", note=self._note(), legend=_legend())
+        return Picture(rows, title="Batch lanes · requests over steps", note=self._note(), legend=_legend())
+
+    def _place(self, view: View, in_window: list[int], room: int) -> None:
+        """Give every request a row and let it keep it. While there are rows for all, each has its own; after that a
+        row is taken over by the next request that comes when its last one has ended."""
+        lanes = view.lanes.lanes
+        if self._placed_for is not view.lanes or len(self.slots) != room:
+            self._placed_for, self.slots = view.lanes, [[] for _ in range(room)]
+        start = self.first_step
+        for slot in self.slots:
+            slot[:] = [id for id in slot if id in lanes and lanes[id].finish_step >= start]
+        self._placed = {id for slot in self.slots for id in slot}
+        for id in in_window:
+            if id in self._placed:
+                continue
+            lane = lanes[id]
+            slot = next((slot for slot in self.slots if not slot), None)
+            if slot is None:
+                ended = [s for s in self.slots if lanes[s[-1]].finish_step < lane.submitted_step]
+                slot = min(ended, key=lambda s: lanes[s[-1]].finish_step) if ended else None
+            if slot is not None:
+                slot.append(id)
+                self._placed.add(id)
+        selected = view.selection.id if view.selection is not None and view.selection.kind == "request" else None
+        if selected in lanes and selected not in self._placed and self.slots and selected in in_window:
+            self._placed -= set(self.slots[-1])  # what is selected is always shown
+            self.slots[-1] = [selected]
+            self._placed.add(selected)
 
     def _note(self) -> list[Run]:
         steps = "1 column = 1 step" if self.k == 1 else f"1 column = {self.k} steps"
@@ -96,49 +119,39 @@ class BatchLanes(LinePanel):
             self.k = need
 
     def _in_window(self, view: View, horizon: int) -> list[int]:
-        """Requests to show, the newest first: those with a span in the window."""
+        """Requests with a span in the window, the eldest first."""
         end = min(horizon, self.first_step + self.k * self.columns - 1)
         ids = [
             lane.id for lane in view.lanes.lanes.values()
             if lane.finish_step >= self.first_step and lane.submitted_step <= end + 1
         ]  # fmt: skip
-        ids.sort(reverse=True)
-        return ids
-
-    def _follow(self, view: View, ids: list[int], room: int) -> None:
-        """Scroll so that the selected request is shown."""
-        if view.selection is None or view.selection.kind != "request" or view.selection.id not in ids:
-            if view.selection is None or view.selection.kind != "request":
-                self.top = 0
-            return
-        at = ids.index(view.selection.id)
-        if not self.top <= at < self.top + room:
-            self.top = max(0, at - room // 2)
+        return sorted(ids)
 
     def _scale(self, view: View, width: int, horizon: int) -> Runs:
         """Seconds ago, at the columns where they fall."""
-        row = Row("ago", "dim").to(self.label)
+        row = Row("seconds" if self.label < 10 else "seconds ago", "dim").to(self.label)
         last = view.steps.get(min(horizon, self.first_step + self.k * self.columns - 1))
         if last is None:
             return row.done(width)
+        now = f"step {last.step:,}"
         marks: list[tuple[int, str]] = []
         for seconds in (60, 30, 20, 10, 5, 2, 1):
             step = view.steps.since(last.t - seconds, last.step)
             if step <= max(view.steps.first, 0):
                 continue
             column = (step - self.first_step) // self.k
-            if 0 <= column < self.columns - 6 and all(abs(column - at) > 6 for at, _ in marks):
-                marks.append((column, f"{seconds} s"))
+            if 0 <= column < self.columns - len(now) - 6 and all(abs(column - at) > 6 for at, _ in marks):
+                marks.append((column, f"-{seconds} s"))
         for column, text in sorted(marks):
             if self.label + column >= row.width:
                 row.to(self.label + column).add(text, "dim")
-        return row.right(f"step {last.step:,}", width, "dim").done(width)
+        return row.right(now, width, "dim").done(width)
 
     def _slowest(self, view: View, width: int, horizon: int) -> Runs:
         """The longest step of each column as a spark, its maximum named."""
         steps = view.steps
         at = steps.indices(self.first_step, min(horizon, self.first_step + self.k * self.columns - 1))
-        row = Row("slowest"[: self.label - 1], "dim").to(self.label)
+        row = Row("slowest", "dim").to(self.label)
         if not len(at):
             return row.done(width)
         wall = steps.column("wall")[at]
@@ -154,36 +167,43 @@ class BatchLanes(LinePanel):
         text = "".join(" " if v <= 0 else levels[int(v / top * most + 0.5)] for v in worst)
         return row.add(text, "step").done(width)
 
-    def _lane(self, view: View, lane: Lane, width: int, horizon: int, named: bool) -> Runs:
+    def _row(self, view: View, slot: list[int], width: int, horizon: int, named: bool) -> Runs:
+        """One row: the requests that had it, one after the other, under the name of the last."""
+        lanes = view.lanes.lanes
+        seen = [lanes[id] for id in slot if lanes[id].submitted_step <= horizon + 1]
+        if not seen:
+            return Row().done(width)
+        lane = seen[-1]
         lit = lane.id in view.links.requests
-        here = view.selection is not None and view.selection.kind == "request" and view.selection.id == lane.id
-        live = lane.finish_step > horizon
         ground = " on select" if lit else ""
-        name = f"r{lane.id}"
-        style = "bold accent" if here else "ink" if live else "dim"
-        row = Row(name, style + ground)
+        live = lane.finish_step > horizon
+        row = Row(f"r{lane.id}", ("bold accent" if lit else "ink" if live else "dim") + ground)
         if named:
             row.to(self.label - 11, " ", "ink" + ground)
-            row.add(fit(view.group_name(lane.group), 10), "dim" + ground if not lit else "ink" + ground)
+            row.add(fit(view.group_name(lane.group), 10), ("ink" if lit else "dim") + ground)
         row.to(self.label, " ", "ink" + ground)
-        codes = lane.columns(self.first_step, self.k, self.columns, horizon)
-        marks = _marks()
-        step_column = None
+        cells = [(NOTHING, False)] * self.columns
+        for lane in seen:
+            lit = lane.id in view.links.requests
+            for x, code in enumerate(lane.columns(self.first_step, self.k, self.columns, horizon)):
+                if code > cells[x][0]:
+                    cells[x] = (code, lit)
         if view.links.step is not None:
-            step_column = (view.links.step - self.first_step) // self.k
+            x = (view.links.step - self.first_step) // self.k
+            if 0 <= x < self.columns:
+                cells[x] = (cells[x][0], True)
+        marks = _marks()
         start = 0
         for x in range(1, self.columns + 1):
-            if x == self.columns or codes[x] != codes[start] or x == step_column or start == step_column:
-                style = STYLES[codes[start]] + ground
-                if start == step_column:
-                    style = STYLES[codes[start]] + " on select" if codes[start] else "accent on select"
-                row.add(marks[codes[start]] * (x - start), style)
+            if x == self.columns or cells[x] != cells[start]:
+                code, lit = cells[start]
+                row.add(marks[code] * (x - start), STYLES[code] + (" on select" if lit else ""))
                 start = x
         return row.done(width)
 
     def _rest(self, view: View, in_window: list[int], width: int) -> Runs:
         """What the rows above do not show, by what it is doing."""
-        hidden = set(in_window) - set(self.shown)
+        hidden = set(in_window) - self._placed
         row = Row()
         if hidden:
             requests = view.board.state.requests
@@ -210,23 +230,30 @@ class BatchLanes(LinePanel):
 
     def clicked(self, view: View, column: int, row: int) -> None:
         index = row - 2
-        if 0 <= index < len(self.shown):
-            view.select("request", self.shown[index])
+        if 0 <= index < len(self.slots) and self.slots[index]:
+            view.select("request", self._request_at(view, self.slots[index], column))
         elif row < 2 and column >= self.label:
             self._select_step(view, self.first_step + (column - self.label) * self.k)
 
+    def _request_at(self, view: View, slot: list[int], column: int) -> int:
+        """The request of a row that was doing something in a column of the panel; else the last."""
+        step = self.first_step + (column - self.label) * self.k
+        lanes = view.lanes.lanes
+        here = [id for id in slot if lanes[id].submitted_step <= step + self.k and lanes[id].finish_step >= step]
+        return here[-1] if here and column >= self.label else slot[-1]
+
     def action_choose(self, by: int) -> None:
+        """The request in the row above or below."""
         view = self.view
-        if view is None:
-            return
-        ids = self._in_window(view, view.horizon)
-        if not ids:
+        rows = [slot for slot in self.slots if slot]
+        if view is None or not rows:
             return
         selection = view.selection
-        at = self.top - (by > 0)
-        if selection is not None and selection.kind == "request" and selection.id in ids:
-            at = ids.index(selection.id)
-        view.select("request", ids[max(0, min(len(ids) - 1, at + by))])
+        at = len(rows) - 1 if by < 0 else 0
+        if selection is not None and selection.kind == "request":
+            found = [i for i, slot in enumerate(rows) if selection.id in slot]
+            at = max(0, min(len(rows) - 1, found[0] + by)) if found else at
+        view.select("request", rows[at][-1])
         self.repaint()
 
     def action_step(self, by: int) -> None:

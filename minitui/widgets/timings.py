@@ -15,7 +15,7 @@ from minitui.widgets.rows import Row, Run, Runs, ms
 
 KINDS = (("decode only", "decode", "decode"), ("mixed", "mixed", "prefill"), ("prefill only", "prefill", "prefill-2"))
 LABEL = 13
-FIGURE = 8
+FIGURE = 7
 
 
 class StepTimings(LinePanel):
@@ -48,7 +48,8 @@ class StepTimings(LinePanel):
         row = Row("kind of step", "dim").to(LABEL)
         for i, name in enumerate(("p50", "p99", "max")):
             row.right(name, LABEL + FIGURE * (i + 1), "dim")
-        return row.to(LABEL + FIGURE * 3 + 3).add("share of the time", "dim").done(width)
+        row.to(LABEL + FIGURE * 3 + 3)
+        return row.add("share of the time" if width - row.width >= 17 else "share", "dim").done(width)
 
     def _kind(self, label: str, stats: KindStats, style: str, width: int) -> Runs:
         row = Row(label, "ink").to(LABEL)
@@ -70,18 +71,30 @@ class StepTimings(LinePanel):
         row = Row("slowest", "dim").to(LABEL)
         if t.slowest is None or t.slowest.wall_ms is None:
             return row.add("no step has been timed yet", "dim").done(width)
-        row.add(f"{ms(t.slowest.wall_ms)} ms", "bold ink").add(f"  step {t.slowest.step:,}  ")
-        return row.add(why_slow(t.slowest, t), "prefill" if t.slowest.chunks else "ink").done(width)
+        why, took, step = why_slow(t.slowest, t), f"{ms(t.slowest.wall_ms)} ms", f" step {t.slowest.step:,} "
+        style = "prefill" if t.slowest.chunks else "ink"
+        row.add(took, "bold ink")
+        if row.width + len(step) + len(why) <= width:
+            row.add(step)
+        return row.add(" " + why, style).done(width)
 
     def _first_token(self, t: Timings, width: int) -> Runs:
         first, median = t.first_token, t.median_first
         row = Row("first token", "dim").to(LABEL)
         if first is None or median is None:
             return row.add("none yet", "dim").done(width)
-        row.add(f"{ms(first.total_ms)} ms", "bold ink").add(f" r{first.request}", "ink").add(" = queue ", "dim")
-        row.add(ms(first.queue_ms)).add(" + prefill ", "dim").add(ms(first.prefill_ms))
-        row.add(" + sample ", "dim").add(ms(first.sample_ms))
-        tail = f"   median of {t.first_tokens}: {ms(median.total_ms)} ms"
+        parts = f"queue {ms(first.queue_ms)} + prefill {ms(first.prefill_ms)} + sample {ms(first.sample_ms)}"
+        took, who = f"{ms(first.total_ms)} ms", f" r{first.request}"
+        if row.width + len(took) + 3 + len(parts) > width:  # narrow: one decimal
+            parts = f"queue {first.queue_ms:.1f} + prefill {first.prefill_ms:.1f} + sample {first.sample_ms:.1f}"
+            row, took = Row("first token ", "dim"), f"{first.total_ms:.1f}"
+        row.add(took, "bold ink")
+        if row.width + len(who) + len(parts) + 3 <= width:
+            row.add(who)
+        row.add(" = ", "dim")
+        for word in parts.split(" "):
+            row.add(word + " ", "ink" if word[0].isdigit() else "dim")
+        tail = f" median of {t.first_tokens}: {ms(median.total_ms)} ms"
         if row.width + len(tail) <= width:
             row.add(tail, "dim")
         return row.done(width)

@@ -63,7 +63,7 @@ class RadixTree(LinePanel):
         if not picture.nodes:
             rows.append(Row("empty: no prompt has filled a block yet", "dim").done(width))
         rows += [Row().done(width)] * (room + 1 - len(rows))
-        rows.append(self._foot(picture.hidden_nodes + len(picture.rows) - len(shown), picture, width))
+        rows.append(self._foot(picture.hidden_nodes + len(picture.rows) - len(shown), picture.evictable_tokens, width))
         g = glyphs()
         legend: list[Run] = [
             (g.in_use, "running"), (" in use  ", "dim"), (g.evictable, "hit"), (" cached, evictable  ", "dim"),
@@ -76,11 +76,11 @@ class RadixTree(LinePanel):
         return Picture(rows[:height], title=title, note=note, legend=legend)
 
     def _head(self, width: int) -> Runs:
-        row = Row("who  text from where it diverges", "dim")
         at = width - sum(w for _, w in self._columns(width))
+        row = Row("who  text from where it diverges" if at > 34 else "who  text", "dim")
         for name, w in self._columns(width):
             at += w
-            row.right(name, at, "dim") if at - len(name) >= row.width else row
+            row.right(name, at, "dim")
         return row.done(width)
 
     def _columns(self, width: int) -> tuple[tuple[str, int], ...]:
@@ -121,12 +121,11 @@ class RadixTree(LinePanel):
             row.to(at - len(text), " ", "ink" + ground).add(text, cell_style + ground)
         return row.done(width)
 
-    def _foot(self, hidden: int, picture: object, width: int) -> Runs:
-        evictable = getattr(picture, "evictable_tokens", 0)
+    def _foot(self, hidden: int, evictable: int, width: int) -> Runs:
         row = Row()
         if hidden:
             row.add(f"+{hidden:,} nodes", "ink").add(" · ", "dim")
-        row.add(f"{evictable:,} tokens evictable", "dim")
+        row.add(f"{evictable:,} tokens evictable in all", "dim")
         return row.done(width)
 
     def _selected(self, view: View) -> int | None:

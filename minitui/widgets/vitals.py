@@ -22,7 +22,7 @@ class Vital:
 
     label: str
     value: str
-    unit: str
+    units: tuple[str, ...]  # the most telling that fits is shown
     series: Sequence[float]
     style: str
     top: float = 0.0
@@ -38,21 +38,22 @@ def vitals(view: View, n: int) -> list[Vital]:
     asked = hits + rates.total("prefill", HIT_SECONDS, end)
     free, active, shared, _cached = board.counts
     total = max(1, board.total)
+    held = 100 * (active + shared) / total
     last = view.timings.recent[-1].wall_ms if view.timings.recent else None
     p50 = view.timings.decode.p50 or view.timings.mixed.p50 or view.timings.prefill.p50 or last
     waiting = len(board.state.queue)
     running = sum(r.state == "running" for r in board.state.requests.values())
     return [
-        Vital("decode", number(rates.per_second("decode", 1.0, end)), "tok/s",
+        Vital("decode", number(rates.per_second("decode", 1.0, end)), ("tok/s",),
               rates.series("decode", n, end) / BUCKET, "decode"),
-        Vital("prefill", number(rates.per_second("prefill", 1.0, end)), "tok/s",
+        Vital("prefill", number(rates.per_second("prefill", 1.0, end)), ("tok/s",),
               rates.series("prefill", n, end) / BUCKET, "prefill"),
-        Vital("running", number(running), f"+{waiting} waiting", rates.series("running", n, end), "running"),
-        Vital("hit rate", number(100 * hits / asked, 1) if asked else glyphs().dash, "% of prompt tokens",
+        Vital("running", number(running), (f"+{waiting} waiting", f"+{waiting} wait", f"+{waiting}"), rates.series("running", n, end), "running"),
+        Vital("hit rate", number(100 * hits / asked, 1) if asked else glyphs().dash, ("% of prompt tokens", "%"),
               _rolling(cached, computed, n), "hit", top=1.0),
-        Vital("pool", number(100 * (total - free) / total, 1), f"% used, {100 * (active + shared) / total:.0f} % held",
+        Vital("pool", number(100 * (total - free) / total), (f"% used, {held:.0f} % held", f"% · {held:.0f} held", "%"),
               rates.series("used", n, end), "pool", top=1.0),
-        Vital("step", ms(p50) if p50 else glyphs().dash, "ms median", rates.series("worst_ms", n, end), "step"),
+        Vital("step", ms(p50) if p50 else glyphs().dash, ("ms median", "ms"), rates.series("worst_ms", n, end), "step"),
     ]  # fmt: skip
 
 
@@ -117,15 +118,9 @@ class Vitals(LinePanel, can_focus=False):
 
 
 def _head(vital: Vital, room: int) -> Runs:
-    row = Row(vital.label, "dim")
-    unit = vital.unit
-    need = len(vital.label) + 1 + len(vital.value) + 1
-    if need + len(unit) > room:  # the unit's first word says enough
-        unit = unit.split(",")[0].split(" of")[0]
-    if need + len(unit) > room:
-        unit = unit.split()[0] if len(unit.split()[0]) < 6 else ""
-    row.to(9 if room >= 24 else row.width + 1).add(vital.value, "bold ink").add(" " + unit, "dim")
-    return row.done(room)
+    row = Row(vital.label, "dim").to(9 if room >= 30 else len(vital.label) + 1).add(vital.value, "bold ink")
+    unit = next((unit for unit in vital.units if row.width + 1 + len(unit) <= room), "")
+    return row.add(" " + unit, "dim").done(room)
 
 
 if __name__ == "__main__":
