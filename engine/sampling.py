@@ -207,7 +207,8 @@ class Sampler:
         """
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
-        bad = ~torch.isfinite(logits.sum(-1))
+        total = logits.sum(-1)
+        bad = total - total != 0  # NaN unless all of them are finite
         wants = self._wants[rows]
         asked = int(np.bitwise_or.reduce(wants))
         if not asked:
@@ -311,7 +312,8 @@ class Sampler:
                 probabilities = best.masked_fill(best < last, -torch.inf).softmax(-1)
                 before = probabilities.cumsum(-1) - probabilities
                 kept = (before < settings.index_select(0, where)[:, TOP_P, None]).sum(-1, keepdim=True)
-                last = torch.maximum(last, best.gather(1, kept - 1))
+                boundary = best.gather(1, (kept - 1).clamp_min_(0))  # 0 are kept of a row of NaN
+                last = torch.maximum(last, boundary)
             floor.index_copy_(0, where, last[:, 0])
         if (wants & Wants.MIN_P).any():
             floor = torch.maximum(floor, scores.amax(-1) + settings[:, LOG_MIN_P].to(scores.dtype))

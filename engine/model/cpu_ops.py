@@ -1,4 +1,4 @@
-"""The decoder's small operations for a CPU in float32: the functions of engine/model/ops.py, in fewer and cheaper calls.
+"""The small operations for a CPU in float32: the functions of engine/model/ops.py, in fewer and cheaper calls.
 
 On small tensors a call costs more than its arithmetic. For a single token numpy does the work, whose calls cost about
 a third of torch's; for several, norms are built on vector_norm, one pass instead of the four of rms_norm.
