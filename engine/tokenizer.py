@@ -18,6 +18,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 import tokenizers
+import tokenizers.decoders
 
 from engine.config import read_json
 from engine.errors import CheckpointError, InvalidRequest
@@ -27,7 +28,7 @@ Message = dict[str, Any]
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 PRIVATE_USE = range(0xE000, 0xF900)  # characters that mean nothing: one that no message contains serves as a mark
-REPLACEMENT = "�"
+LONG_TEXT = 4096  # characters
 
 
 class Tokenizer:
@@ -67,7 +68,7 @@ class Tokenizer:
         self.eos_ids = self._find_eos(generation, _read_optional(directory / "config.json"))
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.chat_template = self._find_template()
-        self._decoding = _Decoding(self._tokenizer, json.loads(self._source).get("decoder") or {}, self.special_ids)
+        self._decoding = _Decoding(self._tokenizer, self.special_ids)
 
     def encode(self, text: str, allow_special: bool = False, add_special_tokens: bool = True) -> list[int]:
         """Text to ids. What looks like a control token is text unless `allow_special`.
@@ -75,7 +76,7 @@ class Tokenizer:
         `add_special_tokens`: with what the tokenizer itself puts around a text (a BOS, if the model wants one).
         """
         tokenizer = self._tokenizer if allow_special else self._literal
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return _encode(tokenizer, text, add_special_tokens)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Ids to text, all at once."""
@@ -100,7 +101,7 @@ class Tokenizer:
         values = {"messages": messages, **template}
         if not any(text in part for part in _strings(values) for text in self._control_ids):
             rendered = self.render_chat(messages, add_generation_prompt, **template)
-            return self._tokenizer.encode(rendered, add_special_tokens=False).ids
+            return _encode(self._tokenizer, rendered, False)
         mark = next(chr(code) for code in PRIVATE_USE if not any(chr(code) in part for part in _strings(values)))
         marked = _map_strings(values, lambda text: self._control_pattern.sub(lambda found: mark.join(found[0]), text))
         rendered = self.render_chat(marked.pop("messages"), add_generation_prompt, **marked)
@@ -175,13 +176,12 @@ class Tokenizer:
         if not text:
             return []
         if first or self._decoding.byte_level:
-            return self._literal.encode(text, add_special_tokens=False).ids
+            return _encode(self._literal, text, False)
         # Tokenizers of SentencePiece's kind put a space before what they take for the beginning of a text.
-        newline = self._literal.encode("\n", add_special_tokens=False).ids
-        ids = self._literal.encode("\n" + text, add_special_tokens=False).ids
+        newline, ids = _encode(self._literal, "\n", False), _encode(self._literal, "\n" + text, False)
         if ids[: len(newline)] == newline:
             return ids[len(newline) :]
-        return self._literal.encode(text, add_special_tokens=False).ids
+        return _encode(self._literal, text, False)
 
     def _find_eos(self, generation: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
         named = self._tokenizer.token_to_id(self._names["eos_token"]) if "eos_token" in self._names else None
@@ -223,12 +223,10 @@ class Detokenizer(Protocol):
 class _Decoding:
     """What the detokenizers of one tokenizer share."""
 
-    def __init__(
-        self, tokenizer: tokenizers.Tokenizer, decoder: dict[str, Any], special_ids: frozenset[int]
-    ) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self.special_ids = special_ids
-        self.byte_level = decoder.get("type") == "ByteLevel"
+        self.byte_level = isinstance(tokenizer.decoder, tokenizers.decoders.ByteLevel)
         self._bytes: dict[int, bytes] = {}
 
     def start(self, skip_special_tokens: bool) -> Detokenizer:
@@ -332,6 +330,14 @@ class _GenerationTag(jinja2.ext.Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """`encode` holds Python's lock until it is done, so that a long text would hold up every other thread; the call for
+    batches does not."""
+    if len(text) < LONG_TEXT:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def _tojson(
