@@ -7,12 +7,12 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, ClassVar
 
-from textual import events
 from textual.app import App
-from textual.css.query import NoMatches
 from textual.binding import Binding, BindingType
+from textual.css.query import NoMatches
 
 from engine.errors import EngineError
 from minitui import settings as settings_file
@@ -88,6 +88,7 @@ class MinituiApp(App[int]):
     # ---- life
 
     def on_mount(self) -> None:
+        self.app_resume_signal.subscribe(self, self._resumed)
         self.set_interval(1 / self.settings.fps, self._frame)
         # The first frame comes first: the engine's process competes for the same cores.
         self.call_after_refresh(self.run_worker, self._start(), group="start", exit_on_error=False)
@@ -108,7 +109,7 @@ class MinituiApp(App[int]):
             return
         self.progress = None
         self.chats.use(codec)
-        self.view.ids_to_text = codec.decode
+        self.view.ids_to_text = partial(codec.decode, skip_special_tokens=False)
         await self.feed.sync()
         gc.collect()
         gc.freeze()  # what stands now stays: later collections need not look at it
@@ -274,6 +275,6 @@ class MinituiApp(App[int]):
         self._interrupted = time.monotonic()
         self.say("ctrl+c again quits (esc cancels an answer)")
 
-    def on_app_focus(self, event: events.AppFocus) -> None:
-        """A terminal that comes back may have been resized meanwhile: draw everything."""
+    def _resumed(self, _: object) -> None:
+        """Back from the shell: the terminal shows nothing of ours, though nothing has changed."""
         self.refresh(layout=True)

@@ -49,6 +49,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 AttentionBackend = Annotated[str, typer.Option(help="auto, torch, triton or flash.")]
 EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")]
 GpuMemory = Annotated[float, typer.Option("--gpu-memory-utilization", help="Share of the device's memory to use.")]
+Record = Annotated[Path | None, typer.Option(help="Write everything the engine does to a trace, for minitui replay.")]
 NoPrefixCaching = Annotated[
     bool, typer.Option("--no-prefix-caching", help="Compute every prompt from its first token.")
 ]
@@ -131,19 +132,27 @@ def ask(
 
 @app.command()
 def demo(
-    name: Annotated[str, typer.Argument(help="Which: shared-prefix.")],
-    plain: Annotated[bool, typer.Option("--plain", help="Tell it as lines of text; the default where there is no terminal.")] = False,
-    kv_blocks: KvBlocks = 64,
+    name: Annotated[str, typer.Argument(help="Which: shared-prefix, cache, chunked-prefill, eviction, preemption, fork or batching.")],
+    plain: Annotated[bool, typer.Option("--plain", "--headless", help="Tell it as lines of text; the default where there is no terminal.")] = False,
+    beat: Annotated[float | None, typer.Option(min=0, max=10, help="Scales the pauses for reading: 0 for none. Default: 1, and 0 with --plain.")] = None,
+    kv_blocks: KvBlocks = None, record: Record = None,
 ) -> None:  # fmt: skip
     """Watch a scenario in a small engine of its own, told step by step.
 
     \b
-      minitui demo shared-prefix           four chats, one system prompt: computed once, held four times
-      minitui demo shared-prefix --plain   the same story as text
+      minitui demo shared-prefix     four chats, one system prompt: computed once, held four times
+      minitui demo cache             the same six arrivals with the cache off and on
+      minitui demo chunked-prefill   a long paste while others write, at once and in chunks
+      minitui demo eviction          a full pool: predict whose blocks go
+      minitui demo preemption        a pool too small for all: predict who gives way
+      minitui demo fork              one conversation, four continuations
+      minitui demo batching          static against continuous batching
+      minitui demo cache --plain     the same story as text
     """
     from minitui.launch import run_demo
 
-    raise typer.Exit(run_demo(name, kv_blocks, plain or not sys.stdout.isatty()))
+    text = plain or not sys.stdout.isatty()
+    raise typer.Exit(run_demo(name, {"kv_blocks": kv_blocks}, text, (0.0 if text else 1.0) if beat is None else beat, record))
 
 
 @app.command()

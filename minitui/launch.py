@@ -104,21 +104,34 @@ def run_ask(
     return asyncio.run(main())
 
 
-def run_demo(name: str, kv_blocks: int, plain: bool) -> int:
-    """`minitui demo NAME`; returns the exit code."""
-    from minitui.demo import DEMOS, tell_plainly
+def run_demo(name: str, options: dict[str, Any], plain: bool, beat: float, record: Path | None = None) -> int:
+    """`minitui demo NAME`; returns the exit code. `options` of the command line come before the scenario's own."""
+    from minitui.demo import DEMOS, play_in_app, tell_plainly
 
     if name not in DEMOS:
-        raise EngineError(f"there is no demo {name!r}: there is {', '.join(DEMOS)}")
+        raise EngineError(f"there is no demo {name!r}: there are {', '.join(DEMOS)}")
     demo = DEMOS[name]
     choice = choose_model(None)
-    options = {"kv_blocks": kv_blocks, "no_prefix_caching": False, **demo.options}
+    chosen = {"kv_blocks": None, "no_prefix_caching": False, **demo.options}
+    chosen |= {key: value for key, value in options.items() if value is not None}
+    source = recorded(live_source(choice, chosen), record)
     sampling = Sampling(temperature=0.0, max_tokens=demo.max_tokens)
+
+    async def restart(changes: dict[str, Any]) -> None:
+        from minitui.cli import engine_config
+
+        await source.reconfigure(engine_config(model=choice.name, **{**chosen, **changes}))
+
     if plain:
-
-        async def main() -> int:
-            return await tell_plainly(demo, live_source(choice, options), choice.system, sampling)
-
-        return asyncio.run(main())
+        return asyncio.run(tell_plainly(demo, source, choice.system, sampling, beat=beat, restart=restart))
     settings = settings_file.load()
-    return run_app(live_source(choice, options), choice, settings, sampling, script=demo.script)
+    return run_app(source, choice, settings, sampling, script=lambda app: play_in_app(demo, app, restart))
+
+
+def recorded(source: LiveSource, path: Path | None) -> Any:
+    """The source, with everything that it says written to `path`, if there is one."""
+    if path is None:
+        return source
+    from minitui.record import RecordingSource
+
+    return RecordingSource(source, path)

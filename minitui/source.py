@@ -146,6 +146,14 @@ class LiveSource:
         self.error = None
         self._up()
 
+    async def reconfigure(self, config: EngineConfig) -> None:
+        """Put an engine with another configuration in the place of this one; EngineError with a sentence."""
+        assert self._client is not None, "the engine has not been started"
+        self.config = config
+        self._ready.clear()
+        await self._client.reconfigure(config)
+        self._up()
+
     def _up(self) -> None:
         self.info = {**self._client.info, **({"model": self._label} if self._label else {})}
         self._ready.set()

@@ -19,7 +19,8 @@ from textual.screen import Screen
 from minitui import markdown
 from minitui.actions import complete_slash
 from minitui.theme import glyphs
-from minitui.widgets.chrome import SessionStrip, StatusBar, TopBar, host
+from minitui.widgets.base import LinePanel
+from minitui.widgets.chrome import Bar, SessionStrip, StatusBar, TopBar, host
 from minitui.widgets.loading import Loading
 from minitui.widgets.prompt import Completion, CompletionList, Prompt, complete_question
 from minitui.widgets.rows import Run
@@ -35,6 +36,7 @@ class ChatScreen(Screen[None]):
     """Composes and routes; the chats are in `app.chats`, the engine's picture in the view it paints."""
 
     HORIZONTAL_BREAKPOINTS: ClassVar[list[tuple[int, str]] | None] = [(0, "-narrow"), (100, "-wide")]
+    VERTICAL_BREAKPOINTS: ClassVar[list[tuple[int, str]] | None] = [(0, "-low"), (32, "-high")]
     DEFAULT_CSS = """
     ChatScreen {
         layout: vertical; background: $ground;
@@ -42,6 +44,7 @@ class ChatScreen(Screen[None]):
         & #rail { width: 42; padding-left: 1; }
         &.-wide #glance { display: none; }
         &.-narrow #rail { display: none; }
+        &.-low #rail Events { display: none; }
         & #glance { height: auto; padding: 0 1; }
         & Transcript { height: 1fr; }
         & CompletionList { layer: above; dock: bottom; margin: 0 2; }
@@ -58,6 +61,9 @@ class ChatScreen(Screen[None]):
     def __init__(self) -> None:
         super().__init__()
         self._text_at = 0.0
+        self._bars: list[LinePanel] = []
+        self._rail: list[LinePanel] = []
+        self._glance: list[LinePanel] = []
 
     def compose(self) -> ComposeResult:
         yield TopBar()
@@ -79,6 +85,10 @@ class ChatScreen(Screen[None]):
         yield StatusBar()
 
     def on_mount(self) -> None:
+        # Asked for once: a query walks the tree, and paint comes twenty times a second.
+        self._bars = [*self.query(Bar), self.query_one(Loading)]
+        self._rail = list(self.query("#rail LinePanel").results(LinePanel))
+        self._glance = list(self.query("#glance LinePanel").results(LinePanel))
         self.prompt.complete = self.complete
         self.transcript.speaker = host(self.app).speaker
         self.transcript.welcome = self._welcome
@@ -99,36 +109,32 @@ class ChatScreen(Screen[None]):
         if now - self._text_at >= TEXT_EVERY or self.transcript.session is not app.session:
             self._text_at = now
             self.transcript.show(app.session)
-        for bar in self.query("Bar"):
-            bar.paint(view)  # type: ignore[attr-defined]
-        self.query_one(Loading).paint(view)
+        for panel in (*self._bars, *(self._glance if self.has_class("-narrow") else self._rail)):
+            panel.paint(view)
         if self.completions.display:
             self.completions.paint(view)
-        if self.has_class("-narrow"):
-            panels = self.query("#glance LinePanel")
-        else:
-            panels = self.query("#rail LinePanel")
-        for panel in panels:
-            panel.paint(view)  # type: ignore[attr-defined]
 
     def _welcome(self, width: int) -> list[list[Run]]:
         """What an empty chat shows."""
         app = host(self.app)
         lead = " " * LABEL
         rows: list[list[Run]] = [[("welcome".ljust(LABEL), "hit"), ("Several chats, one engine.", "bold ink")]]
-        for line in markdown.plain("Ask something, and watch beside the answer what the engine does to write it.", width):
-            rows.append([(lead, "ink"), *((text, "ink") for text, _ in line)])
+
+        def add(text: str, tone: str, mark: str = "") -> None:
+            for number, line in enumerate(markdown.plain(text, width - len(mark))):
+                rows.append([(lead, "ink"), (mark if number == 0 else " " * len(mark), "running"), (line[0][0], tone)])
+
+        add("Ask something, and watch beside the answer what the engine does to write it.", "ink")
         rows.append([])
         if app.known_questions:
-            rows.append([(lead, "ink"), ("This tiny model knows how inference engines work:", "dim")])
-            rows += [[(lead, "ink"), (f"{glyphs().middot} ", "running"), (q, "ink")] for q in app.suggestions]
-            rows += [[(lead, "ink"), (f"a few letters, then tab; /ask lists all {len(app.known_questions)}", "dim")], []]
-        for keys, what in (
-            ("esc r", "the system prompt again, in a second chat: a hit"),
-            ("esc 2", "inspect the engine"),
-            ("esc ?", "what everything here means, and every key"),
-        ):
-            rows.append([(lead, "ink"), (keys.ljust(8), "bold ink"), (what, "dim")])
+            add("This tiny model knows how inference engines work:", "dim")
+            for question in app.suggestions:
+                add(question, "ink", f"{glyphs().middot} ")
+            add(f"a few letters, then tab; /ask lists all {len(app.known_questions)}", "dim")
+            rows.append([])
+        add("the system prompt again, in a second chat: a cache hit", "dim", "esc r  ")
+        add("inspect the engine", "dim", "esc 2  ")
+        add("what everything here means, and every key", "dim", "esc ?  ")
         return rows
 
     # ---- routing

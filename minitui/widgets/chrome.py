@@ -46,7 +46,8 @@ class TopBar(Bar):
         return 1 + len(self._story(width))
 
     def _story(self, width: int) -> list[str]:
-        return textwrap.wrap(host(self.app).story, width - 4)
+        lines = host(self.app).story.split("\n")
+        return [piece for line in lines for piece in textwrap.wrap(line, max(20, width - 4)) or [""] if line]
 
     def paint(self, view: View) -> int:
         """Grows and shrinks with the story."""

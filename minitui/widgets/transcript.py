@@ -56,6 +56,7 @@ class Transcript(ScrollView, can_focus=True):
         self._rows: list[list[Run]] = []
         self._strips: dict[int, Strip] = {}
         self._look: tuple[Any, ...] = ()
+        self._shown: tuple[Any, ...] = ()
         self._follow = True
 
     # ---- showing
@@ -77,6 +78,10 @@ class Transcript(ScrollView, can_focus=True):
         if look != self._look:
             self._look = look
             self._blocks = []
+        state = (look, self._state())
+        if state == self._shown:
+            return
+        self._shown = state
         rows = list(self._head(width))
         for index, message in enumerate(self.session.messages):
             if index >= len(self._blocks):
@@ -86,6 +91,14 @@ class Transcript(ScrollView, can_focus=True):
         if self.session.note:
             rows += [self._label("", "dim", line, "hit") for line in markdown.plain(self.session.note, width)]
         self._show_rows(rows)
+
+    def _state(self) -> tuple[Any, ...]:
+        """Differs whenever anything shown differs."""
+        session = self.session
+        assert session is not None
+        last = session.messages[-1] if session.messages else None
+        versions = sum(m.version for m in session.messages)
+        return (len(session.messages), versions, last and last.state, last and len(last.text), session.system, session.note)
 
     def _show_rows(self, rows: list[list[Run]]) -> None:
         first = next((y for y, (a, b) in enumerate(zip(rows, self._rows, strict=False)) if a != b), min(len(rows), len(self._rows)))

@@ -1,0 +1,110 @@
+"""The terminal is given back as it was, however the application ends: in a real pseudo-terminal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.terminal import Terminal, python
+
+READY = "256 blocks of 16"
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Iterator[Terminal]:
+    terminal = Terminal(python("-m", "tests.pty_host"), tmp_path)
+    terminal.until(READY)
+    assert terminal.left_on()  # it does take the terminal over
+    assert not terminal.flags() & termios.ICANON
+    yield terminal
+    terminal.close()
+
+
+def assert_restored(terminal: Terminal) -> None:
+    assert terminal.left_on() == []
+    assert terminal.flags_at_end & termios.ICANON
+    assert terminal.flags_at_end & termios.ECHO
+
+
+def test_after_q_the_terminal_is_as_it_was(app: Terminal):
+    app.type("\x1b")
+    app.until(" KEYS ")
+    app.type("q")
+    assert app.ended() == 0
+    assert_restored(app)
+
+
+def test_ctrl_c_asks_once_and_quits_at_the_second(app: Terminal):
+    app.type("\x03")
+    app.until("ctrl+c again quits")
+    app.type("\x03")
+    assert app.ended() == 0
+    assert_restored(app)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_closes_it_in_good_order(app: Terminal, number: signal.Signals):
+    os.kill(app.process.pid, number)
+    assert app.ended() == 128 + number
+    assert_restored(app)
+
+
+def test_a_signal_in_the_middle_of_an_answer_closes_it_too(app: Terminal):
+    app.type("What is a block table?\r")
+    app.until("maps positions")
+    os.kill(app.process.pid, signal.SIGTERM)
+    assert app.ended() == 128 + signal.SIGTERM
+    assert_restored(app)
+
+
+def test_two_signals_end_it_at_once_even_while_it_hangs(tmp_path: Path):
+    terminal = Terminal(python("-m", "tests.pty_host", "--hang"), tmp_path)
+    terminal.until(READY)
+    terminal.type("x\r")  # its event loop stands still now
+    terminal.pump(0.5)
+    os.kill(terminal.process.pid, signal.SIGTERM)
+    terminal.pump(0.3)
+    os.kill(terminal.process.pid, signal.SIGTERM)
+    assert terminal.ended() == 128 + signal.SIGTERM
+    assert_restored(terminal)
+
+
+def test_a_crash_gives_the_terminal_back(tmp_path: Path):
+    terminal = Terminal(python("-m", "tests.pty_host", "--crash"), tmp_path)
+    terminal.until(READY)
+    terminal.type("x\r")
+    assert terminal.ended() == 1
+    assert_restored(terminal)
+    assert b"crash on purpose" in terminal.raw
+
+
+def test_ctrl_z_gives_the_shell_back_and_fg_returns_to_the_chat(tmp_path: Path):
+    shell = Terminal(["bash", "--norc", "--noprofile", "-i"], tmp_path, PS1="shell$ ", HISTFILE="")
+    shell.until("shell$")
+    shell.type("bind 'set enable-bracketed-paste off'\r")
+    shell.type(" ".join(python("-m", "tests.pty_host")) + "\r")
+    shell.until(READY)
+    shell.type("half a ques")
+    shell.until("half a ques")
+    shell.type("\x1a")
+    shell.until("Stopped")
+    assert shell.left_on() == []
+    shell.type("echo alive\r")
+    shell.until("alive")
+    shell.type("fg\r")
+    shell.until(lambda screen: READY in screen and "half a ques" in screen)
+    shell.type("tion\r")
+    shell.until("maps positions")
+    shell.type("\x03")
+    shell.until("ctrl+c again quits")
+    shell.type("\x03")
+    shell.pump(1.0)
+    shell.type("echo back-$((1+1))\r")
+    shell.until("back-2")
+    assert shell.left_on() == []
+    shell.close()
