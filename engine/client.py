@@ -325,6 +325,20 @@ class EngineClient:
         await self.close()
         await self._launch()
 
+    async def reconfigure(self, config: EngineConfig) -> None:
+        """Put an engine with another configuration in the place of this one, in the same process: seconds sooner than a
+        new process, since what Python imports stays. Open streams end with an error; EngineError if it cannot start.
+        """
+        gone = InvalidRequest("another engine was started in the place of this one")
+        streams, self._streams = list(self._streams.values()), {}
+        for stream in streams:
+            stream._put(gone)
+        self.config = config
+        self._ready = self._loop.create_future()
+        self._send("start", config)
+        self.info = {**await self._ready, "log_file": str(self.log_file)}
+        self._records.clear()  # those of the engine before
+
     async def close(self) -> None:
         """End the process; it is killed if it does not go within a few seconds."""
         process = self._process

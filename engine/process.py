@@ -86,9 +86,10 @@ class EngineServer:
         self._tag_of: dict[int, int] = {}
         self._deltas: list[Delta] = []
         self._next_flush = 0.0
+        self._successor: Message | None = None
 
-    def run(self) -> None:
-        """Until the client says close."""
+    def run(self) -> Message | None:
+        """Until the client says close; the message, if it says to start another engine instead."""
         engine = self.engine
         while True:
             may_step = engine.has_work and engine.gate.allows()
@@ -96,14 +97,14 @@ class EngineServer:
                 self._take(engine.drain())
                 self._flush()
             if not self._obey(block=not may_step):
-                return
+                return self._successor
             if may_step:
                 self._take(engine.step())
                 if engine.gate.stretch_s > 0.0:
                     self._take(engine.drain())
                     self._flush()
                     if not self._linger(engine.gate.stretch_s):
-                        return
+                        return self._successor
                 elif time.perf_counter() >= self._next_flush:
                     self._flush()
 
@@ -118,7 +119,7 @@ class EngineServer:
         return True
 
     def _obey(self, block: bool) -> bool:
-        """Take all commands that wait, or block for one. False if it was close."""
+        """Take all commands that wait, or block for one. False if the engine is to end."""
         with contextlib.suppress(queue.Empty):
             while self._command(self.commands.get(block=block)):
                 block = False
@@ -128,6 +129,9 @@ class EngineServer:
     def _command(self, message: Message) -> bool:
         kind, *rest = message
         if kind == "close":
+            return False
+        if kind == "start":
+            self._successor = message
             return False
         try:
             if kind == "submit":
@@ -239,32 +243,36 @@ def main(fd: int) -> int:
     commands: queue.SimpleQueue[Message] = queue.SimpleQueue()
     writer = Writer(connection)
     threading.Thread(target=_read, args=(connection, commands), name="reader", daemon=True).start()
-    message = commands.get()
-    if message[0] != "start":
-        return 0
+    message: Message | None = commands.get()
+    status = 0
+    while message is not None and message[0] == "start" and not status:
+        status, message = _serve(message[1], commands, writer)
+    writer.close()
+    return status
+
+
+def _serve(config: Any, commands: queue.SimpleQueue[Message], writer: Writer) -> tuple[int, Message | None]:
+    """Build an engine and serve it: (exit status, the message that asks for another engine, if one does)."""
     try:
         from engine.build import build_engine, check_device_error
 
         try:
-            built = build_engine(message[1], on_progress=lambda progress: writer.send("progress", progress))
+            built = build_engine(config, on_progress=lambda progress: writer.send("progress", progress))
         except Exception as error:
             if not isinstance(error, EngineError):
                 logger.exception("the engine could not start")
             raise check_device_error(error) from error
     except EngineError as error:
         writer.send("failed", str(error))
-        writer.close()
-        return 1
+        return 1, None
     writer.send("ready", built.info)
     try:
-        EngineServer(built, commands, writer).run()
+        return 0, EngineServer(built, commands, writer).run()
     except Exception as error:
         logger.exception("the engine stopped")
         writer.send("died", f"{type(error).__name__}: {error}")
-        writer.close()
-        return 1
-    writer.close()
-    return 0
+        return 1, None
+
 
 
 if __name__ == "__main__":

@@ -203,8 +203,8 @@ class Recorder:
 class RecordingSource:
     """Any Source, with everything that passes through it written to a trace.
 
-    When the disk fails, recording stops and `recording_error` says why; the source goes on. When the engine is
-    started again its records begin anew, and go to a file of their own ("run.mtr", "run.2.mtr", …).
+    When the disk fails, recording stops and `recording_error` says why; the source goes on. When the engine is started
+    again its records begin anew, and go to a file of their own ("run.mtr", "run.2.mtr", …).
     """
 
     def __init__(self, source: Source, path: str | Path) -> None:
@@ -231,6 +231,12 @@ class RecordingSource:
 
     async def restart(self, on_progress: Progress) -> None:
         await self.source.restart(on_progress)
+        await self._begin()
+
+    async def reconfigure(self, config: Any) -> None:
+        """See LiveSource.reconfigure; the other engine is recorded in a file of its own."""
+        self.drain_records()
+        await self.source.reconfigure(config)  # type: ignore[attr-defined]
         await self._begin()
 
     async def _begin(self) -> None:

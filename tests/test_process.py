@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -220,3 +221,21 @@ def test_an_engine_does_not_import_what_lies_in_the_current_directory(tmp_path: 
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+async def test_another_engine_takes_the_place_of_the_first_in_the_same_process(client: EngineClient) -> None:
+    open_stream = client.submit([5, 6, 7], SamplingParams(max_tokens=None, ignore_eos=True))
+    await open_stream.started()
+    pid = client.pid
+    before = client.config
+    await client.reconfigure(replace(before, num_blocks=7, scheduling_policy="static"))
+    assert client.info["num_blocks"] == 7 and client.pid == pid
+    assert not client.drain_records(), "records of the engine before"
+    with pytest.raises(InvalidRequest, match="another engine"):
+        async for _ in open_stream:
+            pass
+    stream = client.submit([5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True))
+    async for _ in stream:
+        pass
+    assert len(stream.ids) == 3 and client.drain_records()[0][0] == 1
+    await client.reconfigure(before)
