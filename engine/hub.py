@@ -28,12 +28,12 @@ def resolve_model(name: str, on_progress: Progress | None = None) -> Path:
     progress). Raises CheckpointError with what was tried.
     """
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return path
     if path.is_file():
         raise CheckpointError(f"{path} is a file: give the directory that holds config.json and the weights")
     parts = name.split("/")
-    if not name or len(parts) > 2 or any(part in ("", ".", "..", "~") for part in parts):
+    if len(parts) > 2 or any(part in ("", ".", "..", "~") for part in parts):
         raise CheckpointError(f"{name!r} is not a directory, and cannot be the name of a model on the hub either")
     cached = find_cached(name)
     return cached if cached is not None else _download(_repository(name), on_progress)
