@@ -1,0 +1,28 @@
+"""Puts the endpoints together."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from minitui import __version__
+from minitui.server import chat, completions, failures, telemetry, text, vitals
+from minitui.server.access import Guard
+from minitui.server.service import Service
+
+
+def create_api(service: Service) -> FastAPI:
+    """The endpoints alone, unguarded; their OpenAPI document is at /openapi.json."""
+    api = FastAPI(
+        title="minitui", version=__version__, docs_url=None, redoc_url=None,
+        description="An LLM inference engine with its telemetry; OpenAI's endpoints and a plain one.",
+    )  # fmt: skip
+    failures.install(api)
+    for part in (completions, chat, text, vitals, telemetry):
+        api.include_router(part.router(service))
+    return api
+
+
+def create_app(service: Service) -> ASGIApp:
+    """What is served."""
+    return Guard(create_api(service), service.settings, service.meters.refusal)

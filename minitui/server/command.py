@@ -1,0 +1,144 @@
+"""`minitui serve`: listen, load, serve, and go in time when told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from minitui.server.settings import Role, ServerSettings
+
+try:
+    import uvicorn
+
+    from minitui.server.application import create_app
+    from minitui.server.service import Service
+except ImportError as error:
+    raise EngineError(
+        f"the server needs packages that are not installed ({error.name} is missing): pip install 'minitui[serve]'"
+    ) from error
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+BACKLOG = 512
+LAST_WORDS_S = 1  # for connections to end once the engine is gone
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without signal handlers of its own: the order of going is ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Host:
+    """One server from its socket to its end."""
+
+    def __init__(self, config: EngineConfig, settings: ServerSettings, log_file: Path | None = None) -> None:
+        """Binds the address. Raises EngineError when that is impossible."""
+        self.settings = settings
+        self.service = Service(config, settings, log_file)
+        self._socket = listen(settings.host, settings.port)
+        self.port: int = self._socket.getsockname()[1]
+        self._stop = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
+        return f"http://{host}:{self.port}"
+
+    def stop(self) -> None:
+        """Begin to go; may be called from any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stop.set)
+
+    async def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
+        """Serve until stopped. Raises EngineError if the model cannot be loaded."""
+        self._loop = asyncio.get_running_loop()
+        server = _Uvicorn(
+            uvicorn.Config(
+                create_app(self.service), lifespan="off", ws="none", log_config=None, access_log=False,
+                server_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=LAST_WORDS_S, backlog=BACKLOG,
+            )
+        )  # fmt: skip
+        serving = asyncio.create_task(server.serve(sockets=[self._socket]))
+        loading = asyncio.create_task(self.service.start())
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({serving, loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if loading.done() and not stopping.done():
+                loading.result()
+                on_ready()
+                await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                if stopping.done():
+                    await self.service.drain()
+        finally:
+            server.should_exit = True
+            stopping.cancel()
+            await self.service.close()
+            await asyncio.gather(serving, loading, return_exceptions=True)
+            self._socket.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one. Raises EngineError with the way out."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise EngineError(f"--host {host!r} is no address of this machine: {error.strerror or error}") from error
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(BACKLOG)
+    except OSError as error:
+        bound.close()
+        way_out = "choose another with --port" if error.errno in (98, 48) else "choose another with --host or --port"
+        raise EngineError(f"cannot listen on {host}:{port}: {error.strerror or error}; {way_out}") from error
+    return bound
+
+
+def gather_keys(api: list[str], chat: list[str], watch: list[str]) -> dict[str, Role]:
+    """Keys from options, else from the environment, where the list of processes does not show them."""
+    keys: dict[str, Role] = {}
+    given = ((watch, Role.WATCH, "WATCH"), (chat, Role.CHAT, "CHAT"), (api, Role.CONTROL, "API"))
+    for options, role, name in given:
+        for key in options or os.environ.get(f"MINITUI_{name}_KEY", "").split():
+            keys[key] = role
+    return keys
+
+
+def run_serve(config: EngineConfig, settings: ServerSettings, log_file: Path | None, tell: Any = sys.stderr) -> int:
+    """`minitui serve`; returns the exit code. Raises EngineError for whatever prevents it from serving."""
+    import logging
+
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+    async def main() -> None:
+        host = Host(config, settings, log_file)
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, host.stop)
+
+        def ready() -> None:
+            print(f"{host.service.model} is served at {host.url}", file=tell, flush=True)
+            print(f"  curl {host.url}/generate -d '{{\"prompt\": \"A KV cache\"}}'", file=tell, flush=True)
+            print(f"  minitui chat --connect {host.url}", file=tell, flush=True)
+
+        print(f"loading; {host.url}/ready tells when it is done", file=tell, flush=True)
+        await host.run(ready)
+
+    asyncio.run(main())
+    return 0

@@ -1,0 +1,128 @@
+"""Every refusal and error in the shape of OpenAI's: {"error": {"message", "type", "param", "code"}}.
+
+A message is a sentence for the caller. What only the operator should know (tracebacks, paths) goes to the log.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from engine.errors import EngineDead, EngineError, InvalidRequest
+
+logger = logging.getLogger("minitui.server")
+
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | int | None = None
+
+
+class ErrorBody(BaseModel):
+    """What every answer with a status of 400 and above carries."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """An answer other than 200."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        message = message.encode("utf-8", "replace").decode()  # what a caller sent may be quoted, however broken
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status) or ("server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a caller is told of an exception."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InvalidRequest):
+        return ApiError(400, str(error), error.field)
+    if isinstance(error, EngineDead):
+        return ApiError(
+            503, "the engine has ended and is being started again: try again in a few seconds", code="engine_dead",
+            headers={"Retry-After": "5"},
+        )  # fmt: skip
+    if isinstance(error, EngineError):
+        return ApiError(500, str(error))
+    logger.error("an unforeseen error", exc_info=error)
+    return ApiError(500, "the server met an error that nobody foresaw; its log has the details", code="internal_error")
+
+
+def install(app: FastAPI) -> None:
+    """Make the application answer all exceptions this way."""
+
+    async def refused(request: Request, error: Exception) -> JSONResponse:
+        return as_api_error(error).response()
+
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return _describe(error).response()
+
+    async def http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        path = request.url.path
+        said = {404: f"there is nothing at {path}", 405: f"{path} does not take {request.method}"}
+        message = said.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
+
+    app.add_exception_handler(Exception, refused)
+    app.add_exception_handler(ApiError, refused)
+    app.add_exception_handler(EngineError, refused)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+
+
+def _describe(error: RequestValidationError) -> ApiError:
+    """The first of the faults, by the name of its field. The value is not repeated: it may be large."""
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", first["msg"])
+        return ApiError(400, f"the body is not JSON: {reason}", None, "bad_json")
+    # A union reports the branch that did not fit as part of the place; the caller knows the field only.
+    param = ".".join(part for part in place if "[" not in part and part not in ("str", "float", "int")) or None
+    said = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{param} is not a field of this request", param, "unknown_field")
+    return ApiError(400, f"{param or 'the body'}: {said[:1].lower()}{said[1:]}", param, first["type"])
+
+
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": description}
+    for status, description in {
+        400: "The request is not valid; `param` names the field.",
+        401: "No key, or not a known one.",
+        403: "The key does not allow this.",
+        404: "There is no such model.",
+        408: "The body did not come in time.",
+        413: "The body is too large.",
+        429: "Too much is waiting already; see Retry-After.",
+        500: "The engine could not finish this request.",
+        503: "The engine is loading, being started again, or the server is stopping.",
+        504: "The reply took longer than the server allows.",
+    }.items()
+}

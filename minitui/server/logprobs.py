@@ -1,0 +1,57 @@
+"""Log-probabilities in OpenAI's two shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from engine.tokenizer import Tokenizer
+from engine.types import TokenLogprobs
+
+LOWEST = -9999.0  # JSON has no -inf
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int) -> dict[str, Any]:
+    """Of /v1/chat/completions: one object per token."""
+    return {
+        "content": [
+            {
+                **_token(tokenizer, entry.token_id, entry.logprob),
+                "top_logprobs": [_token(tokenizer, token, logprob) for token, logprob in entry.top[:top]],
+            }
+            for entry in entries
+        ],
+        "refusal": None,
+    }
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int, offset: int
+) -> dict[str, Any]:
+    """Of /v1/completions: parallel lists. `offset`: characters before the first token."""
+    texts = [_text(tokenizer, entry.token_id) for entry in entries]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [max(entry.logprob, LOWEST) for entry in entries],
+        "top_logprobs": [
+            {
+                _text(tokenizer, token): max(logprob, LOWEST)
+                for token, logprob in [*entry.top[:top], (entry.token_id, entry.logprob)]
+            }
+            for entry in entries
+        ],
+        "text_offset": offsets,
+    }  # fmt: skip
+
+
+def _text(tokenizer: Tokenizer, token_id: int) -> str:
+    return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    data = tokenizer.token_bytes(token_id)
+    return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, LOWEST), "bytes": list(data)}

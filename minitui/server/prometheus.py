@@ -1,0 +1,106 @@
+"""Counters, gauges and histograms in Prometheus' text format (version 0.0.4), as little of it as is needed here."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+Labels = tuple[tuple[str, str], ...]
+
+
+class Metric:
+    """A name, what it means, and values by label."""
+
+    kind = "gauge"
+
+    def __init__(self, name: str, about: str) -> None:
+        self.name, self.about = name, about
+        self._values: dict[Labels, float] = {(): 0.0}
+
+    def lines(self, common: Labels) -> list[str]:
+        """Its part of the page; `common` labels stand on every value."""
+        body = [f"{self.name}{_labels(common + labels)} {_number(v)}" for labels, v in self._values.items()]
+        return self._head() + body
+
+    def _head(self) -> list[str]:
+        return [f"# HELP {self.name} {self.about}", f"# TYPE {self.name} {self.kind}"]
+
+
+class Gauge(Metric):
+    def set(self, value: float) -> None:
+        self._values[()] = value
+
+
+class Info(Metric):
+    """A gauge of 1 whose labels are what it tells; nothing until it is told."""
+
+    def __init__(self, name: str, about: str) -> None:
+        super().__init__(name, about)
+        self._values = {}
+
+    def set(self, **labels: object) -> None:
+        self._values = {tuple((name, str(value)) for name, value in labels.items()): 1.0}
+
+
+class Counter(Metric):
+    """Only ever grows. Expected `label_values` are there from the start, at zero, so that rates have a beginning."""
+
+    kind = "counter"
+
+    def __init__(self, name: str, about: str, label: str = "", label_values: Sequence[str] = ()) -> None:
+        super().__init__(name, about)
+        self._label = label
+        if label:
+            self._values = {((label, value),): 0.0 for value in label_values}
+
+    def add(self, amount: float = 1.0, label_value: str = "") -> None:
+        labels: Labels = ((self._label, label_value),) if self._label else ()
+        self._values[labels] = self._values.get(labels, 0.0) + amount
+
+
+class Histogram(Metric):
+    """Counts of observations up to each of `bounds`."""
+
+    kind = "histogram"
+
+    def __init__(self, name: str, about: str, bounds: Sequence[float]) -> None:
+        super().__init__(name, about)
+        self._bounds = list(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self.sum += value * times
+
+    def lines(self, common: Labels) -> list[str]:
+        lines, total = self._head(), 0
+        for bound, count in zip([*self._bounds, float("inf")], self._counts, strict=True):
+            total += count
+            lines.append(f"{self.name}_bucket{_labels((*common, ('le', _bound(bound))))} {total}")
+        lines.append(f"{self.name}_sum{_labels(common)} {_number(self.sum)}")
+        lines.append(f"{self.name}_count{_labels(common)} {total}")
+        return lines
+
+
+def page(metrics: Sequence[Metric], common: Labels) -> str:
+    """The whole page."""
+    return "\n".join(line for metric in metrics for line in metric.lines(common)) + "\n"
+
+
+def _labels(labels: Labels) -> str:
+    inside = ",".join(f'{name}="{_escape(value)}"' for name, value in labels)
+    return f"{{{inside}}}" if inside else ""
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _number(value: float) -> str:
+    return repr(int(value)) if value == int(value) else repr(value)
+
+
+def _bound(value: float) -> str:
+    return "+Inf" if value == float("inf") else repr(float(value))

@@ -1,0 +1,349 @@
+"""What may be asked, field by field. Types are strict ("5" is no number), unknown fields are refused by name.
+
+Fields that OpenAI's clients send and that change nothing here are accepted; they are listed as such.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from engine.errors import InvalidRequest
+from engine.types import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
+
+MAX_SEQUENCES = 128
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(allow_inf_nan=False, ge=-100, le=100)]
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024)]
+TokenId = Annotated[int, Field(ge=0, le=1 << 31)]
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None
+
+
+class Strict(BaseModel):
+    """A body or a part of one."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class Sampled(Strict):
+    """How replies are drawn; the fields that all endpoints share. null means the default."""
+
+    model: str | None = Field(None, max_length=512)
+    n: int | None = Field(None, ge=1, le=MAX_SEQUENCES)
+    temperature: Finite | None = Field(None, ge=0, le=100)
+    top_p: Finite | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=1 << 31)
+    min_p: Finite | None = Field(None, ge=0, le=1)
+    repetition_penalty: Finite | None = Field(None, gt=0, le=100)
+    presence_penalty: Finite | None = Field(None, ge=-2, le=2)
+    frequency_penalty: Finite | None = Field(None, ge=-2, le=2)
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
+    seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
+    stop: Stop = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    min_tokens: int | None = Field(None, ge=0, le=1 << 31)
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    guided_json: dict[str, Any] | None = None
+    guided_regex: str | None = Field(None, min_length=1, max_length=8192)
+    guided_choice: Choices | None = None
+    stream: bool | None = None
+    user: str | None = Field(None, max_length=256)
+
+    def params(self, max_tokens: int | None, defaults: dict[str, Any], vocab_size: int, **more: Any) -> SamplingParams:
+        """The engine's parameters; `defaults` are the checkpoint's."""
+        chosen: dict[str, Any] = {key: value for key, value in defaults.items() if value is not None}
+        for name in (
+            "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+            "frequency_penalty", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "skip_special_tokens",
+            "include_stop_str_in_output",
+        ):  # fmt: skip
+            if (value := getattr(self, name)) is not None:
+                chosen[name] = value
+        chosen["top_k"] = min(chosen.get("top_k", 0), vocab_size)  # more than all is all
+        if self.logit_bias:
+            chosen["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        grammar = {"json_schema": self.guided_json, "regex": self.guided_regex, "choice": self.guided_choice}
+        chosen |= {name: value for name, value in grammar.items() if value is not None}
+        for name, value in more.items():
+            if value is not None:
+                if name == "json_schema" and any(chosen.get(other) for other in grammar):
+                    raise InvalidRequest("only one of response_format, tool_choice and guided_* can constrain a reply",
+                                         "response_format")  # fmt: skip
+                chosen[name] = value
+        if chosen.get("min_tokens", 0) > (max_tokens or 1 << 31):
+            raise InvalidRequest(
+                f"min_tokens is {chosen['min_tokens']}, more than the {max_tokens} that are allowed", "min_tokens"
+            )
+        return SamplingParams(max_tokens=max_tokens, **chosen)
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool | None = None  # accepted: nothing is obfuscated
+
+
+# ---- chat
+
+
+class TextPart(Strict):
+    type: Literal["text", "input_text"]
+    text: str
+
+
+class CalledFunction(Strict):
+    name: str = Field(min_length=1, max_length=256)
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: str = Field(max_length=256)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class ChatMessage(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = Field(None, max_length=256)
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = Field(None, max_length=256)
+    reasoning_content: str | None = None
+    # Parts of an answer that clients send back; they change nothing.
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _has_something(self) -> ChatMessage:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError(f"content is missing from a message of the role {self.role}")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """As templates want it: one string of content."""
+        content = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content or ())
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
+        return message
+
+
+class Function(Strict):
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Strict):
+    name: str = Field(max_length=64)
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Strict):
+    name: str = Field(min_length=1, max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError(f"type {self.type}: the type json_schema needs a json_schema, the others none")
+        return self
+
+    def grammar(self) -> dict[str, Any] | None:
+        """The JSON schema that the reply must follow, if it must."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
+class ChatRequest(Sampled):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: int | None = Field(None, ge=1, le=1 << 31)
+    max_completion_tokens: int | None = Field(None, ge=1, le=1 << 31)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    stream_options: StreamOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # enable_thinking and what else a template knows
+    # Accepted for OpenAI's clients; they change nothing here.
+    modalities: list[Literal["text"]] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _no_clash(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        taken = {"messages", "tools", "add_generation_prompt", "self"} & set(value or ())
+        if taken:
+            raise ValueError(f"{sorted(taken)[0]} is set by the request itself")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
+        return self
+
+
+# ---- completions
+
+
+class CompletionRequest(Sampled):
+    """POST /v1/completions: text goes on as it stands, without a chat template."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_SEQUENCES)]
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_SEQUENCES)]
+    )
+    max_tokens: int | None = Field(16, ge=1, le=1 << 31)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = None
+    stream_options: StreamOptions | None = None
+    add_special_tokens: bool = True
+    best_of: Literal[1] | None = None
+    suffix: None = None
+
+
+class GenerateRequest(Strict):
+    """POST /generate: the plain endpoint."""
+
+    prompt: str = Field(min_length=1)
+    max_tokens: int = Field(128, ge=1, le=1 << 31)
+    temperature: Finite | None = Field(None, ge=0, le=100)
+    top_k: int | None = Field(None, ge=-1, le=1 << 31)
+    top_p: Finite | None = Field(None, gt=0, le=1)
+    rep_penalty: Finite | None = Field(None, gt=0, le=100)
+    seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
+    stop: Stop = None
+    stream: bool = False
+
+    def sampled(self) -> Sampled:
+        """The same in the words of the other endpoints."""
+        values = self.model_dump(include={"temperature", "top_k", "top_p", "seed", "stop"})
+        return Sampled.model_validate({**values, "repetition_penalty": self.rep_penalty})
+
+
+# ---- text
+
+
+class TokenizeRequest(Strict):
+    """POST /tokenize: a text, or a conversation."""
+
+    model: str | None = Field(None, max_length=512)
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("either prompt or messages is needed")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """POST /detokenize."""
+
+    model: str | None = Field(None, max_length=512)
+    tokens: list[TokenId]
+
+
+# ---- answers
+
+
+class PromptDetails(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class Answer(BaseModel):
+    """What answers of OpenAI's endpoints have in common."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[dict[str, Any]]
+    usage: Usage
+
+
+class Generated(BaseModel):
+    text: str
+    finish_reason: str
+    usage: Usage
+
+
+class Tokens(BaseModel):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class Text(BaseModel):
+    prompt: str
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]

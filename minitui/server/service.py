@@ -1,0 +1,278 @@
+"""Owns the engine client of a server: loading, restart after a death, admission, tokenising, drain.
+
+Endpoints ask it for sequences and are refused in time: while the engine is not there (503), when too much is waiting
+(429), when a prompt cannot fit (400). None of that reaches the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engine.client import EngineClient
+from engine.config import EngineConfig
+from engine.errors import EngineDead, EngineError
+from engine.structured import Grammars
+from engine.tokenizer import Tokenizer
+from engine.types import SamplingParams
+from minitui.server.failures import ApiError
+from minitui.server.hub import Hub
+from minitui.server.meters import Meters
+from minitui.server.settings import ServerSettings
+
+logger = logging.getLogger("minitui.server")
+T = TypeVar("T")
+
+BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)  # before an engine that died is started again, by how often it has
+CALM_S = 60.0  # an engine that lived so long begins the list anew
+PING_S = 1.0
+CLOSE_S = 1.0  # for the engine to end by itself when the server stops
+MASK_TEXT = "."
+
+
+class Service:
+    """The engine behind the endpoints. `state` is loading | ready | restarting | failed | stopped."""
+
+    def __init__(self, config: EngineConfig, settings: ServerSettings, log_file: Path | None = None) -> None:
+        self.config, self.settings, self.log_file = config, settings, log_file
+        self.state = "loading"
+        self.progress = "starting"
+        self.draining = False
+        self.meters = Meters()
+        self.hub = Hub(self.meters)
+        self.open = 0  # sequences admitted and not ended
+        self.began = int(time.time())
+        self.gate_owner: str | None = None  # the watcher who closed the gate or slowed the engine
+        self._client: EngineClient | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._grammars: Grammars | None = None
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenise")
+        self._durations: deque[float] = deque(maxlen=64)
+        self._answered = time.monotonic()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._deaths = 0
+        self._up_since = 0.0
+        self._starting: asyncio.Task[EngineClient] | None = None
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Load the model. Raises EngineError with its sentence if that fails."""
+        self._starting = asyncio.ensure_future(
+            EngineClient.start(self.config, self.log_file, on_progress=self._tell_progress)
+        )
+        try:
+            self._client = await self._starting
+            self._tokenizer = await asyncio.to_thread(Tokenizer, Path(self._client.info["model_dir"]))
+        except (EngineError, asyncio.CancelledError):
+            self.state = "failed"
+            raise
+        self._grammars = Grammars(self._tokenizer, self._client.info["vocab_size"])
+        if self.settings.hide_text:
+            self.hub.mask_id = self._tokenizer.encode(MASK_TEXT, add_special_tokens=False)[0]
+        self._client.on_death(self._died)
+        await self._up()
+        self._spawn(self._watch())
+
+    async def _up(self) -> None:
+        await self.hub.begin(self.client)
+        self.state, self._up_since = "ready", time.monotonic()
+        self._answered = time.monotonic()
+
+    def _tell_progress(self, progress: dict[str, Any]) -> None:
+        self.progress = str(progress.get("text", ""))
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _died(self, sentence: str) -> None:
+        logger.error("%s", sentence)
+        if self.state == "ready":
+            self.state = "restarting"
+            self._spawn(self._restart())
+
+    async def _restart(self) -> None:
+        """Start the engine again, after a longer and longer wait if it keeps dying."""
+        await self.hub.end()
+        if time.monotonic() - self._up_since > CALM_S:
+            self._deaths = 0
+        while True:
+            await asyncio.sleep(BACKOFF_S[min(self._deaths, len(BACKOFF_S) - 1)])
+            self._deaths += 1
+            try:
+                self.meters.restarts.add()
+                await self.client.restart()
+                await self._up()
+            except EngineError as error:
+                logger.error("the engine could not be started again: %s", error)
+            else:
+                logger.info("the engine is up again")
+                return
+
+    async def _watch(self) -> None:
+        """Notice an engine that is there but does not answer."""
+        while True:
+            await asyncio.sleep(PING_S)
+            with contextlib.suppress(EngineError):
+                await self.client.call("ping")
+                self._answered = time.monotonic()
+
+    def release_gate(self) -> None:
+        """Whoever held or slowed the engine has gone: it runs freely again."""
+        self.gate_owner = None
+
+        async def release() -> None:
+            with contextlib.suppress(EngineError):
+                await self.client.control("resume")
+                await self.client.control("pace", factor=1.0)
+
+        self._spawn(release())
+
+    async def drain(self) -> None:
+        """Take no more requests, let those under way go on for a while, then end them."""
+        self.draining = True
+        deadline = time.monotonic() + self.settings.drain_s
+        while self.open and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        if self.open:
+            logger.warning("%d sequences were still being written and are ended", self.open)
+        for watcher in list(self.hub.watchers):
+            watcher.close()
+
+    async def close(self) -> None:
+        """End the engine process, by force if it does not go."""
+        self.state = "stopped"
+        if self._starting is not None and not self._starting.done():
+            self._starting.cancel()  # which kills the process
+            with contextlib.suppress(asyncio.CancelledError, EngineError):
+                await self._starting
+        for task in list(self._tasks):
+            task.cancel()
+        await self.hub.end()
+        if self._client is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await self._client.close()
+            self._client.kill()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ---- what there is
+
+    @property
+    def client(self) -> EngineClient:
+        if self._client is None:
+            raise ApiError(503, f"the model is still loading: {self.progress}", headers={"Retry-After": "2"})
+        return self._client
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise ApiError(503, f"the model is still loading: {self.progress}", headers={"Retry-After": "2"})
+        return self._tokenizer
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return self.client.info
+
+    @property
+    def model(self) -> str:
+        """The name that requests and answers use."""
+        return self.settings.served_name or (str(self._client.info["model"]) if self._client is not None else "")
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long the engine has not answered; 0 while it does."""
+        silent = time.monotonic() - self._answered
+        return silent if self.state == "ready" and silent > self.settings.stalled_engine_s else 0.0
+
+    def health(self) -> tuple[bool, dict[str, Any]]:
+        """Is the engine alive (or on its way), and what there is to say about it."""
+        if self.stalled_s:
+            return False, {"status": "stalled", "silent_s": round(self.stalled_s, 1)}
+        if self.state in ("restarting", "failed", "stopped"):
+            return False, {"status": self.state}
+        if self.state == "loading":
+            return True, {"status": "loading", "progress": self.progress}
+        return True, {"status": "draining" if self.draining else "ok", "open": self.open}
+
+    def check_ready(self) -> None:
+        """Raise the 503 that says why no request can be taken now."""
+        if self.draining or self.state == "stopped":
+            raise ApiError(503, "the server is stopping", code="stopping", headers={"Retry-After": "10"})
+        if self.state == "loading":
+            raise ApiError(503, f"the model is still loading: {self.progress}", headers={"Retry-After": "2"})
+        if self.state != "ready" or self.stalled_s:
+            raise EngineDead("the engine is not there")
+
+    # ---- admission
+
+    @property
+    def capacity(self) -> int:
+        """Sequences that may be open at once: those that run, and as many as may wait."""
+        return int(self.info["max_num_seqs"]) + self.settings.max_waiting
+
+    @contextlib.contextmanager
+    def admit(self, sequences: int) -> Iterator[None]:
+        """A place for this many sequences until the block ends. Raises 429 if there are not enough."""
+        self.check_ready()
+        if sequences > self.capacity:
+            raise ApiError(
+                400, f"{sequences:,} sequences were asked for at once; this server takes {self.capacity:,}", "n"
+            )
+        if self.open + sequences > self.capacity:
+            raise ApiError(
+                429, f"{self.open:,} sequences are being written or wait already, and {self.capacity:,} is the limit: "
+                "try again later", code="queue_full", headers={"Retry-After": str(self.retry_after())},
+            )  # fmt: skip
+        self.open += sequences
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.open -= sequences
+            self._durations.append(time.monotonic() - started)
+
+    def retry_after(self) -> int:
+        """Seconds until a place may be free: those waiting, at the pace of the last replies."""
+        if not self._durations:
+            return 1
+        mean = sum(self._durations) / len(self._durations)
+        return max(1, min(60, math.ceil(mean * self.settings.max_waiting / max(1, self.capacity))))
+
+    async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Run what takes long (a template, a long text) where it does not hold up anybody."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise the 404 that names what there is."""
+        if name is not None and name != self.model:
+            raise ApiError(
+                404, f"there is no model {name!r} here; there is {self.model!r}", "model", code="model_not_found"
+            )
+
+    async def check(self, prompts: list[list[int]], params: SamplingParams, field: str) -> None:
+        """Refuse, by the name of the field, what the engine could not run. Raises ApiError or InvalidRequest."""
+        vocabulary, longest = int(self.info["vocab_size"]), int(self.info["max_model_len"])
+        params.validate(vocabulary)
+        for ids in prompts:
+            if not ids:
+                raise ApiError(400, f"{field} is empty: at least one token is needed", field)
+            if len(ids) >= longest:
+                raise ApiError(
+                    400, f"{field} has {len(ids):,} tokens; this model's context is {longest:,}, the reply included: "
+                    "shorten it", field, "context_length_exceeded",
+                )  # fmt: skip
+            if not 0 <= min(ids) <= max(ids) < vocabulary:
+                raise ApiError(400, f"{field} has an id outside of 0 to {vocabulary - 1:,}, this model's ids", field)
+        if params.structured and self._grammars is not None:
+            await self.in_thread(self._grammars.compile, params)

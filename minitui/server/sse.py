@@ -1,0 +1,97 @@
+"""Server-sent events. Every event is one line of ASCII JSON, so that no text, whatever it contains, can end an event
+early or pass for the end of the stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from minitui.server.failures import ApiError, as_api_error
+
+logger = logging.getLogger("minitui.server")
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": \n\n"
+
+
+def event(value: Any, name: str = "") -> bytes:
+    """One event; `name` is its type, if it has one."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(value, separators=(',', ':'), allow_nan=False)}\n\n".encode("ascii")
+
+
+class EventStream(Response):
+    """Sends frames as they come, and ends as soon as the caller has gone or stops reading.
+
+    `on_end` is called in any case, so that what the frames are made from can be given back. An exception in `frames`
+    becomes an event with OpenAI's error body, for the status has been sent long ago.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, frames: AsyncIterator[bytes], on_end: Callable[[], None], stalled_s: float) -> None:
+        self.frames = frames
+        self.on_end = on_end
+        self.stalled_s = stalled_s
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
+        watching = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            for task in (sending, watching):
+                task.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await task
+            self.on_end()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for frame in self.frames:
+                await self._put(send, frame, True)
+        except TimeoutError:
+            logger.info("a reader took nothing for %g s and was given up", self.stalled_s)
+            return
+        except Exception as error:
+            await self._put(send, event(as_api_error(error).body) + DONE, True)
+        await self._put(send, b"", False)
+
+    async def _put(self, send: Send, frame: bytes, more: bool) -> None:
+        async with asyncio.timeout(self.stalled_s):
+            await send({"type": "http.response.body", "body": frame, "more_body": more})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled if the caller disconnects meanwhile."""
+    task = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the caller has gone")
+        return task.result()
+    finally:
+        for pending in (task, watching):
+            pending.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await pending

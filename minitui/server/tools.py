@@ -1,0 +1,94 @@
+"""Tools on their way to the model: for its template where it knows them, else as text in the format of Hermes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from engine.errors import InvalidRequest
+
+Message = dict[str, Any]
+
+PREFACE = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""  # Qwen's own words, which models of other families have seen often, too
+
+
+def with_parsed_arguments(messages: list[Message]) -> list[Message]:
+    """OpenAI writes a call's arguments as a string of JSON; templates want the object. Raises InvalidRequest."""
+    done: list[Message] = []
+    for number, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        if not calls:
+            done.append({key: value for key, value in message.items() if key != "tool_calls"})
+            continue
+        parsed = []
+        for call in calls:
+            try:
+                arguments = json.loads(call["function"]["arguments"] or "{}")
+            except (ValueError, RecursionError):
+                arguments = None
+            if not isinstance(arguments, dict):
+                field, name = f"messages.{number}.tool_calls", call["function"]["name"]
+                raise InvalidRequest(f"{field}: the arguments of {name!r} are no JSON object", field)
+            parsed.append({**call, "function": {**call["function"], "arguments": arguments}})
+        done.append({**message, "tool_calls": parsed})
+    return done
+
+
+def as_plain_messages(messages: list[Message], tools: list[Message] | None) -> list[Message]:
+    """The same conversation for a template that knows nothing of tools: everything is content."""
+    plain: list[Message] = []
+    for message in messages:
+        content = message.get("content") or ""
+        if message["role"] == "tool":
+            plain.append({"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"})
+            continue
+        for call in message.get("tool_calls", ()):
+            body = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+            text = f"<tool_call>\n{json.dumps(body, ensure_ascii=False)}\n</tool_call>"
+            content = f"{content}\n{text}" if content else text
+        plain.append({"role": message["role"], "content": content})
+    if tools:
+        preface = PREFACE.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        if plain and plain[0]["role"] == "system":
+            plain[0] = {"role": "system", "content": f"{plain[0]['content']}\n\n{preface}"}
+        else:
+            plain.insert(0, {"role": "system", "content": preface})
+    return plain
+
+
+# A small model that may put any space between two tokens of JSON may do so until its reply is too long.
+ONE_LINE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+
+
+def on_one_line(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same schema, its JSON written in one line; unless it says how it wants to be written (llguidance's words)."""
+    return {**ONE_LINE, **schema}
+
+
+def call_schema(tools: list[Message]) -> dict[str, Any]:
+    """What a reply that must be a call of one of these tools looks like."""
+    branches = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool["function"]["name"]},
+                "arguments": tool["function"].get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    return branches[0] if len(branches) == 1 else {"anyOf": branches}
