@@ -1,0 +1,141 @@
+"""The command line: help that teaches, errors that are sentences."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.errors import EngineError
+from minitui import __version__, launch
+from minitui.ask import ask
+from minitui.cli import app
+from minitui.doctor import report
+from minitui.launch import apply_looks, make_sampling
+from minitui.sessions import Sampling
+from minitui.settings import ChatSettings, Settings
+from tests.fake_client import ByteCodec, FakeSource
+
+COMMANDS = ("chat", "ask", "demo", "doctor", "bench", "verify")
+
+
+def minitui(*arguments: str, home: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "MINITUI_DATA": str(home), "MINITUI_CONFIG": str(home / "settings.toml")}
+    return subprocess.run(
+        [sys.executable, "-m", "minitui", *arguments], capture_output=True, text=True, timeout=60, env=env, **options
+    )
+
+
+def test_help_names_every_command_and_gives_examples():
+    text = CliRunner().invoke(app, ["--help"]).output
+    for command in COMMANDS:
+        assert f"  {command} " in text
+    assert 'minitui ask "What is a KV cache?"' in text
+
+
+@pytest.mark.parametrize("command", ["chat", "ask", "demo", "verify"])
+def test_the_help_of_a_command_has_examples_that_stand_one_to_a_line(command):
+    result = CliRunner().invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert f"\n    minitui {command}" in result.output or f"| minitui {command}" in result.output
+
+
+def test_the_version():
+    assert CliRunner().invoke(app, ["--version"]).output == f"minitui {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("ask", "x", "--temperature", "-1"), 1, "temperature is -1.0"),
+        (("ask", "x", "--kv-blocks", "0"), 1, "num_blocks is 0"),
+        (("ask", "x", "--dtype", "int3"), 1, "dtype is 'int3'"),
+        (("ask", "x", "--model", "/nowhere/at/all"), 1, "/nowhere/at/all"),
+        (("ask", "  "), 2, "empty"),
+        (("ask", "x", "--top-k", "many"), 2, "--top-k"),
+        (("demo", "nothing"), 1, "no demo 'nothing'"),
+        (("chat", "--theme", "pink"), 1, "dark, light and projector"),
+        (("dance",), 2, "dance"),
+    ],
+)
+def test_what_is_asked_wrongly_is_told_in_a_sentence(tmp_path, arguments, code, words):
+    done = minitui(*arguments, home=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_broken_settings_are_told_by_name(tmp_path):
+    (tmp_path / "settings.toml").write_text("fps = 'fast'")
+    done = minitui("ask", "x", home=tmp_path)
+    assert done.returncode == 1
+    assert "fps is 'fast'" in done.stderr
+
+
+def test_the_command_line_comes_before_the_settings_and_those_before_the_checkpoint():
+    sampling = make_sampling({"temperature": 0.5, "max_tokens": None, "seed": None}, ChatSettings(temperature=0.1, seed=7))
+    assert (sampling.temperature, sampling.max_tokens, sampling.seed) == (0.5, None, 7)
+    settings = Settings(fps=20)
+    apply_looks(settings, {"theme": "light", "fps": None, "ascii": True})
+    assert (settings.theme, settings.fps, settings.ascii) == ("minitui-light", 20, True)
+
+
+async def test_ask_streams_and_closes_the_engine(capsys):
+    source = FakeSource()
+    assert await ask(source, "why?", "Be brief.", Sampling(), False, load=lambda info: ByteCodec()) == 0
+    assert capsys.readouterr().out == "A **block table** maps positions to blocks.\n"
+    assert source.closed
+
+
+async def test_ask_as_json_has_the_metrics(capsys):
+    await ask(FakeSource(), "why?", "", Sampling(seed=3), True, load=lambda info: ByteCodec())
+    told = json.loads(capsys.readouterr().out)
+    assert told["answer"].startswith("A **block")
+    assert told["sampling"]["seed"] == 3
+    assert told["metrics"]["prompt_tokens"] > 0
+
+
+async def test_ask_that_is_refused_raises_the_sentence_and_closes_the_engine():
+    source = FakeSource(num_blocks=5)
+    with pytest.raises(EngineError, match="64"):
+        await ask(source, "w" * 900, "", Sampling(), False, load=lambda info: ByteCodec())
+    assert source.closed
+
+
+def test_old_logs_are_tidied_away(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINITUI_DATA", str(tmp_path))
+    (tmp_path / "logs").mkdir()
+    for number in range(30):
+        (tmp_path / "logs" / f"engine-{number}.log").touch()
+    path = launch.log_path()
+    assert path.parent == tmp_path / "logs"
+    assert len(list((tmp_path / "logs").iterdir())) == 10
+
+
+def test_doctor_says_what_runs_here_and_what_to_install():
+    found = {
+        "minitui": "0.1.0", "python": "3.11", "torch": "2.13", "platform": "Linux", "cpu_cores": 2, "memory_gib": 8.0,
+        "gpus": [], "fits": {"Qwen3-0.6B": True, "Qwen3-8B": False}, "models": ["Qwen/Qwen3-0.6B"],
+        "modules": {"flash_attn": None, "llguidance": "1.0", "transformers": None, "triton": None},
+        "terminal": {"columns": 70, "rows": 20, "colours": "256", "utf8": False}, "files": {"Settings": "x"},
+    }  # fmt: skip
+    text = "\n".join(report(found))
+    assert "no NVIDIA GPU" in text
+    assert "Qwen3-0.6B   yes, slowly" in text
+    assert "Qwen3-8B     no" in text
+    assert "pip install 'minitui[flash]'" in text
+    assert "make it 80×24 or more" in text
+    assert "use --ascii" in text
+
+
+def test_doctor_as_json(tmp_path):
+    found = json.loads(minitui("doctor", "--json", home=tmp_path).stdout)
+    assert found["device"] in ("cpu", "cuda")
+    assert found["memory_gib"] > 0.5

@@ -1,0 +1,161 @@
+"""The installed `minitui`, the bundled model and the real engine in a real pseudo-terminal, used like a newcomer does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.terminal import Terminal, python
+
+SCRIPT = Path(sys.executable).with_name("minitui")
+MINITUI = [str(SCRIPT)] if SCRIPT.exists() else python("-m", "minitui")
+FACTS = {  # what an answer must contain
+    "What is the KV cache?": "key and value",
+    "What is prefill?": "prompt",
+    "What is a block table?": "block",
+    "What is continuous batching?": "step",
+    "What is a token?": "text",
+}
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Iterator[Terminal]:
+    terminal = Terminal([*MINITUI, "chat"], tmp_path, columns=120, rows=40)
+    yield terminal
+    terminal.close()
+
+
+def left(screen: str) -> str:
+    """The chat's part of the screen as one line of text: the rail cut off."""
+    return " ".join(" ".join(line[:78] for line in screen.splitlines()).split())
+
+
+def answered(screen: str) -> bool:
+    return "prompt tokens from cache" in left(screen)
+
+
+def test_a_newcomers_first_minutes(chat: Terminal):
+    began = time.monotonic()
+    chat.until("welcome")
+    drawn = time.monotonic() - began
+    chat.until("blocks of 16", 60)
+    print(f"first frame after {drawn:.2f} s, engine ready after {time.monotonic() - began:.2f} s")
+    assert drawn < 5  # under a second on an idle machine; here others may use it too
+
+    # A question, its answer on the screen, its figures under it.
+    chat.type("what is the kv c")
+    chat.until("tab")
+    chat.type("\t")
+    chat.until("What is the KV cache?")
+    chat.type("\r")
+    screen = left(chat.until(answered))
+    assert FACTS["What is the KV cache?"] in screen
+    assert re.search(r"0 of \d+ prompt tokens from cache", screen)
+
+    # A second chat with the same system prompt: tokens from the cache.
+    chat.type("/new\r")
+    chat.until("2 new chat")
+    chat.type("What is prefill?\r")
+    screen = left(chat.until(answered))
+    found = re.search(r"(\d+) of (\d+) prompt tokens from cache", screen)
+    assert found
+    assert int(found[1]) >= 48  # the default system prompt is longer than three blocks
+
+    # The tree shows the sharing.
+    chat.type("/inspect\r")
+    screen = chat.until(lambda s: "Radix tree" in s and "You are the tutor" in s)
+    assert "KV blocks" in screen
+    chat.type("1")
+    chat.until("2 prefill")
+
+    # One key replays the system prompt.
+    chat.type("\x1b")
+    chat.until(" KEYS ")
+    chat.type("r")
+    screen = left(chat.until(lambda s: "replayed:" in left(s) and "computed" in left(s)))
+    assert re.search(r"replayed: \d+ of \d+ prompt tokens came from the cache", screen)
+    chat.type("q")
+    assert chat.ended() == 0
+    assert chat.left_on() == []
+
+
+def test_five_questions_get_answers_with_their_facts(chat: Terminal):
+    chat.until("blocks of 16", 60)
+    for question, fact in FACTS.items():
+        chat.type("/new\r")
+        chat.pump(0.4)
+        chat.type(question + "\r")
+        assert fact in left(chat.until(lambda s, q=question: q in left(s) and answered(s))), question
+    chat.type("/quit\r")
+    assert chat.ended() == 0
+
+
+def test_a_killed_engine_is_told_at_once_and_starts_again(chat: Terminal):
+    chat.until("blocks of 16", 60)
+    chat.type("/slow 200\r")
+    chat.until("slow motion")
+    chat.type("What is the KV cache?\r")
+    chat.until(lambda s: "tutor    " in s and "asked" not in s)
+    children = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(chat.process.pid)], capture_output=True, text=True)
+    [engine] = [int(line.split()[0]) for line in children.stdout.splitlines() if "engine.process" in line]
+    os.kill(engine, signal.SIGKILL)
+    chat.until("The engine has ended", 5)
+    chat.type("r")
+    chat.until(lambda s: "The engine has ended" not in s and "starting" not in s, 60)
+    chat.type("/retry\r")
+    assert "key and value" in left(chat.until(lambda s: "cache · nothing" in left(s) or answered(s)))
+    os.kill(chat.process.pid, signal.SIGTERM)
+    assert chat.ended() == 128 + signal.SIGTERM
+    time.sleep(0.5)
+    assert not Path(f"/proc/{engine}").exists()
+
+
+def test_what_was_said_comes_back_with_resume(chat: Terminal, tmp_path: Path):
+    chat.until("blocks of 16", 60)
+    chat.type("What is prefill?\r")
+    chat.until(answered)
+    chat.type("/quit\r")
+    chat.ended()
+    again = Terminal([*MINITUI, "chat", "--resume"], tmp_path, columns=120, rows=40)
+    screen = left(again.until(answered, 60))
+    assert "What is prefill?" in screen
+    again.close()
+
+
+def run(*arguments: str, home: Path, **options) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "MINITUI_DATA": str(home), "MINITUI_CONFIG": str(home / "settings.toml"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*MINITUI, *arguments], capture_output=True, text=True, timeout=120, env=env, **options)
+
+
+def test_ask_streams_one_answer_to_stdout(tmp_path: Path):
+    done = run("ask", "What is the KV cache?", home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "key and value" in done.stdout
+    assert done.stderr == ""
+
+
+def test_ask_reads_a_pipe_and_speaks_json(tmp_path: Path):
+    done = run("ask", "--json", "--max-tokens", "5", home=tmp_path, input="What is prefill?\n")
+    answer = json.loads(done.stdout)
+    assert answer["metrics"]["output_tokens"] == 5
+    assert answer["metrics"]["finish"] == "length"
+    assert answer["answer"]
+
+
+def test_a_wrong_model_is_one_sentence_and_exit_code_1(tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    done = run("ask", "x", "--model", str(tmp_path / "empty"), home=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    [line] = done.stderr.strip().splitlines()
+    assert line.startswith("minitui: ")
+    assert "config.json" in line
