@@ -28,6 +28,7 @@ prefixes, and a terminal application that shows all of it live.
   minitui chat --model Qwen/Qwen3-0.6B  with a checkpoint from disk, the local cache or the hub
   minitui ask "What is a KV cache?"     one answer on stdout
   minitui demo shared-prefix            watch a system prompt being shared, told step by step
+  minitui serve                         over HTTP, with OpenAI's endpoints
   minitui doctor                        what this machine can run""",
 )
 
@@ -164,6 +165,54 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="As one JSON object
 
     found = examine()
     print(json_module.dumps(found, indent=2) if json else "\n".join(report(found)))
+
+
+@app.command()
+def serve(
+    model: Model = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; all but the loopback need a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[list[str] | None, typer.Option(help="Allows everything; better as MINITUI_API_KEY.")] = None,
+    chat_key: Annotated[list[str] | None, typer.Option(help="Allows to ask and watch; or MINITUI_CHAT_KEY.")] = None,
+    watch_key: Annotated[list[str] | None, typer.Option(help="Allows to watch; or MINITUI_WATCH_KEY.")] = None,
+    hide_text: Annotated[bool, typer.Option("--hide-text", help="Keep what people ask out of the telemetry.")] = False,
+    served_model_name: Annotated[str, typer.Option(help="The model's name in requests and answers.")] = "",
+    max_waiting: Annotated[int, typer.Option(min=0, help="Sequences that may wait; beyond, 429.")] = 128,
+    max_body_mib: Annotated[int, typer.Option(min=1, help="Largest body of a request, in MiB.")] = 4,
+    request_timeout: Annotated[float, typer.Option(min=0.1, help="Longest time for a reply, in seconds.")] = 600.0,
+    drain_seconds: Annotated[float, typer.Option(min=0.0, help="Time for replies under way after SIGTERM.")] = 3.0,
+    dummy_weights: DummyWeights = False, kv_blocks: KvBlocks = None,
+    block_size: BlockSize = 16, max_num_seqs: MaxNumSeqs = None, max_num_batched_tokens: MaxNumBatchedTokens = None,
+    max_model_len: MaxModelLen = None, dtype: DType = "auto", device: Device = "auto",
+    attention_backend: AttentionBackend = "auto", enforce_eager: EnforceEager = False,
+    gpu_memory_utilization: GpuMemory = 0.9, no_prefix_caching: NoPrefixCaching = False,
+) -> None:  # fmt: skip
+    """Serve over HTTP: POST /generate, OpenAI's endpoints, Prometheus metrics, and the telemetry for chat --connect.
+
+    \b
+      minitui serve
+      minitui serve --model Qwen/Qwen3-0.6B --port 9000
+      MINITUI_API_KEY=$(openssl rand -hex 16) minitui serve --host 0.0.0.0
+      curl localhost:8000/generate -d '{"prompt": "A KV cache", "max_tokens": 20}'
+    """
+    from minitui.launch import log_path
+    from minitui.models import choose_model
+    from minitui.server.command import gather_keys, run_serve
+    from minitui.server.settings import ServerSettings
+
+    choice = choose_model(model)
+    config = engine_config(
+        model=choice.name, dummy_weights=dummy_weights, kv_blocks=kv_blocks, block_size=block_size,
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
+        dtype=dtype, device=device, attention_backend=attention_backend, enforce_eager=enforce_eager,
+        gpu_memory_utilization=gpu_memory_utilization, no_prefix_caching=no_prefix_caching,
+    )  # fmt: skip
+    settings = ServerSettings(
+        host=host, port=port, keys=gather_keys(api_key or [], chat_key or [], watch_key or []), hide_text=hide_text,
+        served_name=served_model_name or choice.label, max_waiting=max_waiting, max_body=max_body_mib << 20,
+        request_s=request_timeout, drain_s=drain_seconds,
+    )  # fmt: skip
+    raise typer.Exit(run_serve(config, settings, log_path()))
 
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}  # bench has options of its own
