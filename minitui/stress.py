@@ -4,7 +4,8 @@ What the panels show of it is therefore true to the engine, down to splits, evic
 forward pass: a thousand steps a second with 256 requests and 44,000 blocks come out of one core. The same seed gives
 the same records.
 
-    python -m minitui.stress            the Inspect screen over such a source, and what it costs in CPU time
+    python -m minitui.stress                         the Inspect screen over such a source
+    python -m minitui.stress --measure --load large  what it costs, measured in a terminal of its own
 """
 
 from __future__ import annotations
@@ -81,12 +82,14 @@ class Load:
     seed: int = 0
 
 
+STEADY = Load(blocks=8_000, chats=64, rows=64, budget=1024, reply=(300, 900), think=0.05, turns=2, step_ms=3.5)
 SMALL = Load(blocks=64, chats=3, rows=8, budget=128, context=512, reply=(24, 60), turns=3, step_ms=3.0)
 CLASSROOM = Load(chats=8, reply=(60, 400), think=1.2)
 LARGE = Load(
     blocks=44_000, chats=256, rows=288, budget=2048, context=2048, reply=(200, 900), think=0.05, turns=4,
     system_repeat=12, step_ms=0.2, probes=520,
 )  # fmt: skip
+LOADS = {"small": SMALL, "classroom": CLASSROOM, "steady": STEADY, "large": LARGE}
 PROBE = -1  # in place of a chat's index
 
 
@@ -305,3 +308,9 @@ class Stress:
 
     def _babble(self, n: int) -> list[int]:
         return [self.words._id(word) for word in self._random.choices(WORDS, k=n)]
+
+
+if __name__ == "__main__":
+    from minitui.stress_app import main
+
+    main()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rich.segment import Segment
 from rich.style import Style
 from textual.theme import Theme
 
@@ -153,6 +154,7 @@ PROJECTOR = {
 }
 
 OWNER_COLOURS = 8
+SEGMENTS_KEPT = 8192
 
 
 def _theme(name: str, colours: dict[str, str], dark: bool) -> Theme:
@@ -187,6 +189,16 @@ class Palette:
     def __init__(self, colours: dict[str, str]) -> None:
         self.colours = colours
         self._styles: dict[str, Style] = {}
+        self._segments: dict[tuple[str, str], Segment] = {}
+
+    def segment(self, run: tuple[str, str]) -> Segment:
+        """A run (text, style in words) as Rich draws it; frames repeat most of theirs."""
+        segment = self._segments.get(run)
+        if segment is None:
+            if len(self._segments) > SEGMENTS_KEPT:
+                self._segments.clear()
+            segment = self._segments[run] = Segment(run[0], self.style(run[1]))
+        return segment
 
     def style(self, words: str) -> Style:
         """The Rich style for `"[bold] [underline] colour [on colour]"`. KeyError names a colour that no theme has."""

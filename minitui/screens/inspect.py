@@ -30,8 +30,10 @@ WIDE, TALL = 100, 32  # smaller than this: one panel at a time
 TIMINGS_HEIGHT = 10
 # Frames between two paints of a panel. What moves with every step is painted with every frame; figures that a reader
 # reads, not watches, less often. A panel that has the focus, and everything after a selection, is painted at once.
+# (frames, offset): the offsets spread the work over the frames.
 EVERY = {
-    "step": 1, "occupancy": 1, "map": 1, "table": 2, "lanes": 2, "events": 2, "tree": 4, "vitals": 5, "timings": 10,
+    "step": (1, 0), "occupancy": (1, 0), "map": (2, 0), "table": (2, 1), "lanes": (2, 1), "events": (3, 0),
+    "tree": (5, 1), "vitals": (5, 2), "timings": (10, 4),
 }  # fmt: skip
 
 
@@ -66,7 +68,7 @@ class InspectScreen(Screen[None]):
         self.current = "map"
         self.maximised = False
         self._frames = 0
-        self._painted_version = -1
+        self._painted_moment: object = None
 
     def compose(self) -> ComposeResult:
         yield TopBar()
@@ -134,13 +136,14 @@ class InspectScreen(Screen[None]):
         if not hasattr(self, "_panels"):
             return
         self._frames += 1
-        at_once = view.version != self._painted_version
-        self._painted_version = view.version
+        moment = (view.version, view.travel_text, view.exact)
+        at_once = view.exact or moment != self._painted_moment
+        self._painted_moment = moment
         for bar in self._bars:
             bar.paint(view)  # type: ignore[attr-defined]
-        for name, every in EVERY.items():
+        for name, (every, offset) in EVERY.items():
             panel = self._panels[name]
-            if panel.display and (at_once or panel.view is None or panel.has_focus or self._frames % every == 0):
+            if panel.display and (at_once or panel.view is None or self._frames % every == offset):
                 panel.paint(view)
         if self._details.display:
             self._details.paint(view)

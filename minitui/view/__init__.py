@@ -174,8 +174,7 @@ class View:
         if self.steps_per_frame:
             self.last_frame = self._sum(self._framed + 1, last)
             self._framed = last
-            if len(self.lanes.lanes) > 512:
-                self.lanes.forget_before(self.steps.first)
+            self.lanes.forget_before(self.steps.first)
         if self._travelled is None:
             self.board = self.live
         self.links = resolve(self.selection, self.board, self.steps, self.requests_of)

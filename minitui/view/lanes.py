@@ -6,7 +6,9 @@ A lane is a list of spans `(code, first step, last step)`; the open one at the e
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from engine.records import Record
 
@@ -92,6 +94,9 @@ class Lanes:
 
     def __init__(self) -> None:
         self.lanes: dict[int, Lane] = {}
+        self.active: dict[int, Lane] = {}  # those that have not finished, by id
+        self.ended: deque[Lane] = deque()  # the others, in the order of their finish
+        self.newest = -1  # the youngest request ever seen
         self.step = -1  # the last step planned
 
     def fold(self, record: Record) -> None:
@@ -102,6 +107,8 @@ class Lanes:
     def adopt(self, id: int, group: str, prompt_tokens: int, state: str, decoding: bool, cached: int, t: float) -> None:
         """A request that was there when the view began: its lane starts here."""
         lane = self.lanes[id] = Lane(id, group, prompt_tokens, t, self.step + 1, cached_tokens=cached)
+        self.active[id] = lane
+        self.newest = max(self.newest, id)
         if state != "running":
             lane.mark(QUEUED, self.step + 1, OPEN)
         elif decoding:
@@ -109,13 +116,17 @@ class Lanes:
 
     def forget_before(self, step: int) -> None:
         """Drop the lanes that ended before this step."""
-        gone = [id for id, lane in self.lanes.items() if lane.finish_step < step]
-        for id in gone:
-            del self.lanes[id]
+        while self.ended and self.ended[0].finish_step < step:
+            del self.lanes[self.ended.popleft().id]
+
+    def ended_since(self, step: int) -> list[Lane]:
+        """The lanes that ended with this step or later, the last to end first."""
+        return list(takewhile(lambda lane: lane.finish_step >= step, reversed(self.ended)))
 
     def _submit(self, record: Record) -> None:
         _seq, t, _kind, id, group, prompt_tokens, _max_total = record
-        lane = self.lanes[id] = Lane(id, group, prompt_tokens, t, self.step + 1)
+        lane = self.lanes[id] = self.active[id] = Lane(id, group, prompt_tokens, t, self.step + 1)
+        self.newest = id
         lane.mark(QUEUED, self.step + 1, OPEN)
 
     def _admit(self, record: Record) -> None:
@@ -172,6 +183,7 @@ class Lanes:
         lane.mark(FINISHED, max(self.step, 0), max(self.step, 0))
         lane.finished, lane.finish_reason, lane.output_tokens = record[1], record[4], record[5]
         lane.finish_step = self.step
+        self.ended.append(self.active.pop(lane.id))
 
     _HANDLERS = {  # noqa: RUF012  a table of methods, never changed
         "submit": _submit, "admit": _admit, "match": _match, "step": fold_step, "preempt": _preempt,

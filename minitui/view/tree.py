@@ -11,7 +11,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.state import NodeView, State
+import numpy as np
+
+from engine.state import CACHED, NodeView, State
 from minitui.view.board import Board
 
 REORDER_SECONDS = 2.0
@@ -52,12 +54,11 @@ class TreeRow:
 class TreePicture:
     """The rows that fit, and what does not."""
 
-    rows: list[TreeRow] = field(default_factory=list)
-    hidden_nodes: int = 0
-    hidden_evictable_tokens: int = 0
     nodes: int = 0
     tokens: int = 0
     evictable_tokens: int = 0
+    hidden_nodes: int = 0
+    rows: list[TreeRow] = field(default_factory=list)
 
 
 def eviction_order(state: State) -> list[int]:
@@ -84,6 +85,7 @@ class Tree:
     def __init__(self) -> None:
         self.folded: set[int] = set()
         self._order: dict[int, tuple[int, int, int]] = {}  # node -> (saved, users, tokens) when last ordered
+        self._children_of: dict[int, list[int]] = {}  # in that order
         self._ranks: dict[int, int] = {}
         self._ordered_at = -1e9
         self._ordered_for: Board | None = None
@@ -100,9 +102,11 @@ class Tree:
             return
         self._ordered_at, self._ordered_for = now, board
         self._ranks = {id: i + 1 for i, id in enumerate(eviction_order(board.state))}
-        self._order = {
-            n.id: (board.saved_by(n), n.users, len(n.ids)) for n in board.state.nodes.values() if n.id
-        }
+        nodes = board.state.nodes
+        ids, at = np.unique(board.node_of, return_inverse=True)
+        saved = dict(zip(ids.tolist(), np.bincount(at, board.saved).astype(np.int64).tolist(), strict=True))
+        self._order = {n.id: (saved.get(n.id, 0), n.users, len(n.ids)) for n in nodes.values() if n.id}
+        self._children_of = {n.id: sorted(n.children, key=self._key) for n in nodes.values() if n.children}
 
     def picture(
         self,
@@ -116,18 +120,11 @@ class Tree:
         """At most `limit` rows: the nodes worth most, each with its ancestors, in tree order; `pinned` always; with
         `search` only nodes whose text has it; with `everything` all nodes (the caller scrolls)."""
         state = board.state
-        picture = TreePicture(nodes=len(state.nodes) - 1)
+        size = state.block_size
+        in_tree = int(np.count_nonzero(board.node_of))
+        picture = TreePicture(len(state.nodes) - 1, in_tree * size, state.counts[CACHED] * size)
         chosen = self._choose(board, decode, limit, pinned or set(), search, everything)
-        for node in state.nodes.values():
-            if not node.id:
-                continue
-            picture.tokens += len(node.ids)
-            if not node.users:
-                picture.evictable_tokens += len(node.ids)
-            if node.id not in chosen:
-                picture.hidden_nodes += 1
-                if not node.users:
-                    picture.hidden_evictable_tokens += len(node.ids)
+        picture.hidden_nodes = picture.nodes - len(chosen)
         stack = [(id, 0, last) for id, last in self._children(state, 0, chosen)][::-1]
         while stack:
             id, depth, last = stack.pop()
@@ -169,15 +166,27 @@ class Tree:
         for id in sorted(pinned):
             if id in state.nodes and len(chosen) < limit:
                 chosen.update(n.id for n in state.path(id))
-        heap = [(self._key(child), child) for child in state.nodes[0].children]
-        heapq.heapify(heap)
+        # Best first: of each node's children, which are in order, only the next one waits in the heap.
+        heap: list[tuple[tuple[int, int, int, int], int, list[int], int]] = []
+
+        def offer(children: list[int], at: int) -> None:
+            if at < len(children):
+                heapq.heappush(heap, (self._key(children[at]), children[at], children, at))
+
+        offer(self._ordered(state, 0), 0)
         while heap and len(chosen) < limit:
-            _, id = heapq.heappop(heap)
+            _, id, siblings, at = heapq.heappop(heap)
+            offer(siblings, at + 1)
             chosen.add(id)
-            if id not in self.folded:
-                for child in state.nodes[id].children:
-                    heapq.heappush(heap, (self._key(child), child))
+            if id not in self.folded and state.nodes[id].children:
+                offer(self._ordered(state, id), 0)
         return chosen
+
+    def _ordered(self, state: State, parent: int) -> list[int]:
+        """The children of a node as last ordered; those that came since stand at the end."""
+        children, nodes = state.nodes[parent].children, state.nodes
+        known = [id for id in self._children_of.get(parent, ()) if id in nodes and nodes[id].parent == parent]
+        return known if len(known) == len(children) else known + [id for id in children if id not in self._order]
 
     # ---- texts
 

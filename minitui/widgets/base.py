@@ -10,18 +10,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rich.segment import Segment
 from textual import events
+from textual.filter import ANSIToTruecolor
 from textual.geometry import Region
 from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from minitui.theme import Glyphs, Palette, glyphs, palette
-from minitui.widgets.rows import Row, Run, Runs, plain, runs_width
+from minitui.theme import ASCII, Glyphs, Palette, glyphs, palette
+from minitui.widgets.rows import Line, Row, Run, Runs, plain, runs_width
 
 if TYPE_CHECKING:
     from minitui.view import View
+
+
+# Typography in titles and sentences; glyphs with a meaning come from theme.ASCII. One character becomes one.
+_TO_ASCII = str.maketrans({
+    "·": "|", "…": "~", "–": "-", "—": "-", "→": ">", "←": "<", "↑": "^", "↓": "v", "×": "x", "“": '"', "”": '"',
+    "‘": "'", "’": "'", "▏": "|", "╭": "+", "╮": "+", "╰": "+", "╯": "+", "│": "|", "─": "-", "▌": "|", "•": "*",
+})  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -58,6 +65,7 @@ class LinePanel(Widget, can_focus=True):
         self.view: View | None = None
         self._rows: list[Runs] = []
         self._strips: list[Strip | None] = []
+        self._width = 0
         self._drawn_with: tuple[Palette, Glyphs] | None = None
 
     # ---- for subclasses
@@ -77,8 +85,9 @@ class LinePanel(Widget, can_focus=True):
         width, height = self.size
         if width < 4 or height < 1:
             return 0
+        self._width = width
         look = (palette(self.app), glyphs())
-        rows = self.framed(view, width, height)
+        rows = self.drawn(view, width, height)
         if self._drawn_with != look or len(rows) != len(self._rows):
             self._drawn_with = look
             self._rows, self._strips = rows, [None] * len(rows)
@@ -92,6 +101,13 @@ class LinePanel(Widget, can_focus=True):
             self.refresh(*(Region(0, first, width, count) for first, count in _spans(changed)))
         return len(changed)
 
+    def drawn(self, view: View, width: int, height: int) -> list[Runs]:
+        """What is put on the screen: `framed`, in plain ASCII where that is asked for."""
+        rows = self.framed(view, width, height)
+        if glyphs() is ASCII:
+            return [Line((text.translate(_TO_ASCII), style) for text, style in row) for row in rows]
+        return rows
+
     def framed(self, view: View, width: int, height: int) -> list[Runs]:
         """The picture with its frame: exactly `height` rows of exactly `width` cells."""
         if self.frame == "none":
@@ -103,7 +119,7 @@ class LinePanel(Widget, can_focus=True):
         left, right = ("│ ", line), (" │", line)
         if glyphs().rule == "-":
             left, right = ("| ", line), (" |", line)
-        rows = [self._edge(picture, width, top=True, line=line)]
+        rows: list[Runs] = [self._edge(picture, width, top=True, line=line)]
         for y in range(inner_height):
             body_row = picture.rows[y] if y < len(picture.rows) else ()
             rows.append((left, *_exact(body_row, inner_width), right))
@@ -133,10 +149,25 @@ class LinePanel(Widget, can_focus=True):
             return Strip.blank(self.size.width, palette(self.app).style("ink"))
         strip = self._strips[y]
         if strip is None:
-            style = palette(self.app).style
-            strip = Strip([Segment(text, style(words)) for text, words in self._rows[y]], self.size.width)
-            self._strips[y] = strip
+            strip = self._strips[y] = self._make_strip(self._rows[y])
         return strip
+
+    def _make_strip(self, row: Runs) -> Strip:
+        look = palette(self.app)
+        strip = Strip([look.segment(run) for run in row], self._width)
+        for line_filter in self.app.get_line_filters():  # NO_COLOR
+            if not isinstance(line_filter, ANSIToTruecolor):  # our colours are true ones already
+                strip = strip.apply_filter(line_filter, self.background_colors[1])
+        return strip
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        # Textual's own way would style, pad and filter each line again; ours are ready as they stand.
+        if self.styles.gutter:
+            return super().render_lines(crop)
+        strips = [self.render_line(y) for y in range(crop.y, crop.bottom)]
+        if crop.x or crop.width != self._width:
+            return [strip.crop(crop.x, crop.right) for strip in strips]
+        return strips
 
     def repaint(self) -> None:
         """Paint again with the view last painted (after a key, a resize, a change of focus)."""
@@ -172,7 +203,7 @@ class LinePanel(Widget, can_focus=True):
 
 
 def _exact(row: Runs, width: int) -> Runs:
-    if runs_width(row) == width:
+    if type(row) is Line or runs_width(row) == width:
         return row
     builder = Row()
     builder.extend(row)

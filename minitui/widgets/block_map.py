@@ -20,7 +20,7 @@ from minitui.theme import OWNER_COLOURS, glyphs
 from minitui.view import View
 from minitui.widgets import occupancy
 from minitui.widgets.base import LinePanel, Opened, Picture
-from minitui.widgets.rows import Row, Run, Runs, runs_width
+from minitui.widgets.rows import Line, Row, Run, Runs, runs_width
 
 FILLING = 4
 MODES = ("state", "owner", "age", "refs")
@@ -330,28 +330,34 @@ class BlockMap(LinePanel):
 
 def _runs(cells: np.ndarray, looks: list[tuple[str, str]], g: Grid, width: int) -> Runs:
     """One line of cells, equal neighbours joined. A cell is code*8 + glow*2 + marked; glow 3 is the cursor."""
-    row = Row()
-    ends = [*(np.flatnonzero(np.diff(cells)) + 1).tolist(), len(cells)]
-    start = 0
+    runs: list[Run] = []
+    ends = [*(np.flatnonzero(cells[1:] != cells[:-1]) + 1).tolist(), len(cells)]
+    start = used = 0
     for end in ends:
         value = int(cells[start])
         if value < 0:
             break
         glyph, style = looks[value >> 3]
-        glow, marked = (value >> 1) & 3, value & 1
+        glow = (value >> 1) & 3
         if glow == 3:
             style = "on-fill on accent"
-        elif marked:
+        elif value & 1:
             style = "accent on select"
         elif glow:
             style += "-glow" if glow == 2 else "-warm"
         if g.gap:
             for _ in range(end - start):
-                row.add(glyph * g.cell, style).add(" " * g.gap)
+                runs += [(glyph * g.cell, style), (" " * g.gap, "ink")]
         else:
-            row.add(glyph * (end - start), style)
+            runs.append((glyph * (end - start), style))
+        used += (end - start) * (g.cell + g.gap)
         start = end
-    return row.done(width)
+    if used > width:  # the gap after the last cell
+        runs.pop()
+        used -= g.gap
+    if used < width:
+        runs.append((" " * (width - used), "ink"))
+    return Line(runs)
 
 
 def _letter(name: str, index: int) -> str:

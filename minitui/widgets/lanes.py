@@ -50,8 +50,8 @@ class BatchLanes(LinePanel):
         self.columns = 0
         self.label = 5
         self.slots: list[list[int]] = []  # for each row its requests in order; the last one names the row
-        self._placed: set[int] = set()
         self._placed_for: object = None
+        self._seen = -1  # the youngest request that was given a row, or none
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         named = width >= 84
@@ -63,40 +63,41 @@ class BatchLanes(LinePanel):
         self._choose_k(view, horizon)
         last_column = horizon // self.k - self.back
         self.first_step = (last_column - self.columns + 1) * self.k
-        room = max(0, height - 3)
-        in_window = self._in_window(view, horizon)
-        self._place(view, in_window, room)
-        rows = [self._scale(view, width, horizon), self._slowest(view, width, horizon)]
+        end = min(horizon, self.first_step + self.k * self.columns - 1)
+        self._place(view, max(0, height - 3), end)
+        rows: list[Runs] = [self._scale(view, width, horizon), self._slowest(view, width, horizon)]
         rows += [self._row(view, slot, width, horizon, named) for slot in self.slots]
-        rows.append(self._rest(view, in_window, width))
+        rows.append(self._rest(view, width, end))
         return Picture(rows, title="Batch lanes · requests over steps", note=self._note(), legend=_legend())
 
-    def _place(self, view: View, in_window: list[int], room: int) -> None:
+    def _place(self, view: View, room: int, end: int) -> None:
         """Give every request a row and let it keep it. While there are rows for all, each has its own; after that a
         row is taken over by the next request that comes when its last one has ended."""
         lanes = view.lanes.lanes
-        if self._placed_for is not view.lanes or len(self.slots) != room:
-            self._placed_for, self.slots = view.lanes, [[] for _ in range(room)]
         start = self.first_step
-        for slot in self.slots:
-            slot[:] = [id for id in slot if id in lanes and lanes[id].finish_step >= start]
-        self._placed = {id for slot in self.slots for id in slot}
-        for id in in_window:
-            if id in self._placed:
-                continue
-            lane = lanes[id]
-            slot = next((slot for slot in self.slots if not slot), None)
-            if slot is None:
-                ended = [s for s in self.slots if lanes[s[-1]].finish_step < lane.submitted_step]
-                slot = min(ended, key=lambda s: lanes[s[-1]].finish_step) if ended else None
-            if slot is not None:
-                slot.append(id)
-                self._placed.add(id)
+        anew = (view.lanes, room, self.back, self.k)
+        if self._placed_for != anew:
+            self._placed_for, self.slots, self._seen = anew, [[] for _ in range(room)], -1
+            ended = sorted(view.lanes.ended_since(start)[: 8 * room], key=lambda lane: lane.id)
+            coming = [lane for lane in ended if lane.submitted_step <= end + 1]
+            coming += [lane for lane in view.lanes.active.values() if lane.submitted_step <= end + 1]
+            coming.sort(key=lambda lane: lane.id)
+        else:
+            for slot in self.slots:
+                slot[:] = [id for id in slot if id in lanes and lanes[id].finish_step >= start]
+            coming = [lanes[id] for id in range(self._seen + 1, view.lanes.newest + 1) if id in lanes]
+        for lane in coming:
+            free = next((slot for slot in self.slots if not slot), None)
+            if free is None:
+                idle = [s for s in self.slots if lanes[s[-1]].finish_step < lane.submitted_step]
+                free = min(idle, key=lambda s: lanes[s[-1]].finish_step) if idle else None
+            if free is not None:
+                free.append(lane.id)
+            self._seen = max(self._seen, lane.id)
         selected = view.selection.id if view.selection is not None and view.selection.kind == "request" else None
-        if selected in lanes and selected not in self._placed and self.slots and selected in in_window:
-            self._placed -= set(self.slots[-1])  # what is selected is always shown
-            self.slots[-1] = [selected]
-            self._placed.add(selected)
+        placed = any(selected in slot for slot in self.slots)
+        if selected in lanes and not placed and self.slots and lanes[selected].finish_step >= start:
+            self.slots[-1] = [selected]  # what is selected is always shown
 
     def _note(self) -> list[Run]:
         steps = "1 column = 1 step" if self.k == 1 else f"1 column = {self.k} steps"
@@ -117,15 +118,6 @@ class BatchLanes(LinePanel):
         # Finer only when it clearly fits, so that the picture does not flicker between two scales.
         if need > self.k or need * 2.5 * self.columns < self.k * self.columns and steps < 0.8 * need * self.columns:
             self.k = need
-
-    def _in_window(self, view: View, horizon: int) -> list[int]:
-        """Requests with a span in the window, the eldest first."""
-        end = min(horizon, self.first_step + self.k * self.columns - 1)
-        ids = [
-            lane.id for lane in view.lanes.lanes.values()
-            if lane.finish_step >= self.first_step and lane.submitted_step <= end + 1
-        ]  # fmt: skip
-        return sorted(ids)
 
     def _scale(self, view: View, width: int, horizon: int) -> Runs:
         """Seconds ago, at the columns where they fall."""
@@ -201,24 +193,19 @@ class BatchLanes(LinePanel):
                 start = x
         return row.done(width)
 
-    def _rest(self, view: View, in_window: list[int], width: int) -> Runs:
+    def _rest(self, view: View, width: int, end: int) -> Runs:
         """What the rows above do not show, by what it is doing."""
-        hidden = set(in_window) - self._placed
+        shown = {id for slot in self.slots for id in slot}
+        requests = view.board.state.requests
+        hidden = [r for id, r in requests.items() if id not in shown and view.lanes.lanes[id].submitted_step <= end + 1]
+        decoding = sum(r.joined_at >= 0 for r in hidden)
+        waiting = sum(r.state != "running" for r in hidden)
+        ended = sum(lane.id not in shown and lane.finish_step <= end for lane in view.lanes.ended_since(self.first_step))
+        counts = ((decoding, "decoding"), (len(hidden) - decoding - waiting, "prefilling"), (waiting, "waiting"), (ended, "done"))
+        parts = [f"{n:,} {word}" for n, word in counts if n]
         row = Row()
-        if hidden:
-            requests = view.board.state.requests
-            decoding = sum(1 for id in hidden if id in requests and requests[id].joined_at >= 0)
-            waiting = sum(1 for id in hidden if id in requests and requests[id].state != "running")
-            prefilling = sum(1 for id in hidden if id in requests) - decoding - waiting
-            parts = [
-                f"{n:,} {word}"
-                for n, word in (
-                    (decoding, "decoding"), (prefilling, "prefilling"), (waiting, "waiting"),
-                    (len(hidden) - decoding - prefilling - waiting, "finished"),
-                )
-                if n
-            ]  # fmt: skip
-            row.add("+ " + ", ".join(parts) + " more", "dim")
+        if parts:
+            row.add("+ " + ", ".join(parts), "dim")
         worst = view.timings.slowest
         if worst is not None and worst.wall_ms is not None:
             text = f"slowest step in {view.timings.seconds:.0f} s: {ms(worst.wall_ms)} ms"

@@ -6,15 +6,35 @@ for a style (tests). Widths are terminal cells.
 
 from __future__ import annotations
 
+import re
+
 from rich.cells import cell_len, set_cell_size
 
 Run = tuple[str, str]
 Runs = tuple[Run, ...]
 
+# Whatever is not surely one cell wide: beyond Latin, punctuation, arrows, mathematical signs, boxes and shapes.
+_ODD = re.compile(
+    "[^\\x20-\\x7e\\xa0-\\u02ff\\u2010-\\u2027\\u2030-\\u205e\\u2190-\\u21ff\\u2200-\\u22ff\\u2500-\\u25fc]"
+)
+
+
+class Line(tuple[Run, ...]):
+    """A row that is known to have exactly the width of its panel: nobody need measure it again."""
+
+    __slots__ = ()
+
 
 def cells(text: str) -> int:
     """Width of `text` in terminal cells."""
-    return len(text) if text.isascii() else cell_len(text)
+    return len(text) if text.isascii() or not _ODD.search(text) else cell_len(text)
+
+
+def cut(text: str, width: int) -> str:
+    """The first `width` cells of `text`, or all of it and spaces."""
+    if text.isascii() or not _ODD.search(text):
+        return text[:width].ljust(width)
+    return set_cell_size(text, width)
 
 
 def clean(text: str) -> str:
@@ -32,8 +52,8 @@ def fit(text: str, width: int, dots: str = "…") -> str:
     if length <= width:
         return text + " " * (width - length)
     if width <= len(dots):
-        return set_cell_size(text, width)
-    return set_cell_size(text, width - len(dots)) + dots
+        return cut(text, width)
+    return cut(text, width - len(dots)) + dots
 
 
 class Row:
@@ -75,18 +95,18 @@ class Row:
     def done(self, width: int) -> Runs:
         """The row cut or padded to exactly `width` cells."""
         if self.width == width:
-            return tuple(self.runs)
+            return Line(self.runs)
         if self.width < width:
-            return (*self.runs, (" " * (width - self.width), "ink"))
+            return Line((*self.runs, (" " * (width - self.width), "ink")))
         runs, room = [], width
         for text, style in self.runs:
             length = cells(text)
             if length >= room:
-                runs.append((set_cell_size(text, room), style))
+                runs.append((cut(text, room), style))
                 break
             runs.append((text, style))
             room -= length
-        return tuple(runs)
+        return Line(runs)
 
 
 def plain(row: Runs) -> str:

@@ -48,7 +48,8 @@ def vitals(view: View, n: int) -> list[Vital]:
               rates.series("decode", n, end) / BUCKET, "decode"),
         Vital("prefill", number(rates.per_second("prefill", 1.0, end)), ("tok/s",),
               rates.series("prefill", n, end) / BUCKET, "prefill"),
-        Vital("running", number(running), (f"+{waiting} waiting", f"+{waiting} wait", f"+{waiting}"), rates.series("running", n, end), "running"),
+        Vital("running", number(running), (f"+{waiting} waiting", f"+{waiting} wait", f"+{waiting}"),
+              rates.series("running", n, end), "running"),
         Vital("hit rate", number(100 * hits / asked, 1) if asked else glyphs().dash, ("% of prompt tokens", "%"),
               _rolling(cached, computed, n), "hit", top=1.0),
         Vital("pool", number(100 * (total - free) / total), (f"% used, {held:.0f} % held", f"% · {held:.0f} held", "%"),
@@ -93,7 +94,7 @@ class Vitals(LinePanel, can_focus=False):
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         if self.frame == "box":
-            return Picture(self._column(view, width, height), note=[("a bar is ¼ s", "dim")])
+            return Picture(self._column(view, width, height), note=[(f"a bar is {BUCKET:g} s", "dim")])
         across = 6 if width >= 96 else 3
         cell = width // across
         chosen = vitals(view, cell - 2)
