@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutations.__main__ import ROOT, apply, patches, survives, tests_for
+from tests.mutations.__main__ import ROOT, apply, patches, survives, arguments_of
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="git applies the patches")
 
@@ -26,7 +26,7 @@ def test_a_mutation_fits_the_code_and_names_its_test(patch: Path, tmp_path: Path
         apply(patch, tmp_path)
     except subprocess.CalledProcessError as error:
         pytest.fail(f"{patch.name} no longer applies: make it anew. {error.stderr.decode()}")
-    assert (ROOT / tests_for(patch)[0].split("::")[0]).exists()
+    assert (ROOT / arguments_of(patch)[0].split("::")[0]).exists()
 
 
 @pytest.mark.parametrize("name", ["tree-match-covers-the-last-token", "scheduler-preempts-the-eldest"])

@@ -25,7 +25,7 @@ def patches() -> list[Path]:
     return sorted(HERE.glob("*.patch"))
 
 
-def tests_for(patch: Path) -> list[str]:
+def arguments_of(patch: Path) -> list[str]:
     """The pytest arguments of the patch's "Red:" line."""
     for line in patch.read_text(encoding="utf-8").splitlines():
         if line.startswith("Red:"):
@@ -50,7 +50,7 @@ def survives(patch: Path) -> bool:
         copy_project(to)
         apply(patch, to)
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests_for(patch)],
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments_of(patch)],
             cwd=to, env={**os.environ, "PYTHONPATH": name, "PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True,
         )  # fmt: skip
         if run.returncode not in (0, 1):
