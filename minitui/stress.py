@@ -1,4 +1,4 @@
-"""Records without a model: the real scheduler and the real cache, driven by make-believe chats and a make-believe clock.
+"""Records without a model: the real scheduler and cache, driven by make-believe chats and a make-believe clock.
 
 What the panels show of it is therefore true to the engine, down to splits, evictions and preemptions, and costs no
 forward pass: a thousand steps a second with 256 requests and 44,000 blocks come out of one core. The same seed gives
@@ -54,7 +54,7 @@ FOLLOW_UPS = (
     "What is the main result?",
     "Shorter, please.",
 )
-WORDS = (
+WORDS = (  # noqa: SIM905  a hundred words are easier to read as a sentence
     "a the of in and to is it that for with as on by this block token request step cache tree table memory pool "
     "prefix model layer head query key value attention kernel queue batch budget row graph device host time tokens "
     "blocks requests shared private free full next last first each every reads writes holds waits runs starts ends "

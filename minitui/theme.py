@@ -1,9 +1,9 @@
-"""Colours and glyphs: three themes in the Okabe-Ito hues, and one glyph for every meaning, so that no meaning rests on hue.
+"""Colours and glyphs: three themes in the Okabe-Ito hues, and a glyph for every meaning, so that none rests on hue.
 
 A style is written in words, `"bold ink on select"`: an optional `bold`, a colour's name and an optional ground. Widgets
 build rows of `(text, style)` and know no colour; `Palette.style` turns the words into a Rich style, once per theme.
 
-Steady state is muted and what changed glows: `active` → `active-glow` for the first moments, `active-warm` while it fades.
+Steady state is muted and what changed glows: `active` becomes `active-glow` at first, `active-warm` while it fades.
 """
 
 from __future__ import annotations

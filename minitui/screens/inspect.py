@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 WIDE, TALL = 100, 32  # smaller than this: one panel at a time
 TIMINGS_HEIGHT = 10
-# Frames between two paints of a panel. What moves with every step is painted with every frame; figures that a reader
-# reads, not watches, less often. A panel that has the focus, and everything after a selection, is painted at once.
-# (frames, offset): the offsets spread the work over the frames.
+# Frames between two paints of a panel, and on which of them: the offsets spread the work. What moves with every step is
+# painted with every frame; figures that a reader reads and does not watch, less often. After a selection, at the gate
+# and in the past, all are painted at once.
 EVERY = {
     "step": (1, 0), "occupancy": (1, 0), "map": (2, 0), "table": (2, 1), "lanes": (2, 1), "events": (3, 0),
     "tree": (5, 1), "vitals": (5, 2), "timings": (10, 4),
@@ -44,8 +44,8 @@ class InspectScreen(Screen[None]):
         Binding("tab", "panel(1)", "next panel", show=False, id="inspect.next"),
         Binding("shift+tab", "panel(-1)", "previous panel", show=False, id="inspect.previous"),
         Binding("z", "maximise", "maximise", show=False, id="inspect.maximise", tooltip="this panel alone, and back"),
-        Binding("c", "colour", "colours", show=False, id="inspect.colour", tooltip="colour the blocks by something else"),
-        Binding("escape", "back", "back", show=False, id="inspect.back", tooltip="undo the selection, then the zoom"),
+        Binding("c", "colour", "colours", show=False, id="inspect.colour", tooltip="colour the blocks another way"),
+        Binding("escape", "back", "back", show=False, id="inspect.back", tooltip="undo the selection or the zoom"),
     ]
     DEFAULT_CSS = """
     InspectScreen {

@@ -93,7 +93,8 @@ def describe(event: Event, lane: Lane | None, quote: str = "") -> str:
             return f"{who} runs again after its preemption"
         if lane is None:
             return f"{who} runs"
-        return f"{who} runs · {lane.prompt_tokens:,} prompt tokens · waited {max(0.0, t - lane.submitted) * 1e3:,.0f} ms"
+        waited = max(0.0, t - lane.submitted) * 1e3
+        return f"{who} runs · {lane.prompt_tokens:,} prompt tokens · waited {waited:,.0f} ms"
     if kind == "match":
         _, tokens, stop, at, _detail = fields
         why = stop_text(stop, at)

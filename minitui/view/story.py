@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,15 +29,17 @@ class Story:
 
 def tell(view: View, kind: str, id: Any) -> Story:
     """What there is to know about a request, group, block, node or step."""
-    teller = {"request": _request, "group": _group, "block": _block, "node": _node, "step": _step}[kind]
-    return teller(view, id)
+    tellers: dict[str, Callable[[View, Any], Story]] = {
+        "request": _request, "group": _group, "block": _block, "node": _node, "step": _step,
+    }  # fmt: skip
+    return tellers[kind](view, id)
 
 
 def _request(view: View, id: int) -> Story:
     lane = view.lanes.lanes.get(id)
     request = view.board.state.requests.get(id)
     if lane is None and request is None:
-        return Story(f"Request r{id}", [("", "nothing is remembered of it: it ended before the history kept here begins")])
+        return Story(f"Request r{id}", [("", "nothing is remembered of it: it ended before this history begins")])
     group = lane.group if lane is not None else request.group if request is not None else ""
     story = Story(f"Request r{id}" + (f" · {view.group_name(group)}" if group else ""))
     state, size = view.board.state, view.board.state.block_size
@@ -50,14 +53,15 @@ def _request(view: View, id: int) -> Story:
             story.tell("queue", f"place {state.queue.index(id) + 1} of {len(state.queue)}")
     elif lane is not None:
         speed = f", {lane.tok_s:,.0f} tok/s" if lane.tok_s else ""
-        story.tell("ended", f"{lane.finish_reason} after {lane.output_tokens:,} tokens{speed}, at step {lane.finish_step:,}")
+        how = f"{lane.finish_reason} after {lane.output_tokens:,} tokens{speed}"
+        story.tell("ended", f"{how}, at step {lane.finish_step:,}")
     if lane is not None:
         from_tree = f"{lane.cached_tokens:,} of {lane.prompt_tokens:,} tokens came from the tree"
         story.tell("prompt", from_tree + (f"; then: {stop_text(lane.stop, lane.stop_at)}" if lane.stop else ""))
         if lane.ttft is not None:
             queue, prefill, sample = lane.ttft
-            total = queue + prefill + sample
-            story.tell("first token", f"{total:.1f} ms = queue {queue:.1f} + prefill {prefill:.1f} + sample {sample:.1f}")
+            parts = f"queue {queue:.1f} + prefill {prefill:.1f} + sample {sample:.1f}"
+            story.tell("first token", f"{queue + prefill + sample:.1f} ms = {parts}")
         if lane.preemptions:
             story.tell("preempted", f"{lane.preemptions} times")
     if request is not None and request.table:
@@ -143,8 +147,8 @@ def _node(view: View, id: int) -> Story:
         story.tell("users", "none: " + (f"number {rank} in the order of eviction" if rank else "it may be evicted"))
     story.tell("saved", f"{board.saved_by(node):,} prompt tokens were not computed because it was here")
     parent = board.state.nodes[node.parent]
-    before = "the root" if not parent.id else f"node {parent.id}: {view.tree.text(board.state, parent, view.decode)[1][:50]}"
-    story.tell("follows", before)
+    before = view.tree.text(board.state, parent, view.decode)[1][:50]
+    story.tell("follows", f"node {parent.id}: {before}" if parent.id else "the root")
     if node.children:
         story.tell("goes on", f"in {len(node.children)} way{'s' if len(node.children) > 1 else ''}")
     story.tell("text", " ".join(view.decode(node.ids[:400]).split())[:QUOTED])
@@ -156,7 +160,8 @@ def _step(view: View, step: int) -> Story:
     if row is None:
         return Story(f"Step {step:,}", [("", "it is older than the history kept here")])
     story = Story(f"Step {step:,} · {row.kind}")
-    story.tell("tokens", f"{row.tokens:,} of {view.board.state.budget:,}: {row.decodes} decodes, {row.prefill_tokens:,} prefill")
+    parts = f"{row.decodes} decodes, {row.prefill_tokens:,} prefill"
+    story.tell("tokens", f"{row.tokens:,} of {view.board.state.budget:,}: {parts}")
     for i, (request, start, n, samples) in enumerate(row.chunks[:8]):
         lane = view.lanes.lanes.get(request)
         of = f" of {lane.prompt_tokens:,}" if lane is not None else ""
@@ -164,8 +169,8 @@ def _step(view: View, step: int) -> Story:
         story.tell("prefill" if i == 0 else "", f"r{request}: tokens {start:,} to {start + n - 1:,}{of}{done}")
     if row.wall_ms is not None:
         story.tell("took", f"{row.wall_ms:.2f} ms · {why_slow(row, view.timings)}")
-        parts = f"plan {row.plan_ms:.2f}, launch {row.launch_ms:.2f}, commit {row.commit_ms:.2f}"
-        story.tell("host", parts + (f" ms; device {row.device_ms:.2f} ms" if row.device_ms is not None else " ms"))
+        host = f"plan {row.plan_ms:.2f}, launch {row.launch_ms:.2f}, commit {row.commit_ms:.2f} ms"
+        story.tell("host", host + (f"; device {row.device_ms:.2f} ms" if row.device_ms is not None else ""))
     story.tell("waiting", f"{row.waiting} stay queued" if row.waiting else "nobody")
     told = [event for event in view.events.items if event.step == step]
     for i, event in enumerate(told[:10]):

@@ -136,8 +136,8 @@ class Tree:
                     saved=board.saved_by(node), rank=0 if node.users else self.rank(id),
                     pending=bool(state.pending) and any(block in state.pending for block in node.blocks[-64:]),
                     has_children=bool(node.children), folded=id in self.folded, last_child=last,
-                )  # fmt: skip
-            )
+                )
+            )  # fmt: skip
             if id not in self.folded:
                 stack += [(child, depth + 1, last) for child, last in self._children(state, id, chosen)][::-1]
         return picture
@@ -211,11 +211,12 @@ class Tree:
         before = decode(node.ids[:common]) if common else ""
         if not head.startswith(before):
             before = ""  # a character was cut in two: show the node from its beginning
-        start = len(before) - len(_PART.search(before).group()) if _PART.search(before) else len(before)  # type: ignore[union-attr]
+        half = _PART.search(before)  # the siblings part inside a marker
+        start = len(before) - len(half.group()) if half else len(before)
         role = self._end_role(state, node.parent, decode)
         begin = start
         for marker in _ROLES.finditer(head):
-            if marker.start() > start and head[start : marker.start()].strip() and not _only_markup(head[start : marker.start()]):
+            if without_markup(head[start : marker.start()]):
                 break
             role = _role(marker)
             begin = max(start, marker.end())
@@ -240,10 +241,6 @@ class Tree:
 def without_markup(text: str) -> str:
     """Text on one line, without the marks of a chat template."""
     return " ".join(_MARKUP.sub(" ", text).split())
-
-
-def _only_markup(text: str) -> bool:
-    return not _MARKUP.sub("", text).strip()
 
 
 def _role(marker: re.Match[str]) -> str:

@@ -2,7 +2,7 @@
 
 An exact bar on top; below it one cell for each block in the order of their numbers, or for every k blocks when there
 are more blocks than cells: then a cell shows the state of most of its blocks, and k is printed. What changed glows.
-Four ways to colour: by state, by owner, by age, by the number of requests that hold a block; each has glyphs of its own.
+Four ways to colour: by state, owner, age, or the number of requests that hold a block; each has glyphs of its own.
 """
 
 from __future__ import annotations
@@ -368,7 +368,7 @@ def _letter(name: str, index: int) -> str:
 
 
 def _trim(runs: list[Run]) -> list[Run]:
-    return runs[:-1] + [(runs[-1][0].rstrip(), runs[-1][1])] if runs else runs
+    return [*runs[:-1], (runs[-1][0].rstrip(), runs[-1][1])] if runs else runs
 
 
 if __name__ == "__main__":

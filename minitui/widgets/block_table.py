@@ -64,10 +64,8 @@ class BlockTable(LinePanel):
         lane: Lane | None = view.lanes.lanes.get(id) if id is not None else None
         text = "no request is running: all its blocks went back to the pool or stayed in the tree"
         if lane is not None and lane.finish_reason:
-            text = (
-                f"r{lane.id} has finished ({lane.finish_reason}, {lane.output_tokens:,} tokens): its blocks were given back, "
-                "the full ones stay cached in the tree"
-            )
+            end = f"{lane.finish_reason}, {lane.output_tokens:,} tokens"
+            text = f"r{lane.id} has finished ({end}): its blocks were given back, the full ones stay cached in the tree"
         elif lane is not None:
             text = f"r{lane.id} waits: it holds no block yet"
         return Picture([Row(text[:width], "dim").done(width)], title="Block table")

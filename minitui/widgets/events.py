@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 from textual.binding import Binding
@@ -33,7 +34,7 @@ class Events(LinePanel):
         Binding("pageup", "move(-10)", "later", show=False, id="events.pageup"),
         Binding("pagedown", "move(10)", "earlier", show=False, id="events.pagedown"),
         Binding("home", "latest", "latest", show=False, id="events.latest"),
-        Binding("f", "filter", "filter", show=False, id="events.filter", tooltip="all, hits, memory, requests, selected"),
+        Binding("f", "filter", "filter", show=False, id="events.filter", tooltip="all, hits, memory, requests, one"),
         Binding("enter", "open", "details", show=False, id="events.open"),
     ]
 
@@ -61,7 +62,7 @@ class Events(LinePanel):
             legend = [(f"{self.skip:,} newer above · Home", "accent")]
         return Picture(rows, title="Lately" if self.compact else "Events", note=note, legend=legend)
 
-    def _wanted(self, view: View):  # type: ignore[no-untyped-def]
+    def _wanted(self, view: View) -> Callable[[Event], bool]:
         name, kinds = FILTERS[self.filter]
         if name == "selected":
             requests, nodes = view.links.requests, view.links.nodes
@@ -78,7 +79,8 @@ class Events(LinePanel):
         row = Row(f"{max(event.step, 0):,}".rjust(digits), "dim" + ground)
         row.add("  ", "ink" + ground).add(event.kind.ljust(8), STYLES[event.kind] + ground)
         words = clean(view.event_text(event))
-        style = "bold accent" if here else "bold ink" if fresh else "ink" if event.kind not in ("finish", "miss") else "dim"
+        quiet = event.kind in ("finish", "miss")
+        style = "bold accent" if here else "bold ink" if fresh else "dim" if quiet else "ink"
         return row.add(fit(words, max(0, width - row.width)), style + ground).done(width)
 
     # ---- moving about

@@ -116,7 +116,7 @@ class BatchLanes(LinePanel):
         steps = last.step - view.steps.since(last.t - SPAN_SECONDS, last.step) + 1
         need = next((k for k in STEPS_PER_COLUMN if k * self.columns >= steps), STEPS_PER_COLUMN[-1])
         # Finer only when it clearly fits, so that the picture does not flicker between two scales.
-        if need > self.k or need * 2.5 * self.columns < self.k * self.columns and steps < 0.8 * need * self.columns:
+        if need > self.k or (2.5 * need < self.k and steps < 0.8 * need * self.columns):
             self.k = need
 
     def _scale(self, view: View, width: int, horizon: int) -> Runs:
@@ -200,8 +200,10 @@ class BatchLanes(LinePanel):
         hidden = [r for id, r in requests.items() if id not in shown and view.lanes.lanes[id].submitted_step <= end + 1]
         decoding = sum(r.joined_at >= 0 for r in hidden)
         waiting = sum(r.state != "running" for r in hidden)
-        ended = sum(lane.id not in shown and lane.finish_step <= end for lane in view.lanes.ended_since(self.first_step))
-        counts = ((decoding, "decoding"), (len(hidden) - decoding - waiting, "prefilling"), (waiting, "waiting"), (ended, "done"))
+        window = view.lanes.ended_since(self.first_step)
+        ended = sum(lane.id not in shown and lane.finish_step <= end for lane in window)
+        prefilling = len(hidden) - decoding - waiting
+        counts = ((decoding, "decoding"), (prefilling, "prefilling"), (waiting, "waiting"), (ended, "done"))
         parts = [f"{n:,} {word}" for n, word in counts if n]
         row = Row()
         if parts:

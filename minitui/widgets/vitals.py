@@ -23,7 +23,7 @@ class Vital:
     label: str
     value: str
     units: tuple[str, ...]  # the most telling that fits is shown
-    series: Sequence[float]
+    series: Sequence[float] | np.ndarray
     style: str
     top: float = 0.0
 
@@ -71,7 +71,7 @@ def _rolling(cached: np.ndarray, computed: np.ndarray, n: int) -> list[float]:
     return values
 
 
-def spark(values: Sequence[float], top: float = 0.0) -> str:
+def spark(values: Sequence[float] | np.ndarray, top: float = 0.0) -> str:
     """One character a value; zero is a space, the largest (or `top`) the full height."""
     levels = glyphs().spark
     top = top or max(values, default=0.0)
