@@ -6,7 +6,6 @@ Plain ASGI, so that disconnects reach the endpoints as they come.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,6 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minitui.server.failures import ApiError, as_api_error
+from minitui.server.service import Service
 from minitui.server.settings import Role, ServerSettings, is_loopback
 
 OPEN = {"/health": Role.NOBODY, "/ready": Role.NOBODY}
@@ -33,11 +33,13 @@ def role_needed(path: str) -> Role:
 class Guard:
     """ASGI middleware: address, origin, key, size, in this order; then the application."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, on_refusal: Callable[[int], None]) -> None:
-        """`on_refusal` is told the status of every answer from 400 on."""
+    def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app = app
-        self.settings = settings
-        self.on_refusal = on_refusal
+        self.service = service
+
+    @property
+    def settings(self) -> ServerSettings:
+        return self.service.settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -50,7 +52,7 @@ class Guard:
             if message["type"] == "http.response.start":
                 started = True
                 if message["status"] >= 400:
-                    self.on_refusal(message["status"])
+                    self.service.meters.refusal(message["status"])
             await send(message)
 
         try:

@@ -25,4 +25,4 @@ def create_api(service: Service) -> FastAPI:
 
 def create_app(service: Service) -> ASGIApp:
     """What is served."""
-    return Guard(create_api(service), service.settings, service.meters.refusal)
+    return Guard(create_api(service), service)

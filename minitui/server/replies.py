@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from engine.client import Stream
-from engine.errors import EngineDead, EngineError
+from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.output import Delta
 from engine.types import SamplingParams, TokenLogprobs
 from minitui.server.failures import ApiError
@@ -59,10 +59,18 @@ class Reply:
         self.streams: list[Stream] = []
 
     async def submit(
-        self, prompts: list[list[int]], params: SamplingParams, group: str = "", field: str = "prompt"
-    ) -> None:
-        """Queue `params.n` sequences for each prompt; returns when the engine has accepted all of them."""
-        await self._service.check(prompts, params, field)
+        self, prompts: list[list[int]], params: SamplingParams, group: str = "", field: str = "prompt",
+        names: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """Queue `params.n` sequences for each prompt; returns when the engine has accepted all of them.
+
+        `field`: what the caller calls the prompt; `names`: what he calls fields of the engine's.
+        """
+        try:
+            await self._service.check(prompts, params, field)
+        except InvalidRequest as error:
+            error.field = (names or {}).get(error.field, error.field)
+            raise
         self._service.check_ready()
         client = self._service.client
         self.streams = [

@@ -85,6 +85,13 @@ class Sampled(Strict):
         return SamplingParams(max_tokens=max_tokens, **chosen)
 
 
+    @property
+    def field_names(self) -> dict[str, str]:
+        """What the caller called fields that have another name in the engine."""
+        schema = "response_format" if self.guided_json is None else "guided_json"
+        return {"regex": "guided_regex", "choice": "guided_choice", "json_schema": schema}
+
+
 class StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = False

@@ -1,0 +1,469 @@
+"""What callers can do to the server, by mistake or on purpose, and what it does about it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from engine.errors import EngineError
+from minitui.server.settings import Role, ServerSettings
+from tests.serving import Running, serving
+
+pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
+
+CHAT = "/v1/chat/completions"
+ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "What is paging?"}]}
+LONG: dict[str, Any] = {**ASK, "max_tokens": 3000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("server"), engine={"max_num_seqs": 2}, max_waiting=2, max_body=2 << 20,
+                 request_s=20.0, body_s=0.5) as running:  # fmt: skip
+        yield running
+
+
+def events(text: str) -> list[str]:
+    """The data of server-sent events, read as the specification has it: line by line."""
+    return [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+
+
+class Open:
+    """A streaming request held open by hand, on a socket of its own."""
+
+    def __init__(self, server: Running, body: dict[str, Any], path: str = CHAT, headers: str = "") -> None:
+        data = json.dumps(body).encode()
+        self.socket = socket.create_connection(("127.0.0.1", server.host.port), timeout=20)
+        self.socket.sendall(
+            f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}Content-Length: {len(data)}\r\n\r\n".encode() + data
+        )
+
+    def read_until(self, text: bytes) -> bytes:
+        got = b""
+        while text not in got:
+            piece = self.socket.recv(65536)
+            assert piece, f"the server ended the connection after {got!r}"
+            got += piece
+        return got
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+# ---- the plain endpoint
+
+
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "application/json; charset=utf-8"])
+def test_generate_takes_what_a_bare_curl_sends(server: Running, kind: str | None) -> None:
+    body = b'{"prompt": "A KV cache", "max_tokens": 6, "temperature": 0, "top_k": 5, "top_p": 0.9, "rep_penalty": 1.1}'
+    whole = server.http.post("/generate", content=body, headers={"content-type": kind} if kind else {})
+    assert whole.status_code == 200 and whole.json()["usage"]["completion_tokens"] == 6
+    streamed = server.http.post("/generate", content=body[:-1] + b', "stream": true}').text
+    data = events(streamed)
+    assert data[-1] == "[DONE]" and "".join(json.loads(d)["text"] for d in data[:-1]) == whole.json()["text"]
+    assert len(data) > 3
+
+
+def test_no_text_can_break_the_framing_or_forge_the_end(server: Running) -> None:
+    pytest.importorskip("llguidance", reason="the extra 'structured' is not installed")
+    text = "a\n\ndata: [DONE]\n\nb\r\n: \u2028[DONE]"
+    body = {**ASK, "stream": True, "max_tokens": 100, "guided_choice": [text]}
+    data = events(server.post(CHAT, body).text)
+    chunks = [json.loads(d) for d in data[:-1]]
+    assert data.count("[DONE]") == 1 and data[-1] == "[DONE]"
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == text
+
+
+# ---- bad input
+
+BAD: list[tuple[str, Any, str | None]] = [
+    *[(CHAT, {**ASK, field: value}, field) for field, values in {
+        "temperature": ["1", -0.1, 101, True, [], float("nan"), float("inf")],
+        "top_p": [0, -1, 1.5, "x", float("nan")],
+        "top_k": [-2, 1.5, "5", True],
+        "min_p": [-0.1, 2],
+        "max_tokens": [0, -5, 1.5, "many", True, 1 << 40],
+        "max_completion_tokens": [0],
+        "n": [0, -1, 1000, "2", 1.0],
+        "seed": ["x", 1 << 70, 1.5],
+        "stop": [["a"] * 17, 5, [""], [5], ""],
+        "stop_token_ids": [[-1], ["a"], [1 << 40], 5],
+        "logit_bias": [{"x": 1}, {"5": "a"}, {"5": 1000}, {"-1": 1}, [5], {"999999": 1}],
+        "presence_penalty": [3, "x"],
+        "frequency_penalty": [-3],
+        "repetition_penalty": [0, -1, 1000],
+        "min_tokens": [-1, 1 << 40],
+        "top_logprobs": [21, -1],
+        "messages": [[], "hi", None, 5, {"role": "user"}],
+        "stream": ["yes", 1],
+        "model": ["gpt-4", 5],
+        "user": [5],
+        "guided_regex": ["(", 5],
+        "guided_choice": [[], [""]],
+        "tools": [[{"type": "magic"}], 5],
+        "stream_options": [{"include_usage": "yes"}],
+        "unheard_of": [1],
+    }.items() for value in values],
+    (CHAT, {"messages": [{"role": "wizard", "content": "hi"}]}, "messages.0.role"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages.0"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, None),
+    (CHAT, {"messages": [{"role": "user", "content": "x " * 9000}]}, "messages"),
+    (CHAT, {**ASK, "response_format": {"type": "json_schema"}}, "response_format"),
+    (CHAT, {**ASK, "tool_choice": "required"}, None),
+    (CHAT, {**ASK, "guided_json": {"type": "no such type"}}, "guided_json"),
+    (CHAT, {**ASK, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    (CHAT, {**ASK, "messages": [{"role": "assistant", "content": "", "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}]}]}, "messages.0.tool_calls"),
+    ("/v1/completions", {"prompt": []}, "prompt"),
+    ("/v1/completions", {"prompt": ""}, "prompt"),
+    ("/v1/completions", {"prompt": [1 << 40]}, "prompt"),
+    ("/v1/completions", {"prompt": [2560]}, "prompt"),
+    ("/v1/completions", {"prompt": [-1]}, "prompt"),
+    ("/v1/completions", {"prompt": [[]]}, "prompt"),
+    ("/v1/completions", {"prompt": [1.5]}, "prompt"),
+    ("/v1/completions", {"prompt": [5] * 4096}, "prompt"),
+    ("/v1/completions", {"prompt": {"a": 1}}, "prompt"),
+    ("/v1/completions", {"prompt": ["a"] * 5}, "n"),
+    ("/generate", {}, "prompt"),
+    ("/generate", {"prompt": ""}, "prompt"),
+    ("/generate", {"prompt": 5}, "prompt"),
+    ("/generate", {"prompt": "x", "max_tokens": None}, "max_tokens"),
+    ("/generate", {"prompt": "x", "rep_penalty": float("nan")}, "rep_penalty"),
+    ("/generate", {"prompt": "x", "max_token": 5}, "max_token"),
+    ("/tokenize", {}, None),
+    ("/tokenize", {"prompt": 5}, "prompt"),
+    ("/detokenize", {"tokens": [2560]}, "tokens"),
+    ("/detokenize", {"tokens": [-1]}, "tokens.0"),
+    ("/minitui/submit", {"tag": "a", "ids": [], "params": {}}, "ids"),
+    ("/minitui/submit", {"tag": "a b", "ids": [1], "params": {}}, "tag"),
+    ("/minitui/submit", {"tag": "a", "ids": [2560], "params": {}}, "ids"),
+    ("/minitui/control", {"action": "dance"}, "action"),
+    ("/minitui/control", {"action": "run_until"}, None),
+    ("/minitui/control", {"action": "pace", "factor": 0.0}, "factor"),
+]  # fmt: skip
+
+
+def test_bad_input_is_refused_by_name_and_never_reaches_the_engine(server: Running) -> None:
+    server.wait_idle()
+    before = server.snapshot()["seq"]
+    for path, body, field in BAD:
+        answer = server.http.post(path, content=json.dumps(body))
+        told = answer.text
+        assert answer.status_code in (400, 404), f"{path} {str(body)[:200]} was answered {answer.status_code}: {told}"
+        error = answer.json()["error"]
+        assert error["message"] and len(told) < 1000 and "Traceback" not in told
+        if field is not None:
+            assert (error["param"] or "").split(".")[0] == field.split(".")[0], f"{path} {str(body)[:200]}: {told}"
+    assert server.snapshot()["seq"] == before, "the engine took note of something"
+
+
+@pytest.mark.parametrize("raw", [
+    b"", b"{", b"null", b"5", b"[]", b'"x"', b"\xff\xfe", b'{"prompt": "\\ud800"}', b"[" * 100_000,
+    b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}", b'{"a":' * 50_000, b'{"prompt": "x"} trailing',
+    b"prompt=hello&max_tokens=5",
+])  # fmt: skip
+def test_a_broken_body_is_a_400(server: Running, raw: bytes) -> None:
+    for path in ("/generate", CHAT, "/minitui/control"):
+        answer = server.http.post(path, content=raw)
+        assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_deeply_nested_and_broken_values_inside_free_fields_are_refused(server: Running) -> None:
+    deep: Any = {}
+    for _ in range(800):
+        deep = {"a": deep}
+    tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
+    lone = b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "tools": [{"type": "function", '
+    lone += b'"function": {"name": "f", "parameters": {"\\ud800": 1}}}]}'
+    for content in (json.dumps({**ASK, "tools": [tool], "max_tokens": 2}).encode(), lone):
+        assert server.http.post(CHAT, content=content).status_code in (200, 400)
+    assert server.get("/health").status_code == 200
+
+
+def test_other_paths_and_methods_are_refused_in_the_same_shape(server: Running) -> None:
+    assert server.get("/nowhere").json()["error"]["type"] == "not_found_error"
+    wrong = server.get(CHAT)
+    assert wrong.status_code == 405 and wrong.headers["allow"] == "POST" and wrong.json()["error"]["message"]
+    assert server.get("/minitui/tokenizer/..%2f..%2fetc%2fpasswd").status_code == 404
+    assert server.get("/minitui/tokenizer/model.safetensors").status_code == 404
+
+
+def test_a_body_that_is_too_large_or_too_slow_is_not_waited_for(server: Running) -> None:
+    large = {"prompt": "x" * (3 << 20)}
+    assert server.post("/generate", large).status_code == 413
+
+    def pieces() -> Iterator[bytes]:
+        for _ in range(40):
+            yield b"x" * 65536
+
+    try:
+        assert server.http.post("/generate", content=pieces()).status_code == 413
+    except Exception as error:  # the answer may come while the client still writes
+        assert type(error).__module__.startswith("http"), error
+    slow = Open(server, {})
+    slow.socket.close()
+    raw = socket.create_connection(("127.0.0.1", server.host.port), timeout=10)
+    raw.sendall(b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 500\r\n\r\n{")
+    assert b"408" in raw.recv(4096)
+    raw.close()
+
+
+# ---- limits
+
+
+def test_a_full_queue_is_a_429_that_says_when_to_come_back(server: Running) -> None:
+    server.post("/minitui/control", {"action": "pause"})
+    opened = [Open(server, {**ASK, "stream": True, "max_tokens": 2}) for _ in range(4)]
+    try:
+        server.wait_until(lambda: len(server.snapshot()["requests"]) == 4)
+        refused = server.post(CHAT, ASK)
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "queue_full"
+        assert server.get("/health").status_code == 200
+    finally:
+        server.post("/minitui/control", {"action": "resume"})
+    for one in opened:
+        assert b"[DONE]" in one.read_until(b"[DONE]")
+        one.close()
+    assert server.post(CHAT, {**ASK, "max_tokens": 2}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_caller_who_leaves_frees_everything_before_the_next_step(server: Running, stream: bool) -> None:
+    server.wait_idle()
+    running = Open(server, {**LONG, "stream": stream})
+    server.wait_until(lambda: any(r["state"] == "running" for r in server.snapshot()["requests"].values()))
+    server.post("/minitui/control", {"action": "pause"})
+    queued = Open(server, {**LONG, "stream": stream})
+    try:
+        server.wait_until(lambda: len(server.snapshot()["requests"]) == 2)
+        step = server.snapshot()["step"]
+        running.close()
+        queued.close()
+        server.wait_idle()
+        state = server.state()
+        assert state.step == step, "it took steps to notice"
+        assert sum(state.holders) == 0
+    finally:
+        server.post("/minitui/control", {"action": "resume"})
+
+
+def test_a_reply_has_a_time_limit(server: Running, monkeypatch: Any) -> None:
+    monkeypatch.setattr(server.service, "settings", ServerSettings(request_s=0.4))
+    late = server.post(CHAT, LONG)
+    assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
+    data = events(server.post(CHAT, {**LONG, "stream": True}).text)
+    assert json.loads(data[-2])["error"]["code"] == "timeout" and data[-1] == "[DONE]"
+    server.wait_idle()
+
+
+def test_a_reader_who_stops_reading_is_given_up() -> None:
+    from minitui.server.sse import EventStream
+
+    ended: list[bool] = []
+    sent: list[int] = []
+
+    async def frames() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x" * 1000
+
+    async def send(message: Any) -> None:
+        sent.append(1)
+        if len(sent) > 5:
+            await asyncio.sleep(3600)  # as a full socket does
+
+    async def receive() -> Any:
+        await asyncio.sleep(3600)
+
+    async def main() -> float:
+        started = time.monotonic()
+        await EventStream(frames(), lambda: ended.append(True), stalled_s=0.2)({"type": "http"}, receive, send)
+        return time.monotonic() - started
+
+    assert asyncio.run(main()) < 2 and ended == [True] and len(sent) == 6
+
+
+def test_a_slow_watcher_loses_records_not_memory() -> None:
+    from minitui.server.hub import MAX_UNREAD, Watcher
+
+    watcher = Watcher()
+    for _ in range(100):
+        watcher.put(b"x" * (MAX_UNREAD // 10))
+        assert watcher._size <= MAX_UNREAD
+    assert watcher.dropped > 0
+
+
+# ---- keys
+
+
+def test_listening_beyond_the_loopback_needs_a_key_and_a_key_some_length() -> None:
+    for settings in ({"host": "0.0.0.0"}, {"host": "192.168.1.1"}, {"keys": {"short": Role.CHAT}}):
+        with pytest.raises(EngineError, match="key"):
+            ServerSettings(**settings)  # type: ignore[arg-type]
+    assert ServerSettings(host="::1").loopback and ServerSettings(host="localhost").loopback
+
+
+def test_every_path_wants_its_role(server: Running, monkeypatch: Any) -> None:
+    keys = {"watch-key-1": Role.WATCH, "chat-key-12": Role.CHAT, "control-key": Role.CONTROL}
+    monkeypatch.setattr(server.service, "settings", ServerSettings(keys=keys))
+    table = [
+        ("GET", "/health", None, Role.NOBODY), ("GET", "/ready", None, Role.NOBODY),
+        ("GET", "/metrics", None, Role.WATCH), ("GET", "/v1/models", None, Role.WATCH),
+        ("GET", "/minitui/info", None, Role.WATCH), ("GET", "/minitui/snapshot", None, Role.WATCH),
+        ("GET", "/openapi.json", None, Role.WATCH),
+        ("POST", "/generate", {"prompt": "x", "max_tokens": 1}, Role.CHAT),
+        ("POST", CHAT, {**ASK, "max_tokens": 1}, Role.CHAT),
+        ("POST", "/tokenize", {"prompt": "x"}, Role.CHAT),
+        ("POST", "/minitui/control", {"action": "resume"}, Role.CONTROL),
+    ]  # fmt: skip
+    bearers = [(None, Role.NOBODY), ("wrong-key-12", Role.NOBODY), ("watch-key-", Role.NOBODY), *keys.items()]
+    for method, path, body, needed in table:
+        for key, role in bearers:
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            answer = server.http.request(method, path, json=body, headers=headers)
+            expected = 200 if role >= needed else 401 if role == Role.NOBODY else 403
+            assert answer.status_code == expected, (path, key, answer.text)
+    info = server.get("/minitui/info", headers={"Authorization": "Bearer chat-key-12"}).json()
+    assert info["role"] == "chat" and "model_dir" not in info and "log_file" not in info
+
+
+@pytest.mark.parametrize("headers", [
+    {"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"},
+])  # fmt: skip
+def test_pages_from_elsewhere_cannot_reach_the_engine(server: Running, headers: dict[str, str]) -> None:
+    answer = server.http.post("/generate", content=b'{"prompt": "x", "max_tokens": 1}', headers=headers)
+    assert answer.status_code == 403
+    own = {"Origin": f"http://127.0.0.1:{server.host.port}", "Sec-Fetch-Site": "same-origin"}
+    assert server.http.post("/generate", content=b'{"prompt": "x", "max_tokens": 1}', headers=own).status_code == 200
+
+
+# ---- the truth about the engine
+
+
+def test_an_unforeseen_error_tells_a_caller_nothing_of_the_inside(server: Running, monkeypatch: Any) -> None:
+    async def broken(*_: Any) -> None:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(server.service, "check", broken)
+    answer = server.post(CHAT, ASK)
+    assert answer.status_code == 500 and "secret" not in answer.text
+    assert answer.json()["error"]["type"] == "server_error"
+    monkeypatch.undo()
+    assert server.service.open == 0, "the place in the queue was lost"
+
+
+def test_a_dead_engine_is_told_and_started_again(server: Running) -> None:
+    from engine.client import EngineClient
+
+    stream = Open(server, {**LONG, "stream": True})
+    stream.read_until(b"content")
+    began = server.service.hub.began
+    slept = EngineClient.restart
+
+    async def restart_when_asked(client: EngineClient) -> None:
+        await asyncio.to_thread(go_on.wait, 20)
+        await slept(client)
+
+    go_on = threading.Event()
+    EngineClient.restart = restart_when_asked  # type: ignore[method-assign]
+    try:
+        os.kill(server.service.client.pid or 0, signal.SIGKILL)
+        told = stream.read_until(b"[DONE]")
+        assert b"engine_dead" in told
+        server.wait_until(lambda: server.get("/health").status_code == 503)
+        assert server.get("/health").json()["status"] == "restarting"
+        assert server.get("/ready").status_code == 503
+        refused = server.post(CHAT, ASK)
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert server.get("/metrics").status_code == 200
+    finally:
+        EngineClient.restart = slept  # type: ignore[method-assign]
+        go_on.set()
+    server.wait_until(lambda: server.get("/ready").status_code == 200, 30)
+    assert server.service.hub.began == began + 1
+    assert server.post(CHAT, {**ASK, "max_tokens": 2}).status_code == 200
+    assert server.metric("minitui:engine_restarts_total") == 1
+    stream.close()
+
+
+def test_health_notices_an_engine_that_does_not_answer(server: Running, monkeypatch: Any) -> None:
+    pid = server.service.client.pid or 0
+    monkeypatch.setattr(server.service, "settings", ServerSettings(port=0, stalled_engine_s=1.5))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        server.wait_until(lambda: server.get("/health").json()["status"] == "stalled", 10)
+        assert server.get("/health").status_code == 503 and server.get("/ready").status_code == 503
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    server.wait_until(lambda: server.get("/ready").status_code == 200, 10)
+
+
+def test_tokenising_a_long_prompt_does_not_hold_up_health(server: Running) -> None:
+    text = "A radix tree stores the blocks of a prompt. " * 40_000  # 1.8 MB, 440,000 tokens
+    assert server.post("/tokenize", {"prompt": "warm"}).status_code == 200
+    worst: list[float] = []
+    done = threading.Event()
+
+    def poll() -> None:
+        import httpx
+
+        with httpx.Client(base_url=server.url) as http:
+            while not done.is_set():
+                started = time.perf_counter()
+                http.get("/health")
+                worst.append(time.perf_counter() - started)
+                time.sleep(0.002)
+
+    poller = threading.Thread(target=poll)
+    poller.start()
+    answer = server.post("/generate", {"prompt": text, "max_tokens": 1})
+    done.set()
+    poller.join()
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+    worst.sort()
+    p99 = worst[int(len(worst) * 0.99)]
+    assert len(worst) > 20 and p99 < 0.15, f"/health took {p99 * 1e3:.0f} ms at p99 of {len(worst)}"
+
+
+def test_sigterm_ends_server_and_engine_within_five_seconds(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "MINITUI_DATA": str(tmp_path)}
+    command = [sys.executable, "-m", "minitui", "serve", "--port", str(port), "--kv-blocks", "256"]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        while "is served at" not in (line := process.stderr.readline()):
+            assert line, "the server ended"
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) == 1
+        stream = socket.create_connection(("127.0.0.1", port))
+        body = json.dumps({**LONG, "stream": True}).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        stream.sendall(head + body)
+        stream.recv(4096)
+        started = time.monotonic()
+        process.terminate()
+        assert process.wait(10) == 0
+        assert time.monotonic() - started < 5
+        assert not children[0].is_running() or children[0].status() == psutil.STATUS_ZOMBIE
+        told = b"".join(iter(lambda: stream.recv(65536), b""))
+        assert b"error" in told, "a reply was cut off without a word"
+        stream.close()
+    finally:
+        process.kill()
+        process.wait()
