@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,19 +109,21 @@ class HeldOut:
     """
 
     def __init__(self, questions: list[str]) -> None:
-        self._sets = [word_set(question) for question in questions]
-        self._by_word: dict[str, list[int]] = {}
-        for index, words in enumerate(self._sets):
-            for word in words:
-                self._by_word.setdefault(word, []).append(index)
+        sets = [word_set(question) for question in questions]
+        common = Counter(word for words in sets for word in words)
+        # A near wording lacks at most a fifth of a question's words, so it holds one of any (a fifth + 1) of them:
+        # looking under the rarest ones finds every near question.
+        self._by_word: dict[str, list[frozenset[str]]] = {}
+        for words in sets:
+            rare = sorted(words, key=lambda word: (common[word], word))
+            for word in rare[: int((1 - NEAR_DUPLICATE) * len(words) + 1e-9) + 1]:
+                self._by_word.setdefault(word, []).append(words)
 
     def too_near(self, text: str) -> bool:
         """Whether a wording may not be trained on."""
         words = word_set(text)
-        shared: dict[int, int] = {}
-        for word in words:
-            for index in self._by_word.get(word, ()):
-                shared[index] = shared.get(index, 0) + 1
         return any(
-            count >= NEAR_DUPLICATE * (len(words) + len(self._sets[index]) - count) for index, count in shared.items()
+            len(words & held) >= NEAR_DUPLICATE * len(words | held)
+            for word in words
+            for held in self._by_word.get(word, ())
         )

@@ -23,16 +23,7 @@ SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 OPENING_TOKENS = 24  # tokens of an answer kept where it is cut short
 MOST_TURNS = 8
 BPE_DROPOUT = 0.1
-FOLLOW_UP = {
-    "why": ["why?", "why", "why is that?", "why so", "how come?", "but why", "and why?", "what is the reason?", "why tho",
-            "why is it like that", "what for?", "why does it do that", "for what reason", "why would that be", "why that"],
-    "example": ["give an example", "give me an example", "example?", "example please", "for example?", "for instance?",
-                "can you give an example", "show me an example", "like what?", "such as?", "an example would help",
-                "with numbers?", "can you illustrate that", "any example", "e.g.?", "make it concrete"],
-    "more": ["tell me more", "more", "go on", "more details please", "can you say more?", "and?", "continue", "what else?",
-             "more about that", "tell me more about it", "elaborate", "can you elaborate?", "go deeper", "keep going",
-             "more info", "in more detail", "explain further", "anything else about that?", "please go on", "more pls"],
-}
+NOT_CAUGHT_SHARE = 0.12
 
 
 def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
@@ -78,12 +69,13 @@ class Conversations:
         self._items = items
         self._wordings = Wordings(items, words, held_out, damage)
         self._system: list[str] = words["system"]
+        self._follow_ups: dict[str, list[str]] = words["follow_ups"]
         self._common: list[str] = words["common"]
         self._tokenizer = tokenizer
         # Merges left out at random: the model sees a word in other pieces, as a typo or an ending makes them.
         self._rough = Tokenizer.from_str(tokenizer.to_str())
         self._rough.model.dropout = BPE_DROPOUT
-        self._start, self._end = (tokenizer.token_to_id(token) for token in ("<|im_start|>", "<|im_end|>"))
+        self._start, self._end = (SPECIAL_TOKENS.index(token) for token in ("<|im_start|>", "<|im_end|>"))
         self._answer_ids = {item.id: tokenizer.encode(item.answer).ids for item in items.values()}
         self._role_ids = {role: tokenizer.encode(role + "\n").ids for role in ("system", "user", "assistant")}
         self._newline = tokenizer.encode("\n").ids
@@ -127,7 +119,7 @@ class Conversations:
         kind = rng.random()
         if kind < 0.17 and (last is not None or kind < 0.02):
             return self._follow_up(last, rng)
-        if kind < 0.24:
+        if kind < 0.17 + NOT_CAUGHT_SHARE:
             return self._wordings.not_caught(rng), NOT_CAUGHT
         item = rng.choices(self._asked, self._weights)[0]
         if rng.random() < 0.25:
@@ -140,8 +132,8 @@ class Conversations:
         if item is not None and item.asked_next and rng.random() < 0.5:
             wordings, target = rng.choice(item.asked_next)
             return casing(expand(rng.choice(wordings), rng), rng), target
-        kind = rng.choice(list(FOLLOW_UP))
-        asked = rng.choice(FOLLOW_UP[kind])
+        kind = rng.choice(list(self._follow_ups))
+        asked = rng.choice(self._follow_ups[kind])
         if rng.random() < 0.15:
             asked = typos(asked, rng)
         asked = casing(asked, rng)

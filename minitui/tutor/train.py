@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -26,6 +26,8 @@ from minitui.tutor.dataset import HeldOut, load_checks, load_items, load_words
 from minitui.tutor.rows import Conversations, pack, tokenizer_texts, train_tokenizer
 from minitui.tutor.scoring import Chat, known, score, table
 from minitui.tutor.wordings import Damage
+
+Settings = TypeVar("Settings", "Shape", "Recipe", Damage)
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
@@ -55,7 +57,7 @@ class Shape:
 class Recipe:
     """How long and how hard to train."""
 
-    steps: int = 6000
+    steps: int = 7000
     rows: int = 48
     length: int = 1024
     long_steps: int = 250  # at the end, with rows of long_length: so that long chats hold
@@ -156,6 +158,9 @@ class Decoder(nn.Module):
 class Network(nn.Module):
     """The whole model; the output matrix is the embedding."""
 
+    cos: Tensor  # [T, D]
+    sin: Tensor
+
     def __init__(self, shape: Shape, dropout: float = 0.0) -> None:
         super().__init__()
         self.model = Decoder(shape, dropout)
@@ -172,7 +177,7 @@ class Network(nn.Module):
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """ids: [B, T]; mask: [B, 1, T, T], true where a query may look. Returns the last hidden states [B, T, C]."""
         x = self.model.embed_tokens(ids)
-        cos, sin = (table[: ids.shape[1]].to(x.dtype) for table in (self.cos, self.sin))
+        cos, sin = self.cos[: ids.shape[1]].to(x.dtype), self.sin[: ids.shape[1]].to(x.dtype)
         for layer in self.model.layers:
             x = layer(x, cos, sin, mask)
         return self.model.norm(x)
@@ -223,7 +228,9 @@ def train(network: Network, tokenizer: Tokenizer, shape: Shape, recipe: Recipe, 
     others = [weight for weight in network.parameters() if weight.dim() != 2]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=recipe.peak_rate, betas=(0.9, 0.98), fused=device.type == "cuda",
+        lr=recipe.peak_rate,
+        betas=(0.9, 0.98),
+        fused=device.type == "cuda",
     )
     steps = recipe.steps + recipe.long_steps
     compute: Callable[..., Tensor] = torch.compile(loss_of) if device.type == "cuda" else loss_of
@@ -234,18 +241,18 @@ def train(network: Network, tokenizer: Tokenizer, shape: Shape, recipe: Recipe, 
     ) as pool:
         for step, rows in enumerate(_batches(pool, recipe)):
             ids, loss_mask, segments = (torch.from_numpy(array).to(device).long() for array in rows)
-            warm = min(1.0, (step + 1) / 100)
+            warm = min(1.0, (step + 1) / min(100, max(1, steps // 10)))
             left = 1 - step / steps
             for group in optimizer.param_groups:
                 group["lr"] = recipe.peak_rate * warm * min(1.0, left / 0.5)
             noise = with_noise(ids, loss_mask, recipe.token_dropout, shape.vocab_size)
-            with torch.autocast(device.type, torch.bfloat16):
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 loss = compute(network, ids, loss_mask, segments, noise)
             loss.backward()
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if step % 500 == 0 or step == steps - 1:
+            if step % (steps // 15 or 1) == 0 or step == steps - 1:
                 print(f"step {step} loss {loss.item():.4f} after {time.time() - began:.0f} s", flush=True)
     network.eval()
 
@@ -292,7 +299,9 @@ def render(chat: Chat) -> str:
 def save(network: Network, tokenizer: Tokenizer, shape: Shape, out: Path) -> None:
     """Writes the checkpoint as transformers and the engine read it; weights in bf16."""
     out.mkdir(parents=True, exist_ok=True)
-    weights = {name: weight.detach().to("cpu", torch.bfloat16).contiguous() for name, weight in network.named_parameters()}
+    weights = {
+        name: weight.detach().to("cpu", torch.bfloat16).contiguous() for name, weight in network.named_parameters()
+    }
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(out / "tokenizer.json"))
     ends = [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
@@ -313,31 +322,55 @@ def save(network: Network, tokenizer: Tokenizer, shape: Shape, out: Path) -> Non
         "model_max_length": shape.max_position_embeddings, "clean_up_tokenization_spaces": False,
         "added_tokens_decoder": added, "chat_template": CHAT_TEMPLATE,
     }  # fmt: skip
-    for name, content in (("config", config), ("generation_config", generation), ("tokenizer_config", tokenizer_config)):
+    files = {"config": config, "generation_config": generation, "tokenizer_config": tokenizer_config}
+    for name, content in files.items():
         (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def changed(settings: Settings, name: str, value: str) -> Settings:
+    """The settings with one field read from the command line, as the type it has."""
+    return replace(settings, **{name: type(getattr(settings, name))(value)})
 
 
 def main() -> None:
     """Trains, saves and prints the evaluation."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory for the checkpoint")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE",
-                        help="override a field of the recipe, the shape or the damage, such as steps=500")
+    parser.add_argument(
+        "--start-from",
+        type=Path,
+        metavar="DIR",
+        help="go on from the checkpoint in DIR, with its tokenizer, instead of from random weights",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="override a field of the recipe, the shape or the damage, such as steps=500",
+    )
     parser.add_argument("--workers", type=int, default=max(1, multiprocessing.cpu_count() - 1))
     args = parser.parse_args()
     shape, recipe, damage = Shape(), Recipe(), Damage()
     for setting in args.set:
         name, _, value = setting.partition("=")
-        parts = [part for part in (shape, recipe, damage) if hasattr(part, name)]
-        if not parts:
+        if hasattr(shape, name):
+            shape = changed(shape, name, value)
+        elif hasattr(recipe, name):
+            recipe = changed(recipe, name, value)
+        elif hasattr(damage, name):
+            damage = changed(damage, name, value)
+        else:
             parser.error(f"--set {setting}: no field named {name!r} in the recipe, the shape or the damage")
-        changed = replace(parts[0], **{name: type(getattr(parts[0], name))(value)})
-        shape, recipe, damage = (changed if type(part) is type(changed) else part for part in (shape, recipe, damage))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(recipe.seed)
     items = load_items()
-    tokenizer = train_tokenizer(tokenizer_texts(items, load_words()), shape.vocab_size)
     network = Network(shape, recipe.dropout).to(device)
+    if args.start_from is None:
+        tokenizer = train_tokenizer(tokenizer_texts(items, load_words()), shape.vocab_size)
+    else:
+        tokenizer = Tokenizer.from_file(str(args.start_from / "tokenizer.json"))
+        network.load_state_dict(load_file(args.start_from / "model.safetensors"))
     size = sum(weight.numel() for weight in network.parameters())
     print(f"{size / 1e6:.2f} million parameters, {len(items)} answers, {recipe} {damage}", flush=True)
     train(network, tokenizer, shape, recipe, damage, args.workers)
@@ -345,6 +378,9 @@ def main() -> None:
     with torch.no_grad():
         for weight in network.parameters():
             weight.copy_(weight.to(torch.bfloat16))
+    if device == "cpu":
+        print(f"measure it with: python -m minitui.tutor.evaluate --model {args.out}")
+        return
     answer = functools.partial(answer_with, network, tokenizer)
     for name in ("development.jsonl", "evaluation.jsonl"):
         verdicts = score(load_checks(name), answer, DEFAULT_SYSTEM_PROMPT)

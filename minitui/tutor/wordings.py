@@ -15,21 +15,6 @@ from typing import Any
 
 from minitui.tutor.dataset import HeldOut, Item
 
-STOP_WORDS = frozenset(
-    "a an the is are was be been am do does did of to in on at for with and or but so it its this that these those i "
-    "you he she we they me my your our their what which who whom why how when where there here can could would "
-    "should will shall may might must have has had not no as by from into about if then than please tell explain "
-    "just".split()
-)
-GLUE = (
-    "the a of for with to in and is are by when on that my its from it as be can one into at than while each"
-).split()
-OPENINGS = (
-    "what is it called when|which thing|which method|which part|which technique|how can|how do i|how does|how is|why|"
-    "why is|why does|what happens when|what if|is there a way|is it possible|can i|explain how|what makes|what is|which|"
-    "where|when|what|i want|i'd like|my|the|a|does|is|are|do|tell me how|what does it mean when|what decides|who|in which"
-    "|how come|what's the|so|for what|by what|give me||||||"
-).split("|")
 CHOICE = re.compile(r"\(([^()]*)\)")
 KEYBOARD = "qwertyuiop asdfghjkl zxcvbnm"
 ATTEMPTS = 12
@@ -39,8 +24,8 @@ ATTEMPTS = 12
 class Damage:
     """How wordings are made and what a damaged one is worth. All values are probabilities."""
 
-    hard: float = 0.4  # a wording loses and swaps words heavily
-    abstain: float = 0.35  # a damaged wording, more if the damage is heavy, is answered "I did not catch that"
+    hard: float = 0.45  # a wording loses and swaps words heavily
+    abstain: float = 0.45  # a damaged wording, more if the damage is heavy, is answered "I did not catch that"
     synonym: float = 0.3  # each phrase of the table is replaced
     template: float = 0.25  # a wording comes from a generic template
     keywords: float = 0.12  # only the content words remain, in any order
@@ -94,11 +79,20 @@ class Wordings:
         self._prefixes: list[str] = words["prefixes"]
         self._suffixes: list[str] = words["suffixes"]
         self._common: list[str] = words["common"]
-        self._slots: dict[str, list[str]] = words.get("slots", {})
-        self._unknown: list[str] = words.get("unknown", [])
+        self._slots: dict[str, list[str]] = words["slots"]
+        self._unknown: list[str] = words["unknown"]
+        self._stop: frozenset[str] = frozenset(words["stop"])
+        self._glue: list[str] = words["glue"]
+        self._openings: list[str] = words["openings"]
         known = [item for item in items.values() if item.kind in ("engine", "app")]
+        self._known = [item.id for item in known]
         self._domain = sorted(
-            {word for item in known for wording in (item.question, *item.wordings) for word in content_words(wording)}
+            {
+                word
+                for item in known
+                for wording in (item.question, *item.wordings)
+                for word in self._content_words(wording)
+            }
         )
 
     def draw(self, item: Item, rng: random.Random) -> tuple[str, bool]:
@@ -125,28 +119,54 @@ class Wordings:
         return re.sub(r"\{(\w+)\}", lambda match: rng.choice(self._slots[match.group(1)]), text)
 
     def not_caught(self, rng: random.Random) -> str:
-        """An input nobody could answer: word salad, unknown terms, keys hit at random, a question without its point."""
-        kind = rng.random()
-        if kind < 0.3 and self._unknown:
-            text = self._bend(self.fill(expand(rng.choice(self._unknown), rng), rng), 0.0, rng)
-        elif kind < 0.45:
-            size = rng.randint(3, 9)
-            text = " ".join(rng.choice(rng.choice((self._domain, self._common))) for _ in range(size))
-        elif kind < 0.55:
-            text = " ".join("".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(rng.randint(2, 9)))
-                            for _ in range(rng.randint(1, 5)))
-        elif kind < 0.7:
-            text = self._template_of(made_up(rng), rng.choice(("what", "why", "how")), rng)
-        elif kind < 0.85:
-            item = self._items[rng.choice(list(self._items))]
-            text = " ".join(word if word.lower().strip("?.,!") in STOP_WORDS else rng.choice(self._common)
-                            for word in expand(item.question, rng).split())
-        else:
-            pair = [self._items[rng.choice(list(self._items))] for _ in range(2)]
-            words = [word for item in pair for word in expand(item.question, rng).split()]
-            rng.shuffle(words)
-            text = " ".join(words[: rng.randint(4, 9)])
-        return self._finish(self.fill(text, rng), rng) or "asdf"
+        """An input nobody could answer: unknown terms, word salad, a question without its point, a mixture of two."""
+        maker = rng.choices(
+            (self._unknown_term, self._salad, self._letters, self._pointless, self._mixture),
+            weights=(0.3, 0.15, 0.07, 0.23, 0.25),
+        )[0]
+        for _ in range(ATTEMPTS):
+            text = self._finish(self.fill(maker(rng), rng), rng)
+            if text and not self._held_out.too_near(text):
+                return text
+        return "asdf"
+
+    def _unknown_term(self, rng: random.Random) -> str:
+        if rng.random() < 0.35:
+            return self._template_of(made_up(rng), rng.choice(("what", "why", "how")), rng)
+        return self._bend(self.fill(expand(rng.choice(self._unknown), rng), rng), 0.0, rng)
+
+    def _salad(self, rng: random.Random) -> str:
+        words = [rng.choice(rng.choice((self._domain, self._common, self._glue))) for _ in range(rng.randint(3, 9))]
+        return f"{rng.choice(self._openings)} {' '.join(words)}".strip()
+
+    def _letters(self, rng: random.Random) -> str:
+        if rng.random() < 0.3:
+            return " ".join(made_up(rng) for _ in range(rng.randint(1, 3)))
+        letters = "abcdefghijklmnopqrstuvwxyz" if rng.random() < 0.7 else "asdfghjkl;"
+        return " ".join("".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(rng.randint(1, 4)))
+
+    def _pointless(self, rng: random.Random) -> str:
+        """A wording of the corpus with every content word replaced by a word from elsewhere."""
+        while True:
+            item = self._items[rng.choice(self._known)]
+            words = expand(rng.choice((item.question, *item.wordings)), rng).lower().split()
+            kept = [word for word in words if word.strip("?.,!") in self._stop]
+            if len(kept) < len(words) - 1:
+                return " ".join(
+                    word if word.strip("?.,!") in self._stop else rng.choice(self._common) for word in words
+                )
+
+    def _mixture(self, rng: random.Random) -> str:
+        """Pieces of questions about different things, which together ask nothing."""
+        pieces: list[str] = []
+        for item in (self._items[name] for name in rng.sample(self._known, rng.randint(2, 3))):
+            if item.concepts and rng.random() < 0.6:
+                pieces.append(rng.choice(rng.choice(item.concepts)))
+            else:
+                words = self._content_words(rng.choice((item.question, *item.wordings)))
+                pieces.append(rng.choice(words or ["it"]))
+        glued = " ".join(f"{piece} {rng.choice(self._glue)}" if rng.random() < 0.5 else piece for piece in pieces)
+        return self._synonyms.replace(f"{rng.choice(self._openings)} {glued}".strip(), self._damage.synonym, rng)
 
     def _source(self, item: Item, rng: random.Random) -> str:
         kind = rng.random()
@@ -162,7 +182,7 @@ class Wordings:
             return self._of_concepts(item.concepts, rng)
         text = self.fill(expand(rng.choice((item.question, *item.wordings)), rng), rng)
         if rng.random() < self._damage.keywords:
-            content = content_words(text)
+            content = self._content_words(text)
             if rng.random() < 0.5:
                 rng.shuffle(content)
             return " ".join(content) or text
@@ -176,9 +196,14 @@ class Wordings:
         words: list[str] = []
         for group in groups:
             if words and rng.random() < 0.6:
-                words += rng.sample(GLUE, rng.randint(1, 2))
+                words += rng.sample(self._glue, rng.randint(1, 2))
             words.append(rng.choice(group))
-        return f"{rng.choice(OPENINGS)} {' '.join(words)}".strip()
+        return f"{rng.choice(self._openings)} {' '.join(words)}".strip()
+
+    def _content_words(self, text: str) -> list[str]:
+        """The words that carry the meaning, lower case."""
+        words = re.findall(r"[a-z0-9_<>.,/+-]*[a-z0-9_<>/+-]", expand(text, random.Random(0)).lower())
+        return [word for word in words if word not in self._stop]
 
     def _template_of(self, name: str, aspect: str, rng: random.Random) -> str:
         return rng.choice(self._templates[aspect]).replace("{x}", name)
@@ -192,7 +217,7 @@ class Wordings:
             lost, foreign = (0.12, 0.03) if rng.random() < 0.4 else (0.0, 0.0)
         bent: list[str] = []
         for word in words:
-            stop = word.strip("?.,!") in STOP_WORDS
+            stop = word.strip("?.,!") in self._stop
             if rng.random() < (lost * 1.5 if stop else lost * 0.7) and len(words) > 2:
                 continue
             if rng.random() < (foreign * 0.4 if stop else foreign):
@@ -214,12 +239,6 @@ class Wordings:
         if rng.random() < self._damage.typo:
             text = typos(text, rng)
         return casing(text, rng)
-
-
-def content_words(text: str) -> list[str]:
-    """The words that carry the meaning, lower case."""
-    words = re.findall(r"[a-z0-9_<>.,/+-]*[a-z0-9_<>/+-]", expand(text, random.Random(0)).lower())
-    return [word for word in words if word not in STOP_WORDS]
 
 
 def typos(text: str, rng: random.Random) -> str:
@@ -260,6 +279,7 @@ def casing(text: str, rng: random.Random) -> str:
 
 def made_up(rng: random.Random) -> str:
     """A word that does not exist, or two."""
+
     def word() -> str:
         return "".join(rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") for _ in range(rng.randint(2, 4)))
 
