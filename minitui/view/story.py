@@ -147,8 +147,10 @@ def _node(view: View, id: int) -> Story:
         story.tell("users", "none: " + (f"number {rank} in the order of eviction" if rank else "it may be evicted"))
     story.tell("saved", f"{board.saved_by(node):,} prompt tokens were not computed because it was here")
     parent = board.state.nodes[node.parent]
-    before = view.tree.text(board.state, parent, view.decode)[1][:50]
-    story.tell("follows", f"node {parent.id}: {before}" if parent.id else "the root")
+    if parent.id:
+        story.tell("follows", f"node {parent.id}: {view.tree.text(board.state, parent, view.decode)[1][:50]}")
+    else:
+        story.tell("follows", "nothing: a prompt can begin here")
     if node.children:
         story.tell("goes on", f"in {len(node.children)} way{'s' if len(node.children) > 1 else ''}")
     story.tell("text", " ".join(view.decode(node.ids[:400]).split())[:QUOTED])

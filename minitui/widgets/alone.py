@@ -45,8 +45,11 @@ class Alone(App[None]):
         Binding("q", "quit", "quit"),
     ]
 
-    def __init__(self, panel: Callable[[], LinePanel], load: Load = CLASSROOM, warm_up: float = 8.0) -> None:
+    def __init__(
+        self, panel: Callable[[], LinePanel], load: Load = CLASSROOM, warm_up: float = 8.0, fps: float = 20.0
+    ) -> None:
         super().__init__()
+        self.fps = fps  # 0: time passes only when somebody calls `tick`
         for theme in THEMES:
             self.register_theme(theme)
         self.theme = THEMES[0].name
@@ -59,7 +62,8 @@ class Alone(App[None]):
 
     def on_mount(self) -> None:
         self.panel.focus()
-        self.set_interval(1 / 20, self.tick)
+        if self.fps:
+            self.set_interval(1 / self.fps, self.tick)
 
     def tick(self) -> None:
         """One frame: let time pass, fold, paint."""

@@ -1,0 +1,449 @@
+"""The view model against the engine it looks at: the real scheduler and cache, driven by the stress source."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from engine.state import ACTIVE, CACHED, FREE, SHARED, State
+from minitui.stress import CLASSROOM, SMALL, Load, Stress
+from minitui.view import View
+from minitui.view.history import BUCKET, Rates, Steps
+from minitui.view.lanes import DECODING, FINISHED, NOTHING, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
+from minitui.view.story import tell
+from minitui.view.timing import why_slow
+from minitui.view.tree import eviction_order
+from minitui.widgets.alone import stress_view
+
+# A pool so tight that requests are preempted, and a budget so small that prompts are chunked.
+TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
+
+
+def followed(load: Load, steps: int, seed: int = 0) -> tuple[Stress, View, list]:
+    """A stress source run step by step, the view that followed it, and all records."""
+    stress = Stress(Load(**{**{f: getattr(load, f) for f in load.__slots__}, "seed": seed}))
+    view = View()
+    view.ids_to_text = stress.words.decode
+    view.reset(State(load.blocks + 1, load.block_size, load.budget, load.rows).snapshot())
+    records = []
+    for _ in range(steps):
+        stress.run_steps(1)
+        batch = stress.drain()
+        records += batch
+        view.fold(batch, stress.now)
+    view.frame(stress.now)
+    return stress, view, records
+
+
+def test_the_view_loads_without_textual_and_without_torch():
+    modules = "minitui.view, minitui.view.story, minitui.stress, minitui.feed"
+    code = f"import sys, {modules}; print([m for m in ('textual', 'torch', 'typer') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("load", [SMALL, CLASSROOM, TIGHT])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_counts_codes_and_tables_are_the_allocators(load, seed):
+    stress, view, _ = followed(load, 400, seed)
+    allocator = stress.cache.allocator
+    stress.cache.check(stress.scheduler.requests.values())
+    assert view.board.counts == (
+        allocator.num_free, allocator.num_active, allocator.num_shared, allocator.num_cached,
+    )  # fmt: skip
+    codes = view.board.codes
+    for block in range(1, load.blocks + 1):
+        holders = allocator.holders(block)
+        state = SHARED if holders > 1 else ACTIVE if holders else CACHED if allocator.in_tree(block) else FREE
+        assert codes[block] == state
+    for request in stress.scheduler.requests.values():
+        assert view.board.state.requests[request.id].table == request.table
+        assert view.board.state.computed(view.board.state.requests[request.id]) == request.planned
+    filling = {r.table[r.planned // 16] for r in stress.scheduler.running if r.planned % 16}
+    assert set(view.board.filling()) == filling
+
+
+def test_a_gap_stops_the_fold_until_a_snapshot_and_what_is_known_is_skipped():
+    stress, view, _ = followed(SMALL, 50)
+    stress.run_steps(5)
+    lost = stress.drain()
+    stress.run_steps(5)
+    later = stress.drain()
+    before = view.live.state.snapshot()
+    view.fold(later)
+    assert view.gap and view.dropped == len(lost)
+    assert view.live.state.snapshot() == before, "records after a gap must not be applied"
+    view.fold(later)
+    assert view.dropped == len(lost), "the same gap is counted once"
+    state = State.from_snapshot(before)
+    state.apply_all(lost)
+    view.reset(state.snapshot())
+    view.fold(lost[-3:] + later)  # an overlap with the snapshot
+    state.apply_all(later)
+    assert not view.gap
+    assert view.live.state.snapshot() == state.snapshot()
+
+
+def test_lanes_tell_what_every_request_did_in_every_step():
+    _, view, records = followed(TIGHT, 500, seed=3)
+    assert any(record[2] == "preempt" for record in records), "the load must preempt, or this tests little"
+    truth: dict[int, dict[int, int]] = {}
+    waiting, decoding, step = set(), set(), -1
+
+    def mark(request: int, at: int, code: int) -> None:
+        lane = truth.setdefault(request, {})
+        lane[at] = max(lane.get(at, NOTHING), code)
+
+    for _seq, _t, kind, *fields in records:
+        if kind == "submit":
+            waiting.add(fields[0])
+        elif kind == "admit":
+            waiting.discard(fields[0])
+        elif kind == "preempt":
+            mark(fields[0], step + 1, PREEMPTED)
+            decoding.discard(fields[0])
+            waiting.add(fields[0])
+        elif kind == "finish":
+            mark(fields[0], step, FINISHED)
+            decoding.discard(fields[0])
+        elif kind == "step":
+            step = fields[0]
+            decoding = (decoding | set(fields[2])) - set(fields[3])
+            for request in decoding:
+                mark(request, step, DECODING)
+            for request in waiting:
+                mark(request, step, QUEUED)
+            for chunk in fields[1]:
+                mark(chunk[0], step, PREFILLING)
+    for request, lane in view.lanes.lanes.items():
+        codes = lane.columns(0, 1, step + 1, step)
+        assert codes == [truth[request].get(at, NOTHING) for at in range(step + 1)], f"r{request}"
+        # In columns of several steps, what is rare wins.
+        for k in (2, 7):
+            columns = lane.columns(0, k, -(-(step + 1) // k), step)
+            assert columns == [max(codes[at : at + k]) for at in range(0, step + 1, k)]
+    assert {id for id, lane in view.lanes.active.items()} == set(view.live.state.requests)
+
+
+def test_preemption_beats_finish_beats_prefill_beats_decode_beats_waiting():
+    lane = Lane(1, "", 10, 0.0, 0)
+    for code, at in ((QUEUED, 0), (DECODING, 1), (PREFILLING, 2), (FINISHED, 3), (PREEMPTED, 4)):
+        lane.spans.append([code, at, at])
+    assert lane.columns(0, 2, 2, 10) == [DECODING, FINISHED]
+    assert lane.columns(0, 3, 2, 10) == [PREFILLING, PREEMPTED]
+    assert lane.columns(0, 5, 1, 10) == [PREEMPTED]
+    assert lane.columns(0, 5, 1, 1) == [DECODING], "what comes after the picture is not shown"
+
+
+def test_steps_are_kept_exactly_in_a_ring():
+    _, view, records = followed(TIGHT, 300)
+    small = Steps(capacity=64)
+    plans = {}
+    for record in records:
+        if record[2] == "step":
+            small.planned(record)
+            plans[record[3]] = record
+        elif record[2] == "time":
+            small.timed(record)
+    for steps, first in ((view.steps, 0), (small, small.last - 63)):
+        assert steps.first == first
+        for step in range(first, steps.last + 1):
+            row = steps.get(step)
+            record = plans[step]
+            assert (row.tokens, row.waiting, row.chunks) == (record[7], record[8], record[4])
+            assert row.decodes + row.prefill_tokens == row.tokens
+            assert row.wall_ms > 0 and row.device_ms > 0
+        assert steps.get(first - 1) is None
+        assert steps.get(steps.last + 1) is None
+    assert small.column("tokens")[small.indices(0, 10**9)].tolist() == [
+        plans[step][7] for step in range(small.first, small.last + 1)
+    ]
+
+
+def test_a_frame_sums_up_its_steps_and_marks_the_peak():
+    stress, view = stress_view(CLASSROOM, 2.0, 8)
+    for _ in range(6):
+        first = view.steps.last + 1
+        stress.run(0.05)
+        records = stress.drain()
+        view.fold(records, stress.now)
+        view.frame(stress.now)
+        plans = [record for record in records if record[2] == "step"]
+        if not plans:
+            continue
+        tokens = [plan[7] for plan in plans]
+        frame = view.last_frame
+        assert (frame.count, frame.first, frame.last) == (len(plans), first, first + len(plans) - 1)
+        assert view.steps_per_frame == len(plans)
+        assert frame.tokens == pytest.approx(sum(tokens) / len(tokens))
+        assert frame.decodes + frame.prefill_tokens == pytest.approx(frame.tokens)
+        assert frame.peak_tokens == max(tokens)
+        assert tokens[frame.peak_step - first] == max(tokens)
+        assert frame.chunks == pytest.approx(sum(len(plan[4]) for plan in plans) / len(plans))
+    view.frame(stress.now)
+    assert view.steps_per_frame == 0, "a frame without steps says so"
+    assert view.last_frame.count > 0, "but keeps the last picture"
+
+
+def test_timings_are_numpys_percentiles_of_each_kind():
+    _, view, records = followed(CLASSROOM, 900)
+    view._timings_at = (-1e9, -1)
+    view.frame(view._now + 10)
+    plans = {record[3]: record for record in records if record[2] == "step"}
+    times = {record[3]: record for record in records if record[2] == "time"}
+    begin = plans[view.steps.last][1] - 10.0
+    walls: dict[str, list[float]] = {"decode": [], "mixed": [], "prefill": []}
+    for step, plan in plans.items():
+        if plan[1] >= begin:
+            walls[times[step][9]].append(times[step][7])
+    total = sum(sum(some) for some in walls.values())
+    for kind, some in walls.items():
+        stats = getattr(view.timings, kind)
+        assert stats.steps == len(some)
+        if some:
+            assert stats.p50 == pytest.approx(np.percentile(some, 50))
+            assert stats.p99 == pytest.approx(np.percentile(some, 99))
+            assert stats.worst == max(some)
+            assert stats.share == pytest.approx(sum(some) / total)
+    worst = max((wall for some in walls.values() for wall in some))
+    assert view.timings.slowest.wall_ms == worst
+    firsts = [record for record in records if record[2] == "first"]
+    assert view.timings.first_token.request == firsts[-1][3]
+    assert view.timings.first_token.total_ms == pytest.approx(sum(firsts[-1][4:7]))
+
+
+def test_a_slow_step_is_explained_by_its_prefill():
+    _, view, _ = followed(CLASSROOM, 900)
+    view._timings_at = (-1e9, -1)
+    view.frame(view._now + 10)
+    slow = max(
+        (view.steps.get(step) for step in range(view.steps.last)), key=lambda row: row.prefill_tokens
+    )
+    excess = slow.wall_ms - view.timings.decode.p50
+    assert why_slow(slow, view.timings) == f"+{excess:.1f} ms: {slow.prefill_tokens:,} prefill tokens"
+    decode = next(row for step in range(view.steps.last, 0, -1) if not (row := view.steps.get(step)).chunks)
+    assert "prefill tokens" not in why_slow(decode, view.timings)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_order_of_eviction_is_the_trees_own(seed):
+    stress, view, _ = followed(CLASSROOM, 700 + 50 * seed, seed)
+    expected = eviction_order(view.live.state)
+    assert expected, "nothing is evictable: this would test nothing"
+    stress.drain()
+    stress.cache.tree.evict(stress.cache.allocator.num_cached, "test")
+    went = [record[3] for record in stress.drain() if record[2] == "evict"]
+    assert went == expected
+
+
+def test_tokens_saved_are_exactly_those_of_the_matches():
+    roomy = Load(blocks=4000, chats=6, rows=8, budget=256, context=512, reply=(20, 60), turns=3, think=0.05)
+    _, view, records = followed(roomy, 600)
+    assert not any(record[2] == "evict" for record in records)
+    matched = sum(record[4] for record in records if record[2] == "match")
+    assert matched > 0
+    assert view.board.saved.sum() == matched
+    assert sum(view.board.saved_by(node) for node in view.board.state.nodes.values()) == matched
+
+
+@pytest.mark.parametrize("load", [SMALL, TIGHT])
+def test_the_view_at_step_k_is_the_state_at_step_k(load):
+    stress = Stress(load)
+    view = View()
+    view.reset(State(load.blocks + 1, load.block_size, load.budget, load.rows).snapshot())
+    view.past.every = 300
+    states = {}
+    for _ in range(600):
+        stress.run_steps(1)
+        view.fold(stress.drain(), stress.now)
+        states[view.steps.last] = (view.live.state.snapshot(), view.live.saved.copy())
+    view.frame(stress.now)
+    steps = list(states)[:-1]
+    random.Random(0).shuffle(steps)
+    for step in steps[:40]:
+        assert view.travel_to(step)
+        assert view.horizon == step and view.exact
+        assert view.board.state.snapshot() == states[step][0]
+        assert (view.board.saved == states[step][1]).all()
+        assert view.travel_text == f"PAST step {step:,}, {view.steps.last - step:,} back"
+    at = view.horizon
+    assert view.travel(-1) and view.horizon == at - 1
+    assert view.travel(1) and view.horizon == at
+    stress.run_steps(3)
+    view.fold(stress.drain(), stress.now)
+    view.frame(stress.now)
+    assert view.horizon == at, "the picture of the past stands while the engine goes on"
+    assert not view.travel_to(10**9), "there is nothing after the present"
+    assert view.board is view.live and view.travel_text == ""
+    assert not view.travel_to(-5), "nor before the beginning"
+
+
+def test_history_is_bounded_and_says_where_it_begins():
+    stress = Stress(SMALL)
+    view = View()
+    view.reset(State(65, 16, SMALL.budget, SMALL.rows).snapshot())
+    view.past.every, view.past.kept = 200, 600
+    import minitui.view.travel as travel
+
+    kept_seconds, travel.KEYFRAME_SECONDS = travel.KEYFRAME_SECONDS, 0.0
+    try:
+        for _ in range(900):
+            stress.run_steps(1)
+            view.fold(stress.drain(), stress.now)
+    finally:
+        travel.KEYFRAME_SECONDS = kept_seconds
+    view.frame(stress.now)
+    total = view.live.state.seq
+    assert total - 600 - 2 * 200 <= view.past.first_seq <= total - 600
+    assert sum(last - first + 1 for first, last, _ in view.past._chunks) <= 600 + 2 * 200 + 50
+    with pytest.raises(ValueError, match="the history begins at"):
+        view.past.board_at(view.past.first_seq - 1)
+    assert not view.travel_to(0)
+    assert view.board is view.live
+
+
+def test_rates_are_the_engines_own_under_slow_motion_and_at_the_gate():
+    def run(pace: float, closed: bool) -> Rates:
+        rates = Rates()
+        rates.reset(0.0, False, 1.0)
+        t = 0.0
+        rates.pace(pace)
+        rates.gate(closed)
+        for _ in range(2000):
+            rates.advance(t)
+            rates.planned(4, 0)
+            t += 0.005
+            rates.advance(t)
+            rates.timed(5.0, 0.2, 4.8)
+            t += 0.005 * (pace - 1) + (0.7 if closed else 0.0)  # the stretch, or a reader who thinks
+        rates.advance(t)
+        return rates
+
+    for pace, closed in ((1.0, False), (50.0, False), (1.0, True)):
+        rates = run(pace, closed)
+        assert rates.per_second("decode", 5.0) == pytest.approx(800, rel=0.02), (pace, closed)
+        assert rates.bucket == pytest.approx(10.0 / BUCKET, abs=1)
+
+
+def test_rates_sum_to_the_tokens_of_the_steps():
+    _, view, records = followed(CLASSROOM, 500)
+    plans = [record for record in records if record[2] == "step"]
+    prefill = sum(chunk[2] for plan in plans for chunk in plan[4])
+    rates = view.rates
+    assert rates.total("prefill", 400) == prefill
+    assert rates.total("decode", 400) == sum(plan[7] for plan in plans) - prefill
+    assert rates.total("steps", 400) == len(plans)
+    assert rates.total("cached", 400) == sum(record[4] for record in records if record[2] == "match")
+
+
+def test_events_keep_each_decision_with_its_reason():
+    _, view, records = followed(TIGHT, 500, seed=3)
+    kinds = {"admit", "match", "preempt", "evict", "finish", "wait"}
+    told = [record for record in records if record[2] in kinds]
+    assert [event.seq for event in view.events.items] == [record[0] for record in told]
+    for event, record in zip(view.events.items, told, strict=True):
+        words = view.event_text(event)
+        if record[2] == "preempt":
+            assert record[4] in words and f"r{record[3]}" in words
+        elif record[2] == "match":
+            assert event.kind == ("hit" if record[4] else "miss")
+            assert (f"takes {record[4]:,} of" in words) == (record[4] > 0)
+        elif record[2] == "evict":
+            assert record[5] in words and words.startswith(f"{record[4]} block")
+        elif record[2] == "finish":
+            assert f"{record[4]} · {record[5]:,} tokens" in words
+    newest = view.events.tail(5, view.live.state.seq, lambda event: event.kind == "evict", skip=2)
+    evictions = [record[0] for record in told if record[2] == "evict"]
+    assert [event.seq for event in newest] == evictions[::-1][2:7]
+
+
+def test_glow_marks_what_just_changed_and_at_the_gate_what_the_last_step_changed():
+    stress, view = stress_view(SMALL, 4.0, 80)
+    while not stress.scheduler.running:
+        stress.run_steps(1)
+    stress.gate(True)
+    view.fold(stress.drain(), stress.now)
+    for _ in range(40):
+        stress.run_steps(1)
+        records = stress.drain()
+        touched = {block for record in records if record[2] == "alloc" for block in record[4]}
+        if touched and not any(record[2] in ("hold", "finish", "evict") for record in records):
+            break
+        view.fold(records, stress.now)
+    view.fold(records, stress.now)
+    view.frame(stress.now)
+    assert set(np.flatnonzero(view.glow())) == touched
+    view.frame(stress.now + 100)
+    assert set(np.flatnonzero(view.glow())) == touched, "at the gate it glows until the next step"
+    stress.gate(False)
+    view.fold(stress.drain(), stress.now + 100)
+    view.frame(stress.now + 200)
+    assert not view.glow().any(), "running, it fades"
+
+
+def test_a_selection_touches_the_same_thing_everywhere():
+    stress, view, _ = followed(CLASSROOM, 600)
+    state = view.board.state
+    request = max((r for r in state.requests.values() if r.table), key=lambda r: len(r.table))
+    view.select("request", request.id)
+    assert view.links.blocks == set(request.table)
+    assert view.links.nodes == {node.id for node in state.path(request.node)}
+    assert view.subject() == request.id
+    block = request.table[0]
+    view.select("block", block)
+    assert view.links.requests == {r.id for r in stress.scheduler.requests.values() if block in r.table}
+    node = state.node_of[block]
+    assert view.links.nodes == {n.id for n in state.path(node)}
+    view.select("node", node)
+    assert view.links.blocks == set(state.nodes[node].blocks)
+    users = {r.id for r in stress.scheduler.requests.values() if set(state.nodes[node].blocks) <= set(r.table)}
+    assert view.links.requests == users
+    view.select("group", request.group)
+    assert request.id in view.links.requests
+    step = next(at for at in range(view.steps.last, 0, -1) if view.steps.chunks(at))
+    view.select("step", step)
+    assert view.links.step == step and view.links.requests == {chunk[0] for chunk in view.steps.chunks(step)}
+    assert view.shown_step().step == step
+    view.select(None)
+    assert not view.links.blocks and view.subject() == max(
+        r.id for r in state.requests.values() if r.state == "running"
+    )
+
+
+def test_the_story_of_a_block_leads_to_its_owners_tokens_and_node():
+    stress, view, _ = followed(CLASSROOM, 600)
+    request = max(stress.scheduler.running, key=lambda r: r.shared_blocks)
+    block = request.table[0]
+    story = tell(view, "block", block)
+    lines = dict(story.lines)
+    assert lines["owners"].startswith("r") and f"r{request.id}" in " ".join(text for _, text in story.lines)
+    assert "its logical block 0, its tokens 0 to 15" in " ".join(text for _, text in story.lines)
+    assert lines["tokens"] == " ".join(stress.words.decode(request.ids[:16]).split())
+    assert lines["node"].startswith(f"{view.board.state.node_of[block]}: block 1 of")
+    for kind, id in (
+        ("request", request.id), ("group", request.group), ("node", view.board.state.node_of[block]),
+        ("step", view.steps.last), ("request", 10**6), ("node", 10**6), ("step", 10**6),
+    ):  # fmt: skip
+        story = tell(view, kind, id)
+        assert story.title and story.lines
+
+
+def test_a_new_view_is_an_empty_engine():
+    view = View()
+    view.fold([(1, 0.0, "submit", 1, "", 10, 20)], 0.0)
+    view.frame(1.0)
+    assert view.board.counts == (1, 0, 0, 0) and view.shown_step() is None and view.subject() is None
+    assert view.gate_text == view.pace_text == view.travel_text == ""
+    assert not view.travel(-1)
+
+
+def test_open_spans_reach_the_present():
+    lane = Lane(1, "", 10, 0.0, 0)
+    lane.mark(DECODING, 3, OPEN)
+    assert lane.columns(0, 1, 8, 5) == [0, 0, 0, DECODING, DECODING, DECODING, 0, 0]
+    lane.close(4)
+    assert lane.spans == [[DECODING, 3, 4]]
