@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -40,7 +41,11 @@ class MinituiApp(App[int]):
     ENABLE_COMMAND_PALETTE = False  # the palette is a list of our own actions
     MODES: ClassVar[dict[str, Any]] = {"chat": ChatScreen, "inspect": InspectScreen}
     DEFAULT_MODE = "chat"
-    CSS = "Screen { background: $ground; color: $ink; } Toast { background: $empty-chip; }"
+    CSS = """
+    Screen { background: $ground; color: $ink; }
+    Toast { background: $empty-chip; }
+    ToastRack { dock: top; align: right top; margin-top: 2; }
+    """
     BINDINGS: ClassVar[list[BindingType]] = [
         *(
             Binding(a.key, f"do('{a.id}')", a.title, id=a.id, tooltip=a.help, show=False)
@@ -88,6 +93,7 @@ class MinituiApp(App[int]):
     # ---- life
 
     def on_mount(self) -> None:
+        sys.setswitchinterval(0.001)  # the thread that reads from the engine holds up the loop for no longer than this
         self.app_resume_signal.subscribe(self, self._resumed)
         self.set_interval(1 / self.settings.fps, self._frame)
         # The first frame comes first: the engine's process competes for the same cores.
@@ -112,6 +118,7 @@ class MinituiApp(App[int]):
         self.view.ids_to_text = partial(codec.decode, skip_special_tokens=False)
         await self.feed.sync()
         gc.collect()
+        gc.set_threshold(20_000, 20, 100)  # collections of everything seldom: each is a pause
         gc.freeze()  # what stands now stays: later collections need not look at it
         if self._script and not again:
             await self._script(self)
@@ -136,7 +143,7 @@ class MinituiApp(App[int]):
         if not self.feed.frozen:
             self.view.frame(time.monotonic())
         for screen in reversed(self.screen_stack):  # under an overlay the screen goes on
-            if isinstance(screen, (ChatScreen, InspectScreen)):
+            if hasattr(screen, "paint"):
                 with contextlib.suppress(NoMatches):  # it is being taken down
                     screen.paint(self.view)
                 break

@@ -66,10 +66,11 @@ def apply_looks(settings: settings_file.Settings, looks: dict[str, Any]) -> None
 
 
 def run_app(
-    source: LiveSource, choice: Choice, settings: settings_file.Settings, sampling: Sampling, store: Any = None,
-    resume: bool = False, script: Any = None,
+    source: Any, choice: Choice, settings: settings_file.Settings, sampling: Sampling, store: Any = None,
+    resume: bool = False, script: Any = None, make: Any = None,
 ) -> int:  # fmt: skip
-    """Run the application until it is left; returns the exit code. `script(app)`, a coroutine, drives a demo."""
+    """Run the application until it is left; returns the exit code. `script(app)`, a coroutine, drives a demo; `make` is
+    the application's class, or makes one of what that takes."""
     from minitui.app import MinituiApp
     from minitui.terminal import TerminalGuard
 
@@ -77,7 +78,7 @@ def run_app(
     if resume:
         chats.restore()
     guard = TerminalGuard()
-    app = MinituiApp(
+    app = (make or MinituiApp)(
         source, chats, settings, system=choice.system, known_questions=choice.known_questions, speaker=choice.speaker,
         load_codec=load_codec, guard=guard, script=script,
     )  # fmt: skip
@@ -135,3 +136,51 @@ def recorded(source: LiveSource, path: Path | None) -> Any:
     from minitui.record import RecordingSource
 
     return RecordingSource(source, path)
+
+
+def lesson_source(number: int) -> tuple[Choice, LiveSource, Any]:
+    """The bundled model in an engine with a lesson's options, and what puts another engine in its place."""
+    from minitui.cli import engine_config
+    from minitui.lessons import lesson
+
+    choice = choose_model(None)
+    base = {"kv_blocks": None, "no_prefix_caching": False}
+    source = live_source(choice, {**base, **lesson(number).options})
+
+    async def restart(options: dict[str, Any]) -> None:
+        await source.reconfigure(engine_config(model=choice.name, **{**base, **options}))
+
+    return choice, source, restart
+
+
+def run_lesson(number: int, plain: bool) -> int:
+    """`minitui lesson N`; returns the exit code."""
+    from minitui.lessons import lesson
+
+    chosen = lesson(number)
+    choice, source, restart = lesson_source(number)
+    sampling = Sampling(temperature=0.0, max_tokens=60)
+    if plain:
+        from minitui.lessons.plain import tell_alone
+
+        return asyncio.run(tell_alone(chosen, source, choice.system, sampling, print))
+    from minitui.lessons.app import LessonApp
+
+    def make(*arguments: Any, **options: Any) -> LessonApp:
+        del options["script"]
+        return LessonApp(*arguments, lesson=chosen, restart=restart, **options)
+
+    return run_app(source, choice, settings_file.load(), sampling, make=make)
+
+
+def run_replay(path: Path, speed: float, looks: dict[str, Any]) -> int:
+    """`minitui replay FILE`; returns the exit code."""
+    from minitui.replay import ReplaySource
+    from minitui.replay_app import ReplayApp
+    from minitui.trace import TraceReader
+
+    settings = settings_file.load()
+    apply_looks(settings, looks)
+    TraceReader(path)  # what is wrong with it is said before the screen is taken
+    source = ReplaySource(path, speed)
+    return run_app(source, Choice("", "", "", "model"), settings, Sampling(), make=ReplayApp)

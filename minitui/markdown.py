@@ -9,6 +9,7 @@ cost their own characters only. `Streamed` keeps the lines of the blocks that ar
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -24,7 +25,8 @@ Line = list[Span]
 
 TONES = ("text", "strong", "em", "code", "link", "heading", "bullet", "quote", "rule", "fence", "strike")
 BULLETS = "•◦▪"
-LONG_BLOCK = 4_000  # characters: beyond this the block being written is shown as it is typed
+LONG_BLOCK = 1_500  # characters: beyond this the block being written is shown as it is typed
+_RUNS = re.compile(r"\s+|\S+").findall
 
 
 @lru_cache(maxsize=1)
@@ -101,51 +103,51 @@ def wrap(spans: Sequence[Span], width: int) -> list[Line]:
     lines: list[Line] = []
     line: Line = []
     used = 0
-    pending: Span | None = None  # the space before the next word: dropped at a line's end
-    for word in _words(spans):
-        size = sum(cell_len(t) for t, _ in word)
-        if len(word) == 1 and word[0][0].isspace():
-            if used:
-                pending = word[0]
-            elif not lines:
-                line.append(word[0])  # indentation of the first line stays
-                used += size
-            continue
-        gap = cell_len(pending[0]) if pending else 0
+    space: Span | None = None  # before the next word: dropped at a line's end
+    word: list[Span] = []  # may run across spans
+    size = 0
+
+    def place() -> None:
+        nonlocal line, used, space
+        gap = len(space[0]) if space else 0
         if used and used + gap + size > width:
             lines.append(line)
-            line, used, pending, gap = [], 0, None, 0
-        if pending:
-            line.append(pending)
+            line, used, space = [], 0, None
+        if space:
+            line.append(space)
             used += gap
-            pending = None
-        for text, tone in word:
-            for piece in chop_cells(text, width) if size > width else [text]:
-                if used and used + cell_len(piece) > width:
+            space = None
+        if size <= width:
+            line.extend(word)
+            used += size
+            return
+        for text, tone in word:  # longer than a line: broken anywhere
+            for piece in chop_cells(text, width):
+                cells = cell_len(piece)
+                if used and used + cells > width:
                     lines.append(line)
                     line, used = [], 0
                 line.append((piece, tone))
-                used += cell_len(piece)
+                used += cells
+
+    for text, tone in spans:
+        for piece in _RUNS(text):
+            if not piece[0].isspace():
+                word.append((piece, tone))
+                size += len(piece) if piece.isascii() else cell_len(piece)
+                continue
+            if word:
+                place()
+                word, size = [], 0
+            if used:
+                space = (piece, tone)
+            elif not lines:  # indentation of the first line stays
+                line.append((piece, tone))
+                used += len(piece)
+    if word:
+        place()
     lines.append(line)
     return [_merge(row) for row in lines]
-
-
-def _words(spans: Sequence[Span]) -> list[list[Span]]:
-    """Runs of non-spaces (which may cross spans) and runs of spaces."""
-    words: list[list[Span]] = []
-    blank = True
-    for text, tone in spans:
-        start = 0
-        for end in range(1, len(text) + 1):
-            if end == len(text) or text[end].isspace() != text[start].isspace():
-                piece = text[start:end]
-                if piece.isspace() or blank or not words:
-                    words.append([(piece, tone)])
-                else:
-                    words[-1].append((piece, tone))
-                blank = piece.isspace()
-                start = end
-    return words
 
 
 def _merge(line: Line) -> Line:

@@ -263,11 +263,12 @@ class Session:
     def rate(self, now: float | None = None) -> float:
         """Tokens a second over the last second, as they arrived."""
         now = time.monotonic() if now is None else now
-        recent = [(t, n) for t, n in self._arrivals if now - t <= 1.0]
-        if len(recent) < 2:
-            return 0.0
-        span = max(now - recent[0][0], recent[-1][0] - recent[0][0], 1e-3)
-        return sum(n for _, n in recent[1:]) / span
+        tokens, first = 0, now
+        for t, n in reversed(self._arrivals):
+            if now - t > 1.0:
+                break
+            tokens, first = tokens + n, t
+        return tokens / (now - first) if now - first > 0.05 else 0.0
 
     def conversation(self) -> list[dict[str, str]]:
         """What the template is given: the system prompt and every message that has text, but not an open answer."""

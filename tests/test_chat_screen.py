@@ -61,7 +61,7 @@ async def press(pilot: Pilot[Any], *keys: str) -> None:
     for key in keys:
         character = key if len(key) == 1 else characters.get(key)
         pilot.app.post_message(events.Key(key, character))
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(0.1 if key == "escape" else 0.002)
     await asyncio.sleep(0.08)
 
 

@@ -61,6 +61,7 @@ class ChatScreen(Screen[None]):
     def __init__(self) -> None:
         super().__init__()
         self._text_at = 0.0
+        self._turn = False
         self._bars: list[LinePanel] = []
         self._rail: list[LinePanel] = []
         self._glance: list[LinePanel] = []
@@ -109,7 +110,9 @@ class ChatScreen(Screen[None]):
         if now - self._text_at >= TEXT_EVERY or self.transcript.session is not app.session:
             self._text_at = now
             self.transcript.show(app.session)
-        for panel in (*self._bars, *(self._glance if self.has_class("-narrow") else self._rail)):
+        # Every panel at every second frame, one half at a time: a key never waits for all of them.
+        self._turn = not self._turn
+        for panel in [*self._bars, *(self._glance if self.has_class("-narrow") else self._rail)][self._turn :: 2]:
             panel.paint(view)
         if self.completions.display:
             self.completions.paint(view)

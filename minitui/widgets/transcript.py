@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from rich.segment import Segment
@@ -27,6 +28,9 @@ TONE_WORDS = {
     "dim": "dim", "hit": "hit", "bad": "bad", "user": "bold ink",
 }  # fmt: skip
 FOOTER_TONES = {"dim": "dim", "hit": "hit", "bad": "bad"}
+
+
+_plain = lru_cache(maxsize=8)(markdown.plain)
 
 
 @dataclass
@@ -118,7 +122,7 @@ class Transcript(ScrollView, can_focus=True):
         assert self.session is not None
         if not self.session.messages:
             return self.welcome(width)
-        lines = markdown.plain(self.session.system or "(no system prompt)", width)
+        lines = _plain(self.session.system or "(no system prompt)", width)
         if len(lines) > 2:
             lines = [lines[0], [(lines[1][0][0][: width - 3] + " …", "text")]]
         return [self._label("system" if i == 0 else "", "pool", line, "dim") for i, line in enumerate(lines)] + [[]]
