@@ -77,6 +77,7 @@ def chat(
     fps: Annotated[int | None, typer.Option(min=1, max=60, help="Frames a second; lower it on a slow line.")] = None,
     theme: Annotated[str | None, typer.Option(help="dark, light or projector.")] = None,
     ascii: Annotated[bool | None, typer.Option("--ascii/--unicode", help="Draw with ASCII only.")] = None,
+    record: Record = None,
 ) -> None:  # fmt: skip
     """Chat, several at once, with everything the engine does beside it.
 
@@ -96,7 +97,7 @@ def chat(
     )  # fmt: skip
     sampling = dict(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed)
     looks = dict(fps=fps, theme=theme, ascii=ascii)
-    raise typer.Exit(run_chat(model, system, config, sampling, looks, resume))
+    raise typer.Exit(run_chat(model, system, config, sampling, looks, resume, record))
 
 
 @app.command()
@@ -107,6 +108,7 @@ def ask(
     max_model_len: MaxModelLen = None, dtype: DType = "auto", device: Device = "auto",
     attention_backend: AttentionBackend = "auto",
     json: Annotated[bool, typer.Option("--json", help="One JSON object with the answer and its metrics.")] = False,
+    record: Record = None,
 ) -> None:  # fmt: skip
     """Ask one question; the answer streams to stdout, its figures go to stderr.
 
@@ -128,7 +130,7 @@ def ask(
         attention_backend=attention_backend, no_prefix_caching=False,
     )  # fmt: skip
     sampling = dict(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed)
-    raise typer.Exit(run_ask(question, model, system, config, sampling, json))
+    raise typer.Exit(run_ask(question, model, system, config, sampling, json, record))
 
 
 @app.command()
@@ -154,6 +156,71 @@ def demo(
 
     text = plain or not sys.stdout.isatty()
     raise typer.Exit(run_demo(name, {"kv_blocks": kv_blocks}, text, (0.0 if text else 1.0) if beat is None else beat, record))
+
+
+@app.command()
+def lesson(
+    number: Annotated[int | None, typer.Argument(help="0 to 9; without it they are listed.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", "--headless", help="As lines of text, every experiment run; the default where there is no terminal.")] = False,
+) -> None:  # fmt: skip
+    """A lesson with experiments on the bundled model: text, a panel beside it, a question to predict, the code.
+
+    \b
+      minitui lesson              what there is
+      minitui lesson 8            the radix cache
+      minitui lesson 8 --plain    the same as text
+    """
+    from minitui.launch import run_lesson
+    from minitui.lessons import LESSONS
+
+    if number is None:
+        print("\n".join(f"minitui lesson {one.number}   {one.title:<16} {one.question}" for one in LESSONS))
+        return
+    raise typer.Exit(run_lesson(number, plain or not sys.stdout.isatty()))
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="A file written with --record.")],
+    speed: Annotated[float, typer.Option(help="1 is the engine's own speed; 0.1 ten times slower.")] = 1.0,
+    export: Annotated[str | None, typer.Option(help="perfetto, json, md or svg: write a file instead of playing.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write; default: beside the trace.")] = None,
+    step: Annotated[int | None, typer.Option(help="The step that an SVG shows; default: the last.")] = None,
+    size: Annotated[str, typer.Option(help="Columns x rows of an SVG.")] = "120x36",
+    fps: Annotated[int | None, typer.Option(min=1, max=60, help="Frames a second.")] = None,
+    theme: Annotated[str | None, typer.Option(help="dark, light or projector.")] = None,
+    ascii: Annotated[bool | None, typer.Option("--ascii/--unicode", help="Draw with ASCII only.")] = None,
+) -> None:  # fmt: skip
+    """Play a recording in the same application, or export it.
+
+    \b
+      minitui chat --record class.trace
+      minitui replay class.trace                     space freezes, p pauses, n steps, ( ) jump, { } bookmarks
+      minitui replay class.trace --export perfetto   opens at ui.perfetto.dev
+      minitui replay class.trace --export svg --step 40 --size 160x48
+    """
+    from minitui import launch
+
+    looks = {"fps": fps, "theme": theme, "ascii": ascii}
+    if export is None:
+        raise typer.Exit(launch.run_replay(trace, speed, looks))
+    print(launch.run_export(trace, export, out, step, size, theme))
+
+
+@app.command()
+def tail(
+    source: Annotated[str | None, typer.Argument(help="A recording. Without it, questions are read from standard input, one a line.")] = None,
+    kv_blocks: KvBlocks = None,
+) -> None:  # fmt: skip
+    """The engine's story as plain lines: for screen readers, logs and pipes.
+
+    \b
+      minitui tail class.trace
+      echo "What is a KV cache?" | minitui tail
+    """
+    from minitui import launch
+
+    raise typer.Exit(launch.run_tail(source, kv_blocks))
 
 
 @app.command()

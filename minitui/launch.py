@@ -39,7 +39,8 @@ def make_sampling(options: dict[str, Any], defaults: settings_file.ChatSettings)
 
 
 def run_chat(
-    model: str | None, system: str | None, options: dict[str, Any], sampling: dict[str, Any], looks: dict[str, Any], resume: bool
+    model: str | None, system: str | None, options: dict[str, Any], sampling: dict[str, Any], looks: dict[str, Any], resume: bool,
+    record: Path | None = None,
 ) -> int:  # fmt: skip
     """`minitui chat`; returns the exit code."""
     from minitui.store import Store
@@ -48,7 +49,7 @@ def run_chat(
     apply_looks(settings, looks)
     choice = choose_model(model, settings.chat.system if system is None else system)
     drawn = make_sampling(sampling, settings.chat)
-    source = live_source(choice, options)
+    source = recorded(live_source(choice, options), record)
     store = Store(settings_file.data_dir() / "chats.sqlite")
     return run_app(source, choice, settings, drawn, store, resume)
 
@@ -90,7 +91,8 @@ def run_app(
 
 
 def run_ask(
-    question: str, model: str | None, system: str | None, options: dict[str, Any], sampling: dict[str, Any], as_json: bool
+    question: str, model: str | None, system: str | None, options: dict[str, Any], sampling: dict[str, Any], as_json: bool,
+    record: Path | None = None,
 ) -> int:  # fmt: skip
     """`minitui ask`; returns the exit code."""
     from minitui.ask import ask
@@ -100,7 +102,7 @@ def run_ask(
     drawn = make_sampling(sampling, settings.chat)
 
     async def main() -> int:
-        return await ask(live_source(choice, options), question, choice.system, drawn, as_json)
+        return await ask(recorded(live_source(choice, options), record), question, choice.system, drawn, as_json)
 
     return asyncio.run(main())
 
@@ -184,3 +186,31 @@ def run_replay(path: Path, speed: float, looks: dict[str, Any]) -> int:
     TraceReader(path)  # what is wrong with it is said before the screen is taken
     source = ReplaySource(path, speed)
     return run_app(source, Choice("", "", "", "model"), settings, Sampling(), make=ReplayApp)
+
+
+def run_export(trace: Path, kind: str, out: Path | None, step: int | None, size: str, theme: str | None) -> Path:
+    """`minitui replay FILE --export KIND`; returns the file written."""
+    if kind != "svg":
+        from minitui.export import export
+
+        return export(trace, kind, out)
+    from minitui.export.svg import write_svg
+
+    columns, _, rows = size.partition("x")
+    if not (columns.isdigit() and rows.isdigit() and int(columns) >= 40 and int(rows) >= 12):
+        raise EngineError(f"the size is {size!r}: it must be columns x rows, at least 40x12, as in 120x36")
+    name = f"minitui-{(theme or 'dark').removeprefix('minitui-')}"
+    return write_svg(str(trace), out, step, (int(columns), int(rows)), name)
+
+
+def run_tail(trace: str | None, kv_blocks: int | None) -> int:
+    """`minitui tail`; returns the exit code."""
+    import sys
+
+    from minitui.tail import tail_live, tail_trace
+
+    if trace is not None:
+        return tail_trace(trace, print)
+    choice = choose_model(None)
+    source = live_source(choice, {"kv_blocks": kv_blocks, "no_prefix_caching": False})
+    return asyncio.run(tail_live(source, choice.system, Sampling(), sys.stdin, print))

@@ -45,6 +45,18 @@ def paste(lines: int) -> str:
     return "What is the KV cache? Here are my notes. " + " ".join(notes)
 
 
+def paste_of(stage: Stage, system: str, blocks: int) -> str:
+    """A question with a paste so long that its prompt fills just over `blocks` blocks."""
+    assert stage.chats.codec is not None
+    size = stage.source.info["block_size"]
+    for lines in range(1, 1000):
+        text = paste(lines)
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+        if len(stage.chats.codec.apply_chat_template(messages)) > blocks * size:
+            return text
+    raise EngineError(f"no paste fills {blocks} blocks of {size}")
+
+
 # ---- shared-prefix
 
 
@@ -227,13 +239,13 @@ async def eviction(stage: Stage) -> None:
     await stage.ask(chats[0], QUESTIONS[4])
     await stage.run_until("finish")
     newcomer = stage.chat(VOICES[3], "Delta")
-    await stage.ask(newcomer, paste(6))
+    await stage.ask(newcomer, paste_of(stage, VOICES[3], stage.state().counts[FREE] + 5))
     owner = _owners(stage, chats)
     order = list(dict.fromkeys(owner(node) for node in leaves(stage.state())))
     await stage.predict("Delta comes and needs more blocks than are free. Whose go first?", names)
     before = {node.id: node for node in stage.state().copy().nodes.values()}
     await stage.run_until("eviction")
-    records = [event.record for event in stage.view.events.items if event.kind == "evict"]
+    records = [event.record for event in stage.events("evict")]
     gone = " and then ".join(f"{record[4]} of {owner(before[record[3]])}" for record in records)
     stage.tell(
         f"Blocks left the tree: {gone}, because {records[0][5]}. Of what nobody holds, what was used longest ago goes "
@@ -304,7 +316,7 @@ async def preemption(stage: Stage) -> None:
     await stage.pause(1.5)
     await stage.predict("who gives back its blocks?", [f"r{id}" for id in ids])
     await stage.run_until("preemption")
-    record = next(event.record for event in reversed(stage.view.events.items) if event.kind == "preempt")
+    record = stage.events("preempt")[-1].record
     stage.tell(
         f"r{record[3]}, the youngest, gives back its {record[5]} blocks and waits at the head of the queue: "
         f"{record[4]}. "

@@ -18,7 +18,7 @@ from engine.state import RequestView, State
 from minitui.feed import Feed
 from minitui.sessions import Chats, Sampling, Session
 from minitui.source import Source
-from minitui.view import View
+from minitui.view import Event, View
 
 PATIENCE = 30.0  # seconds until a wait is given up with an error
 PACES = (1, 2, 5, 10, 20, 50, 100, 200)
@@ -67,7 +67,7 @@ class Stage:
     bar: str = "█"
     held: Callable[[], bool] = lambda: False  # a countdown waits while this is true
     said: list[str] = field(default_factory=list)
-    _began: int = -1  # the last step before what is counted
+    _began: tuple[int, int] = (-1, 0)  # the last step and the last record before what is counted
 
     # ---- reading
 
@@ -89,22 +89,26 @@ class Stage:
 
     def begin_count(self) -> None:
         """Figures count from here on."""
-        self._began = self.state().step
+        self._began = (self.state().step, self.state().seq)
+
+    def events(self, kind: str) -> list[Event]:
+        """The decisions of this kind (one of minitui.view.log.KINDS) since `begin_count`, oldest first."""
+        self.state()
+        return [event for event in self.view.events.items if event.kind == kind and event.seq > self._began[1]]
 
     def figures(self) -> Figures:
         """What the steps since `begin_count` did, from their records."""
         self.state()
         view = self.view
-        rows = [view.steps.get(step) for step in range(self._began + 1, view.steps.last + 1)]
+        rows = [view.steps.get(step) for step in range(self._began[0] + 1, view.steps.last + 1)]
         steps = [row for row in rows if row is not None]
-        events = [event for event in view.events.items if event.step > self._began]
         return Figures(
             steps=len(steps),
             computed=sum(row.prefill_tokens for row in steps),
-            cached=sum(event.record[4] for event in events if event.kind == "hit"),
+            cached=sum(event.record[4] for event in self.events("hit")),
             decoded=sum(row.decodes for row in steps),
-            evicted_blocks=sum(event.record[4] for event in events if event.kind == "evict"),
-            preemptions=sum(event.kind == "preempt" for event in events),
+            evicted_blocks=sum(event.record[4] for event in self.events("evict")),
+            preemptions=len(self.events("preempt")),
             slowest_ms=max((row.wall_ms or 0.0 for row in steps), default=0.0),
             prefill_ms=sum(row.wall_ms or 0.0 for row in steps if row.chunks),
         )
@@ -254,7 +258,7 @@ class Stage:
         self.feed.restart()
         await self.restart(options)
         await self.feed.sync()
-        self._began = -1
+        self._began = (-1, 0)
         for session in self.chats.sessions:
             session.request = None
 

@@ -10,15 +10,21 @@ Steps in which nothing but decoding happens are told together, with their extrem
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, TextIO
 
 from engine.records import Record
+from minitui.models import load_codec
+from minitui.sessions import Chats, Sampling, describe_answer
+from minitui.source import Source
 from minitui.view import View
 from minitui.view.history import StepRow
 
 PATIENCE_S = 2.0  # steps that merely decode are told at least this often
 PROMPTS_NAMED = 4
+POLL_S = 0.05
 LEADS = {  # where an event's own words leave out what it is
     "evict": "eviction: ", "finish": "end of ", "wait": "", "refuse": "refused: ", "fail": "failure: ",
 }  # fmt: skip
@@ -176,3 +182,37 @@ def tail_trace(path: str, out: Callable[[str], None]) -> int:
     if not reader.complete:
         out("(the recording ends here without its end: it was cut off)")
     return 0
+
+
+async def tail_live(
+    source: Source, system: str, sampling: Sampling, questions: TextIO, out: Callable[[str], None], load: Any = load_codec
+) -> int:  # fmt: skip
+    """Start the engine, ask one question after the other in one chat, and tell what it does; returns the exit code."""
+    try:
+        await source.start(lambda progress: None)
+        chats = Chats(source, sampling=sampling)
+        chats.use(await asyncio.to_thread(load, source.info))
+        view = View()
+        assert chats.codec is not None
+        view.ids_to_text = chats.codec.decode
+        view.reset(await source.snapshot())
+        teller = Teller(view)
+        session = chats.new(system, "chat")
+        view.group_names = {session.id: "chat"}
+        while question := (await asyncio.to_thread(questions.readline)):
+            if not question.strip():
+                continue
+            chats.send(session, question.strip())
+            while session.busy:
+                await asyncio.sleep(POLL_S)
+                for line in teller.tell(source.drain_records()):
+                    out(str(line))
+            await source.snapshot()  # its records have come before its answer
+            for line in [*teller.tell(source.drain_records()), *teller.rest()]:
+                out(str(line))
+            answer = session.messages[-1]
+            out(f"answer: {' '.join((answer.text or answer.error).split())}")
+            out("        " + " · ".join(text for text, _ in describe_answer(answer)))
+        return 0
+    finally:
+        await source.close()

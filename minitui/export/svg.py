@@ -1,0 +1,51 @@
+"""A screen of a recording as an SVG that looks right without a network."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+from minitui.trace import TraceError
+
+FONTS = "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, 'Liberation Mono', monospace"
+PATIENCE_S = 30.0
+
+
+async def screen_svg(trace: str, step: int | None, size: tuple[int, int], theme: str = "minitui-dark") -> str:
+    """The Inspect screen of `trace` when `step` had ended (None: at its end), `size` in columns and rows."""
+    from minitui.replay_app import replay_app
+
+    app = replay_app(trace)
+    async with app.run_test(size=size) as pilot:
+        app.theme = theme
+        for _ in range(int(PATIENCE_S / 0.05)):
+            if app.feed.live:
+                break
+            await pilot.pause(0.05)
+        else:
+            raise TraceError(f"{trace} could not be shown within {PATIENCE_S:.0f} s")
+        await app.replay.control("pause")
+        await app.seek(app.replay.trace.last_step if step is None else step)
+        while app.replay.step < min(step or 0, app.replay.trace.last_step) or app.feed.backlog:
+            await pilot.pause(0.02)
+        await pilot.pause(0.3)
+        return offline(app.export_screenshot(title="minitui"))
+
+
+def offline(svg: str) -> str:
+    """Textual names a web font; name what every machine has instead."""
+    svg = re.sub(r"@font-face\s*\{.*?\}", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"font-family:\s*Fira Code[^;]*;", f"font-family: {FONTS};", svg)
+    return re.sub(r'font-family="[^"]*Fira Code[^"]*"', f'font-family="{FONTS}"', svg)
+
+
+def write_svg(trace: str, out: str | Path | None, step: int | None, size: tuple[int, int], theme: str) -> Path:
+    """Write the picture beside the trace, or to `out`; returns the file."""
+    path = Path(out) if out is not None else Path(trace).with_name(Path(trace).name.split(".")[0] + ".svg")
+    svg = asyncio.run(screen_svg(trace, step, size, theme))
+    try:
+        path.write_text(svg, encoding="utf-8")
+    except OSError as error:
+        raise TraceError(f"{path} cannot be written: {error.strerror}; name another file with --out") from None
+    return path

@@ -1,0 +1,172 @@
+"""L5: who runs in a step."""
+
+from __future__ import annotations
+
+from minitui.lessons.page import Check, Lesson, Page, Prediction, Seen
+from minitui.scenarios import paste
+from minitui.sessions import Session
+from minitui.stage import Stage
+
+WRITERS = ("What is prefill?", "What is decode?", "What is a token budget?")
+
+
+async def _writers(stage: Stage, tokens: int = 60) -> list[Session]:
+    sessions = [stage.chat("", max_tokens=tokens, whole=True) for _ in WRITERS]
+    stage.show(sessions[0])
+    for session, question in zip(sessions, WRITERS, strict=True):
+        await stage.ask(session, question)
+    await stage.step(3, seconds=0.4)
+    return sessions
+
+
+async def long_paste(stage: Stage) -> Seen:
+    """A long prompt arrives while three requests decode."""
+    await _writers(stage)
+    budget = stage.source.info["max_num_batched_tokens"]
+    pasted = stage.chat("", "paste", max_tokens=5, whole=True)
+    request = await stage.ask(pasted, paste(12))
+    chunks: list[tuple[int, int]] = []
+    while True:
+        await stage.step(1, seconds=1.0)
+        row = stage.view.steps.get(stage.view.steps.last)
+        assert row is not None
+        mine = [n for id, _, n, _ in row.chunks if id == request]
+        if not mine:
+            break
+        chunks.append((row.decodes, mine[0]))
+    decodes, first = chunks[0]
+    return Seen(
+        f"Its {sum(n for _, n in chunks)} tokens were computed in {len(chunks)} steps: "
+        f"{' + '.join(str(n) for _, n in chunks)}. In the "
+        f"first, {decodes} tokens went to those who decode and {first} to the prompt, {decodes + first} of {budget}. "
+        "The writers got a "
+        "token in every one of these steps.",
+        {budget: 0, budget - 3: 1, 0: 3}.get(first, 2),
+    )
+
+
+async def fifth_waits(stage: Stage) -> Seen:
+    """More requests than rows."""
+    await _writers(stage, 12)
+    more = [stage.chat("", max_tokens=12, whole=True) for _ in range(2)]
+    ids = [await stage.ask(session, "What is the KV cache?") for session in more]
+    await stage.step(1, seconds=1.0)
+    event = stage.events("wait")[-1]
+    waited_for = stage.view.steps.last
+    await stage.run_until("finish")
+    await stage.step(1)
+    admitted = next(e for e in stage.view.events.items if e.kind == "admit" and e.request == ids[1])
+    return Seen(
+        f"r{ids[0]} got the fourth row. r{event.request} had to wait; the record says why: “{event.record[4]}”. That "
+        f"was step {waited_for}; "
+        f"it was admitted in step {admitted.step}, the first one after a writer had ended.",
+        1,
+    )
+
+
+async def close(stage: Stage) -> None:
+    """Three write, a paste is in the middle of its prompt, one waits."""
+    await _writers(stage)
+    for name, text in (("paste", paste(12)), ("late", "What is decode?")):
+        session = stage.chat("", name, max_tokens=20, whole=True)
+        await stage.ask(session, text)
+    await stage.step(1)
+
+
+def _last(stage: Stage) -> str:
+    row = stage.view.steps.get(stage.view.steps.last)
+    assert row is not None
+    budget = stage.state().budget
+    return f"{row.decodes} for requests that decode, {row.prefill_tokens} for a prompt: {row.tokens} of {budget}"
+
+
+def _waits(stage: Stage) -> str:
+    event = next((e for e in reversed(stage.view.events.items) if e.kind == "wait"), None)
+    return f"r{event.request}: {event.record[4]}" if event is not None else "nobody"
+
+
+LESSON = Lesson(
+    5,
+    "Scheduler",
+    "Who runs in the next step, and how many tokens of each?",
+    (
+        Page(
+            "A budget of tokens",
+            """
+            A step may compute so many tokens and no more: its budget. It bounds how long a step can take, and so
+            how long anybody waits for a token. The scheduler spends it in this order:
+
+              1 requests that decode   one token each, the eldest first
+              2 prompts begun before   the next chunk of each
+              3 the queue              first come, first served; those preempted before new ones
+
+            All of it is one forward pass. New requests join and finished ones leave at every step: this is
+            continuous batching. The other way, static batching, keeps a batch until its longest reply has ended,
+            with empty rows towards the end (see the demo `batching`).
+
+            The scheduler knows lengths, not texts; so it can plan a step before the tokens of the last one are
+            known.
+            """,
+            code="engine.scheduler:Scheduler.plan",
+        ),
+        Page(
+            "A long prompt",
+            """
+            Three requests decode. Somebody pastes a long text. The budget of this engine is 64 tokens a step, and a
+            prompt may be cut into chunks: what does not fit waits for the next step.
+            """,
+            panel="step",
+            code="engine.scheduler:Scheduler._chunk",
+            run=long_paste,
+            predict=Prediction(
+                "How many tokens of the pasted prompt are in the first step with it?",
+                ("64", "61", "all of them", "none: it waits until the others have ended"),
+            ),
+        ),
+        Page(
+            "Waiting, with a reason",
+            """
+            This engine has four rows: four requests can run at once. A request that is not admitted stays in the
+            queue, and the record says why, once for each reason: budget, rows, blocks, or that its own last step
+            has not been committed yet.
+            """,
+            panel="lanes",
+            code="engine.scheduler:Scheduler._obstacle",
+            run=fifth_waits,
+            predict=Prediction(
+                "Three requests run, two more come. When does the last one begin?",
+                (
+                    "at once: the batch grows",
+                    "in the step after one of the others has ended",
+                    "when all four have ended",
+                ),
+            ),
+        ),
+        Page(
+            "When memory runs out",
+            """
+            A decode step may need a new block. If none is free, cached blocks are evicted. If there are none of
+            those either, the youngest running request is preempted: it gives back row and blocks and goes to the
+            head of the queue. Its full blocks stay in the tree as long as nobody needs them, so it often resumes
+            cheaply. Nothing it has written is lost or written twice.
+
+            A prompt that can never fit is refused when it is submitted, with the numbers, and blocks nobody. A
+            reply that would outgrow the whole pool ends with the reason `length`.
+            """,
+            panel="events",
+            code="engine.scheduler:Scheduler._plan_decodes",
+        ),
+    ),
+    close,
+    (
+        Check("How is the budget of the last step divided?", "step", "the step bar, and the line under it.", _last),
+        Check("Who waits, and what for?", "events", "the events: the line that says `waits`.", _waits),
+        Check(
+            "Which request is inside its prompt?",
+            "lanes",
+            "the batch lanes: in the last column one row is drawn as prefill.",
+            lambda stage: ", ".join(f"r{c[0]}" for c in stage.view.steps.chunks(stage.view.steps.last)),
+        ),
+    ),
+    {"kv_blocks": 96, "max_num_batched_tokens": 64, "max_num_seqs": 4},
+)

@@ -1,0 +1,424 @@
+"""A lesson on the screen: its text, beside it the panel it is about, and the engine that it experiments on."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, ClassVar
+
+from textual import events, getters
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Container
+from textual.screen import ModalScreen, Screen
+
+from engine.errors import EngineError
+from minitui.lessons.page import LETTERS, Check, Code, Lesson, Page, Seen, find_code, fresh, paragraphs
+from minitui.stage import Stage
+from minitui.theme import glyphs
+from minitui.widgets.base import LinePanel, Picture
+from minitui.widgets.block_map import BlockMap
+from minitui.widgets.block_table import BlockTable
+from minitui.widgets.chrome import StatusBar, TopBar
+from minitui.widgets.events import Events
+from minitui.widgets.lanes import BatchLanes
+from minitui.widgets.occupancy import Occupancy
+from minitui.widgets.rows import Row, Runs
+from minitui.widgets.step_bar import StepBar
+from minitui.widgets.timings import StepTimings
+from minitui.widgets.tree import RadixTree
+
+if TYPE_CHECKING:
+    from minitui.view import View
+
+PANELS: dict[str, type[LinePanel]] = {
+    "step": StepBar, "map": BlockMap, "table": BlockTable, "lanes": BatchLanes, "tree": RadixTree,
+    "timings": StepTimings, "events": Events, "occupancy": Occupancy,
+}  # fmt: skip
+WIDE = 120  # columns from which on the panel stands beside the text
+
+
+class Reading:
+    """Where a reader is in a lesson, and what came out so far. The last page holds the closing questions."""
+
+    def __init__(self, lesson: Lesson) -> None:
+        self.lesson = lesson
+        self.at = 0
+        self.said: dict[int, int] = {}  # page -> the choice predicted
+        self.seen: dict[int, Seen] = {}
+        self.failed: dict[int, str] = {}
+        self.running = False
+        self.standing = False  # the engine stands where the closing questions are asked
+        self.question = 0  # the closing question whose panel is shown
+        self.revealed: dict[int, str] = {}
+
+    @property
+    def pages(self) -> int:
+        return len(self.lesson.pages) + 1
+
+    @property
+    def page(self) -> Page | None:
+        """None: the closing questions."""
+        return self.lesson.pages[self.at] if self.at < len(self.lesson.pages) else None
+
+    @property
+    def check(self) -> Check:
+        return self.lesson.checks[self.question]
+
+    @property
+    def panel(self) -> str:
+        """Which panel belongs to what is read now; empty: none."""
+        return self.page.panel if self.page is not None else self.check.panel
+
+
+class LessonText(LinePanel):
+    """The text of a page, what was predicted, and what was seen. Scrolls when it does not fit."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up", "scroll(-1)", "up", show=False, id="lesson.up"),
+        Binding("down", "scroll(1)", "down", show=False, id="lesson.down"),
+    ]
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.reading: Reading | None = None
+        self.top = 0
+        self._follow = False
+
+    def follow(self) -> None:
+        """Scroll so that the end shows, where something new stands."""
+        self._follow = True
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        reading = self.reading
+        if reading is None:
+            return Picture([Row("the engine is starting", "dim").done(width)], "Lesson")
+        rows = [_line(text, style, width) for text, style in page_lines(reading, width)]
+        most = max(0, len(rows) - height)
+        if self._follow:
+            self.top, self._follow = most, False
+        self.top = min(self.top, most)
+        title = f"{reading.lesson.name} {glyphs().middot} {reading.at + 1} of {reading.pages}"
+        below = len(rows) - height - self.top
+        legend = [(f"{below} lines more: down", "accent")] if below > 0 else [(_keys(reading), "dim")]
+        return Picture(rows[self.top : self.top + height], title, legend=legend)
+
+    def action_scroll(self, lines: int) -> None:
+        """Up or down by a line."""
+        self.top = max(0, self.top + lines)
+        self.repaint()
+
+
+def _line(text: str, style: str, width: int) -> Runs:
+    return Row(text, style).done(width)
+
+
+def _keys(reading: Reading) -> str:
+    page = reading.page
+    parts = []
+    if page is None:
+        parts.append("enter answers, tab next question")
+    elif page.run is not None:
+        parts.append("a b c predicts, enter runs" if page.predict and reading.at not in reading.seen else "enter runs")
+    if page is not None and page.code:
+        parts.append("v code")
+    return f" {glyphs().middot} ".join([*parts, "left right pages", "L lessons"])
+
+
+def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
+    """(text, style) lines of the page that is read, or of the closing questions."""
+    page = reading.page
+    if page is None:
+        return _closing(reading, width)
+    lines = [(page.title, "bold hit"), ("", "ink"), *((line, "ink") for line in paragraphs(page.text, width))]
+    seen = reading.seen.get(reading.at)
+    if page.predict is not None:
+        lines.append(("", "ink"))
+        lines += [(line, "bold ink") for line in paragraphs("Predict: " + page.predict.question, width)]
+        said = reading.said.get(reading.at)
+        for i, choice in enumerate(page.predict.choices):
+            right = seen is not None and seen.answer == i
+            mark = glyphs().arrow if said == i else " "
+            style = "bold good" if right else "bold accent" if said == i else "dim" if seen else "ink"
+            for n, piece in enumerate(paragraphs(choice, width - 5)):
+                lines.append((f"{mark} {LETTERS[i]}) {piece}" if n == 0 else f"     {piece}", style))
+    if reading.at in reading.failed:
+        lines += [("", "ink"), *((line, "bad") for line in paragraphs(reading.failed[reading.at], width))]
+    elif reading.running and page.run is not None:
+        lines += [("", "ink"), ("The engine is at work: watch the panel.", "running")]
+    elif seen is not None:
+        lines += [("", "ink"), *((line, "hit") for line in paragraphs(seen.text, width))]
+    elif page.run is not None:
+        lines += [("", "ink"), ("Enter runs it.", "running")]
+    if page.code:
+        path, _, name = page.code.partition(":")
+        lines += [("", "ink"), (f"v: {path.replace('.', '/')}.py  {name}".rstrip(), "dim")]
+    return lines
+
+
+def _closing(reading: Reading, width: int) -> list[tuple[str, str]]:
+    lines = [("Three questions. Their answers can be seen.", "bold hit"), ("", "ink")]
+    for i, check in enumerate(reading.lesson.checks):
+        chosen = i == reading.question
+        mark = glyphs().arrow if chosen else " "
+        for n, piece in enumerate(paragraphs(check.question, width - 5)):
+            lines.append((f"{mark} {i + 1}. {piece}" if n == 0 else f"     {piece}", "bold ink" if chosen else "ink"))
+        if i in reading.revealed:
+            lines += [(f"     {piece}", "hit") for piece in paragraphs(reading.revealed[i], width - 5)]
+        elif chosen:
+            lines += [(f"     {piece}", "dim") for piece in paragraphs(f"See {check.where}", width - 5)]
+        lines.append(("", "ink"))
+    if reading.failed.get(reading.at):
+        lines += [(line, "bad") for line in paragraphs(reading.failed[reading.at], width)]
+    elif not reading.standing:
+        lines.append(("The engine is being brought there.", "running"))
+    return lines
+
+
+class LessonScreen(Screen[None]):
+    """Pages with the arrow keys, enter runs an experiment, a to d predict, v opens the code."""
+
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (WIDE, "-wide")]  # noqa: RUF012  as Textual declares it
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("right,pagedown", "turn(1)", "next page", show=False, id="lesson.next"),
+        Binding("left,pageup", "turn(-1)", "previous page", show=False, id="lesson.previous"),
+        Binding("enter,r", "go", "run, again, or answer", show=False, id="lesson.go"),
+        *(
+            Binding(letter, f"say({i})", f"predict {letter}", show=False, id=f"lesson.{letter}")
+            for i, letter in enumerate(LETTERS)
+        ),
+        Binding("tab", "question(1)", "next question", show=False, id="lesson.question"),
+        Binding("shift+tab", "question(-1)", "previous question", show=False, id="lesson.question.back"),
+        Binding("v", "code", "the code", show=False, id="lesson.code"),
+        Binding("L", "lessons", "all lessons", show=False, id="lesson.list"),
+    ]
+    DEFAULT_CSS = """
+    LessonScreen {
+        layout: vertical; background: $ground;
+        & #body { height: 1fr; }
+        & #text { height: 1fr; width: 1fr; }
+        & .panel { display: none; }
+        & .panel.-shown { display: block; }
+        &.-wide #body { layout: horizontal; }
+        &.-wide #text { width: 64; }
+        &.-wide .panel { width: 1fr; height: 1fr; }
+        &.-narrow #body { layout: vertical; }
+        &.-narrow .panel { height: 9; }
+        &.-narrow #panel-step { height: auto; }
+        &.-narrow #panel-occupancy { height: 1; }
+    }
+    """
+    text = getters.query_one("#text", LessonText)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reading: Reading | None = None
+        self.stage: Stage | None = None
+
+    def compose(self) -> ComposeResult:
+        yield TopBar()
+        with Container(id="body"):
+            yield LessonText(id="text")
+            for name, panel in PANELS.items():
+                made = panel(id=f"panel-{name}")
+                made.add_class("panel")
+                yield made
+        yield StatusBar()
+
+    def on_mount(self) -> None:
+        self.text.focus()
+
+    # ---- what the application tells
+
+    def begin(self, lesson: Lesson, stage: Stage) -> None:
+        """Open a lesson at its first page; the engine has its options."""
+        self.stage = stage
+        self.reading = self.text.reading = Reading(lesson)
+        self._arrive()
+
+    def paint(self, view: View) -> None:
+        """Show the text and the one panel."""
+        for bar in self.query("Bar"):
+            bar.paint(view)  # type: ignore[attr-defined]
+        self.text.paint(view)
+        if self.reading is not None and self.reading.panel:
+            self.query_one(f"#panel-{self.reading.panel}", LinePanel).paint(view)
+
+    # ---- pages
+
+    def _arrive(self) -> None:
+        reading = self.reading
+        assert reading is not None
+        self.workers.cancel_group(self, "lesson")
+        reading.running = False
+        self.text.top = 0
+        self._show_panel()
+        if reading.page is None and not reading.standing:
+            self.run_worker(self._stand(), group="lesson", exclusive=True)
+
+    def _show_panel(self) -> None:
+        assert self.reading is not None
+        for name in PANELS:
+            self.query_one(f"#panel-{name}").set_class(name == self.reading.panel, "-shown")
+
+    def action_turn(self, pages: int) -> None:
+        """To the next or the previous page."""
+        if self.reading is not None:
+            at = max(0, min(self.reading.pages - 1, self.reading.at + pages))
+            if at != self.reading.at:
+                self.reading.at = at
+                self._arrive()
+
+    def action_question(self, step: int) -> None:
+        """To another closing question; its panel is shown."""
+        if self.reading is not None and self.reading.page is None:
+            self.reading.question = (self.reading.question + step) % len(self.reading.lesson.checks)
+            self._show_panel()
+
+    def action_say(self, choice: int) -> None:
+        """Predict, before it is run."""
+        reading = self.reading
+        if reading is None or reading.page is None or reading.page.predict is None or reading.at in reading.seen:
+            return
+        if choice < len(reading.page.predict.choices):
+            reading.said[reading.at] = choice
+            self.text.follow()
+
+    def action_go(self) -> None:
+        """Run the experiment, or run it again; on the last page, answer the question."""
+        reading, stage = self.reading, self.stage
+        if reading is None or stage is None or reading.running:
+            return
+        if reading.page is None:
+            if reading.standing and reading.question not in reading.revealed:
+                stage.view.frame(time.monotonic())
+                reading.revealed[reading.question] = reading.check.answer(stage)
+            elif reading.standing:
+                self.action_question(1)
+        elif reading.page.run is not None:
+            self.run_worker(self._run(), group="lesson", exclusive=True)
+
+    async def _run(self) -> None:
+        reading, stage = self.reading, self.stage
+        assert reading is not None and stage is not None and reading.page is not None and reading.page.run is not None
+        at, run = reading.at, reading.page.run
+        reading.seen.pop(at, None)
+        reading.failed.pop(at, None)
+        reading.running, reading.standing = True, False
+        self.text.follow()
+        try:
+            await fresh(stage)
+            reading.seen[at] = await run(stage)
+        except EngineError as error:
+            reading.failed[at] = f"The experiment stopped: {error}"
+        finally:
+            reading.running = False
+        self.text.follow()
+
+    async def _stand(self) -> None:
+        reading, stage = self.reading, self.stage
+        assert reading is not None and stage is not None
+        try:
+            await fresh(stage)
+            await reading.lesson.close(stage)
+            reading.standing = True
+        except EngineError as error:
+            reading.failed[reading.at] = f"The engine could not be brought there: {error}"
+
+    # ---- code, lessons
+
+    def action_code(self) -> None:
+        """Open the code of this page."""
+        if self.reading is None or self.reading.page is None or not self.reading.page.code:
+            return
+        try:
+            self.app.push_screen(CodeScreen(find_code(self.reading.page.code)))
+        except EngineError as error:
+            self.app.notify(str(error), severity="error", markup=False)
+
+    def action_lessons(self) -> None:
+        """Choose another lesson."""
+        choose = getattr(self.app, "choose_lesson", None)
+        if choose is not None:
+            choose()
+
+
+class CodePanel(LinePanel):
+    """Source with line numbers; comments and docstrings are dim."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "scroll(-1)", "up", show=False, id="code.up"),
+        Binding("down,j", "scroll(1)", "down", show=False, id="code.down"),
+        Binding("pageup", "scroll(-20)", "page up", show=False, id="code.page_up"),
+        Binding("pagedown,space", "scroll(20)", "page down", show=False, id="code.page_down"),
+    ]
+
+    def __init__(self, code: Code) -> None:
+        super().__init__()
+        self.code = code
+        self.top = 0
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        lines = self.code.lines
+        self.top = max(0, min(self.top, len(lines) - height))
+        rows = []
+        styles = code_styles(lines)
+        for i in range(self.top, min(len(lines), self.top + height)):
+            row = Row(f"{self.code.first + i:>5}  ", "faint").add(lines[i].expandtabs(4), styles[i])
+            rows.append(row.done(width))
+        name = self.code.reference.partition(":")[2]
+        left = len(lines) - self.top - height
+        legend = [(f"{left} lines more" if left > 0 else "esc closes", "dim")]
+        return Picture(rows, f"{self.code.path}  {name}".rstrip(), legend=legend)
+
+    def action_scroll(self, lines: int) -> None:
+        """Up or down."""
+        self.top += lines
+        self.repaint()
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        self.action_scroll(3)
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        self.action_scroll(-3)
+
+
+def code_styles(lines: list[str]) -> list[str]:
+    """A style for each line of Python: what says why is dim, what names things is bold."""
+    styles, inside = [], False
+    for line in lines:
+        text = line.strip()
+        marks = text.count('"""')
+        if inside or text.startswith(('"""', 'r"""')):
+            styles.append("dim")
+            inside = inside != (marks == 1)
+        elif text.startswith("#"):
+            styles.append("dim")
+        else:
+            styles.append("bold ink" if text.startswith(("def ", "class ", "async def ")) else "ink")
+    return styles
+
+
+class CodeScreen(ModalScreen[None]):
+    """A piece of the installed source."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,v", "dismiss", "close", show=False, id="code.close")]
+    DEFAULT_CSS = """
+    CodeScreen {
+        align: center middle; background: $ground 60%;
+        & CodePanel { width: 96%; max-width: 132; height: 94%; }
+    }
+    """
+
+    def __init__(self, code: Code) -> None:
+        super().__init__()
+        self._code = code
+
+    def compose(self) -> ComposeResult:
+        yield CodePanel(self._code)
+
+    def on_mount(self) -> None:
+        self.query_one(CodePanel).focus()
+
+    def paint(self, view: View) -> None:
+        """Draw the code."""
+        self.query_one(CodePanel).paint(view)
