@@ -6,13 +6,14 @@ What is captured, each at a ladder of sizes and replayed with padding up to the 
     extend   chunks of few sequences, by number of tokens (the first token of a cached prompt lives here)
     sample   by number of sequences, in three forms: all greedy | with noise | with noise and truncation
 
-Everything a graph reads lies at a fixed address. The host writes only pinned staging buffers, each guarded by the event
-of the copy out of it; the device's state (block table, last token, settings) changes in stream order alone. So a step
-may be launched while the one before it runs. Steps that fit no graph take the way of engine/runner.py.
+Everything a graph reads lies at a fixed address. The host writes only pinned staging buffers, each guarded by the
+event of the copy out of it; the device's state (block table, last token, settings) changes in stream order alone. So
+a step may be launched while the one before it runs. Steps that fit no graph take the way of engine/runner.py.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from engine.kernels.batch_state import HEADER, prepare
 from engine.kernels.decode_layers import DecodeLayers
 from engine.kernels.sample import SampleWorkspace, draw
 from engine.model.weights import Progress
-from engine.runner import Inputs, Runner
+from engine.runner import Inputs, Launched, Runner
 from engine.sampling import NUM_SETTINGS, Wants
 from engine.types import StepPlan, StepResult
 
@@ -39,7 +40,9 @@ logger = logging.getLogger("engine")
 RING = 4  # staging buffers: more than steps that can be in flight
 CHANGES = 1024  # changes to the block table that travel with a decode step; more go ahead of it
 GRAPH_BYTES = 1 << 30  # kept free of KV cache for the graphs' own memory
-EXTEND_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+EXTEND_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048, 2304, 2560, 3072)
+LAUNCH_SECONDS = 2e-4  # what it takes the host to launch one layer kernel by kernel
+MATMUL_RATE = 5e14  # operations per second at which a step becomes longer than its launches, and padding costs more
 EXTEND_SEQUENCES = 8
 DRAWABLE = Wants.NOISE | Wants.TOP_K | Wants.TOP_P | Wants.MIN_P  # what the sampling kernels know
 
@@ -60,8 +63,9 @@ class Drawing:
         ids = self.outcome.tolist()
         result = StepResult(ids, device_ms=self.begin.elapsed_time(self.end))
         if self.samples is not None:
-            result.ids = ids = [token if drawn else -1 for token, drawn in zip(ids, self.samples.tolist(), strict=True)]
-            result.bad = [i for i, drawn in enumerate(self.samples.tolist()) if drawn and ids[i] < 0]
+            drawn = self.samples.tolist()
+            result.ids = ids = [token if is_drawn else -1 for token, is_drawn in zip(ids, drawn, strict=True)]
+            result.bad = [i for i, is_drawn in enumerate(drawn) if is_drawn and ids[i] < 0]
         elif ids and min(ids) < 0:
             result.bad = [i for i, token in enumerate(ids) if token < 0]
         for i in result.bad:
@@ -107,6 +111,8 @@ class GraphRunner(Runner):
     ) -> None:
         super().__init__(model_config, engine_config, model_dir, on_progress)
         self._joined = -1  # the last step whose joins have been applied
+        self._settings_version = -1  # of the sampler's settings, as the graphs have them
+        self._outcome_slot = 0
         self.graph_seconds, self.graph_bytes, self.num_graphs = 0.0, 0, 0
         self._decode: dict[int, torch.cuda.CUDAGraph] = {}
         self._extend: dict[int, torch.cuda.CUDAGraph] = {}
@@ -115,10 +121,15 @@ class GraphRunner(Runner):
             with torch.inference_mode():
                 self._make_buffers()
                 self._capture_all(on_progress)
+        with torch.inference_mode():
+            self.attention.warm_up(self.pool, self.dtype)
+        # What exists by now stays: without this, collections that walk it all stop a step for 60 ms now and then.
+        gc.collect()
+        gc.freeze()
 
     # ---- a step
 
-    def launch(self, plan: StepPlan) -> object:
+    def launch(self, plan: StepPlan) -> Launched | Drawing:  # type: ignore[override]
         """Enqueue a step: by a graph if one is large enough, else kernel by kernel."""
         n, tokens = len(plan.rows), plan.num_tokens
         if self._decode and plan.num_decodes == n and n <= self.max_rows:
@@ -135,7 +146,7 @@ class GraphRunner(Runner):
         self._join(plan)
         self._change_table(plan)
 
-    def _launch_decode(self, plan: StepPlan) -> object:
+    def _launch_decode(self, plan: StepPlan) -> Launched | Drawing:
         started = time.perf_counter()
         n, changes = len(plan.rows), len(plan.table_rows)
         with torch.inference_mode():
@@ -165,7 +176,7 @@ class GraphRunner(Runner):
                 return self._sample_eagerly(plan, started, begin)
             return self._draw(bucket, asked, n, None, begin)
 
-    def _launch_extend(self, plan: StepPlan) -> object:
+    def _launch_extend(self, plan: StepPlan) -> Drawing:
         n, tokens, size = len(plan.rows), plan.num_tokens, self.block_size
         bucket = next(t for t in self._extend_sizes if t >= tokens)
         with torch.inference_mode():
@@ -205,8 +216,9 @@ class GraphRunner(Runner):
         everything = samples is None or bool(samples.all())
         return Drawing(n, self._outcome_arrays[slot][:n], None if everything else samples, begin, self._mark())
 
-    def _sample_eagerly(self, plan: StepPlan, started: float, begin: torch.cuda.Event) -> object:
-        """Rows with penalties, masks or logprobs: the decode graph's logits, then the sampler of engine/sampling.py."""
+    def _sample_eagerly(self, plan: StepPlan, started: float, begin: torch.cuda.Event) -> Launched:
+        """Rows with penalties, masks or logprobs: the decode graph's logits, then the sampler of engine/sampling.py.
+        """
         n = len(plan.rows)
         entries, positions = np.arange(n), plan.starts.astype(np.int64) + 1
         rows = self._rows[:n].long()
@@ -215,8 +227,8 @@ class GraphRunner(Runner):
         )
         self.last_token.index_copy_(0, rows, drawn.ids)
         inputs = Inputs(
-            token_ids=self._tokens[:n], meta=None, samples=entries, rows=plan.rows, positions=positions,  # type: ignore[arg-type]
-            device_rows=rows, device_positions=rows, sampled_hidden=None, prompt_hidden={},
+            token_ids=self._tokens[:n], meta=None, samples=entries, rows=plan.rows,  # type: ignore[arg-type]
+            positions=positions, device_rows=rows, device_positions=rows, sampled_hidden=None, prompt_hidden={},
         )  # fmt: skip
         return self._finish(plan, inputs, drawn, {}, started, begin)
 
@@ -256,14 +268,16 @@ class GraphRunner(Runner):
         at = self._settings_input.target
         self._settings = at[:cells].view(torch.float32).view(rows, NUM_SETTINGS)
         self._keys, self._top_k = at[cells : cells + 2 * rows].view(rows, 2), at[cells + 2 * rows :]
-        self._settings_version = -1
-        self._outcome = torch.zeros(max(rows, EXTEND_SEQUENCES), dtype=torch.int64, device=device)
-        self._outcome_host = [torch.zeros(len(self._outcome), dtype=torch.int64, pin_memory=True) for _ in range(RING)]
+        drawn = max(rows, EXTEND_SEQUENCES)
+        self._outcome = torch.zeros(drawn, dtype=torch.int64, device=device)
+        self._outcome_host = [torch.zeros(drawn, dtype=torch.int64, pin_memory=True) for _ in range(RING)]
         self._outcome_arrays = [buffer.numpy() for buffer in self._outcome_host]
-        self._outcome_slot = 0
-        self._sampling = SampleWorkspace(len(self._outcome), vocab, device)
+        self._sampling = SampleWorkspace(drawn, vocab, device)
         self._layers = DecodeLayers(self.model, self.attention, self.pool, self.block_table)
-        limit = min(self.max_num_batched_tokens, self.max_model_len)
+        config = self.model_config
+        layer = (self.model.nbytes - self.model.embedding.nbytes) / self.dtype.itemsize / config.num_layers
+        worthwhile = max(64, LAUNCH_SECONDS * MATMUL_RATE / (2 * layer))
+        limit = min(self.max_num_batched_tokens, self.max_model_len, worthwhile)
         self._extend_sizes = [t for t in EXTEND_TOKENS if t <= limit] if rows >= EXTEND_SEQUENCES else []
         largest = self._extend_sizes[-1] if self._extend_sizes else 0
         self._extend_input = Staging(4 * largest + 5 * EXTEND_SEQUENCES, torch.int64, device)
@@ -289,7 +303,8 @@ class GraphRunner(Runner):
             elif kind == "extend":
                 self._extend[size] = self._capture(lambda t=size: self._run_extend(t))  # type: ignore[misc]
             else:
-                self._sample[size, form] = self._capture(lambda n=size, f=form: self._run_sample(n, f))  # type: ignore[misc]
+                run = lambda n=size, f=form: self._run_sample(n, f)  # noqa: E731
+                self._sample[size, form] = self._capture(run)
         torch.cuda.synchronize(self.device)
         self.graph_seconds = time.perf_counter() - started
         self.graph_bytes = torch.cuda.memory_reserved(self.device) - before

@@ -8,10 +8,12 @@ from engine.config import ModelConfig
 from engine.forward import ForwardMeta
 from engine.kernels.decode_attention import DecodeWorkspace, decode_attention
 from engine.kernels.prefill_attention import PrefillWorkspace, prefill_attention
+from engine.kv.pool import KVPool
 
 
 class TritonAttention:
-    """Sequences that decode go through one kernel, chunks through another; what they share is planned on the device."""
+    """Sequences that decode go through one kernel, chunks through another; what they share is planned on the device.
+    """
 
     name = "triton"
 
@@ -42,10 +44,45 @@ class TritonAttention:
             )  # fmt: skip
         if tokens > n:
             prefill_attention(
-                q, k_cache, v_cache, out, self._prefill, meta.block_table, meta.seq_lens, meta.cu_seqlens_q, self.scale,
-                first=n, tokens=tokens - n, max_seq_len=meta.max_seq_len,
+                q, k_cache, v_cache, out, self._prefill, meta.block_table, meta.seq_lens, meta.cu_seqlens_q,
+                self.scale, first=n, max_seq_len=meta.max_seq_len, dense=self._dense(q, k_cache.shape[2]),
             )  # fmt: skip
         return out
+
+    def warm_up(self, pool: KVPool, dtype: torch.dtype) -> None:
+        """Run every form of the kernels that a step may need, on padding: none is compiled while somebody waits."""
+        kv_heads, dim, most = pool.keys[0].shape[2], pool.keys[0].shape[3], len(self._rows)
+        heads = kv_heads * self.group
+        device = self._rows.device
+        table = torch.zeros(most, 1, dtype=torch.int32, device=device)
+        nothing = torch.zeros(most + 1, dtype=torch.int32, device=device)
+        q = torch.zeros(most, heads + 2 * kv_heads, dim, dtype=dtype, device=device)[:, :heads]
+        out = torch.empty(most, heads * dim, dtype=dtype, device=device)
+        n = 1
+        while n <= most:
+            decode_attention(
+                q[:n], pool.keys[0], pool.values[0], out[:n], self.workspace, table, self._rows[:n], nothing[:n],
+                self.scale, self.group,
+            )  # fmt: skip
+            n *= 2
+        for splits in (1, 2, 4, 8):
+            prefill_attention(
+                q[:1], pool.keys[0], pool.values[0], out[:1], self._prefill, table[:1], nothing[:1], nothing[:2],
+                self.scale, max_seq_len=1, dense=self._dense(q[:1], kv_heads), splits=splits,
+            )  # fmt: skip
+
+    @staticmethod
+    def _dense(q: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """This step's keys and values, if q is the head of rows of qkv: the fused operations rotate those in place."""
+        tokens, heads, dim = q.shape
+        width = (heads + 2 * kv_heads) * dim
+        if q.stride() != (width, dim, 1) or q.dtype.itemsize * width % 16:
+            return None
+        size, stride = (tokens, kv_heads, dim), q.stride()
+        return (
+            q.as_strided(size, stride, q.storage_offset() + heads * dim),
+            q.as_strided(size, stride, q.storage_offset() + (heads + kv_heads) * dim),
+        )
 
 
 def supports(config: ModelConfig, dtype: torch.dtype) -> str:

@@ -1,18 +1,23 @@
 """Paged attention of one query token per sequence (decode), grouped queries, the keys split over programs.
 
 Fuses: q/k RMSNorm, RoPE, the store of the new key and value, the gather through the block table, attention, and the
-combination of the splits: a decode layer has one kernel between its two projections. With `fused=None` it is attention alone.
+combination of the splits: a decode layer has one kernel between its two projections. With `fused=None` it is
+attention alone.
 
-Shapes: caches [blocks, block_size, kv_heads, d]; block_table int32 [rows, max_blocks]; seq_lens int32 [n], each counting
-the token being decoded (0: a padding row, its output is zeros); rows int32 [n]: the line of the block table of each
-sequence. The grid is (kv_heads, n, splits) and depends on no length: lengths are read on the device, so a captured graph
-serves every batch of its size. The newest token never comes from the cache: its key and value are at hand.
+Shapes: caches [blocks, block_size, kv_heads, d]; block_table int32 [rows, max_blocks]; seq_lens int32 [n], each
+counting the token being decoded (0: a padding row, its output is zeros); rows int32 [n]: the line of the block table
+of each sequence. The grid is (kv_heads, n, splits) and depends on no length: lengths are read on the device, so a
+captured graph serves every batch of its size. The newest token never comes from the cache: its key and value are at
+hand.
 
 The program that finishes last for a (sequence, kv head) combines the splits (an atomic counter, reset by itself):
-no second launch. The splits are FlashDecoding's (Dao et al. 2023), the last-arrival reduction is stream-K's (Osama et al. 2023).
+no second launch. The splits are FlashDecoding's (Dao et al. 2023), the last-arrival reduction is stream-K's (Osama et
+al. 2023).
 
-Measured on an H200, bf16, 8 kv heads of 128, block size 16 (see BENCH below): 64 sequences of 1,024 tokens 82 us (3.3 TB/s),
-256 of 1,024 277 us (3.9 TB/s), one of 4,096 14 us.
+Measured on an H200, bf16, 32 query and 8 kv heads of 128, block size 16, norm to combination: 64 sequences of 1,024
+tokens 76 us (3.5 TB/s), 256 of 1,024 272 us (3.9 TB/s), one of 4,096 14 us, one of 300 9 us. What did not pay:
+prefetching the first tiles to L2 while the query is rotated (64 of 256 tokens: 27 us for 25), more splits than needed
+(idle programs).
 """
 
 from __future__ import annotations
@@ -28,7 +33,8 @@ MAX_SPLITS = 32
 
 @triton.jit
 def norm_rope(base, weight, rope, position, head, row_mask, EPS: tl.constexpr, HAS_NORM: tl.constexpr, D: tl.constexpr):
-    """[R, D]: heads `head` [R] of the qkv row at `base`, RMS-normalised and rotated (half-split), rounded as in ops."""
+    """[R, D]: heads `head` [R] of the qkv row at `base`, RMS-normalised and rotated (half-split), rounded as in ops.
+    """
     d = tl.arange(0, D)
     half = D // 2
     other = (d + half) % D
@@ -60,18 +66,20 @@ def _load_tile(cache, table, token, inside, kvh, BLOCK_SIZE: tl.constexpr, TOKEN
 
 
 @triton.jit
-def _online(q_tile, k, v, inside, m, l, acc, scale):
+def _online(q_tile, k, v, inside, m, mass, acc, scale):
     """One tile of keys into the running softmax."""
     scores = tl.where(inside[None, :], tl.dot(q_tile, tl.trans(k)) * scale, -1.0e30)
     m_new = tl.maximum(m, tl.max(scores, 1))
     p = tl.exp2(scores - m_new[:, None])
     alpha = tl.exp2(m - m_new)
-    l = l * alpha + tl.sum(p, 1)
+    mass = mass * alpha + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
-    return m_new, l, acc
+    return m_new, mass, acc
 
 
-@triton.jit(do_not_specialize=["stride_table"])
+@triton.jit(
+    do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["block_table", "rows", "seq_lens"]
+)
 def _decode_kernel(
     q, k_cache, v_cache, out, partial, stats, counters, block_table, rows, seq_lens, qk_weight, rope,
     stride_q, stride_o, stride_table, scale,
@@ -98,9 +106,7 @@ def _decode_kernel(
     h_mask = h < GROUP
     out_at = out + i * stride_o + (kvh * GROUP + h)[:, None] * D + d[None, :]
     if split >= active:
-        if PDL:
-            gdc_wait()
-        return
+        return  # the programs of split 0, which every sequence has, wait for the kernel before
     if old < (0 if FUSED else 1):
         if PDL:
             gdc_wait()
@@ -119,7 +125,7 @@ def _decode_kernel(
         gdc_launch_dependents()
     q_row = q + i.to(tl.int64) * stride_q
     m = tl.full([BLOCK_H], -1.0e30, tl.float32)
-    l = tl.zeros([BLOCK_H], tl.float32)
+    mass = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, D], tl.float32)
     if FUSED:
         position = old.to(tl.int64)
@@ -133,29 +139,29 @@ def _decode_kernel(
             tl.store(k_cache + slot + one[:, None] * D + d[None, :], k_new)
             tl.store(v_cache + slot + d, v_new)
             m = tl.sum(q_tile.to(tl.float32) * k_new.to(tl.float32), 1) * scale
-            l = tl.full([BLOCK_H], 1.0, tl.float32)
+            mass = tl.full([BLOCK_H], 1.0, tl.float32)
             acc = tl.zeros([BLOCK_H, D], tl.float32) + v_new.to(tl.float32)[None, :]
     else:
         q_tile = tl.load(q_row + (kvh * GROUP + h)[:, None] * D + d[None, :], mask=h_mask[:, None], other=0.0)
 
     if PEEL:
-        m, l, acc = _online(q_tile, k0, v0, token0 < end, m, l, acc, scale)
+        m, mass, acc = _online(q_tile, k0, v0, token0 < end, m, mass, acc, scale)
         start += TILE
     for n0 in tl.range(start, end, TILE, num_stages=STAGES):
         token = n0 + t
         inside = token < end
         k = _load_tile(k_cache, table, token, inside, kvh, BLOCK_SIZE, TOKEN, D)
         v = _load_tile(v_cache, table, token, inside, kvh, BLOCK_SIZE, TOKEN, D)
-        m, l, acc = _online(q_tile, k, v, inside, m, l, acc, scale)
+        m, mass, acc = _online(q_tile, k, v, inside, m, mass, acc, scale)
 
     if active == 1:
-        tl.store(out_at, (acc / l[:, None]).to(out.dtype.element_ty), mask=h_mask[:, None])
+        tl.store(out_at, (acc / mass[:, None]).to(out.dtype.element_ty), mask=h_mask[:, None])
         return
     pair = i * KV_HEADS + kvh
     base = (pair * SPLITS).to(tl.int64)
     tl.store(partial + (base + split) * GROUP * D + h[:, None] * D + d[None, :], acc, mask=h_mask[:, None])
     tl.store(stats + (base + split) * 2 * GROUP + h, m, mask=h_mask)
-    tl.store(stats + (base + split) * 2 * GROUP + GROUP + h, l, mask=h_mask)
+    tl.store(stats + (base + split) * 2 * GROUP + GROUP + h, mass, mask=h_mask)
     tl.debug_barrier()  # every thread's part is written before one of them announces it
     arrived = tl.atomic_add(counters + pair, 1, sem="acq_rel")
     if arrived == active - 1:
@@ -166,11 +172,11 @@ def _decode_kernel(
         for g in tl.static_range(GROUP):
             at = stats + (base + s) * 2 * GROUP + g
             m_s = tl.load(at, mask=live, other=-1.0e30, volatile=True)
-            l_s = tl.load(at + GROUP, mask=live, other=0.0, volatile=True)
+            mass_s = tl.load(at + GROUP, mask=live, other=0.0, volatile=True)
             weight = tl.exp2(m_s - tl.max(m_s, 0))
             a = tl.load(partial + (base + s)[:, None] * GROUP * D + g * D + d[None, :], mask=live[:, None], other=0.0,
                         volatile=True)
-            result = tl.sum(a * weight[:, None], 0) / tl.sum(l_s * weight, 0)
+            result = tl.sum(a * weight[:, None], 0) / tl.sum(mass_s * weight, 0)
             tl.store(out + i * stride_o + (kvh * GROUP + g) * D + d, result.to(out.dtype.element_ty))
 
 
@@ -185,33 +191,37 @@ class DecodeWorkspace:
 
 
 def num_splits(n: int, kv_heads: int) -> int:
-    """Splits per (sequence, kv head), a power of two: about 2,048 programs keep 132 multiprocessors evenly busy."""
-    return max(4, min(MAX_SPLITS, 1 << (max(1, 2048 // (n * kv_heads)).bit_length() - 1)))
+    """Splits per (sequence, kv head), a power of two: 1,024 programs keep a GPU busy; 4 spare a long one among many.
+    """
+    return max(4, min(MAX_SPLITS, 1 << (max(1, 1024 // (n * kv_heads)).bit_length() - 1)))
 
 
 def decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor, workspace: DecodeWorkspace,
     block_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, scale: float, group: int, *,
-    fused: tuple[torch.Tensor | None, torch.Tensor, float] | None = None, pdl: bool = False,
-    tile: int | None = None, warps: int | None = None, stages: int = 3, min_chunk: int | None = None,
-    splits: int | None = None, peel: bool | None = None,
+    fused: tuple[torch.Tensor | None, torch.Tensor, float] | None = None, pdl: bool = False, splits: int | None = None,
 ) -> None:  # fmt: skip
     """Write attention to `out` [n, heads * d].
 
     q: [n, heads * d] (row stride free); or, with `fused` = (qk_weight [heads + kv_heads, d] or None, rope table fp32
-    [positions, d], eps), rows [n, (heads + 2 kv_heads) * d] of the qkv projection.
+    [positions, d], eps), rows [n, (heads + 2 kv_heads) * d] of the qkv projection. `pdl` needs `fused`: the kernel
+    then starts before the one ahead of it has ended, and may read neither what that wrote to the cache nor its
+    lengths.
     """
     n = seq_lens.shape[0]
     block_size, kv_heads, head_dim = k_cache.shape[1:]
-    small = n * kv_heads <= 64
-    peel = small if peel is None else peel
+    pairs = n * kv_heads
+    few = pairs <= 64  # then latency counts: small tiles, the first loaded before the kernel ahead has ended
+    tile, warps, stages, min_chunk = (64, 4, 3, 64) if few else (64, 2, 4, 256 if pairs < 512 else 1024)
+    if pairs >= 1536:  # many short programs: the more fit on a multiprocessor at once, the less its last wave idles
+        tile, warps = 32, 1
     splits = splits or num_splits(n, kv_heads)
     qk_weight, rope, eps = fused or (None, None, 0.0)
     _decode_kernel[(kv_heads, n, splits)](
         q, k_cache, v_cache, out, workspace.partial, workspace.stats, workspace.counters, block_table, rows, seq_lens,
         qk_weight, rope, q.stride(0), out.stride(0), block_table.stride(0), scale * LOG2E,
-        KV_HEADS=kv_heads, GROUP=group, D=head_dim, BLOCK_SIZE=block_size, BLOCK_H=max(16, triton.next_power_of_2(group)),
-        TILE=tile or 64, SPLITS=splits, MIN_CHUNK=min_chunk or (64 if small else 256), FUSED=fused is not None,
-        HAS_NORM=qk_weight is not None, EPS=eps, PEEL=peel, STAGES=stages, PDL=pdl,
-        num_warps=warps or (4 if small else 2), launch_pdl=pdl,
+        KV_HEADS=kv_heads, GROUP=group, D=head_dim, BLOCK_SIZE=block_size,
+        BLOCK_H=max(16, triton.next_power_of_2(group)), TILE=tile, SPLITS=splits, MIN_CHUNK=min_chunk,
+        FUSED=fused is not None, HAS_NORM=qk_weight is not None, EPS=eps,
+        PEEL=few, STAGES=stages, PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip

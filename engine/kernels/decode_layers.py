@@ -17,8 +17,11 @@ from engine.attention.triton_backend import TritonAttention
 from engine.kernels import norms
 from engine.kernels.decode_attention import decode_attention
 from engine.kernels.gemv import gemv
+from engine.kernels.split_linear import parts, split_linear
 from engine.kv.pool import KVPool
 from engine.model.decoder import Decoder, DenseMLP, Layer
+
+SPLIT_TOKENS = 64  # up to here a projection's time is reading its weights
 
 
 class DecodeLayers:
@@ -59,14 +62,20 @@ class DecodeLayers:
     def _several(self, residual: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
         """The final hidden states [n, H], normed."""
         model, eps = self._model, self._model.config.rms_norm_eps
-        x = norms.rms_norm(residual, model.layers[0].input_norm, eps, pdl=True)
-        following = [layer.input_norm for layer in model.layers[1:]] + [model.norm]
-        for i, layer in enumerate(model.layers):
-            qkv = F.linear(x, layer.qkv, layer.qkv_bias)
-            attended = self._attend(i, layer, qkv, rows, seq_lens)
-            x = F.linear(attended, layer.output, layer.output_bias)
-            x = layer.mlp(norms.rms_norm(x, layer.post_norm, eps, residual, pdl=True))
-            x = norms.rms_norm(x, following[i], eps, residual, pdl=True)
+        layers = model.layers
+        x = norms.rms_norm(residual, layers[0].input_norm, eps, pdl=True)
+        for i, layer in enumerate(layers):
+            attended = self._attend(i, layer, _linear(x, layer.qkv, layer.qkv_bias), rows, seq_lens)
+            x = _back_to_hidden(attended, layer.output, layer.output_bias)
+            x = norms.rms_norm(x, layer.post_norm, eps, residual, pdl=True)
+            mlp = layer.mlp
+            if isinstance(mlp, DenseMLP):
+                inner = norms.silu_mul(_linear(x, mlp.gate_up, mlp.gate_up_bias), pdl=True)
+                x = _back_to_hidden(inner, mlp.down, mlp.down_bias)
+            else:
+                x = mlp(x)
+            following = layers[i + 1].input_norm if i + 1 < len(layers) else model.norm
+            x = norms.rms_norm(x, following, eps, residual, pdl=True)
         return x
 
     def _attend(
@@ -76,9 +85,25 @@ class DecodeLayers:
         out = torch.empty(len(qkv), config.num_heads * config.head_dim, dtype=qkv.dtype, device=qkv.device)
         decode_attention(
             qkv, self._pool.keys[i], self._pool.values[i], out, attention.workspace, self._block_table, rows, seq_lens,
-            attention.scale, attention.group, fused=(layer.qk_norm, self._model.rope_table, config.rms_norm_eps), pdl=True,
+            attention.scale, attention.group, fused=(layer.qk_norm, self._model.rope_table, config.rms_norm_eps),
+            pdl=True,
         )  # fmt: skip
         return out
+
+
+def _linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, K] -> [T, N]. For few tokens and little to read, where a launch counts, by our own kernel; else by
+    cuBLAS.
+    """
+    if bias is None and 1 < len(x) <= SPLIT_TOKENS and w.shape[1] <= 2048 and parts(*w.shape):
+        return split_linear(x, w, 1, x.dtype)[0]
+    return F.linear(x, w, bias)
+
+
+def _back_to_hidden(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, K] -> [T, H], or fp32 [parts, T, H] to be summed by the norm that follows."""
+    split = parts(*w.shape) if bias is None and 1 < len(x) <= SPLIT_TOKENS else 0
+    return split_linear(x, w, split) if split > 1 else F.linear(x, w, bias)
 
 
 def _is_plain(layer: Layer) -> bool:

@@ -5,9 +5,13 @@
     gemv(x, w, residual=r)                  r + W x
     gemv(x, w, gate_up=True)                silu(W_gate x) * (W_up x)      (rows of W: gate, then up)
 
-Shapes: x [1, K], W [N, K] row-major, y [1, N]. Each program owns BLOCK_N whole rows. The first tiles of W do not depend
-on the kernel before, so they are loaded into registers before waiting for it (programmatic dependent launch): the
-stream of weights does not stop between kernels.
+Measured on an H200, per layer (qkv, output, gate/up, down), one after another: Qwen3-8B 13.4, 10.0, 46.5 and 24.6 us
+where cuBLAS takes 15.6, 13.4, 49.6 and 30.5 without norm, residual and activation; Qwen3-0.6B 3.6, 2.4, 4.6 and 3.0
+us for 5.3, 13.0, 6.0 and 7.5. A whole step at 300 tokens of context: 8B 4.2 ms, 0.6B 0.70 ms.
+
+Shapes: x [1, K], W [N, K] row-major, y [1, N]. Each program owns BLOCK_N whole rows. The first tiles of W do not
+depend on the kernel before, so they are loaded into registers before waiting for it (programmatic dependent launch):
+the stream of weights does not stop between kernels.
 """
 
 from __future__ import annotations
@@ -35,9 +39,11 @@ def _gemv_kernel(
     early2 = ()
     for c in tl.static_range(AHEAD):
         mask = row_mask if EVEN else row_mask & ((c * BLOCK_K + k) < K)[None, :]
-        early = early + (tl.load(at + c * BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first"),)
+        tile = tl.load(at + c * BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first")
+        early = early + (tile,)  # type: ignore[assignment]  # noqa: RUF005
         if GATE_UP:
-            early2 = early2 + (tl.load(at2 + c * BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first"),)
+            tile2 = tl.load(at2 + c * BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first")
+            early2 = early2 + (tile2,)  # type: ignore[assignment]  # noqa: RUF005
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -66,7 +72,8 @@ def _gemv_kernel(
             if c < AHEAD:
                 acc2 += early2[c].to(tl.float32) * v
             else:
-                acc2 += tl.load(at2 + c * BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) * v
+                up_tile = tl.load(at2 + c * BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first")
+                acc2 += up_tile.to(tl.float32) * v
     dtype = y.dtype.element_ty
     total = tl.sum(acc, 1).to(dtype)
     if GATE_UP:
@@ -85,12 +92,14 @@ def tiles(n: int, k: int, gate_up: bool) -> tuple[int, int, int, int]:
     Narrow layers have few programs, so each reads all it needs ahead; in wide ones many programs hide latency.
     """
     if gate_up:
-        return (4, 1024, 1, 4) if k <= 2048 else (8, 1024, 1, 4)
+        return (8, 1024, 1, 8) if k <= 2048 else (2, 2048, 2, 4)
     if n <= 2048:
         return (4, 1024, 3, 4) if k > 2048 else (4, 2048, 1, 4)
     if k <= 2048:
+        return (16, 1024, 1, 8) if n <= 65536 else (8, 1024, 1, 4)
+    if n > 65536:
         return (8, 1024, 1, 4)
-    return (8, 1024, 1, 4) if n <= 4096 or n > 65536 else (4, 1024, 2, 4)
+    return (8, 1024, 2, 4) if k > 8192 else (4, 2048, 2, 4) if n <= 4096 else (4, 1024, 2, 4)
 
 
 def gemv(

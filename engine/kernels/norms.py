@@ -1,7 +1,10 @@
 """Row-wise kernels around the matrix products: (residual +) RMSNorm, q/k norm + RoPE + KV store, SiLU-and-multiply.
 
 Each reads its input once and writes its output once. Shapes are those of engine/model/ops.py, their specification;
-roundings fall at the same places.
+roundings fall at the same places. Measured on an H200 at 8,192 tokens of Qwen3-8B's shape: norm 68 us (3.9 TB/s), q/k
+norm + RoPE + store 72 us, SiLU 140 us (4.3 TB/s); at 64 tokens 2.7, 3.2 and 2.8 us. What did not pay: prefetching the
+next layer's weights to L2 from here (a step of 64 rows of 8B took 6.1 ms for 5.8: the kernel ends only when its
+prefetches do).
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ from engine.kernels.decode_attention import norm_rope
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, weight, out, stride_x, stride_out, H, EPS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    x, residual, weight, out, stride_x, stride_part, H, EPS: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -27,34 +30,43 @@ def _rms_norm_kernel(
         gdc_wait()
         gdc_launch_dependents()
     v = tl.load(x + row * stride_x + i, mask=mask, other=0.0)
-    dtype = v.dtype
-    v = v.to(tl.float32)
+    dtype = out.dtype.element_ty
+    if PARTS > 1:
+        for part in tl.static_range(1, PARTS):
+            v += tl.load(x + part * stride_part + row * stride_x + i, mask=mask, other=0.0)
+    v = v.to(dtype).to(tl.float32)
     if ADD:
         v = (v + tl.load(residual + row * H + i, mask=mask, other=0.0).to(tl.float32)).to(dtype)
         tl.store(residual + row * H + i, v, mask=mask)
         v = v.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(v * v, 0) / H + EPS)
     y = ((v * rstd).to(dtype).to(tl.float32) * w.to(tl.float32)).to(dtype)
-    tl.store(out + row * stride_out + i, y, mask=mask)
+    tl.store(out + row * H + i, y, mask=mask)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, *,
-             pdl: bool = False) -> torch.Tensor:
-    """x [T, H] -> rms_norm(x) * weight; with `residual` [T, H]: residual += x in place, and its norm is returned."""
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, *, pdl: bool = False
+) -> torch.Tensor:
+    """x [..., H] -> rms_norm(x) * weight; with `residual` [T, H]: residual += x in place, and its norm is returned.
+
+    x may be fp32 [parts, T, H], as engine.kernels.split_linear leaves it: the sum of its parts is what is meant.
+    """
     hidden = x.shape[-1]
-    flat = x.view(-1, hidden)
-    out = torch.empty_like(flat)
+    parts = x.shape[0] if x.dtype == torch.float32 and x.dim() == 3 else 1
+    flat = x if parts > 1 else x.view(-1, hidden)
+    tokens = flat.shape[-2]
+    out = torch.empty(tokens, hidden, dtype=weight.dtype, device=x.device)
     block = triton.next_power_of_2(hidden)
-    _rms_norm_kernel[(flat.shape[0],)](
-        flat, residual, weight, out, flat.stride(0), hidden, hidden, EPS=eps, ADD=residual is not None, BLOCK=block,
-        PDL=pdl, num_warps=max(1, min(8, block // 512)), launch_pdl=pdl,
-    )
-    return out.view(x.shape)
+    _rms_norm_kernel[(tokens,)](
+        flat, residual, weight, out, flat.stride(-2), flat.stride(0), hidden, EPS=eps, ADD=residual is not None,
+        PARTS=parts, BLOCK=block, PDL=pdl, num_warps=max(1, min(8, block // 512)), launch_pdl=pdl,
+    )  # fmt: skip
+    return out if parts > 1 else out.view(x.shape)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _qk_norm_rope_store_kernel(
-    qkv, qk_weight, rope, positions, k_cache, v_cache, slots, T, stride_qkv,
+    qkv, qk_weight, rope, positions, k_cache, v_cache, slots, stride_qkv,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, EPS: tl.constexpr,
     HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -69,10 +81,8 @@ def _qk_norm_rope_store_kernel(
     base = qkv + token * stride_qkv
     mask = h < HEADS + KV_HEADS
     rotated = norm_rope(base, qk_weight, rope, position, h, mask, EPS, HAS_NORM, D)
-    is_q = h < HEADS
-    # The keys of this row were read above and are nobody's input after this: queries are rotated in place.
-    tl.debug_barrier()
-    tl.store(base + h[:, None] * D + d[None, :], rotated, mask=is_q[:, None])
+    tl.debug_barrier()  # all of the row has been read: queries and keys are rotated in place
+    tl.store(base + h[:, None] * D + d[None, :], rotated, mask=mask[:, None])
     key = (mask & (h >= HEADS))[:, None]
     tl.store(k_cache + slot + (h - HEADS)[:, None] * D + d[None, :], rotated, mask=key)
     j = tl.arange(0, KV_HEADS)
@@ -84,13 +94,15 @@ def qk_norm_rope_store(
     qkv: torch.Tensor, qk_weight: torch.Tensor | None, eps: float, rope: tuple[torch.Tensor, torch.Tensor],
     k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, *, pdl: bool = False,
 ) -> torch.Tensor:
-    """As ops.qk_norm_rope_store, with rope = (table fp32 [max_positions, D], positions int64 [T]). Queries rotate in place."""
+    """As ops.qk_norm_rope_store, with rope = (table fp32 [max_positions, D], positions int64 [T]). Queries and keys
+    rotate in place.
+    """
     kv_heads, dim = k_cache.shape[2:]
     tokens = qkv.shape[0]
     heads = qkv.shape[1] // dim - 2 * kv_heads
     block_h = triton.next_power_of_2(heads + kv_heads)
     _qk_norm_rope_store_kernel[(tokens,)](
-        qkv, qk_weight, rope[0], rope[1], k_cache, v_cache, slot_mapping, tokens, qkv.stride(0),
+        qkv, qk_weight, rope[0], rope[1], k_cache, v_cache, slot_mapping, qkv.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, D=dim, BLOCK_H=block_h, EPS=eps, HAS_NORM=qk_weight is not None, PDL=pdl,
         num_warps=4 if block_h <= 32 else 8, launch_pdl=pdl,
     )
@@ -98,18 +110,18 @@ def qk_norm_rope_store(
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, I, BLOCKS, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _silu_mul_kernel(gate_up, out, INNER, BLOCKS, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     i = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    mask = i < I
+    mask = i < INNER
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    gate = tl.load(gate_up + row * 2 * I + i, mask=mask)
-    up = tl.load(gate_up + row * 2 * I + I + i, mask=mask)
+    gate = tl.load(gate_up + row * 2 * INNER + i, mask=mask)
+    up = tl.load(gate_up + row * 2 * INNER + INNER + i, mask=mask)
     g = gate.to(tl.float32)
     s = (g * tl.sigmoid(g)).to(gate.dtype).to(tl.float32)
-    tl.store(out + row * I + i, (s * up.to(tl.float32)).to(gate.dtype), mask=mask)
+    tl.store(out + row * INNER + i, (s * up.to(tl.float32)).to(gate.dtype), mask=mask)
 
 
 def silu_mul(gate_up: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import linear
 
 from engine.kernels import norms
-from engine.kernels.norms import qk_norm_rope_store, rms_norm, silu_mul
 
-__all__ = ["add_rms_norm", "linear", "qk_norm_rope_store", "rms_norm", "rope_rows", "silu_mul"]
+Rope = tuple[torch.Tensor, torch.Tensor]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., H] -> its norm."""
+    return norms.rms_norm(x, weight, eps, pdl=True)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """residual [T, H] += x, in place; returns its norm."""
-    return norms.rms_norm(x, weight, eps, residual)
+    return norms.rms_norm(x, weight, eps, residual, pdl=True)
 
 
-def rope_rows(table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_rows(table: torch.Tensor, positions: torch.Tensor) -> Rope:
     """Nothing to gather ahead: the kernel reads the table at each token's position."""
     return table, positions
+
+
+def qk_norm_rope_store(
+    qkv: torch.Tensor, qk_weight: torch.Tensor | None, eps: float, rope: Rope, k_cache: torch.Tensor,
+    v_cache: torch.Tensor, slot_mapping: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Rotates queries and keys in place, stores keys and values, returns the queries: the head of the rows of qkv."""
+    return norms.qk_norm_rope_store(qkv, qk_weight, eps, rope, k_cache, v_cache, slot_mapping, pdl=True)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [T, 2 I] -> silu(gate) * up [T, I]."""
+    return norms.silu_mul(gate_up, pdl=True)

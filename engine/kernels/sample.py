@@ -1,11 +1,13 @@
-"""From logits to the next token of every row in one or two launches, without the host: engine/sampling.py's order and noise.
+"""From logits to the next token of every row in one or two launches, without the host: engine/sampling.py's order and
+noise.
 
 Fuses: temperature, the floor of top-k/top-p/min-p, Gumbel noise (the integer hash of engine/noise.py), argmax over the
 vocabulary, the check for NaN and infinity, and the update of last_token. Rows that are greedy are exact argmax.
 
-    floors   one program per row, only launched when a row truncates: the lowest score that stays, by bisection over the
-             16-bit patterns of the logits (no sort; ties with the last one kept are kept)
-    draw     grid (n, chunks of the vocabulary): best score of each chunk; the last program of a row to finish picks among them
+    floors   one program per row, only launched when a row truncates: the lowest score that stays, by bisection over
+    the 16-bit patterns of the logits (no sort; ties with the last one kept are kept)
+    draw     grid (n, chunks of the vocabulary): best score of each chunk; the last program of a row to finish picks
+    among them
 
 Shapes: logits [n, V] in bfloat16 or float16; rows, seq_lens int32 [n]; per row of the batch: settings fp32
 [max_rows, NUM_SETTINGS] and top_k int32 [max_rows] (V: off), keys int32 [max_rows, 2].
@@ -126,18 +128,20 @@ def _draw_kernel(
     inside = ids < V
     x = tl.load(logits + i.to(tl.int64) * stride + ids, mask=inside, other=-float("inf")).to(tl.float32)
     bad = tl.max((inside & ((x != x) | (tl.abs(x) == float("inf")))).to(tl.int32), 0)
-    if NOISY:  # a compile-time branch around a run-time one
-        if tl.load(settings + row * SETTINGS + S_NOISE) > 0.0:  # noqa: SIM102
-            x = tl.div_rn(x, tl.load(settings + row * SETTINGS + S_TEMPERATURE))
-            if TRUNCATED:
-                x = tl.where(x < tl.load(floors + i), -float("inf"), x)
-            key0 = tl.load(keys + row * 2)
-            key1 = tl.load(keys + row * 2 + 1)
-            start = _mix(key0 + length * G, M1, M2)
-            step = ((start * M) ^ key1) | 1
-            u = (_mix(ids * step + start, M1, M2) & 0x7FFFFFFF).to(tl.float32)
-            u = tl.maximum((u + 0.5) * -(2.0**-31), -1.0 + 2.0**-24)
-            x += -libdevice.log(-libdevice.log1p(u))
+    noise_wanted = 0.0
+    if NOISY:
+        noise_wanted = tl.load(settings + row * SETTINGS + S_NOISE)
+    if noise_wanted > 0.0:
+        x = tl.div_rn(x, tl.load(settings + row * SETTINGS + S_TEMPERATURE))
+        if TRUNCATED:
+            x = tl.where(x < tl.load(floors + i), -float("inf"), x)
+        key0 = tl.load(keys + row * 2)
+        key1 = tl.load(keys + row * 2 + 1)
+        start = _mix(key0 + length * G, M1, M2)
+        step = ((start * M) ^ key1) | 1
+        u = (_mix(ids * step + start, M1, M2) & 0x7FFFFFFF).to(tl.float32)
+        u = tl.maximum((u + 0.5) * -(2.0**-31), -1.0 + 2.0**-24)
+        x += -libdevice.log(-libdevice.log1p(u))
     score, at = tl.max(x, 0, return_indices=True)
     tl.store(best_scores + i * CHUNKS + chunk, score)
     tl.store(best_ids + i * CHUNKS + chunk, chunk * BLOCK + at)

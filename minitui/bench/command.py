@@ -1,0 +1,147 @@
+"""The command: measure the machine, then the engine on it, and print what share of the machine it uses.
+
+    minitui bench                     on a GPU the shapes of Qwen3-0.6B and 8B, random weights; else the bundled model
+    minitui bench --model DIR         a checkpoint (with --dummy-weights a directory that holds only config.json)
+    minitui bench --shape 8B --json   one shape, as JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from engine.errors import EngineError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    options = _parser().parse_args(arguments)
+    import torch
+
+    from minitui.bench.limits import measure_limits
+
+    on_gpu = torch.cuda.is_available() and options.device != "cpu"
+    device = torch.device("cuda" if on_gpu else "cpu")
+    say = _say_nothing if options.json else print
+    if not on_gpu and options.threads:
+        torch.set_num_threads(options.threads)
+    limits = measure_limits(device, torch.bfloat16 if on_gpu else torch.float32)
+    name = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+    say(name, *limits.lines(), sep="\n")
+    report: dict[str, Any] = {"device": name, "torch": torch.__version__, "limits": vars(limits), "models": {}}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="minitui-bench-")))
+        for label, model, dummy in _models(options, folder, on_gpu):
+            say(f"\n{label}")
+            report["models"][label] = _measure(label, model, dummy, options, limits, device, say)
+            gc.collect()
+            if on_gpu:
+                torch.cuda.empty_cache()
+    if options.json:
+        print(json.dumps(report, indent=2))
+    return 0
+
+
+def _say_nothing(*lines: object, sep: str = " ") -> None:
+    """In place of print where only JSON is wanted."""
+
+
+def _models(options: argparse.Namespace, folder: Path, on_gpu: bool) -> Iterator[tuple[str, str, bool]]:
+    """(label, model, random weights?) of each model that is to be measured."""
+    from minitui.bench.shapes import SIZES, write_config
+
+    if options.model:
+        yield Path(options.model).name, options.model, options.dummy_weights
+    elif options.shape or on_gpu:
+        for size in options.shape or SIZES:
+            yield size, str(write_config(size, folder)), True
+    else:
+        from minitui import tutor
+
+        yield "the bundled model", str(tutor.model_dir()), False
+
+
+def _measure(
+    label: str, model: str, dummy: bool, options: argparse.Namespace, limits: Any, device: Any, say: Any
+) -> dict[str, Any]:
+    import torch
+
+    from engine.config import ModelConfig
+    from engine.hub import resolve_model
+    from engine.llm import LLM
+    from minitui.bench.cpu import cpu_rows
+    from minitui.bench.gpu import H200, GpuRows
+    from minitui.bench.shapes import Work
+    from minitui.bench.watching import watching
+
+    on_gpu = device.type == "cuda"
+    directory = resolve_model(model)
+    config = ModelConfig.from_pretrained(directory)
+    sizes: dict[str, Any] = {}
+    if on_gpu:
+        sizes["max_num_batched_tokens"] = options.max_num_batched_tokens
+        sizes["max_model_len"] = min(8192, config.max_context)
+    llm = LLM(
+        str(directory), dummy_weights=dummy, load_tokenizer=False, device=options.device,
+        enforce_eager=options.enforce_eager, overlap=options.overlap, attention_backend=options.attention_backend,
+        cpu_threads=options.threads, **sizes,
+    )  # fmt: skip
+    info = llm.info
+    notes = list(llm.engine.runner.memory.notes)  # type: ignore[attr-defined]
+    say(
+        f"{info['parameters'] / 1e9:.2f} billion parameters in {info['dtype']}, attention {info['attention']}, "
+        f"{info['num_blocks']:,} blocks of {info['block_size']} tokens, overlap {'on' if info['overlap'] else 'off'}, "
+        f"ready in {info['load_seconds']:.1f} s",
+        *notes, sep="\n",
+    )  # fmt: skip
+    work = Work.of(config, getattr(torch, info["dtype"]).itemsize)
+    if on_gpu:
+        references = H200.get(label, {}) if "H200" in torch.cuda.get_device_name() else {}
+        found = GpuRows(llm, work, limits, references).all()
+    else:
+        found = cpu_rows(llm, work, limits, directory, not options.no_compare)
+    rows = []
+    for row in found:
+        say(row.line())
+        rows.append(row.as_dict())
+    result: dict[str, Any] = {"info": info, "notes": notes, "rows": rows}
+    if not options.no_watching:
+        result["watching"], lines = watching(llm, 64 if on_gpu else 4, pairs=options.pairs)
+        say(*lines, sep="\n")
+    llm.engine.check()
+    return result
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="minitui bench", formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__
+    )
+    parser.add_argument("--model", help="directory or name of a checkpoint; default: as above")
+    parser.add_argument("--dummy-weights", action="store_true", help="random weights: only config.json is read")
+    parser.add_argument("--shape", action="append", choices=["0.6B", "8B"], help="a built-in shape; may be repeated")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--overlap", default="auto", choices=["auto", "on", "off"])
+    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=16_384, help="token budget of a step, on a GPU")
+    parser.add_argument("--threads", type=int, help="on a CPU; default: one fewer than there are cores")
+    parser.add_argument("--no-compare", action="store_true", help="on a CPU: do not measure transformers")
+    parser.add_argument("--no-watching", action="store_true", help="skip what watching costs")
+    parser.add_argument("--pairs", type=int, default=8, help="pairs of runs with records on and off")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    return parser
+
+
+def run() -> None:
+    """For `python -m minitui.bench`, where typer is not installed."""
+    try:
+        sys.exit(main())
+    except EngineError as error:
+        sys.exit(f"minitui bench: {error}")

@@ -1,0 +1,120 @@
+"""The rows of a GPU: one request, many at once, prompts only, a mix, and the time to a first token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from statistics import median
+
+import numpy as np
+
+from engine.llm import LLM
+from engine.types import SamplingParams
+from minitui.bench.limits import Limits
+from minitui.bench.rows import Row, decode_steps, greedy, random_prompts, seconds
+from minitui.bench.shapes import Work
+
+# Measured on one H200 with random weights: (best other engine, goal). vLLM 0.25.1, mini-sglang or nano-vllm.
+H200 = {
+    "8B": {
+        "batch 1": (5.14, 4.60), "batch 64": (10_223, 12_000), "batch 256": (22_262, 24_000),
+        "prefill 16 x 4,096": (41_162, 44_000), "mixed 256": (10_059, 10_800),
+        "first token, 2,112 cold": (51.9, 48.0), "first token, 2,048 cached + 64": (8.4, 6.0),
+    },
+    "0.6B": {
+        "batch 1": (1.64, 1.20), "batch 64": (28_470, 36_000), "batch 256": (53_524, 62_000),
+        "prefill 16 x 4,096": (344_578, 370_000), "mixed 256": (24_616, 29_000),
+        "first token, 2,112 cold": (8.9, 7.0), "first token, 2,048 cached + 64": (6.6, 2.5),
+    },
+}  # fmt: skip
+
+
+class GpuRows:
+    """Measures one model; `references` holds what others reached on the card it runs on, or nothing."""
+
+    def __init__(self, llm: LLM, work: Work, limits: Limits, references: dict[str, tuple[float, float]]) -> None:
+        self._llm, self._work, self._limits, self._references = llm, work, limits, references
+        self._vocab = int(llm.info["vocab_size"])
+        self._seed = 0
+
+    def all(self) -> Iterator[Row]:
+        """The rows, each measured when it is asked for."""
+        self._warm_up()
+        yield self.single()
+        for batch in (64, 256):
+            if batch <= self._llm.info["max_num_seqs"]:
+                yield self.batch(batch)
+        yield self.prefill()
+        yield self.mixed()
+        yield self.first_token_cold()
+        yield self.first_token_cached()
+
+    def single(self) -> Row:
+        """(Time for 513 tokens - time for 1) / 512, of one request with 128 tokens of prompt."""
+        prompts, work = self._prompts, self._work
+        one = median(seconds(self._llm, prompts([128]), greedy(1)) for _ in range(3))
+        self._llm.engine.log.drain()
+        took = (seconds(self._llm, prompts([128]), greedy(513)) - one) / 512 * 1e3
+        least = sum(work.decode(self._limits, [128 + step]) for step in range(1, 513)) / 512 * 1e3
+        return self._row("batch 1", took, "ms/token", least, self._host(1))
+
+    def batch(self, n: int) -> Row:
+        """n requests of 128 tokens, 256 tokens of reply each; all tokens of reply by the whole time."""
+        self._llm.engine.log.drain()
+        took = self._median(lambda: seconds(self._llm, self._prompts([128] * n), greedy(256)))
+        least = self._work.replies(self._limits, [128] * n, [256] * n)
+        return self._row(f"batch {n}", n * 256 / took, "tok/s", n * 256 / least, self._host(n))
+
+    def prefill(self) -> Row:
+        """16 prompts of 4,096 tokens, one token of reply each; prompt tokens by time."""
+        lengths = [4096] * 16
+        took = self._median(lambda: seconds(self._llm, self._prompts(lengths), greedy(1)))
+        least = self._work.prefill(self._limits, lengths)
+        return self._row("prefill 16 x 4,096", sum(lengths) / took, "tok/s", sum(lengths) / least)
+
+    def mixed(self) -> Row:
+        """256 requests at once, prompts and replies uniform in 100 ... 1,024 tokens."""
+        rng = np.random.default_rng(0)
+        lengths, outputs = (rng.integers(100, 1025, 256).tolist() for _ in range(2))
+        params: list[SamplingParams] = [greedy(n) for n in outputs]
+        self._llm.engine.log.drain()
+        took = seconds(self._llm, self._prompts(lengths), params)
+        least = self._work.replies(self._limits, lengths, outputs)
+        return self._row("mixed 256", sum(outputs) / took, "tok/s", sum(outputs) / least, self._host(256))
+
+    def first_token_cold(self) -> Row:
+        """One prompt nobody has sent before."""
+        took = median(seconds(self._llm, self._prompts([2112]), greedy(1)) for _ in range(5)) * 1e3
+        least = self._work.prefill(self._limits, [2112]) * 1e3
+        return self._row("first token, 2,112 cold", took, "ms", least)
+
+    def first_token_cached(self) -> Row:
+        """A prompt whose first 2,048 tokens the cache holds."""
+        times = []
+        for _ in range(5):
+            (start,), (rest,) = self._prompts([2048]), self._prompts([64])
+            seconds(self._llm, [start], greedy(1))
+            times.append(seconds(self._llm, [start + rest], greedy(1)))
+        least = self._work.prefill(self._limits, [2112], cached=2048) * 1e3
+        return self._row("first token, 2,048 cached + 64", median(times) * 1e3, "ms", least)
+
+    def _warm_up(self) -> None:
+        seconds(self._llm, self._prompts([128] * 8), greedy(8))
+        seconds(self._llm, self._prompts([4096] * 2), greedy(2))
+
+    def _median(self, run: Callable[[], float]) -> float:
+        return median(run() for _ in range(3))
+
+    def _prompts(self, lengths: list[int]) -> list[list[int]]:
+        self._seed += 1  # never the same twice: the cache would answer
+        return random_prompts(lengths, self._vocab, self._seed)
+
+    def _host(self, rows: int) -> str:
+        steps = decode_steps(self._llm)
+        if steps is None:
+            return ""
+        per_row = f", {steps.host_us / rows:.2f} us per row" if rows > 1 else ""
+        return f"host {steps.host_us:.0f} us per step{per_row}; device {steps.device_ms:.2f} ms"
+
+    def _row(self, name: str, value: float, unit: str, limit: float, note: str = "") -> Row:
+        other, goal = self._references.get(name, (None, None))
+        return Row(name, value, unit, limit, goal, other, note)

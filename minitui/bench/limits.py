@@ -1,0 +1,71 @@
+"""What this machine can do at best: copy memory, read memory, multiply matrices. Everything is measured on random
+data.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+REPEATS = 10
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes per second (a copied byte counts twice: read and written) and operations per second."""
+
+    copy: float
+    read: float
+    matmul: float
+    dtype: str
+
+    def lines(self) -> list[str]:
+        return [
+            f"copy    {self.copy / 1e9:10,.0f} GB/s  (read + written)",
+            f"read    {self.read / 1e9:10,.0f} GB/s",
+            f"matmul  {self.matmul / 1e9:10,.0f} GFLOP/s  ({self.dtype})",
+        ]
+
+
+def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
+    """Median of several runs of each, buffers far larger than the caches."""
+    copy, read = _memory(device, (1 << 29) if device.type == "cuda" else (1 << 26))
+    n = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.empty(n, n, device=device, dtype=dtype).normal_() for _ in range(2))
+    matmul = 2 * n**3 / _seconds(lambda: a @ b, device)
+    # The copy may beat a plain reduction at reading: the limit is the better of what was seen.
+    return Limits(copy, max(read, copy / 2), matmul, str(dtype).removeprefix("torch."))
+
+
+def _memory(device: torch.device, count: int) -> tuple[float, float]:
+    """Bytes per second of a copy and of a read of `count` float32 numbers; their memory is free again afterwards."""
+    source = torch.empty(count, device=device).normal_()
+    target = torch.empty_like(source)
+    rows = source.view(-1, 1 << 20)
+    copy = _seconds(lambda: target.copy_(source), device)
+    return 2 * source.nbytes / copy, source.nbytes / _seconds(lambda: rows.sum(1), device)
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    for _ in range(3):
+        run()
+    if device.type == "cuda":
+        times = []
+        for _ in range(REPEATS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        return median(times)
+    times = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return median(times)

@@ -1,0 +1,98 @@
+"""One measured row of the report, and helpers to run an engine for a measurement."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from engine.llm import LLM
+from engine.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class Row:
+    """`limit` is the same measure if nothing but the machine's limits stood in the way; `other` the best other
+    engine.
+    """
+
+    name: str
+    value: float
+    unit: str
+    limit: float | None = None
+    goal: float | None = None
+    other: float | None = None
+    note: str = ""
+
+    @property
+    def share(self) -> float | None:
+        """Of the limit, 0 to 1."""
+        if not self.limit:
+            return None
+        return self.value / self.limit if self.unit.endswith("/s") else self.limit / self.value
+
+    def line(self) -> str:
+        share = f"{self.share:6.0%} of limit {_number(self.limit or 0)}" if self.share is not None else " " * 23
+        parts = [f"{self.name:34s} {_number(self.value)} {self.unit:9s} {share}"]
+        if self.other is not None:
+            parts.append(f"best other {_number(self.other)}")
+        if self.goal is not None:
+            reached = self.value >= self.goal if self.unit.endswith("/s") else self.value <= self.goal
+            parts.append(f"goal {_number(self.goal)} {'reached' if reached else 'missed'}")
+        return "   ".join([*parts, self.note]).rstrip()
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"share": self.share}
+
+
+def _number(value: float) -> str:
+    return f"{value:10,.0f}" if value >= 1000 else f"{value:10.2f}"
+
+
+def random_prompts(lengths: list[int], vocab_size: int, seed: int) -> list[list[int]]:
+    """Ids drawn uniformly, a few hundred at the top left out: those are the special tokens."""
+    rng = np.random.default_rng(seed)
+    high = max(2, vocab_size - 600)
+    return [rng.integers(0, high, size=n).tolist() for n in lengths]
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+
+def seconds(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> float:
+    """Wall-clock time until every reply is complete."""
+    started = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - started
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Medians over the decode steps of a run."""
+
+    steps: int
+    plan_us: float
+    launch_us: float
+    commit_us: float
+    wall_ms: float
+    device_ms: float
+
+    @property
+    def host_us(self) -> float:
+        """Planning, launching and committing: what the processor does for a step."""
+        return self.plan_us + self.launch_us + self.commit_us
+
+
+def decode_steps(llm: LLM) -> StepTimes | None:
+    """Of the decode steps since the log was last drained; None if there were too few to say."""
+    found = [r[3:] for r in llm.engine.log.drain() if r[2] == "time" and r[-1] == "decode"][5:]
+    if len(found) < 5:
+        return None
+    plan, launch, commit, wall, device = (
+        median(float(record[i] or 0.0) for record in found) for i in range(1, 6)
+    )
+    return StepTimes(len(found), plan, launch, commit, wall, device)

@@ -1,0 +1,82 @@
+"""Model shapes that can be measured without a checkpoint (random weights), and what one step of them must at least
+do.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.config import ModelConfig
+from minitui.bench.limits import Limits
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8,
+    "vocab_size": 151_936, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000,
+    "attention_bias": False, "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 151_645,
+}  # fmt: skip
+#             hidden  inner   layers heads tied
+SIZES = {
+    "0.6B": (1_024, 3_072, 28, 16, True),
+    "8B": (4_096, 12_288, 36, 32, False),
+}
+
+
+def write_config(size: str, directory: Path) -> Path:
+    """A directory with the config.json of Qwen3-0.6B or Qwen3-8B, which is all that random weights need."""
+    hidden, inner, layers, heads, tied = SIZES[size]
+    config = QWEN3 | {
+        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "tie_word_embeddings": tied,
+    }  # fmt: skip
+    path = directory / f"Qwen3-{size}"
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+@dataclass(frozen=True)
+class Work:
+    """Least bytes and operations of a model's steps: each weight read once, each key and value read once."""
+
+    body: int  # weights of all layers' matrices
+    head: int  # of the output matrix
+    kv_bytes: int  # of one token's keys and values, all layers
+    attention: int  # operations of one query meeting one key, all layers
+    itemsize: int
+
+    @staticmethod
+    def of(config: ModelConfig, itemsize: int) -> Work:
+        """The work of a model whose weights and cache take `itemsize` bytes a number."""
+        c, d = config, config.head_dim
+        layer = c.hidden_size * (2 * c.num_heads + 2 * c.num_kv_heads) * d + 3 * c.hidden_size * c.intermediate_size
+        return Work(
+            body=c.num_layers * layer, head=c.vocab_size * c.hidden_size,
+            kv_bytes=2 * c.num_layers * c.num_kv_heads * d * itemsize,
+            attention=4 * c.num_layers * c.num_heads * d, itemsize=itemsize,
+        )  # fmt: skip
+
+    def prefill(self, limits: Limits, lengths: list[int], cached: int = 0) -> float:
+        """Seconds to compute prompts of these lengths, the first `cached` tokens of each known, and draw one token of
+        each.
+        """
+        tokens = sum(lengths) - cached * len(lengths)
+        pairs = sum((n - cached) * (n + cached + 1) / 2 for n in lengths)
+        return self._seconds(limits, tokens, len(lengths), cached * len(lengths), pairs)
+
+    def decode(self, limits: Limits, contexts: list[int]) -> float:
+        """Seconds of one step that gives each of these sequences one token."""
+        return self._seconds(limits, len(contexts), len(contexts), sum(contexts), sum(contexts))
+
+    def replies(self, limits: Limits, prompts: list[int], outputs: list[int]) -> float:
+        """Seconds of serving all requests from one moment on: the prefill, then steps with whoever is not done."""
+        total = self.prefill(limits, prompts)
+        for step in range(1, max(outputs)):
+            total += self.decode(limits, [p + step for p, o in zip(prompts, outputs, strict=True) if o > step])
+        return total
+
+    def _seconds(self, limits: Limits, tokens: int, drawn: int, keys: int, pairs: float) -> float:
+        read = (self.body + self.head) * self.itemsize + keys * self.kv_bytes
+        operations = 2 * self.body * tokens + 2 * self.head * drawn + self.attention * pairs
+        return max(read / limits.read, operations / limits.matmul)
