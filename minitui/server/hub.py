@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
@@ -80,6 +81,7 @@ class Hub:
         self.state: State | None = None
         self.watchers: set[Watcher] = set()
         self.began = 0  # raised with every engine: numbers of records begin anew
+        self._origin = secrets.token_hex(4)
         self._client: EngineClient | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -90,7 +92,7 @@ class Hub:
         self.meters.engine_began(client.info)
         self.state = State.from_snapshot(await client.snapshot())
         self.began += 1
-        self.tell_all(event({"began": self.began}, "began"))
+        self.tell_all(self.greeting("began"))
         self._task = asyncio.create_task(self._run())
 
     async def end(self) -> None:
@@ -100,6 +102,16 @@ class Hub:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         self._task = self._client = self.state = None
+
+    def greeting(self, name: str) -> bytes:
+        """Which engine the next records are of, and after which of its records they come."""
+        seq = self.state.seq if self.state is not None else 0
+        return event({"began": self.engine, "seq": seq}, name)
+
+    @property
+    def engine(self) -> str:
+        """A name for the engine that runs now: another one has other record numbers."""
+        return f"{self._origin}.{self.began}"
 
     def tell_all(self, frame: bytes) -> None:
         """Something other than records, to every watcher."""

@@ -11,6 +11,10 @@ from enum import IntEnum
 from engine.errors import EngineError
 
 MIN_KEY_LENGTH = 8
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "chat_template.jinja",
+    "chat_template.json",
+)  # fmt: skip
 
 
 class Role(IntEnum):

@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,13 +29,9 @@ from minitui.server.hub import Watcher, encode_snapshot
 from minitui.server.replies import Reply
 from minitui.server.schema import Finite, Stop, Strict, TokenId
 from minitui.server.service import Service
-from minitui.server.settings import Role
+from minitui.server.settings import TOKENIZER_FILES, Role
 from minitui.server.sse import EventStream, event, unless_gone
 
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "chat_template.jinja",
-    "chat_template.json",
-)  # fmt: skip
 PRIVATE = ("model_dir", "log_file")  # paths of this machine
 Tag = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
 
@@ -96,6 +94,13 @@ class Done(BaseModel):
     value: int | None = None
 
 
+@functools.lru_cache(maxsize=4)
+def _digests(directory: Path) -> dict[str, str]:
+    """The files of a tokenizer that are there, and their SHA-256."""
+    paths = [directory / name for name in TOKENIZER_FILES]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()}
+
+
 Client = Annotated[str | None, Header(alias="X-Minitui-Client", max_length=64)]
 
 
@@ -111,8 +116,8 @@ def router(service: Service) -> APIRouter:
         role: Role = request.scope["state"]["role"]
         return {
             **known, "model": service.model, "role": role.name.lower(), "hide_text": service.settings.hide_text,
-            "server": __version__, "began": f"{service.began}.{service.hub.began}",
-            "tokenizer_files": [name for name in TOKENIZER_FILES if (_directory() / name).is_file()],
+            "server": __version__, "began": service.hub.engine,
+            "tokenizer_files": await service.in_thread(_digests, _directory()),
         }  # fmt: skip
 
     def _directory() -> Path:
@@ -132,7 +137,7 @@ def router(service: Service) -> APIRouter:
         state = service.hub.snapshot()
         if state is None:
             raise EngineDead("the engine is not there")
-        state["began"] = f"{service.began}.{service.hub.began}"
+        state["began"] = service.hub.engine
         return StreamingResponse(encode_snapshot(state), media_type="application/json")
 
     @routes.get("/records")
@@ -145,7 +150,6 @@ def router(service: Service) -> APIRouter:
         if service.draining:
             service.check_ready()
         watcher = Watcher()
-        watcher.put(event({"began": f"{service.began}.{service.hub.began}"}, "hello"))
 
         def end() -> None:
             service.hub.watchers.discard(watcher)
@@ -153,6 +157,7 @@ def router(service: Service) -> APIRouter:
                 service.release_gate()
 
         service.hub.pump()
+        watcher.put(service.hub.greeting("hello"))
         service.hub.watchers.add(watcher)
         return EventStream(watcher.frames(), end, service.settings.stalled_reader_s)
 

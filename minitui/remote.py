@@ -1,0 +1,372 @@
+"""A Source that is a minitui server elsewhere: the application shows and talks to it as to an engine of its own.
+
+Everything arrives as it would from an engine process: records in order, deltas with ids, snapshots. If the connection
+is lost it is made again, and what was missed shows as a gap in the records' numbers, which a snapshot closes. Should
+the engine behind the server have been started anew meanwhile, its numbers, which begin anew, are moved behind those
+already seen, with a gap between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import random
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.output import Delta
+from engine.records import Record
+from engine.types import SamplingParams
+from minitui.server.settings import TOKENIZER_FILES
+from minitui.source import Progress
+from minitui.wire import check, httpx, normalise, open_client, parse, server_events, unreachable
+
+MAX_RECORDS = 200_000  # kept for a reader that does not drain
+GIVE_UP_S = 60.0  # a server that cannot be reached for so long is dead
+BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 4.0)
+CONNECTED_S = 15.0  # for the record stream to begin
+LOADING_S = 600.0  # a server may load its model for so long
+SENT = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "min_tokens", "max_tokens", "seed", "ignore_eos", "skip_special_tokens", "logprobs",
+)  # fmt: skip
+
+
+class RemoteStream:
+    """An answer being written by the server; like engine.client.Stream."""
+
+    def __init__(self, source: RemoteSource, body: dict[str, Any]) -> None:
+        self.request_id: int | None = None
+        self.seed: int | None = None
+        self.ids: list[int] = []
+        self.text = ""
+        self.finish_reason = ""
+        self.metrics: dict[str, Any] = {}
+        self._source = source
+        self._tag = str(body["tag"])
+        self._news: deque[Delta | EngineError] = deque()
+        self._wake = asyncio.Event()
+        self._accepted = asyncio.Event()
+        self._task = source.keep(self._read(body))
+
+    async def _read(self, body: dict[str, Any]) -> None:
+        url = self._source.url
+        try:
+            async with self._source.http.stream("POST", "/minitui/submit", json=body) as response:
+                await check(response)
+                async for _, data in server_events(response):
+                    event = parse(data)
+                    if "request" in event:
+                        self.request_id, self.seed = event["request"], event["seed"]
+                        self._accepted.set()
+                        continue
+                    delta = Delta(self.request_id or 0, event["text"], event["ids"], event.get("finish_reason", ""))
+                    delta.metrics = event.get("metrics")
+                    self._put(delta)
+                    if delta.finish_reason:
+                        return
+            self._put(EngineDead(f"{url} ended the answer without saying why"))
+        except EngineError as error:
+            self._put(error)
+        except (httpx.HTTPError, OSError) as error:
+            self._put(unreachable(url, error))
+        except asyncio.CancelledError:
+            self._put(EngineDead(f"the connection to {url} was closed"))
+            raise
+
+    def _put(self, item: Delta | EngineError) -> None:
+        self._news.append(item)
+        self._wake.set()
+        if isinstance(item, EngineError):
+            self._accepted.set()
+
+    async def started(self) -> int:
+        """The request's id, once the engine has accepted it; raises what the iteration would if it did not."""
+        await self._accepted.wait()
+        if self.request_id is None:
+            for item in self._news:
+                if isinstance(item, EngineError):
+                    raise item
+            raise EngineDead(f"{self._source.url} did not accept the request")
+        return self.request_id
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncIterator[Delta]:
+        while not self.finish_reason:
+            while not self._news:
+                self._wake.clear()
+                await self._wake.wait()
+            item = self._news.popleft()
+            if isinstance(item, EngineError):
+                self.finish_reason = f"error: {item}"
+                raise item
+            self.ids += item.ids
+            self.text += item.text
+            if item.finish_reason:
+                self.finish_reason, self.metrics = item.finish_reason, item.metrics or {}
+            yield item
+
+    def cancel(self) -> None:
+        """Ask the server to end this request; its last delta says "abort"."""
+        if not self._task.done():
+            self._source.spawn(self._source.post("/minitui/cancel", {"tag": self._tag}))
+
+
+class RemoteSource:
+    """One minitui server. `connection` is a sentence while there is something to say about it, else empty."""
+
+    def __init__(self, url: str, key: str = "", cache: Path | None = None, give_up_s: float = GIVE_UP_S) -> None:
+        """`cache`: where the tokenizers of servers are kept. Raises InvalidRequest if `url` is none."""
+        self.url = normalise(url)
+        self.info: dict[str, Any] = {}
+        self.error: str | None = None
+        self.connection = ""
+        self.http = open_client(self.url, key, **{"X-Minitui-Client": uuid.uuid4().hex})
+        self._cache = cache
+        self._give_up_s = give_up_s
+        self._ready = asyncio.Event()
+        self._hello = asyncio.Event()
+        self._callbacks: list[Callable[[str], None]] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._watching: asyncio.Task[None] | None = None
+        self._records: deque[Record] = deque(maxlen=MAX_RECORDS)
+        self._syncing = 0  # snapshots under way: records wait for them
+        self._began = ""
+        self._offset = 0  # added to the server's record numbers
+        self._seq = 0  # of the last record, offset included
+
+    # ---- life
+
+    async def start(self, on_progress: Progress) -> None:
+        """Connect, waiting while the server loads its model. Raises EngineError with a sentence."""
+        self.error = None
+        on_progress({"stage": "connect", "done": 0, "total": 0, "text": f"connecting to {self.url}"})
+        try:
+            info = await self._load_info(on_progress)
+            directory = await self._load_tokenizer(info)
+            self._watching = asyncio.create_task(self._watch())
+            async with asyncio.timeout(CONNECTED_S):
+                await self._hello.wait()
+        except (httpx.HTTPError, OSError) as error:
+            raise self._failed(unreachable(self.url, error)) from error
+        except TimeoutError:
+            raise self._failed(EngineDead(f"{self.url} does not stream its records: {self.connection}")) from None
+        except EngineError as error:
+            raise self._failed(error) from error
+        self.info = {**info, "model_dir": str(directory), "log_file": f"at the server {self.url}"}
+        self._ready.set()
+
+    def _failed(self, error: EngineError) -> EngineError:
+        self.error = str(error)
+        self._ready.set()  # whoever waits is told the error
+        return error
+
+    async def _load_info(self, on_progress: Progress) -> dict[str, Any]:
+        deadline = time.monotonic() + LOADING_S
+        while True:
+            response = await self.http.get("/minitui/info")
+            if response.status_code == 404:
+                raise EngineError(f"{self.url} is no minitui server: it does not know /minitui/info")
+            try:
+                return (await check(response)).json()
+            except EngineDead as error:
+                if time.monotonic() > deadline:
+                    raise
+                on_progress({"stage": "connect", "done": 0, "total": 0, "text": str(error)})
+                await asyncio.sleep(0.5)
+
+    async def _load_tokenizer(self, info: dict[str, Any]) -> Path:
+        """The tokenizer's files, from the cache or the server; the directory they are in."""
+        files: dict[str, str] = info["tokenizer_files"]
+        if not set(files) <= set(TOKENIZER_FILES):
+            foreign = sorted(set(files) - set(TOKENIZER_FILES))
+            raise EngineError(f"{self.url} offers files that are no tokenizer's: {', '.join(foreign)}")
+        if self._cache is None:
+            from minitui.settings import data_dir
+
+            self._cache = data_dir() / "tokenizers"
+        digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+        directory = self._cache / digest[:24]
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, wanted in files.items():
+            path = directory / name
+            if path.is_file():
+                continue
+            content = (await check(await self.http.get(f"/minitui/tokenizer/{name}"))).content
+            if hashlib.sha256(content).hexdigest() != wanted:
+                raise EngineError(f"{self.url} sent another {name} than it announced: connect again")
+            partial = directory / f"{name}.{uuid.uuid4().hex[:8]}"
+            partial.write_bytes(content)
+            partial.replace(path)
+        return directory
+
+    async def ready(self) -> None:
+        """Return when it can answer; raises EngineDead if it never will."""
+        await self._ready.wait()
+        if self.error is not None:
+            raise EngineDead(self.error)
+
+    def on_death(self, callback: Callable[[str], None]) -> None:
+        """Call back with a sentence when the server has not been reached for a while."""
+        self._callbacks.append(callback)
+
+    async def restart(self, on_progress: Progress) -> None:
+        """Connect again after it was given up."""
+        self._ready.clear()
+        await self._stop()
+        await self.start(on_progress)
+
+    async def close(self) -> None:
+        """Leave; what this client held of the engine's gate is let go by the server."""
+        await self._stop()
+        await self.http.aclose()
+
+    async def _stop(self) -> None:
+        tasks = [task for task in [self._watching, *self._tasks] if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._hello.clear()
+
+    # ---- records
+
+    async def _watch(self) -> None:
+        """Read the record stream, and connect again when it ends."""
+        lost_at: float | None = None
+        attempt = 0
+        while True:
+            try:
+                async with self.http.stream("GET", "/minitui/records") as response:
+                    await check(response)
+                    async for name, data in server_events(response):
+                        self._take(name, json.loads(data))
+                        lost_at, attempt = None, 0
+                reason = "the server ended the connection"
+            except (httpx.HTTPError, OSError) as error:
+                reason = str(error) or type(error).__name__
+            except (EngineError, ValueError) as error:
+                reason = str(error)
+            lost_at = lost_at or time.monotonic()
+            away = time.monotonic() - lost_at
+            self.connection = f"no connection to {self.url} for {away:.0f} s ({reason}); trying again"
+            if away > self._give_up_s:
+                self._die(f"{self.url} has not been reached for {away:.0f} s: {reason}")
+                return
+            await asyncio.sleep(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)] * random.uniform(0.7, 1.3))
+            attempt += 1
+
+    def _die(self, sentence: str) -> None:
+        self.error = sentence
+        for callback in self._callbacks:
+            callback(sentence)
+
+    def _take(self, name: str, data: Any) -> None:
+        if name in ("hello", "began"):
+            self._met(data["began"], data["seq"])
+            return
+        for record in data:
+            self._seq = record[0] + self._offset
+            self._records.append((self._seq, *record[1:]))
+
+    def _met(self, began: str, seq: int) -> None:
+        """The stream begins, at this record's number. If anything was missed, the next number leaves a gap."""
+        first = not self._hello.is_set() and not self._began
+        if began != self._began and not first:
+            self._offset = self._seq + 1  # its numbers begin anew, behind ours
+        elif seq + self._offset != self._seq and not first:
+            self._offset += 1  # even one missed record must show
+        if not first and seq + self._offset != self._seq:
+            self._seq = seq + self._offset
+            # A record that changes nothing: its number tells that others are missing, also when none follows.
+            self._records.append((self._seq, 0.0, "refuse", "", "the connection to the server was lost"))
+        self._began, self.connection = began, ""
+        if first:
+            self._seq = seq
+        self._hello.set()
+
+    def drain_records(self) -> list[Record]:
+        """The records since the last call; none while a snapshot is on its way, for they may come after it."""
+        if self._syncing:
+            return []
+        records = list(self._records)
+        self._records.clear()
+        return records
+
+    @property
+    def backlog(self) -> int:
+        """Records that have come and were not drained."""
+        return len(self._records)
+
+    async def snapshot(self) -> dict[str, Any]:
+        """The state at a record's number; records drained later may begin before that."""
+        self._syncing += 1
+        try:
+            for _ in range(100):
+                response = await self._ask("GET", "/minitui/snapshot")
+                snapshot = decode_snapshot(response.content)
+                if snapshot.pop("began") == self._began:
+                    snapshot["seq"] += self._offset
+                    for node in snapshot["nodes"].values():
+                        node["last_used"] += self._offset
+                    return snapshot
+                await asyncio.sleep(0.1)  # another engine: its greeting is on its way
+            raise EngineDead(f"{self.url} starts its engine again and again")
+        finally:
+            self._syncing -= 1
+
+    # ---- asking
+
+    def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> RemoteStream:
+        """Ask for an answer; returns at once. A refusal is raised by the stream's iteration."""
+        if params.structured or params.logit_bias or params.stop_token_ids:
+            raise InvalidRequest("grammars, logit_bias and stop_token_ids do not travel to a server", "params")
+        values = {name: getattr(params, name) for name in SENT}
+        values["stop"] = list(params.stop) or None
+        return RemoteStream(self, {"tag": uuid.uuid4().hex, "ids": list(ids), "group": group, "params": values})
+
+    async def control(self, verb: str, **arguments: Any) -> Any:
+        """pause | resume | step n= | run_until predicate= | pace factor= | clear_cache."""
+        return (await self.post("/minitui/control", {"action": verb, **arguments})).get("value")
+
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """POST a JSON object; the answer's. Raises EngineError."""
+        return (await self._ask("POST", path, body)).json()
+
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        try:
+            return await check(await self.http.request(method, path, json=body))
+        except (httpx.HTTPError, OSError) as error:
+            raise unreachable(self.url, error) from error
+
+    def spawn(self, work: Any) -> None:
+        """Run something whose failure changes nothing."""
+
+        async def run() -> None:
+            with contextlib.suppress(EngineError):
+                await work
+
+        self.keep(run())
+
+    def keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task that ends with this source, at the latest."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def decode_snapshot(text: str | bytes) -> dict[str, Any]:
+    """A snapshot as JSON carries it (keys are strings there) back in the form of engine.state."""
+    data = json.loads(text)
+    for name in ("requests", "nodes", "pending"):
+        data[name] = {int(key): value for key, value in data[name].items()}
+    return data

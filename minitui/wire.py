@@ -1,0 +1,103 @@
+"""HTTP as the clients of servers need it: one client per server, server-sent events, errors as sentences."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from engine.errors import EngineDead, EngineError, InvalidRequest
+from minitui.server.settings import is_loopback
+
+try:
+    import httpx
+except ImportError as error:
+    raise EngineError("talking to a server needs a package: pip install 'minitui[serve]'") from error
+
+CONNECT_S = 5.0
+SILENCE_S = 35.0  # servers send at least a comment more often
+MAX_EVENT = 64 << 20
+
+
+def normalise(url: str) -> str:
+    """A server's base address, as a user may type it. Raises InvalidRequest if it is none."""
+    text = url.strip() if "://" in url else f"http://{url.strip()}"
+    text = text.rstrip("/")
+    parts = urlsplit(text)
+    try:
+        usable = parts.scheme in ("http", "https") and parts.hostname is not None and (parts.port or 1) > 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise InvalidRequest(f"{url!r} is no address of a server: it looks like http://host:8000", "url")
+    return text.removesuffix("/v1")
+
+
+def open_client(url: str, key: str = "", **headers: str) -> httpx.AsyncClient:
+    """A client for one server; belongs to the running event loop."""
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    host = urlsplit(url).hostname or ""
+    timeout = httpx.Timeout(SILENCE_S, connect=CONNECT_S)
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(
+        base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=not is_loopback(host)
+    )
+
+
+async def check(response: httpx.Response) -> httpx.Response:
+    """The response if it is one of success; else raises its sentence: EngineDead for 503, InvalidRequest for a 400."""
+    if response.status_code < 400:
+        return response
+    body = await response.aread()
+    message, param = f"{response.request.url} answered {response.status_code} {response.reason_phrase}", None
+    try:
+        error = json.loads(body)["error"]
+        message, param = str(error["message"]), error.get("param")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    if response.status_code == 503:
+        raise EngineDead(message)
+    if response.status_code in (400, 404, 413, 422, 429):
+        raise InvalidRequest(message, str(param or "request"))
+    raise EngineError(message)
+
+
+def unreachable(url: str, error: Exception) -> EngineDead:
+    """A transport error as a sentence."""
+    reason = str(error) or type(error).__name__
+    return EngineDead(f"{url} cannot be reached ({reason}): is the server running, and is the address right?")
+
+
+async def server_events(response: httpx.Response) -> AsyncIterator[tuple[str, str]]:
+    """(name, data) of server-sent events; name "" if it has none. Lines end with \\n or \\r\\n and nothing else."""
+    name, data, rest = "", "", b""
+    async for piece in response.aiter_bytes():
+        rest += piece
+        if len(rest) > MAX_EVENT:
+            raise EngineError(f"{response.request.url} sent a line of more than {MAX_EVENT >> 20} MiB")
+        *lines, rest = rest.replace(b"\r\n", b"\n").split(b"\n")
+        for raw in lines:
+            line = raw.decode("utf-8", "replace")
+            if line.startswith("data:"):
+                value = line[5:].removeprefix(" ")
+                data = f"{data}\n{value}" if data else value
+            elif line.startswith("event:"):
+                name = line[6:].strip()
+            elif not line:
+                if data:
+                    yield name, data
+                name, data = "", ""
+
+
+def parse(data: str) -> dict[str, Any]:
+    """The JSON object of an event. An error in it is raised as check() would."""
+    try:
+        value = json.loads(data)
+    except ValueError as error:
+        raise EngineError(f"the server sent an event that is no JSON: {data[:80]!r}") from error
+    if isinstance(value, dict) and "error" in value and isinstance(value["error"], dict):
+        said = str(value["error"].get("message", "an error"))
+        raise EngineDead(said) if value["error"].get("code") in ("engine_dead", "stopping") else EngineError(said)
+    return value
