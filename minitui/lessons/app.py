@@ -14,6 +14,7 @@ from minitui.lessons.page import Lesson
 from minitui.screens.lessons import LessonScreen
 from minitui.stage import Restart, Stage
 from minitui.theme import glyphs
+from minitui.widgets.chrome import SCREENS
 
 
 class LessonApp(MinituiApp):
@@ -21,6 +22,7 @@ class LessonApp(MinituiApp):
 
     MODES: ClassVar[dict[str, Any]] = {**MinituiApp.MODES, "lesson": LessonScreen}
     DEFAULT_MODE = "lesson"
+    TABS = (("lesson", "0 Lesson"), *SCREENS)
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("0", "switch_mode('lesson')", "Lesson", id="lesson", tooltip="Back to the lesson", show=False)
     ]

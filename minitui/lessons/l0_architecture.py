@@ -73,9 +73,8 @@ LESSON = Lesson(
               6 detokenize   engine/tokenizer.py   ids become text again
               7 emit         engine/engine.py      ids are appended, ends found, listeners told
 
-            A request passes 1 once. Then 2 to 7 are done in every step, for all requests that run, until each has
-            ended. Nothing waits for a whole answer: a step is a fraction of a second, and every step may begin with
-            other requests than the last.
+            A request passes 1 once. Then 2 to 7 are done in every step, for all requests that run. Nothing waits
+            for a whole answer: a step is a fraction of a second, and any step may begin with other requests.
             """,
         ),
         Page(
@@ -102,6 +101,7 @@ LESSON = Lesson(
             compute.
             """,
             panel="step",
+            code="engine.types:StepPlan",
             run=one_question,
             predict=Prediction(
                 f"How many steps does it take to write {REPLY} tokens?",

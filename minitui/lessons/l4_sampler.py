@@ -94,21 +94,19 @@ LESSON = Lesson(
         Page(
             "The order of things",
             """
-            The model ends with a score for every token of the vocabulary: the logits. What is done with them, in
-            this order:
+            The model ends with a score for every token of the vocabulary: the logits. In this order:
 
               1 forbid or favour   grammar mask, logit_bias
-              2 min_tokens         the tokens that would end the reply are forbidden at first
-              3 penalties          repetition, presence, frequency: what was said before loses
+              2 min_tokens         what would end the reply is forbidden at first
+              3 penalties          repetition, presence, frequency: what was said loses
               4 temperature        divide: below 1 the best stand out more, above 1 less
               5 top_k              keep the k best
-              6 top_p              keep the smallest set of the best whose probabilities reach p
-              7 min_p              keep what has at least the share p of the best one's probability
+              6 top_p              keep the fewest best whose probabilities reach p
+              7 min_p              keep what is at least p times as likely as the best
               8 draw               by chance, in proportion to what is left
 
-            With temperature 0 it is the largest logit and nothing else: greedy. Each row of a batch has settings of
-            its own, and what no row of a step asks for is not computed. If nobody uses top_p, the vocabulary is
-            never sorted.
+            With temperature 0 it is the largest logit and nothing else: greedy. Each row of a batch has its own
+            settings, and what no row asks for is not computed: without top_p nothing is ever sorted.
             """,
             code="engine.sampling:Sampler.sample",
         ),

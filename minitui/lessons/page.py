@@ -124,11 +124,16 @@ def find_code(reference: str) -> Code:
     The module is not imported: much of the engine needs torch, which a process that draws does without.
     """
     module, _, name = reference.partition(":")
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
+    package, *rest = module.split(".")
+    spec = importlib.util.find_spec(package)
+    # Only the top package is looked up: to look up what is below would import it.
+    root = Path(spec.origin).parent if spec is not None and spec.origin is not None else Path(package)
+    candidates = [root.joinpath(*rest).with_suffix(".py"), root.joinpath(*rest, "__init__.py")]
+    file = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if file is None:
         raise EngineError(f"there is no module {module} in this installation")
-    source = Path(spec.origin).read_text(encoding="utf-8")
-    path = module.replace(".", "/") + ("/__init__.py" if spec.origin.endswith("__init__.py") else ".py")
+    source = file.read_text(encoding="utf-8")
+    path = f"{package}/{file.relative_to(root).as_posix()}"
     lines = source.split("\n")
     if not name:
         return Code(reference, path, 1, lines)

@@ -9,6 +9,7 @@ from textual import events, getters
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
+from textual.css.scalar import Scalar
 from textual.screen import ModalScreen, Screen
 
 from engine.errors import EngineError
@@ -28,6 +29,7 @@ from minitui.widgets.timings import StepTimings
 from minitui.widgets.tree import RadixTree
 
 if TYPE_CHECKING:
+    from minitui.app import MinituiApp
     from minitui.view import View
 
 PANELS: dict[str, type[LinePanel]] = {
@@ -35,6 +37,9 @@ PANELS: dict[str, type[LinePanel]] = {
     "timings": StepTimings, "events": Events, "occupancy": Occupancy,
 }  # fmt: skip
 WIDE = 120  # columns from which on the panel stands beside the text
+HEIGHTS = {"step": 4, "occupancy": 1}  # below the text; the others: PANEL_ROWS
+PANEL_ROWS, LEAST_ROWS = 9, 5
+PARTNERS = {"step": "lanes", "occupancy": "map"}  # beside the text there is room for a second
 
 
 class Reading:
@@ -61,6 +66,11 @@ class Reading:
         return self.lesson.pages[self.at] if self.at < len(self.lesson.pages) else None
 
     @property
+    def shows(self) -> bool:
+        """The engine has something to show on the panel: what was run here, or what is asked about."""
+        return self.page is None or self.running or self.at in self.seen or self.at in self.failed
+
+    @property
     def check(self) -> Check:
         return self.lesson.checks[self.question]
 
@@ -83,6 +93,7 @@ class LessonText(LinePanel):
         self.reading: Reading | None = None
         self.top = 0
         self._follow = False
+        self._height = 0  # when it was last drawn
 
     def follow(self) -> None:
         """Scroll so that the end shows, where something new stands."""
@@ -94,8 +105,9 @@ class LessonText(LinePanel):
             return Picture([Row("the engine is starting", "dim").done(width)], "Lesson")
         rows = [_line(text, style, width) for text, style in page_lines(reading, width)]
         most = max(0, len(rows) - height)
-        if self._follow:
+        if self._follow or (height < self._height and reading.shows):
             self.top, self._follow = most, False
+        self._height = height
         self.top = min(self.top, most)
         title = f"{reading.lesson.name} {glyphs().middot} {reading.at + 1} of {reading.pages}"
         below = len(rows) - height - self.top
@@ -121,7 +133,7 @@ def _keys(reading: Reading) -> str:
         parts.append("a b c predicts, enter runs" if page.predict and reading.at not in reading.seen else "enter runs")
     if page is not None and page.code:
         parts.append("v code")
-    return f" {glyphs().middot} ".join([*parts, "left right pages", "L lessons"])
+    return f" {glyphs().middot} ".join([*parts, "left right pages"])
 
 
 def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
@@ -174,6 +186,16 @@ def _closing(reading: Reading, width: int) -> list[tuple[str, str]]:
     return lines
 
 
+class LessonStatus(StatusBar):
+    """The status line with the keys of a lesson."""
+
+    def _hints(self, app: MinituiApp, typing: bool) -> list[tuple[str, str]]:
+        return [
+            ("right", "next page"), ("enter", "run"), ("v", "code"), ("L", "lessons"), ("n", "step"), ("2", "inspect"),
+            ("?", "help"), ("q", "quit"),
+        ]  # fmt: skip
+
+
 class LessonScreen(Screen[None]):
     """Pages with the arrow keys, enter runs an experiment, a to d predict, v opens the code."""
 
@@ -196,15 +218,10 @@ class LessonScreen(Screen[None]):
         layout: vertical; background: $ground;
         & #body { height: 1fr; }
         & #text { height: 1fr; width: 1fr; }
-        & .panel { display: none; }
-        & .panel.-shown { display: block; }
         &.-wide #body { layout: horizontal; }
         &.-wide #text { width: 64; }
-        &.-wide .panel { width: 1fr; height: 1fr; }
-        &.-narrow #body { layout: vertical; }
-        &.-narrow .panel { height: 9; }
-        &.-narrow #panel-step { height: auto; }
-        &.-narrow #panel-occupancy { height: 1; }
+        & #side { width: 1fr; height: auto; display: none; }
+        &.-wide #side { height: 1fr; }
     }
     """
     text = getters.query_one("#text", LessonText)
@@ -218,11 +235,12 @@ class LessonScreen(Screen[None]):
         yield TopBar()
         with Container(id="body"):
             yield LessonText(id="text")
-            for name, panel in PANELS.items():
-                made = panel(id=f"panel-{name}")
-                made.add_class("panel")
-                yield made
-        yield StatusBar()
+            with Container(id="side"):
+                for name, panel in PANELS.items():
+                    made = panel(id=f"panel-{name}")
+                    made.display = False
+                    yield made
+        yield LessonStatus()
 
     def on_mount(self) -> None:
         self.text.focus()
@@ -239,9 +257,43 @@ class LessonScreen(Screen[None]):
         """Show the text and the one panel."""
         for bar in self.query("Bar"):
             bar.paint(view)  # type: ignore[attr-defined]
+        self._arrange()
         self.text.paint(view)
-        if self.reading is not None and self.reading.panel:
-            self.query_one(f"#panel-{self.reading.panel}", LinePanel).paint(view)
+        for name in self._shown():
+            self.query_one(f"#panel-{name}", LinePanel).paint(view)
+
+    def _shown(self) -> list[str]:
+        """The panels to be seen now."""
+        if self.reading is None or not self.reading.panel:
+            return []
+        name = self.reading.panel
+        if self.has_class("-narrow"):
+            return [name] if self._rows_below() else []
+        return [name, PARTNERS[name]] if name in PARTNERS else [name]
+
+    def _rows_below(self) -> int:
+        """How high the panel below the text is: before there is something to see it leaves the text all it needs."""
+        assert self.reading is not None
+        rows = HEIGHTS.get(self.reading.panel, PANEL_ROWS)
+        if self.reading.shows:
+            return rows
+        left = self.size.height - 4 - len(page_lines(self.reading, self.size.width - 4))
+        return min(rows, left) if left >= min(rows, LEAST_ROWS) else 0
+
+    def _arrange(self) -> None:
+        """Show those panels, in their heights."""
+        shown = self._shown()
+        side = self.query_one("#side")
+        side.display = bool(shown)
+        for name in PANELS:
+            panel = self.query_one(f"#panel-{name}")
+            if panel.display != (name in shown):
+                panel.display = name in shown
+            if name in shown:
+                rows = self._rows_below() if self.has_class("-narrow") else HEIGHTS.get(name)
+                height = Scalar.parse("1fr" if rows is None else str(rows))
+                if panel.styles.height != height:
+                    panel.styles.height = height
 
     # ---- pages
 
@@ -251,14 +303,8 @@ class LessonScreen(Screen[None]):
         self.workers.cancel_group(self, "lesson")
         reading.running = False
         self.text.top = 0
-        self._show_panel()
         if reading.page is None and not reading.standing:
             self.run_worker(self._stand(), group="lesson", exclusive=True)
-
-    def _show_panel(self) -> None:
-        assert self.reading is not None
-        for name in PANELS:
-            self.query_one(f"#panel-{name}").set_class(name == self.reading.panel, "-shown")
 
     def action_turn(self, pages: int) -> None:
         """To the next or the previous page."""
@@ -272,7 +318,6 @@ class LessonScreen(Screen[None]):
         """To another closing question; its panel is shown."""
         if self.reading is not None and self.reading.page is None:
             self.reading.question = (self.reading.question + step) % len(self.reading.lesson.checks)
-            self._show_panel()
 
     def action_say(self, choice: int) -> None:
         """Predict, before it is run."""

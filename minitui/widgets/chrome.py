@@ -58,7 +58,7 @@ class TopBar(Bar):
     def picture(self, view: View, width: int, height: int) -> Picture:
         app = host(self.app)
         row = Row(" minitui ", "bold ink")
-        for mode, label in SCREENS:
+        for mode, label in getattr(app, "TABS", SCREENS):
             row.add(f" {label} ", "bold on-fill on hit" if app.current_mode == mode else "dim")
         flags = self._flags(view)
         room = width - row.width - sum(len(text) for text, _ in flags) - 2
@@ -87,7 +87,7 @@ class TopBar(Bar):
 
     def clicked(self, view: View, column: int, row: int) -> None:
         start = 9
-        for mode, label in SCREENS:
+        for mode, label in getattr(host(self.app), "TABS", SCREENS):
             if start <= column < start + len(label) + 2:
                 host(self.app).commands.run(mode)
             start += len(label) + 2
