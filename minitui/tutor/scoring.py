@@ -64,6 +64,8 @@ def table(verdicts: Sequence[Verdict]) -> str:
         groups.append(("near + far", both))
     for name, group in groups:
         counts = Counter(v.verdict for v in group)
-        shares = [f"{100 * counts[kind] / len(group):.0f} %" for kind in ("right", "not caught", "wrong")]
+        shares = [
+            f"{counts[kind]} ({100 * counts[kind] / len(group):.1f} %)" for kind in ("right", "not caught", "wrong")
+        ]
         lines.append(f"| {name} | {len(group)} | {' | '.join(shares)} |")
     return "\n".join(lines)

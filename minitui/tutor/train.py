@@ -68,6 +68,7 @@ class Recipe:
     dropout: float = 0.1
     token_dropout: float = 0.1  # share of a row's input tokens replaced by random ones, up to
     seed: int = 1
+    keep: float = 0.5  # with --start-from: the share of the old weights in the mean of old and new that is saved
 
 
 class RMSNorm(nn.Module):
@@ -296,6 +297,16 @@ def render(chat: Chat) -> str:
     return turns + "<|im_start|>assistant\n"
 
 
+@torch.no_grad()
+def mix(network: Network, old: dict[str, Tensor], keep: float) -> None:
+    """Averages the weights with those training went on from: the mean keeps most of what either is better at.
+
+    (Wortsman et al. 2022, "Robust fine-tuning of zero-shot models".)
+    """
+    for name, weight in network.named_parameters():
+        weight.lerp_(old[name].to(weight.dtype), keep)
+
+
 def save(network: Network, tokenizer: Tokenizer, shape: Shape, out: Path) -> None:
     """Writes the checkpoint as transformers and the engine read it; weights in bf16."""
     out.mkdir(parents=True, exist_ok=True)
@@ -370,10 +381,13 @@ def main() -> None:
         tokenizer = train_tokenizer(tokenizer_texts(items, load_words()), shape.vocab_size)
     else:
         tokenizer = Tokenizer.from_file(str(args.start_from / "tokenizer.json"))
-        network.load_state_dict(load_file(args.start_from / "model.safetensors"))
+        old = load_file(args.start_from / "model.safetensors", device=device)
+        network.load_state_dict(old)
     size = sum(weight.numel() for weight in network.parameters())
     print(f"{size / 1e6:.2f} million parameters, {len(items)} answers, {recipe} {damage}", flush=True)
     train(network, tokenizer, shape, recipe, damage, args.workers)
+    if args.start_from is not None:
+        mix(network, old, recipe.keep)
     save(network, tokenizer, shape, args.out)
     with torch.no_grad():
         for weight in network.parameters():
