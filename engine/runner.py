@@ -23,8 +23,8 @@ from engine.config import EngineConfig, ModelConfig, resolve
 from engine.errors import EngineError
 from engine.forward import ForwardMeta
 from engine.kv.pool import KVPool
-from engine.model import cpu_ops
 from engine.model import ops as torch_ops
+from engine.model.cpu_decode import CPUDecode
 from engine.model.decoder import Decoder
 from engine.model.weights import Progress, dummy_weights, load_weights
 from engine.sampling import Drawn, Logprobs, Sampler, pick_logprobs
@@ -67,7 +67,7 @@ class Launched:
     prompt_logprobs: dict[int, PromptLogprobs]
     device_ms: float | None
     events: tuple[Any, Any] | None  # CUDA: where the step begins and ends
-    outcome: torch.Tensor  # int64 [s] on the host (pinned, once `events` are through): drawn ids, −1 − id if bad
+    outcome: Any  # int64 [s] on the host (an array, or pinned and good when `events` have passed): ids, −1 − id if bad
 
     def wait(self) -> StepResult:
         """The step's outcome, on the host."""
@@ -129,7 +129,6 @@ class Runner:
         self.max_num_batched_tokens = limits.max_num_batched_tokens
         self.max_model_len = limits.max_model_len
         if self.device.type == "cpu":
-            self.ops = cpu_ops if self.dtype == torch.float32 else torch_ops
             torch.set_num_threads(engine_config.cpu_threads or max(1, (os.cpu_count() or 2) - 1))
         self.block_size = engine_config.block_size
         self.vocab_size = model_config.vocab_size
@@ -147,10 +146,13 @@ class Runner:
             self._host_table = np.zeros((self.max_rows, columns), dtype=np.int32)
             self.block_table = torch.from_numpy(self._host_table).to(self.device)
             self._count = np.arange(self.max_rows + 1)
+            self._bounds = torch.arange(self.max_rows + 1, dtype=torch.int32, device=self.device)
             self.last_token = torch.zeros(self.max_rows, dtype=torch.int64, device=self.device)
             self.sampler = Sampler(self.max_rows, model_config.vocab_size, self.device, self._upload)
             self.num_blocks = self._count_blocks() + 1  # and the null block
             self.pool = self._make_pool(self.num_blocks)
+            fits = CPUDecode.supports(self.model, self.dtype, self.device)
+            self._cpu_decode = CPUDecode(self.model, self.pool) if fits else None
         self.memory.kv_cache = self.pool.nbytes
 
     @property
@@ -165,9 +167,8 @@ class Runner:
             begin = self._mark()
             self.apply(plan)
             inputs = self.build_inputs(plan)
-            hidden = self.forward(inputs)
-            prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden)
-            drawn = self.sample(plan, inputs, hidden)
+            logits, prompt_logprobs = self.forward(plan, inputs)
+            drawn = self.sample(plan, inputs, logits)
             self.last_token.index_copy_(0, inputs.device_rows, drawn.ids)
             return self._finish(plan, inputs, drawn, prompt_logprobs, started, begin)
 
@@ -190,21 +191,24 @@ class Runner:
         n, tokens, size = len(plan.rows), plan.num_tokens, self.block_size
         rows, positions = plan.rows, plan.starts
         seq_lens = plan.starts + plan.q_lens
-        ends, token_rows = self._count[1 : n + 1], rows
-        if tokens != n:  # not just one token each
+        if tokens == n:  # one token each
+            ends, token_rows, bounds_ = self._count[1 : n + 1], rows, self._bounds[: n + 1]
+        else:
             ends = np.cumsum(plan.q_lens)
             token_rows = np.repeat(rows, plan.q_lens)
             positions = np.arange(tokens) - np.repeat(ends - seq_lens, plan.q_lens)
+            bounds_ = self._upload(np.concatenate((self._count[:1], ends)).astype(np.int32))
         blocks, offsets = np.divmod(positions, size)
         slots = self._host_table[token_rows, blocks] * np.int64(size) + offsets
-        samples = self._count[:n] if plan.samples.all() else np.flatnonzero(plan.samples)
+        samples, draw_rows, draw_positions = self._count[:n], rows, seq_lens
+        if not plan.samples.all():
+            samples = np.flatnonzero(plan.samples)
+            draw_rows, draw_positions = rows[samples], seq_lens[samples]
         wanted, sampled_hidden, prompt_hidden = _logit_rows(plan, ends, samples)
         every = len(wanted) == tokens
-        token_ids, positions_, slots_, draw_rows, draw_positions, wanted_ = self._upload_together(
-            plan.token_ids, positions, slots, rows[samples], seq_lens[samples], wanted[:0] if every else wanted
+        token_ids, positions_, slots_, draw_rows_, draw_positions_, wanted_ = self._upload_together(
+            plan.token_ids, positions, slots, draw_rows, draw_positions, wanted[:0] if every else wanted
         )
-        bounds = self._count[: n + 1] if tokens == n else np.concatenate((self._count[:1], ends))
-        bounds_, seq_lens_ = self._upload_together(bounds, seq_lens, dtype=np.int32)
         if (plan.token_ids < 0).any():
             drawn_last = self.last_token.index_select(0, self._upload(token_rows.astype(np.int64)))
             token_ids = torch.where(token_ids < 0, drawn_last, token_ids)
@@ -213,7 +217,7 @@ class Runner:
             positions=positions_,
             slot_mapping=slots_,
             cu_seqlens_q=bounds_,
-            seq_lens=seq_lens_,
+            seq_lens=self._upload(seq_lens),
             block_table=self._upload(self._host_table[rows, : -(-longest // size)]),
             max_q_len=1 if tokens == n else int(plan.q_lens.max()),
             max_seq_len=longest,
@@ -224,28 +228,36 @@ class Runner:
             token_ids=token_ids,
             meta=meta,
             samples=samples,
-            rows=rows[samples],
-            positions=seq_lens[samples],
-            device_rows=draw_rows,
-            device_positions=draw_positions,
+            rows=draw_rows,
+            positions=draw_positions,
+            device_rows=draw_rows_,
+            device_positions=draw_positions_,
             sampled_hidden=sampled_hidden,
             prompt_hidden=prompt_hidden,
         )
 
-    def forward(self, inputs: Inputs) -> torch.Tensor:
-        """Hidden states of the tokens whose logits are wanted; the KV cache holds this step's tokens afterwards."""
-        self.attention.plan(inputs.meta)
-        return self.model.forward(inputs.token_ids, inputs.meta, self.attention, self.pool)
+    def forward(self, plan: StepPlan, inputs: Inputs) -> tuple[torch.Tensor, dict[int, PromptLogprobs]]:
+        """Logits [s, V] of the entries that sample, and what prompt logprobs were asked for.
 
-    def sample(self, plan: StepPlan, inputs: Inputs, hidden: torch.Tensor) -> Drawn:
-        """One token for each entry that samples."""
+        Afterwards the KV cache holds this step's tokens.
+        """
+        meta = inputs.meta
+        self.attention.plan(meta)
+        if self._cpu_decode is not None and self._cpu_decode.takes(meta):
+            return self._cpu_decode.logits(inputs.token_ids, meta, self.attention), {}
+        hidden = self.model.forward(inputs.token_ids, meta, self.attention, self.pool)
+        prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden)
         if inputs.sampled_hidden is not None:
             hidden = hidden.index_select(0, self._upload(inputs.sampled_hidden))
+        return self.model.logits(hidden), prompt_logprobs
+
+    def sample(self, plan: StepPlan, inputs: Inputs, logits: torch.Tensor) -> Drawn:
+        """One token for each entry that samples; logits [s, V] may be overwritten."""
         if not len(inputs.samples):  # prefill chunks only, none of them a prompt's last
             nothing = torch.empty(0, dtype=torch.int64, device=self.device)
             return Drawn(nothing, nothing > 0, inputs.samples, None)
         return self.sampler.sample(
-            self.model.logits(hidden),
+            logits,
             inputs.rows,
             inputs.positions,
             inputs.device_rows,
@@ -262,13 +274,15 @@ class Runner:
         started: float,
         begin: Any,
     ) -> Launched:
-        outcome = torch.where(drawn.bad, -1 - drawn.ids, drawn.ids)
         counts = self.sampler.logprob_counts(inputs.rows[drawn.logprob_rows]) if drawn.logprobs is not None else []
         device_ms, events = None, None
+        outcome: Any
         if begin is None:
+            ids, bad = drawn.ids.numpy(), drawn.bad.numpy()
+            outcome = np.where(bad, -1 - ids, ids) if bad.any() else ids
             device_ms = (time.perf_counter() - started) * 1e3
         else:
-            outcome = to_host(outcome)
+            outcome = to_host(torch.where(drawn.bad, -1 - drawn.ids, drawn.ids))
             if drawn.logprobs is not None:
                 drawn.logprobs = drawn.logprobs.fetched()
             prompt_logprobs = {
@@ -317,10 +331,9 @@ class Runner:
             load_weights(model.slots(), model_dir, self.model_config.tie_word_embeddings, on_progress)
         return model
 
-    def _upload_together(self, *parts: np.ndarray, dtype: Any = np.int64) -> tuple[torch.Tensor, ...]:
-        """All parts as tensors of one type, in one copy."""
-        joined = np.concatenate(parts, dtype=dtype, casting="same_kind")
-        return self._upload(joined).split([len(part) for part in parts])
+    def _upload_together(self, *parts: np.ndarray) -> tuple[torch.Tensor, ...]:
+        """All parts as int64 tensors, in one copy."""
+        return self._upload(np.concatenate(parts, dtype=np.int64)).split([len(part) for part in parts])
 
     def _make_pool(self, num_blocks: int) -> KVPool:
         return KVPool(self.model_config, num_blocks, self.block_size, self.dtype, self.device)

@@ -87,7 +87,9 @@ def our_logits(driver: Driver, request: Any, chunks: list[int]) -> torch.Tensor:
             runner.apply(plan)
             inputs = runner.build_inputs(plan)
             inputs.meta.logit_rows = None
-            rows.append(runner.model.logits(runner.forward(inputs)))
+            runner.attention.plan(inputs.meta)
+            hidden = runner.model.forward(inputs.token_ids, inputs.meta, runner.attention, runner.pool)
+            rows.append(runner.model.logits(hidden))
     return torch.cat(rows)
 
 
@@ -266,8 +268,8 @@ def test_logits_are_computed_for_sampled_rows_only(checkpoints: Any, monkeypatch
     _, directory = checkpoints("qwen3")
     runner = make_runner(directory)
     seen = []
-    original = runner.model.logits
-    monkeypatch.setattr(runner.model, "logits", lambda hidden: seen.append(len(hidden)) or original(hidden))
+    original = runner.sampler.sample
+    monkeypatch.setattr(runner.sampler, "sample", lambda rows, *rest: seen.append(len(rows)) or original(rows, *rest))
     driver = Driver(runner)
     requests = [make_request(prompt(seed), seed) for seed in range(3)]
     driver.run([(requests[0], PROMPT, True), (requests[1], 10, False)])
@@ -280,3 +282,27 @@ def test_the_configuration_counts_parameters_as_the_model_has_them(checkpoints: 
     for name in ("qwen3", "qwen3-tied", "qwen2", "llama-biases"):
         model, directory = checkpoints(name)
         assert ModelConfig.from_pretrained(directory).num_parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-some-layers-windowed", "llama-biases", "mistral-sliding-window"])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_decode_steps_on_a_cpu_compute_what_the_decoder_does(name: str, count: int, checkpoints: Any) -> None:
+    """CPUDecode has its own arithmetic, in columns: the same logits, and the same keys and values."""
+    _, directory = checkpoints(name)
+    found = []
+    for plain in (False, True):
+        driver = Driver(make_runner(directory))
+        runner = driver.runner
+        assert runner._cpu_decode is not None
+        requests = [make_request(prompt(row, 5 + 9 * row), row) for row in range(count)]
+        for request in requests:
+            driver.run([(request, len(request.ids), True)])
+        plan = driver.plan([(request, 1, True) for request in requests])
+        if plain:
+            runner._cpu_decode = None
+        with torch.inference_mode():
+            runner.apply(plan)
+            logits, _ = runner.forward(plan, runner.build_inputs(plan))
+        found.append((logits, torch.stack(runner.pool.keys), torch.stack(runner.pool.values)))
+    for ours, plainly in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plainly, rtol=0, atol=1e-5 * float(plainly.abs().max()))

@@ -15,22 +15,53 @@ import torch.nn.functional as F
 from engine.config import ModelConfig
 from engine.forward import ForwardMeta
 
+SMALL_GATHER = 1 << 21  # elements of K; up to here one thread of numpy's is faster than several of torch's
+
+
+@dataclass(slots=True)
+class _Cache:
+    """The cache of one layer, as it is read."""
+
+    k_cache: torch.Tensor
+    arrays: tuple[np.ndarray, np.ndarray]  # keys and values [all slots, Hkv, D]
+    keys: torch.Tensor  # [1, Hkv, all slots, D]
+    values: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Gather:
+    """Keys and values of n sequences, L each, copied out of the cache: where they lie, and the buffers they come to."""
+
+    slots: np.ndarray  # int64 [n · L]
+    buffers: torch.Tensor  # [2, n · L, Hkv, D]
+    arrays: np.ndarray | None  # the same memory; None: torch does the copying
+    keys: torch.Tensor  # [n, Hkv, L, D], a view of the first buffer
+    values: torch.Tensor  # of the second
+
+
+@dataclass(slots=True)
+class _Run:
+    """Keys and values of one sequence whose slots are in a row: they are read where they lie."""
+
+    first: int
+    length: int
+
 
 @dataclass(slots=True)
 class _Decodes:
-    """All sequences that decode, as one padded batch of n × L keys."""
+    """All sequences that decode, as one padded batch."""
 
-    slots: torch.Tensor  # int64 [n · L]
+    gather: _Gather | _Run
     mask: torch.Tensor | None  # [n, 1, 1, L], 0 or −inf, added to the scores; None: everything is seen
 
 
 @dataclass(slots=True)
 class _Prefill:
-    """One sequence's chunk: its tokens in q, its keys' slots, who sees whom."""
+    """One sequence's chunk: which tokens in q, and who sees whom."""
 
     tokens: slice
-    slots: torch.Tensor  # int64 [keys]
-    mask: torch.Tensor | None  # [q_len, keys], 0 or −inf; None: plainly causal, as many keys as queries
+    gather: _Gather | _Run
+    mask: torch.Tensor | None  # [q_len, L], 0 or −inf; None: plainly causal, as many keys as queries
 
 
 class TorchAttention:
@@ -39,16 +70,24 @@ class TorchAttention:
     name = "torch"
 
     def __init__(self, config: ModelConfig, block_size: int, dtype: torch.dtype) -> None:
-        self._dtype = dtype
         self._windows = [config.window(i) for i in range(config.num_layers)]
+        self._heads = (config.num_kv_heads, config.head_dim)
         self._block_size = block_size
-        self._plans: dict[int, tuple[_Decodes | None, list[_Prefill]]] = {}
-        self._num_decodes = 0
+        self._dtype = dtype
         self._device = torch.device("cpu")
+        self._by_numpy = False  # numpy can copy: this device, this dtype
+        self._num_decodes = 0
+        self._plans: dict[int, tuple[_Decodes | None, list[_Prefill]]] = {}
+        # One buffer for all layers and steps: fresh memory would cost more in page faults than the copy into it.
+        self._buffer = torch.empty(0)
+        self._caches: dict[int, _Cache] = {}
+        self._offsets = np.arange(block_size)
+        self._positions = np.arange(0)
 
     def plan(self, meta: ForwardMeta) -> None:
         self._num_decodes = n = meta.num_decodes
         self._device = meta.seq_lens.device
+        self._by_numpy = self._device.type == "cpu" and self._dtype != torch.bfloat16
         table, lengths, bounds = (part.cpu().numpy() for part in (meta.block_table, meta.seq_lens, meta.cu_seqlens_q))
         self._plans = {}
         for window in set(self._windows):
@@ -60,64 +99,91 @@ class TorchAttention:
             self._plans[window] = decodes, prefills
 
     def run(self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
-        kv_heads, dim = k_cache.shape[2:]
-        keys, values = k_cache.view(-1, kv_heads, dim), v_cache.view(-1, kv_heads, dim)
         decodes, prefills = self._plans[self._windows[layer]]
         if not prefills and decodes is not None:
-            return self._run_decodes(decodes, q, keys, values)
+            return self._run_decodes(layer, decodes, q, k_cache, v_cache)
         out = torch.empty_like(q, memory_format=torch.contiguous_format).flatten(1)
         n = self._num_decodes
         if decodes is not None:
-            out[:n] = self._run_decodes(decodes, q[:n], keys, values)
+            out[:n] = self._run_decodes(layer, decodes, q[:n], k_cache, v_cache)
         for chunk in prefills:
-            out[chunk.tokens] = self._run_prefill(chunk, q[chunk.tokens], keys, values)
+            out[chunk.tokens] = self._run_prefill(layer, chunk, q[chunk.tokens], k_cache, v_cache)
         return out
 
     def _run_decodes(
-        self, decodes: _Decodes, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, layer: int, decodes: _Decodes, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> torch.Tensor:
-        n, (_, kv_heads, dim) = len(q), keys.shape
-        k = keys.index_select(0, decodes.slots).view(n, -1, kv_heads, dim).transpose(1, 2)  # [n, Hkv, L, D]
-        v = values.index_select(0, decodes.slots).view(n, -1, kv_heads, dim).transpose(1, 2)
+        n, (kv_heads, dim) = len(q), self._heads
+        keys, values = self._read(layer, decodes.gather, k_cache, v_cache)
         # The query heads that share a key head stand where a sequence's queries usually stand: no key is repeated.
         grouped = q.reshape(n, kv_heads, -1, dim)
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=decodes.mask).reshape(n, -1)
+        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=decodes.mask).reshape(n, -1)
 
     def _run_prefill(
-        self, chunk: _Prefill, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, layer: int, chunk: _Prefill, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> torch.Tensor:
-        k = keys.index_select(0, chunk.slots).transpose(0, 1)[None]  # [1, Hkv, keys, D]
-        v = values.index_select(0, chunk.slots).transpose(0, 1)[None]
+        keys, values = self._read(layer, chunk.gather, k_cache, v_cache)
+        queries, causal = q.transpose(0, 1)[None], chunk.mask is None
         out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], k, v, attn_mask=chunk.mask, is_causal=chunk.mask is None, enable_gqa=True
+            queries, keys, values, attn_mask=chunk.mask, is_causal=causal, enable_gqa=True
         )
         return out[0].transpose(0, 1).flatten(1)
+
+    def _read(
+        self, layer: int, gather: _Gather | _Run, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [n, Hkv, L, D] of this layer, good until the next call."""
+        cache = self._caches.get(layer)
+        if cache is None or cache.k_cache is not k_cache:
+            flat = [part.view(-1, *self._heads) for part in (k_cache, v_cache)]
+            keys, values = (part[None].transpose(1, 2) for part in flat)
+            arrays = [part.numpy() if self._by_numpy else np.empty(0) for part in flat]
+            cache = self._caches[layer] = _Cache(k_cache, (arrays[0], arrays[1]), keys, values)
+        if isinstance(gather, _Run):
+            first, length = gather.first, gather.length
+            return cache.keys.narrow(2, first, length), cache.values.narrow(2, first, length)
+        if gather.arrays is not None:
+            for array, out in zip(cache.arrays, gather.arrays, strict=True):
+                np.take(array, gather.slots, 0, out, "clip")
+        else:
+            slots = torch.from_numpy(gather.slots).to(self._device)
+            for part, out in zip((k_cache, v_cache), gather.buffers, strict=True):
+                torch.index_select(part.view(-1, *self._heads), 0, slots, out=out)
+        return gather.keys, gather.values
 
     def _plan_decodes(self, table: np.ndarray, lengths: np.ndarray, window: int) -> _Decodes:
         """The last `window` (0: all) positions of each sequence, padded on the right to the longest."""
         longest = int(lengths.max())
         if window == 0:
-            positions = np.arange(longest)[None]
+            table, positions = table[:, : -(-longest // self._block_size)], self._count(longest)[None]
+            slots = table[:, :, None] * np.int64(self._block_size) + self._offsets
+            slots = slots.reshape(len(table), -1)[:, :longest]
         else:
-            positions = np.maximum(lengths - window, 0)[:, None] + np.arange(min(longest, window))
-        if len(table) == 1:  # no padding
-            return _Decodes(self._send(self._slots(table, positions)), None)
+            positions = np.maximum(lengths - window, 0)[:, None] + self._count(min(longest, window))
+            slots = self._slots(table, np.minimum(positions, longest - 1))
         seen = positions < lengths[:, None]
-        slots = self._slots(table, np.minimum(positions, longest - 1)) * seen
-        return _Decodes(self._send(slots), self._additive(seen)[:, None, None, :])
+        if seen.all():
+            return _Decodes(self._gather(slots), None)
+        return _Decodes(self._gather(slots * seen), self._additive(seen)[:, None, None, :])
 
     def _plan_prefill(self, table: np.ndarray, tokens: slice, length: int, window: int) -> _Prefill:
         context = length - (tokens.stop - tokens.start)
         first = max(0, context + 1 - window) if window else 0
-        positions = np.arange(first, length)
-        slots = self._send(self._slots(table[None], positions[None]))
+        positions = self._count(length)[first:]
+        gather = self._gather(self._slots(table[None], positions[None]))
         if not context and not window:
-            return _Prefill(tokens, slots, None)
-        queries = np.arange(context, length)[:, None]
+            return _Prefill(tokens, gather, None)
+        queries = self._count(length)[context:, None]
         seen = positions <= queries
         if window:
             seen &= positions > queries - window
-        return _Prefill(tokens, slots, self._additive(seen))
+        return _Prefill(tokens, gather, self._additive(seen))
+
+    def _count(self, length: int) -> np.ndarray:
+        """0, 1, … length − 1."""
+        if len(self._positions) < length:
+            self._positions = np.arange(2 * length)
+        return self._positions[:length]
 
     def _slots(self, table: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """int64 [n, L]: where the keys at `positions` ([n, L], or [1, L] for all) of each sequence lie."""
@@ -126,8 +192,18 @@ class TorchAttention:
             return table[:, blocks[0]] * np.int64(self._block_size) + offsets
         return np.take_along_axis(table, blocks, 1) * np.int64(self._block_size) + offsets
 
-    def _send(self, slots: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(slots.reshape(-1)).to(self._device)
+    def _gather(self, slots: np.ndarray) -> _Gather | _Run:
+        """How to come by the keys in slots [n, L]."""
+        if len(slots) == 1 and (slots[0, 1:] - slots[0, :-1] == 1).all():
+            return _Run(int(slots[0, 0]), len(slots[0]))
+        count, shape = slots.size, (*slots.shape, *self._heads)
+        elements = count * self._heads[0] * self._heads[1]
+        if self._buffer.numel() < 2 * elements:
+            self._buffer = torch.empty(2 * elements + elements // 2, dtype=self._dtype, device=self._device)
+        buffers = self._buffer[: 2 * elements].view(2, count, *self._heads)
+        by_numpy = self._by_numpy and (elements <= SMALL_GATHER or torch.get_num_threads() == 1)
+        keys, values = (buffer.view(shape).transpose(1, 2) for buffer in buffers)
+        return _Gather(slots.reshape(-1), buffers, buffers.numpy() if by_numpy else None, keys, values)
 
     def _additive(self, seen: np.ndarray) -> torch.Tensor:
         mask = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)

@@ -36,9 +36,8 @@ class DenseMLP:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] -> [T, H]."""
-        ops = self._ops
-        inner = ops.silu_mul(ops.linear(x, self.gate_up, self.gate_up_bias))
-        return ops.linear(inner, self.down, self.down_bias)
+        inner = self._ops.silu_mul(F.linear(x, self.gate_up, self.gate_up_bias))
+        return F.linear(inner, self.down, self.down_bias)
 
     def slots(self, prefix: str) -> Iterator[Slot]:
         gate, up = self.gate_up.chunk(2)
@@ -126,19 +125,19 @@ class Decoder:
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
             keys, values = pool.keys[i], pool.values[i]
-            qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
+            qkv = F.linear(x, layer.qkv, layer.qkv_bias)
             q = ops.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, meta.slot_mapping)
             x = attention.run(i, q, keys, values)
             if i == last and meta.logit_rows is not None:  # nothing after this depends on other tokens
                 x, residual = x.index_select(0, meta.logit_rows), residual.index_select(0, meta.logit_rows)
-            x = ops.linear(x, layer.output, layer.output_bias)
+            x = F.linear(x, layer.output, layer.output_bias)
             x = layer.mlp(ops.add_rms_norm(x, residual, layer.post_norm, eps))
             x = ops.add_rms_norm(x, residual, self.norm if i == last else self.layers[i + 1].input_norm, eps)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [s, H] -> [s, V]."""
-        return self._ops.linear(hidden, self.head).contiguous()
+        return F.linear(hidden, self.head)
 
     def slots(self) -> Iterator[Slot]:
         """Every tensor a checkpoint of this model holds, and where it goes."""

@@ -1,7 +1,7 @@
 """The decoder's small operations in plain torch: the specification of the fused kernels, and what a CPU runs.
 
-The decoder calls `ops.<name>` for everything but attention, so a module with the same six functions replaces them all
-at one place (Decoder's argument `ops`).
+The decoder calls `ops.<name>` for everything that is neither a matrix product nor attention, so a module with the
+same five functions replaces them all at one place (Decoder's argument `ops`).
 
 Shapes: T tokens, hidden size H, Hq query heads, Hkv key/value heads, head dimension D, intermediate size I.
 Activations are in the model's dtype, float64, float32, bfloat16 or float16; what is said to be fp32 below is float64
@@ -14,11 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, in], weight [out, in], bias [out] -> [T, out]."""
-    return F.linear(x, weight, bias)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
