@@ -140,6 +140,8 @@ class MinituiApp(App[int]):
         names = {s.id: f"{number} {s.title}" for number, s in enumerate(self.chats.sessions, 1)}
         if names != self._names:
             self._names = self.view.group_names = names
+            if hasattr(self.source, "name_groups"):  # it is being recorded
+                self.source.name_groups(names)
         if not self.feed.frozen:
             self.view.frame(time.monotonic())
         for screen in reversed(self.screen_stack):  # under an overlay the screen goes on

@@ -232,10 +232,11 @@ class Stage:
         ]  # fmt: skip
 
     async def answers(self, sessions: Sequence[Session]) -> list[dict[str, Any]]:
-        """Let the engine run until these chats are answered; the metrics of the answers."""
+        """Let the engine run until these chats are answered, then in real time; the metrics of the answers."""
         await self.open()
         await self.until("the answers", lambda: not any(session.busy for session in sessions))
-        self.state()
+        if self.state().pace != 1:
+            await self.source.control("pace", factor=1)
         for session in sessions:
             if session.state == "error":
                 raise EngineError(session.messages[-1].error)

@@ -35,6 +35,7 @@ async def screen_svg(trace: str, step: int | None, size: tuple[int, int], theme:
 
 def offline(svg: str) -> str:
     """Textual names a web font; name what every machine has instead."""
+    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r"@font-face\s*\{.*?\}", "", svg, flags=re.DOTALL)
     svg = re.sub(r"font-family:\s*Fira Code[^;]*;", f"font-family: {FONTS};", svg)
     return re.sub(r'font-family="[^"]*Fira Code[^"]*"', f'font-family="{FONTS}"', svg)

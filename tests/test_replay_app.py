@@ -1,0 +1,135 @@
+"""The application over a recording, and its picture."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import xml.etree.ElementTree as ElementTree
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+
+from engine.errors import EngineError
+from minitui.demo import DEMOS, play_in_app
+from minitui.export.svg import screen_svg
+from minitui.launch import run_export
+from minitui.replay_app import ReplayApp, replay_app
+from minitui.trace import TraceError
+from tests.golden import GOLDEN
+
+
+def text_of(app: Any) -> str:
+    return "\n".join("".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips())
+
+
+async def until(pilot: Pilot[Any], true: Callable[[], Any]) -> None:
+    for _ in range(300):
+        if true():
+            await pilot.pause(0.1)
+            return
+        await pilot.pause(0.02)
+    raise AssertionError("it did not come about")
+
+
+@pytest.fixture
+async def playing(tmp_path: Path) -> AsyncIterator[tuple[ReplayApp, Pilot[Any]]]:
+    path = tmp_path / "a.trace"
+    shutil.copy(GOLDEN, path)
+    app = replay_app(str(path), speed=0.2)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await until(pilot, lambda: app.feed.live and app.replay.step > 3)
+        yield app, pilot
+
+
+async def press(pilot: Pilot[Any], *keys: str) -> None:
+    await pilot.press(*keys)
+    await pilot.pause(0.15)
+
+
+async def test_a_recording_plays_stands_steps_and_jumps(playing: tuple[ReplayApp, Pilot[Any]]) -> None:
+    app, pilot = playing
+    assert "REPLAY ×0.2" in text_of(app) and "simulation" in text_of(app)
+    await press(pilot, "p")
+    stood = app.replay.step
+    await pilot.pause(0.3)
+    assert app.replay.step == stood and "REPLAY stands" in text_of(app) and "GATED" in text_of(app)
+    await press(pilot, "n")
+    assert app.replay.step == stood + 1 == app.view.live.state.step
+    await press(pilot, "right_parenthesis")
+    await until(pilot, lambda: app.replay.step == stood + 8 and not app.feed.backlog)
+    assert app.view.live.state.step == stood + 8 and not app.feed.dropped
+    await press(pilot, "left_parenthesis")
+    await until(pilot, lambda: app.replay.step == stood + 1)
+    await press(pilot, "greater_than_sign", "greater_than_sign")
+    assert app.replay.speed == 1.0
+    await press(pilot, "less_than_sign")
+    assert app.replay.speed == 0.5
+
+
+async def test_bookmarks_are_visited_and_kept(playing: tuple[ReplayApp, Pilot[Any]]) -> None:
+    app, pilot = playing
+    await press(pilot, "p")
+    marks = app.replay.trace.bookmarks
+    following = next(step for step, _ in marks if step > app.replay.step)
+    await press(pilot, "right_curly_bracket")
+    await until(pilot, lambda: app.replay.step == following)
+    await press(pilot, "m")
+    await press(pilot, *"stall", "enter")
+    await until(pilot, lambda: (following, "stall") in app.replay.trace.bookmarks)
+    await press(pilot, "g")
+    await press(pilot, "ctrl+a", "ctrl+k", *"100", "enter")
+    await until(pilot, lambda: app.replay.step == 100)
+    assert app.view.live.state.step == 100
+
+
+async def test_it_takes_no_questions(playing: tuple[ReplayApp, Pilot[Any]]) -> None:
+    app, pilot = playing
+    await press(pilot, "1")
+    app.submit("hello")
+    await until(pilot, lambda: app.chats.sessions[0].state == "error")
+    assert "recording" in app.chats.sessions[0].messages[-1].error
+
+
+async def test_a_screen_of_a_recording_is_a_picture_without_a_network() -> None:
+    svg = await screen_svg(str(GOLDEN), 40, (120, 36))
+    root = ElementTree.fromstring(svg)
+    assert root.tag.endswith("svg")
+    text = "".join(root.itertext()).replace("\xa0", " ")
+    assert "Radix tree" in text and re.search(r"step 40 of 139", text)
+    assert "http" not in svg.replace("http://www.w3.org", "") and "monospace" in svg
+
+
+def test_exports_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="columns x rows"):
+        run_export(GOLDEN, "svg", tmp_path / "a.svg", None, "huge", None)
+    with pytest.raises(TraceError, match="there are perfetto"):
+        run_export(GOLDEN, "pdf", None, None, "120x36", None)
+    with pytest.raises(TraceError, match="cannot be read"):
+        run_export(tmp_path / "none.trace", "json", None, None, "120x36", None)
+
+
+async def test_a_demo_plays_in_the_application() -> None:
+    from minitui.app import MinituiApp
+    from minitui.sessions import Chats
+    from minitui.settings import Settings
+    from minitui.stage import sampling
+    from tests.fake_client import ByteCodec, FakeSource
+
+    demo = DEMOS["shared-prefix"]
+    source = FakeSource(num_blocks=200)
+    system = "You explain inference engines, in blocks of sixteen."
+    app = MinituiApp(
+        source, Chats(source, sampling=sampling(24)), Settings(), system=system,
+        load_codec=lambda info: ByteCodec(), script=lambda app: play_in_app(demo, app, None),
+    )  # fmt: skip
+    async with app.run_test(size=(100, 30)) as pilot:
+        for _ in range(900):
+            await pilot.pause(0.05)
+            if "q to quit" in app.story:
+                break
+        await pilot.pause(0.3)
+        assert "saved" in app.story and "q to quit" in text_of(app).replace("\n", " ")
+        assert len(app.chats.sessions) == 4
