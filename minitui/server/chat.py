@@ -14,7 +14,7 @@ from engine.errors import InvalidRequest
 from engine.output import Delta
 from engine.tokenizer import Tokenizer
 from engine.types import SamplingParams
-from minitui.server.failures import RESPONSES, ApiError
+from minitui.server.failures import RESPONSES, STREAMED, ApiError
 from minitui.server.logprobs import chat_logprobs
 from minitui.server.replies import Gathered, Reply, respond, usage_of
 from minitui.server.schema import Answer, ChatMessage, ChatRequest, NamedTool
@@ -28,7 +28,7 @@ def router(service: Service) -> APIRouter:
     """The endpoint."""
     routes = APIRouter(responses=RESPONSES)
 
-    @routes.post("/v1/chat/completions", response_model=Answer)
+    @routes.post("/v1/chat/completions", response_model=Answer, responses=STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Continue a conversation, whole or as server-sent events."""
         service.check_ready()

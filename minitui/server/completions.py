@@ -16,7 +16,7 @@ from fastapi.responses import Response
 
 from engine.errors import InvalidRequest
 from engine.tokenizer import Tokenizer
-from minitui.server.failures import RESPONSES, ApiError
+from minitui.server.failures import RESPONSES, STREAMED, ApiError
 from minitui.server.logprobs import completion_logprobs
 from minitui.server.replies import Gathered, Reply, respond, usage_of
 from minitui.server.schema import Answer, CompletionRequest, Generated, GenerateRequest
@@ -28,7 +28,7 @@ def router(service: Service) -> APIRouter:
     """The endpoints."""
     routes = APIRouter(responses=RESPONSES)
 
-    @routes.post("/v1/completions", response_model=Answer)
+    @routes.post("/v1/completions", response_model=Answer, responses=STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue a text, several texts, or token ids."""
         service.check_ready()
@@ -37,7 +37,7 @@ def router(service: Service) -> APIRouter:
         frames = answer.frames() if body.stream else None
         return await respond(request, answer.reply, answer.prepare(), answer.whole, frames)
 
-    @routes.post("/generate", response_model=Generated)
+    @routes.post("/generate", response_model=Generated, responses=STREAMED)
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Continue a text: the plain endpoint. Streams `data: {"text": ...}` and ends with `data: [DONE]`."""
         service.check_ready()

@@ -111,6 +111,8 @@ def _describe(error: RequestValidationError) -> ApiError:
     return ApiError(400, f"{param or 'the body'}: {said[:1].lower()}{said[1:]}", param, first["type"])
 
 
+EVENT = {"type": "object", "properties": {"data": {"type": "string"}, "event": {"type": "string"}}}
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": EVENT}}}}
 RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": description}
     for status, description in {

@@ -23,8 +23,8 @@ from pydantic import BaseModel, Field, model_validator
 
 from engine.errors import EngineDead
 from engine.types import MAX_LOGPROBS, SamplingParams
-from minitui import __version__
-from minitui.server.failures import RESPONSES, ApiError
+from minitui import __version__, tutor
+from minitui.server.failures import RESPONSES, STREAMED, ApiError
 from minitui.server.hub import Watcher, encode_snapshot
 from minitui.server.replies import Reply
 from minitui.server.schema import Finite, Stop, Strict, TokenId
@@ -115,7 +115,8 @@ def router(service: Service) -> APIRouter:
         known = {key: value for key, value in service.info.items() if key not in PRIVATE}
         role: Role = request.scope["state"]["role"]
         return {
-            **known, "model": service.model, "role": role.name.lower(), "hide_text": service.settings.hide_text,
+            **known, "model": service.model, "bundled": _directory() == tutor.model_dir(),
+            "role": role.name.lower(), "hide_text": service.settings.hide_text,
             "server": __version__, "began": service.hub.engine,
             "tokenizer_files": await service.in_thread(_digests, _directory()),
         }  # fmt: skip
@@ -140,7 +141,7 @@ def router(service: Service) -> APIRouter:
         state["began"] = service.hub.engine
         return StreamingResponse(encode_snapshot(state), media_type="application/json")
 
-    @routes.get("/records")
+    @routes.get("/records", response_class=Response, responses=STREAMED)
     async def records(client: Client = None) -> Response:
         """Every record from now on. A gap in their numbers means that some were lost: take a new snapshot."""
         if len(service.hub.watchers) >= service.settings.max_watchers:
@@ -161,7 +162,7 @@ def router(service: Service) -> APIRouter:
         service.hub.watchers.add(watcher)
         return EventStream(watcher.frames(), end, service.settings.stalled_reader_s)
 
-    @routes.post("/submit")
+    @routes.post("/submit", response_class=Response, responses=STREAMED)
     async def submit(body: Submission, request: Request) -> Response:
         """Token ids in; events {"text", "ids"} out, the last with "finish_reason" and "metrics"."""
         service.check_ready()
