@@ -7,9 +7,9 @@ property test holds them equal after any number of steps. Readers (panels, trace
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from engine.records import Record
 
@@ -270,7 +270,7 @@ class State:
     def _pace(self, factor: float) -> None:
         self.pace = factor
 
-    _HANDLERS = {  # noqa: RUF012  a table of methods, never changed
+    _HANDLERS: ClassVar[dict[str, Callable[..., None]]] = {
         "submit": _submit, "order": _order, "admit": _admit, "match": _match, "preempt": _preempt, "requeue": _preempt,
         "finish": _finish, "alloc": _alloc, "hold": _hold, "insert": _insert, "extend": _extend, "split": _split,
         "evict": _evict, "settle": _settle, "withdraw": _withdraw, "step": _step, "gate": _gate, "pace": _pace,
