@@ -136,7 +136,8 @@ class Runner:
         with torch.inference_mode():
             self.model = self._load(model_dir, on_progress)
             self.attention = choose_attention(
-                engine_config.attention_backend, model_config, self.block_size, self.dtype, self.device, self.max_rows
+                engine_config.attention_backend, model_config, self.block_size, self.dtype, self.device, self.max_rows,
+                self.max_model_len,
             )
             self.attention_name = self.attention.name
             self.memory = MemoryReport(weights=self.model.nbytes, kv_cache=0)

@@ -28,8 +28,9 @@ class AttentionBackend(Protocol):
 
 
 def choose_attention(
-    name: str, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device, max_rows: int
-) -> AttentionBackend:
+    name: str, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device, max_rows: int,
+    max_model_len: int = 8192,
+) -> AttentionBackend:  # fmt: skip
     """The backend called `name`; "auto": the fastest there is for the device and the model."""
     from engine.attention.torch_backend import TorchAttention
 
@@ -43,7 +44,7 @@ def choose_attention(
             else:
                 why_not = supports(config, dtype)
                 if not why_not:
-                    return TritonAttention(config, block_size, max_rows, device)
+                    return TritonAttention(config, max_rows, max_model_len, device)
         if name == "triton":
             raise EngineError(f"attention_backend triton cannot be used: {why_not}; leave it at auto")
     if name in ("auto", "torch"):

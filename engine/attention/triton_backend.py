@@ -17,10 +17,12 @@ class TritonAttention:
 
     name = "triton"
 
-    def __init__(self, config: ModelConfig, block_size: int, max_rows: int, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, max_rows: int, max_model_len: int, device: torch.device) -> None:
         self.group = config.num_heads // config.num_kv_heads
         self.scale = config.head_dim**-0.5
-        self.workspace = DecodeWorkspace(max_rows, config.num_kv_heads, self.group, config.head_dim, device)
+        self.workspace = DecodeWorkspace(
+            max_rows, config.num_kv_heads, self.group, config.head_dim, device, max_model_len
+        )
         self._prefill = PrefillWorkspace(config.num_kv_heads, config.head_dim, device)
         self._rows = torch.arange(max_rows, dtype=torch.int32, device=device)
         self._meta: ForwardMeta | None = None

@@ -1,0 +1,74 @@
+"""minitui bench: what it counts as the least possible work, and that it measures and reports what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.config import ModelConfig
+from minitui.bench import command, cpu
+from minitui.bench.limits import Limits
+from minitui.bench.rows import Row
+from minitui.bench.shapes import Work, write_config
+from minitui.bench.watching import record_cost
+
+LIMITS = Limits(copy=4.2e12, read=4.1e12, matmul=747e12, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("size,parameters,read_ms", [("8B", 8.19e9, 3.69), ("0.6B", 0.596e9, 0.29)])
+def test_reading_the_weights_once_bounds_a_decode_step(
+    tmp_path: Path, size: str, parameters: float, read_ms: float
+) -> None:
+    config = ModelConfig.from_pretrained(write_config(size, tmp_path))
+    assert config.num_parameters == pytest.approx(parameters, rel=0.01)
+    work = Work.of(config, 2)
+    assert work.decode(LIMITS, [1]) * 1e3 == pytest.approx(read_ms, rel=0.01)
+    # 64 sequences read the same weights and 64 times the keys and values: 8 heads of 128, twice, in 2 bytes a layer.
+    extra = (work.decode(LIMITS, [1000] * 64) - work.decode(LIMITS, [1])) * LIMITS.read
+    assert extra == pytest.approx((64_000 - 1) * config.num_layers * 2 * 8 * 128 * 2)
+
+
+def test_a_prefill_is_bound_by_its_operations_and_a_cached_one_does_less(tmp_path: Path) -> None:
+    config = ModelConfig.from_pretrained(write_config("8B", tmp_path))
+    work = Work.of(config, 2)
+    matrices = 2 * work.body * 4096 / LIMITS.matmul
+    whole = work.prefill(LIMITS, [4096])
+    # Causal attention: every token meets half of the others on average.
+    attention = 4 * config.num_layers * 32 * 128 * 4096 * 4097 / 2 / LIMITS.matmul
+    assert whole == pytest.approx(matrices + attention, rel=0.001)
+    assert work.prefill(LIMITS, [4096], cached=4032) < whole / 20
+
+
+def test_the_share_of_the_limit_reads_both_ways() -> None:
+    assert Row("a", 50.0, "tok/s", limit=100.0).share == 0.5
+    assert Row("b", 50.0, "ms", limit=10.0).share == 0.2
+    fast, slow = Row("c", 9.0, "ms", 5.0, goal=10.0), Row("d", 9.0, "tok/s", 50.0, goal=10.0)
+    assert "reached" in fast.line() and "missed" in slow.line()
+
+
+def test_a_record_costs_microseconds() -> None:
+    cost = record_cost()
+    assert 0 < cost["append_us"] < 200 and 0 < cost["pickle_us"] < 200
+
+
+def test_the_command_measures_the_bundled_model_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cpu, "REPEATS", 1)
+    monkeypatch.setattr(cpu, "REPLY", 8)
+    monkeypatch.setattr(command, "_models", lambda *_: iter([("bundled", _bundled(), False)]))
+    assert command.main(["--device", "cpu", "--json", "--no-compare", "--no-watching", "--threads", "1"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["limits"]["read"] > 0 and report["limits"]["matmul"] > 0
+    rows = {row["name"]: row for row in report["models"]["bundled"]["rows"]}
+    assert rows["one stream"]["value"] > 0 and rows["8 streams"]["share"] > 0
+    cached, cold = rows["first token, 512 cached + 16"], rows["first token, 528 cold"]
+    assert cached["value"] < cold["value"], "a cached prefix should make the first token come sooner"
+
+
+def _bundled() -> str:
+    from minitui import tutor
+
+    return str(tutor.model_dir())
