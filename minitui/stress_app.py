@@ -16,6 +16,7 @@ import tempfile
 import termios
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -117,8 +118,13 @@ class StressApp(App[None]):
         Binding("q", "quit", "quit"),
     ]
 
-    def __init__(self, source: LiveStress | Playback, fps: float = 20.0, seconds: float = 0.0) -> None:
+    def __init__(
+        self, source: LiveStress | Playback, fps: float = 20.0, seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """`fps` 0: time passes only when somebody calls `tick`."""
         super().__init__()
+        self.clock = clock
         for theme in THEMES:
             self.register_theme(theme)
         self.theme = THEMES[0].name
@@ -126,7 +132,7 @@ class StressApp(App[None]):
         self.view = View()
         self.view.ids_to_text = source.stress.words.decode
         self.view.group_names = source.stress.group_names
-        self.feed = Feed(source, self.view)  # type: ignore[arg-type]
+        self.feed = Feed(source, self.view, clock)  # type: ignore[arg-type]
         self.fps = fps
         self.seconds = seconds  # measured, then the application ends; 0: it stays
         self.figures: dict[str, Any] = {}
@@ -141,7 +147,8 @@ class StressApp(App[None]):
         await self.feed.sync()
         gc.collect()
         gc.freeze()
-        self.set_interval(1 / self.fps, self._frame)
+        if self.fps:
+            self.set_interval(1 / self.fps, self.tick)
         if self.seconds:
             self.set_timer(3.0, self._begin)
 
@@ -169,11 +176,13 @@ class StressApp(App[None]):
         }
         self.exit()
 
-    def _frame(self) -> None:
+    def tick(self) -> None:
+        """One frame: drain, fold, paint."""
         begin = time.process_time()
         self.feed.pump()
         if not self.feed.frozen:
-            self.view.frame(time.monotonic())
+            self.view.group_names = dict(self.source.stress.group_names)
+            self.view.frame(self.clock())
         if isinstance(self.screen, InspectScreen):
             self.screen.paint(self.view)
         self._cpu.append(time.process_time() - begin)

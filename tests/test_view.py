@@ -209,7 +209,7 @@ def test_timings_are_numpys_percentiles_of_each_kind():
             assert stats.p99 == pytest.approx(np.percentile(some, 99))
             assert stats.worst == max(some)
             assert stats.share == pytest.approx(sum(some) / total)
-    worst = max((wall for some in walls.values() for wall in some))
+    worst = max(wall for some in walls.values() for wall in some)
     assert view.timings.slowest.wall_ms == worst
     firsts = [record for record in records if record[2] == "first"]
     assert view.timings.first_token.request == firsts[-1][3]

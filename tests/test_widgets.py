@@ -192,7 +192,7 @@ def test_each_cell_of_the_map_is_the_state_of_its_block(load, size):
 
 
 def test_with_more_blocks_than_cells_a_cell_shows_the_majority():
-    stress, view = stress_view(CLASSROOM, 4.0, 20)
+    _, view = stress_view(CLASSROOM, 4.0, 20)
     widget = BlockMap()
     rows = body(widget, view, 40, 8)
     g = widget.grid
@@ -332,7 +332,7 @@ def test_lanes_show_the_codes_of_their_requests_under_stable_rows():
     marks = {NOTHING: " ", QUEUED: "·", DECODING: "─", PREFILLING: "█", FINISHED: "■", PREEMPTED: "×"}
     stress, view = stress_view(TIGHT, 0.2)
     widget = BatchLanes()
-    places: dict[int, int] = {}
+    places: dict[int, tuple[int, int]] = {}
     seen = set()
     for _ in range(60):
         stress.run(0.05)
@@ -342,7 +342,8 @@ def test_lanes_show_the_codes_of_their_requests_under_stable_rows():
         k = widget.k
         for i, slot in enumerate(widget.slots):
             for id in slot:
-                assert places.setdefault(id, i) == i or (k, 0) != widget_scale, f"r{id} moved"
+                before = places.get(id, (k, i))
+                assert before == (k, i) or before[0] != k, f"r{id} moved at the same scale"
             codes = [NOTHING] * widget.columns
             for id in slot:
                 lane = view.lanes.lanes[id].columns(widget.first_step, k, widget.columns, view.horizon)
@@ -351,15 +352,12 @@ def test_lanes_show_the_codes_of_their_requests_under_stable_rows():
             assert text[widget.label :] == "".join(marks[code] for code in codes).ljust(80 - widget.label)
             seen |= set(codes)
             assert not slot or text.startswith(f"r{slot[-1]} ")
-        widget_scale = (k, 0)
-        if widget._placed_for[3] != k:
-            places.clear()
-        places = {id: i for i, slot in enumerate(widget.slots) for id in slot}
+        places = {id: (k, i) for i, slot in enumerate(widget.slots) for id in slot}
         shown = {id for slot in widget.slots for id in slot}
         last = view.lanes.ended_since(widget.first_step)
         hidden = [lane for lane in [*last, *view.lanes.active.values()] if lane.id not in shown]
-        told = sum(int(n.replace(",", "")) for n in re.findall(r"([\d,]+) (?:decoding|prefilling|waiting|done)", rows[-1]))
-        assert told == len(hidden)
+        told = re.findall(r"([\d,]+) (?:decoding|prefilling|waiting|done)", rows[-1])
+        assert sum(int(n.replace(",", "")) for n in told) == len(hidden)
         title = widget.picture(view, 80, 16).note[0][0]
         assert title == ("1 column = 1 step" if k == 1 else f"1 column = {k} steps")
     assert seen == set(marks)
@@ -400,7 +398,7 @@ def test_the_tree_shows_each_nodes_tokens_users_savings_and_rank():
 
 
 def test_a_nodes_text_begins_where_it_diverges_and_says_who_speaks():
-    stress, view = stress_view(CLASSROOM, 4.0, 40)
+    _, view = stress_view(CLASSROOM, 4.0, 40)
     tops = [node for node in view.board.state.nodes.values() if node.id and node.parent == 0]
     assert len(tops) > 1
     for node in tops:
@@ -420,7 +418,8 @@ def test_tree_search_and_folding():
     assert len(everything.rows) == len(view.board.state.nodes) - 1
     found = view.tree.picture(view.board, view.decode, 5, search="haiku")
     assert 0 < len(found.rows) < len(everything.rows)
-    leaves = [row for row in found.rows if not any(view.board.state.nodes[r.node].parent == row.node for r in found.rows)]
+    parents = {view.board.state.nodes[row.node].parent for row in found.rows}
+    leaves = [row for row in found.rows if row.node not in parents]
     assert all("haiku" in row.text.lower() for row in leaves)
     parent = next(row.node for row in everything.rows if row.has_children)
     view.tree.folded.add(parent)
@@ -454,7 +453,7 @@ def test_the_step_bar_at_the_gate_is_exactly_the_step():
             widths[words] = widths.get(words, 0) + len(piece)
         if row.decodes:
             assert f"D×{row.decodes}" in plain(bar)
-        for i, (request, _start, n, _samples) in enumerate(row.chunks):
+        for request, _start, n, _samples in row.chunks:
             if n * 120 / TIGHT.budget > len(f"r{request} +{n}"):
                 assert f"r{request} +{n}" in plain(bar), plain(bar)
         prefill = sum(len(piece) for piece, words in bar if "prefill" in words)
@@ -484,7 +483,8 @@ def test_while_running_the_step_bar_is_the_mean_with_the_peak_marked():
 def test_timings_show_the_summarys_figures():
     _, view = stress_view(CLASSROOM, 6.0, 60)
     rows = body(StepTimings(), view, 90, 8)
-    for row, (label, name) in zip(rows[1:4], (("decode only", "decode"), ("mixed", "mixed"), ("prefill only", "prefill")), strict=True):
+    kinds = (("decode only", "decode"), ("mixed", "mixed"), ("prefill only", "prefill"))
+    for row, (label, name) in zip(rows[1:4], kinds, strict=True):
         stats = getattr(view.timings, name)
         assert row.startswith(label)
         figures = row[13:34].split()

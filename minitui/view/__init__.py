@@ -218,6 +218,11 @@ class View:
         return self.board.state.gate == "closed" or self._travelled is not None
 
     @property
+    def idle(self) -> bool:
+        """Is there nothing to compute, neither running nor waiting?"""
+        return not self.board.state.requests
+
+    @property
     def horizon(self) -> int:
         """The last step that the picture knows of."""
         return self.steps.last if self._travelled is None else self._travelled

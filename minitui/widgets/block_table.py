@@ -5,6 +5,7 @@ This is the picture of paging: the request sees consecutive positions, the pool 
 
 from __future__ import annotations
 
+import textwrap
 from typing import ClassVar
 
 from textual.binding import Binding
@@ -62,13 +63,13 @@ class BlockTable(LinePanel):
 
     def _nothing(self, view: View, id: int | None, width: int) -> Picture:
         lane: Lane | None = view.lanes.lanes.get(id) if id is not None else None
-        text = "no request is running: all its blocks went back to the pool or stayed in the tree"
+        text = "no request runs: what they held went back to the pool, or stays in the tree for whoever begins alike"
         if lane is not None and lane.finish_reason:
             end = f"{lane.finish_reason}, {lane.output_tokens:,} tokens"
             text = f"r{lane.id} has finished ({end}): its blocks were given back, the full ones stay cached in the tree"
         elif lane is not None:
             text = f"r{lane.id} waits: it holds no block yet"
-        return Picture([Row(text[:width], "dim").done(width)], title="Block table")
+        return Picture([Row(line, "dim").done(width) for line in textwrap.wrap(text, width)], title="Block table")
 
     def _chips(self, view: View, table: list[int], computed: int, size: int, width: int, height: int) -> list[Runs]:
         """Lines of three (logical number, physical chip, holders), or of two, or chips alone: what fits."""

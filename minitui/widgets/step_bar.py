@@ -42,6 +42,8 @@ class StepBar(LinePanel):
     def picture(self, view: View, width: int, height: int) -> Picture:
         budget = max(1, view.board.state.budget)
         row = view.shown_step()
+        if view.idle and row is None:
+            row = view.steps.get(view.horizon)
         if row is not None:
             text, bar, title = self._exact(view, row, width, budget), _bar(row, width, budget, view), "Step"
         elif view.last_frame.count:
@@ -58,7 +60,10 @@ class StepBar(LinePanel):
         return Picture(rows, title=title, legend=legend)
 
     def _exact(self, view: View, row: StepRow, width: int, budget: int) -> Runs:
-        line = Row(f"step {row.step:,}", "bold ink").add("  ")
+        line = Row()
+        if view.idle and row.step == view.horizon:
+            line.add("idle", "bold ink").add(" · last: ", "dim")
+        line.add(f"step {row.step:,}", "bold ink").add("  ")
         line.add(f"{row.tokens:,}", "bold ink").add(f" of {budget:,} tokens  ", "dim")
         line.add(contents(row))
         if row.wall_ms is not None:
