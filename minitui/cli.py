@@ -32,14 +32,23 @@ prefixes, and a terminal application that shows all of it live.
   minitui doctor                        what this machine can run""",
 )
 
-Model = Annotated[str | None, typer.Option(help="Directory, name in the local Hugging Face cache, or name on the hub. Default: the bundled model.", rich_help_panel="Model")]  # fmt: skip
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="Directory, name in the local Hugging Face cache, or name on the hub. Default: the bundled model.",
+        rich_help_panel="Model",
+    ),
+]
 System = Annotated[str | None, typer.Option(help="System prompt; '' for none.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy. Default: as the checkpoint says.")]
 TopP = Annotated[float | None, typer.Option(help="Nucleus sampling: the smallest set of tokens with this probability.")]
 TopK = Annotated[int | None, typer.Option(help="Sample among the k most likely tokens.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Longest answer. Default: what context and pool allow.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer, whatever else is in the batch.")]
-DummyWeights = Annotated[bool, typer.Option("--dummy-weights", help="Random weights: only config.json is read. For looking, not for talking.")]  # fmt: skip
+DummyWeights = Annotated[
+    bool,
+    typer.Option("--dummy-weights", help="Random weights: only config.json is read. For looking, not for talking."),
+]
 KvBlocks = Annotated[int | None, typer.Option(help="KV blocks in the pool. A small pool (64) fills before your eyes.")]
 BlockSize = Annotated[int, typer.Option(help="Tokens in a KV block.")]
 MaxNumSeqs = Annotated[int | None, typer.Option(help="Requests that run at once.")]
@@ -67,49 +76,88 @@ def engine_config(**options: Any) -> Any:
 
 @app.command()
 def chat(
-    model: Model = None, system: System = None, temperature: Temperature = None, top_p: TopP = None, top_k: TopK = None,
-    max_tokens: MaxTokens = None, seed: Seed = None, dummy_weights: DummyWeights = False, kv_blocks: KvBlocks = None,
-    block_size: BlockSize = 16, max_num_seqs: MaxNumSeqs = None, max_num_batched_tokens: MaxNumBatchedTokens = None,
-    max_model_len: MaxModelLen = None, dtype: DType = "auto", device: Device = "auto",
-    attention_backend: AttentionBackend = "auto", enforce_eager: EnforceEager = False,
-    gpu_memory_utilization: GpuMemory = 0.9, no_prefix_caching: NoPrefixCaching = False,
+    model: Model = None,
+    system: System = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    max_tokens: MaxTokens = None,
+    seed: Seed = None,
+    dummy_weights: DummyWeights = False,
+    kv_blocks: KvBlocks = None,
+    block_size: BlockSize = 16,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    max_model_len: MaxModelLen = None,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    attention_backend: AttentionBackend = "auto",
+    enforce_eager: EnforceEager = False,
+    gpu_memory_utilization: GpuMemory = 0.9,
+    no_prefix_caching: NoPrefixCaching = False,
     resume: Annotated[bool, typer.Option("--resume", help="Bring back the chats that were not closed.")] = False,
     fps: Annotated[int | None, typer.Option(min=1, max=60, help="Frames a second; lower it on a slow line.")] = None,
     theme: Annotated[str | None, typer.Option(help="dark, light or projector.")] = None,
     ascii: Annotated[bool | None, typer.Option("--ascii/--unicode", help="Draw with ASCII only.")] = None,
     record: Record = None,
-) -> None:  # fmt: skip
+    connect: Annotated[
+        str | None, typer.Option(help="Address of a server to chat with and watch: minitui serve.")
+    ] = None,
+    key: Annotated[str, typer.Option(help="The server's API key; better as MINITUI_KEY.", envvar="MINITUI_KEY")] = "",
+) -> None:
     """Chat, several at once, with everything the engine does beside it.
 
     \b
       minitui chat
+      minitui chat --connect http://desk:8000     the engine of a server elsewhere (minitui serve)
       minitui chat --kv-blocks 64                 a pool so small that it fills: evictions, preemptions
       minitui chat --model ./Qwen3-8B --device cuda
       minitui chat --model Qwen/Qwen3-8B --dummy-weights    the shape without the download of weights
     """
     from minitui.launch import run_chat
 
-    config = dict(
-        dummy_weights=dummy_weights, kv_blocks=kv_blocks, block_size=block_size, max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len, dtype=dtype, device=device,
-        attention_backend=attention_backend, enforce_eager=enforce_eager,
-        gpu_memory_utilization=gpu_memory_utilization, no_prefix_caching=no_prefix_caching,
-    )  # fmt: skip
-    sampling = dict(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed)
-    looks = dict(fps=fps, theme=theme, ascii=ascii)
+    config = {
+        "dummy_weights": dummy_weights,
+        "kv_blocks": kv_blocks,
+        "block_size": block_size,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_model_len": max_model_len,
+        "dtype": dtype,
+        "device": device,
+        "attention_backend": attention_backend,
+        "enforce_eager": enforce_eager,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "no_prefix_caching": no_prefix_caching,
+    }
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_tokens": max_tokens, "seed": seed}
+    looks = {"fps": fps, "theme": theme, "ascii": ascii}
+    if connect is not None:
+        from minitui.launch import run_connected
+
+        raise typer.Exit(run_connected(connect, key, system, sampling, looks, resume, record))
     raise typer.Exit(run_chat(model, system, config, sampling, looks, resume, record))
 
 
 @app.command()
 def ask(
     question: Annotated[str, typer.Argument(help="What to ask; '-' or nothing reads it from a pipe.")] = "-",
-    model: Model = None, system: System = None, temperature: Temperature = None, top_p: TopP = None, top_k: TopK = None,
-    max_tokens: MaxTokens = None, seed: Seed = None, dummy_weights: DummyWeights = False, kv_blocks: KvBlocks = None,
-    max_model_len: MaxModelLen = None, dtype: DType = "auto", device: Device = "auto",
+    model: Model = None,
+    system: System = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    max_tokens: MaxTokens = None,
+    seed: Seed = None,
+    dummy_weights: DummyWeights = False,
+    kv_blocks: KvBlocks = None,
+    max_model_len: MaxModelLen = None,
+    dtype: DType = "auto",
+    device: Device = "auto",
     attention_backend: AttentionBackend = "auto",
     json: Annotated[bool, typer.Option("--json", help="One JSON object with the answer and its metrics.")] = False,
     record: Record = None,
-) -> None:  # fmt: skip
+) -> None:
     """Ask one question; the answer streams to stdout, its figures go to stderr.
 
     \b
@@ -125,21 +173,36 @@ def ask(
         question = sys.stdin.read().strip()
     if not question.strip():
         raise typer.BadParameter("the question is empty")
-    config = dict(
-        dummy_weights=dummy_weights, kv_blocks=kv_blocks, max_model_len=max_model_len, dtype=dtype, device=device,
-        attention_backend=attention_backend, no_prefix_caching=False,
-    )  # fmt: skip
-    sampling = dict(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed)
+    config = {
+        "dummy_weights": dummy_weights,
+        "kv_blocks": kv_blocks,
+        "max_model_len": max_model_len,
+        "dtype": dtype,
+        "device": device,
+        "attention_backend": attention_backend,
+        "no_prefix_caching": False,
+    }
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_tokens": max_tokens, "seed": seed}
     raise typer.Exit(run_ask(question, model, system, config, sampling, json, record))
 
 
 @app.command()
 def demo(
-    name: Annotated[str, typer.Argument(help="Which: shared-prefix, cache, chunked-prefill, eviction, preemption, fork or batching.")],
-    plain: Annotated[bool, typer.Option("--plain", "--headless", help="Tell it as lines of text; the default where there is no terminal.")] = False,
-    beat: Annotated[float | None, typer.Option(min=0, max=10, help="Scales the pauses for reading: 0 for none. Default: 1, and 0 with --plain.")] = None,
-    kv_blocks: KvBlocks = None, record: Record = None,
-) -> None:  # fmt: skip
+    name: Annotated[
+        str,
+        typer.Argument(help="Which: shared-prefix, cache, chunked-prefill, eviction, preemption, fork or batching."),
+    ],
+    plain: Annotated[
+        bool,
+        typer.Option("--plain", "--headless", help="Tell it as lines of text; the default where there is no terminal."),
+    ] = False,
+    beat: Annotated[
+        float | None,
+        typer.Option(min=0, max=10, help="Scales the pauses for reading: 0 for none. Default: 1, and 0 with --plain."),
+    ] = None,
+    kv_blocks: KvBlocks = None,
+    record: Record = None,
+) -> None:
     """Watch a scenario in a small engine of its own, told step by step.
 
     \b
@@ -155,14 +218,23 @@ def demo(
     from minitui.launch import run_demo
 
     text = plain or not sys.stdout.isatty()
-    raise typer.Exit(run_demo(name, {"kv_blocks": kv_blocks}, text, (0.0 if text else 1.0) if beat is None else beat, record))
+    raise typer.Exit(
+        run_demo(name, {"kv_blocks": kv_blocks}, text, (0.0 if text else 1.0) if beat is None else beat, record)
+    )
 
 
 @app.command()
 def lesson(
     number: Annotated[int | None, typer.Argument(help="0 to 9; without it they are listed.")] = None,
-    plain: Annotated[bool, typer.Option("--plain", "--headless", help="As lines of text, every experiment run; the default where there is no terminal.")] = False,
-) -> None:  # fmt: skip
+    plain: Annotated[
+        bool,
+        typer.Option(
+            "--plain",
+            "--headless",
+            help="As lines of text, every experiment run; the default where there is no terminal.",
+        ),
+    ] = False,
+) -> None:
     """A lesson with experiments on the bundled model: text, a panel beside it, a question to predict, the code.
 
     \b
@@ -183,14 +255,18 @@ def lesson(
 def replay(
     trace: Annotated[Path, typer.Argument(help="A file written with --record.")],
     speed: Annotated[float, typer.Option(help="1 is the engine's own speed; 0.1 ten times slower.")] = 1.0,
-    export: Annotated[str | None, typer.Option(help="perfetto, json, md or svg: write a file instead of playing.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write; default: beside the trace.")] = None,
+    export: Annotated[
+        str | None, typer.Option(help="perfetto, json, md or svg: write a file instead of playing.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The file to write; default: beside the trace.")
+    ] = None,
     step: Annotated[int | None, typer.Option(help="The step that an SVG shows; default: the last.")] = None,
     size: Annotated[str, typer.Option(help="Columns x rows of an SVG.")] = "120x36",
     fps: Annotated[int | None, typer.Option(min=1, max=60, help="Frames a second.")] = None,
     theme: Annotated[str | None, typer.Option(help="dark, light or projector.")] = None,
     ascii: Annotated[bool | None, typer.Option("--ascii/--unicode", help="Draw with ASCII only.")] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Play a recording in the same application, or export it.
 
     \b
@@ -209,9 +285,11 @@ def replay(
 
 @app.command()
 def tail(
-    source: Annotated[str | None, typer.Argument(help="A recording. Without it, questions are read from standard input, one a line.")] = None,
+    source: Annotated[
+        str | None, typer.Argument(help="A recording. Without it, questions are read from standard input, one a line.")
+    ] = None,
     kv_blocks: KvBlocks = None,
-) -> None:  # fmt: skip
+) -> None:
     """The engine's story as plain lines: for screen readers, logs and pipes.
 
     \b
@@ -248,12 +326,19 @@ def serve(
     max_body_mib: Annotated[int, typer.Option(min=1, help="Largest body of a request, in MiB.")] = 4,
     request_timeout: Annotated[float, typer.Option(min=0.1, help="Longest time for a reply, in seconds.")] = 600.0,
     drain_seconds: Annotated[float, typer.Option(min=0.0, help="Time for replies under way after SIGTERM.")] = 3.0,
-    dummy_weights: DummyWeights = False, kv_blocks: KvBlocks = None,
-    block_size: BlockSize = 16, max_num_seqs: MaxNumSeqs = None, max_num_batched_tokens: MaxNumBatchedTokens = None,
-    max_model_len: MaxModelLen = None, dtype: DType = "auto", device: Device = "auto",
-    attention_backend: AttentionBackend = "auto", enforce_eager: EnforceEager = False,
-    gpu_memory_utilization: GpuMemory = 0.9, no_prefix_caching: NoPrefixCaching = False,
-) -> None:  # fmt: skip
+    dummy_weights: DummyWeights = False,
+    kv_blocks: KvBlocks = None,
+    block_size: BlockSize = 16,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    max_model_len: MaxModelLen = None,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    attention_backend: AttentionBackend = "auto",
+    enforce_eager: EnforceEager = False,
+    gpu_memory_utilization: GpuMemory = 0.9,
+    no_prefix_caching: NoPrefixCaching = False,
+) -> None:
     """Serve over HTTP: POST /generate, OpenAI's endpoints, Prometheus metrics, and the telemetry for chat --connect.
 
     \b
@@ -269,25 +354,48 @@ def serve(
 
     choice = choose_model(model)
     config = engine_config(
-        model=choice.name, dummy_weights=dummy_weights, kv_blocks=kv_blocks, block_size=block_size,
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
-        dtype=dtype, device=device, attention_backend=attention_backend, enforce_eager=enforce_eager,
-        gpu_memory_utilization=gpu_memory_utilization, no_prefix_caching=no_prefix_caching,
-    )  # fmt: skip
+        model=choice.name,
+        dummy_weights=dummy_weights,
+        kv_blocks=kv_blocks,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        device=device,
+        attention_backend=attention_backend,
+        enforce_eager=enforce_eager,
+        gpu_memory_utilization=gpu_memory_utilization,
+        no_prefix_caching=no_prefix_caching,
+    )
     settings = ServerSettings(
-        host=host, port=port, keys=gather_keys(api_key or [], chat_key or [], watch_key or []), hide_text=hide_text,
-        served_name=served_model_name or choice.label, max_waiting=max_waiting, max_body=max_body_mib << 20,
-        request_s=request_timeout, drain_s=drain_seconds,
-    )  # fmt: skip
+        host=host,
+        port=port,
+        keys=gather_keys(api_key or [], chat_key or [], watch_key or []),
+        hide_text=hide_text,
+        served_name=served_model_name or choice.label,
+        max_waiting=max_waiting,
+        max_body=max_body_mib << 20,
+        request_s=request_timeout,
+        drain_s=drain_seconds,
+    )
     raise typer.Exit(run_serve(config, settings, log_path()))
 
 
-PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}  # bench has options of its own
+PASS_ON = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": [],
+}  # bench has options of its own
 
 
 @app.command(context_settings=PASS_ON)
 def bench(context: typer.Context) -> None:
     """Speed against the machine's own limits, measured in the same run (minitui bench --help)."""
+    if any(argument == "--url" or argument.startswith("--url=") for argument in context.args):
+        from minitui.loadgen import main as load
+
+        raise typer.Exit(load(context.args))
     from minitui.bench.command import main as run
 
     raise typer.Exit(run(context.args))

@@ -39,9 +39,14 @@ def make_sampling(options: dict[str, Any], defaults: settings_file.ChatSettings)
 
 
 def run_chat(
-    model: str | None, system: str | None, options: dict[str, Any], sampling: dict[str, Any], looks: dict[str, Any], resume: bool,
+    model: str | None,
+    system: str | None,
+    options: dict[str, Any],
+    sampling: dict[str, Any],
+    looks: dict[str, Any],
+    resume: bool,
     record: Path | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """`minitui chat`; returns the exit code."""
     from minitui.store import Store
 
@@ -50,6 +55,38 @@ def run_chat(
     choice = choose_model(model, settings.chat.system if system is None else system)
     drawn = make_sampling(sampling, settings.chat)
     source = recorded(live_source(choice, options), record)
+    store = Store(settings_file.data_dir() / "chats.sqlite")
+    return run_app(source, choice, settings, drawn, store, resume)
+
+
+def run_connected(
+    url: str,
+    key: str,
+    system: str | None,
+    sampling: dict[str, Any],
+    looks: dict[str, Any],
+    resume: bool,
+    record: Path | None = None,
+) -> int:
+    """`minitui chat --connect URL`; returns the exit code."""
+    from minitui import tutor
+    from minitui.models import PLAIN_SYSTEM_PROMPT
+    from minitui.remote import RemoteSource, probe
+    from minitui.store import Store
+
+    settings = settings_file.load()
+    apply_looks(settings, looks)
+    drawn = make_sampling(sampling, settings.chat)
+    info = probe(url, key)
+    if info is None:
+        raise EngineError(f"{url} is no minitui server: it does not know /minitui/info")
+    wanted = settings.chat.system if system is None else system
+    if info.get("bundled"):
+        prompt = tutor.DEFAULT_SYSTEM_PROMPT if wanted is None else wanted
+        choice = Choice("", "", prompt, "tutor", tutor.known_questions())
+    else:
+        choice = Choice("", "", PLAIN_SYSTEM_PROMPT if wanted is None else wanted, "model")
+    source = recorded(RemoteSource(url, key), record)
     store = Store(settings_file.data_dir() / "chats.sqlite")
     return run_app(source, choice, settings, drawn, store, resume)
 
@@ -67,9 +104,15 @@ def apply_looks(settings: settings_file.Settings, looks: dict[str, Any]) -> None
 
 
 def run_app(
-    source: Any, choice: Choice, settings: settings_file.Settings, sampling: Sampling, store: Any = None,
-    resume: bool = False, script: Any = None, make: Any = None,
-) -> int:  # fmt: skip
+    source: Any,
+    choice: Choice,
+    settings: settings_file.Settings,
+    sampling: Sampling,
+    store: Any = None,
+    resume: bool = False,
+    script: Any = None,
+    make: Any = None,
+) -> int:
     """Run the application until it is left; returns the exit code. `script(app)`, a coroutine, drives a demo; `make` is
     the application's class, or makes one of what that takes."""
     from minitui.app import MinituiApp
@@ -80,9 +123,16 @@ def run_app(
         chats.restore()
     guard = TerminalGuard()
     app = (make or MinituiApp)(
-        source, chats, settings, system=choice.system, known_questions=choice.known_questions, speaker=choice.speaker,
-        load_codec=load_codec, guard=guard, script=script,
-    )  # fmt: skip
+        source,
+        chats,
+        settings,
+        system=choice.system,
+        known_questions=choice.known_questions,
+        speaker=choice.speaker,
+        load_codec=load_codec,
+        guard=guard,
+        script=script,
+    )
     try:
         app.run()
     finally:
@@ -91,9 +141,14 @@ def run_app(
 
 
 def run_ask(
-    question: str, model: str | None, system: str | None, options: dict[str, Any], sampling: dict[str, Any], as_json: bool,
+    question: str,
+    model: str | None,
+    system: str | None,
+    options: dict[str, Any],
+    sampling: dict[str, Any],
+    as_json: bool,
     record: Path | None = None,
-) -> int:  # fmt: skip
+) -> int:
     """`minitui ask`; returns the exit code."""
     from minitui.ask import ask
 
@@ -131,7 +186,7 @@ def run_demo(name: str, options: dict[str, Any], plain: bool, beat: float, recor
     return run_app(source, choice, settings, sampling, script=lambda app: play_in_app(demo, app, restart))
 
 
-def recorded(source: LiveSource, path: Path | None) -> Any:
+def recorded(source: Any, path: Path | None) -> Any:
     """The source, with everything that it says written to `path`, if there is one."""
     if path is None:
         return source

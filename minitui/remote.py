@@ -364,6 +364,29 @@ class RemoteSource:
         return task
 
 
+def probe(url: str, key: str = "") -> dict[str, Any] | None:
+    """What a server says about itself before the application is drawn; None if it is another kind of server.
+
+    Raises EngineError with a sentence if it cannot be reached or does not let us in. A server that still loads its
+    model says nothing yet: {}.
+    """
+    url = normalise(url)
+
+    async def ask() -> dict[str, Any] | None:
+        async with open_client(url, key) as client:
+            try:
+                response = await client.get("/minitui/info")
+                if response.status_code in (404, 405):
+                    return None
+                return (await check(response)).json()
+            except EngineDead:
+                return {}
+            except (httpx.HTTPError, OSError) as error:
+                raise unreachable(url, error) from error
+
+    return asyncio.run(ask())
+
+
 def decode_snapshot(text: str | bytes) -> dict[str, Any]:
     """A snapshot as JSON carries it (keys are strings there) back in the form of engine.state."""
     data = json.loads(text)

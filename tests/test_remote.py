@@ -284,3 +284,35 @@ async def test_a_server_that_goes_for_good_is_a_death(tmp_path: Path) -> None:
         await source._watching
     assert len(deaths) == 1 and "has not been reached" in deaths[0] and source.connection
     await source.close()
+
+
+async def test_the_application_shows_an_engine_elsewhere_as_its_own(server: Running, tmp_path: Path) -> None:
+    from minitui.app import MinituiApp
+    from minitui.models import load_codec
+    from minitui.remote import RemoteSource
+    from minitui.sessions import Chats, Sampling
+    from minitui.settings import Settings
+
+    await asyncio.to_thread(server.wait_idle)
+    source = RemoteSource(server.url, cache=tmp_path)
+    chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=40))
+    app = MinituiApp(source, chats, Settings(), system="Answer briefly.", known_questions=[], speaker="tutor",
+                     load_codec=load_codec)  # fmt: skip
+    async with app.run_test(size=(120, 36)) as pilot:
+        for _ in range(200):
+            await pilot.pause(0.05)
+            if app.feed.live:
+                break
+        app.ask_question("What is the KV cache?")
+        for _ in range(200):
+            await pilot.pause(0.05)
+            if app.session.messages and not app.session.busy and app.view.live.state.seq:
+                break
+        assert app.session.state == "done", app.session.messages[-1].error
+        assert "key" in app.session.messages[-1].text
+        told = await engine_snapshot(server)
+        for _ in range(100):
+            if app.view.live.state.seq >= told["seq"]:
+                break
+            await pilot.pause(0.05)
+        assert app.view.live.state.snapshot() == told
