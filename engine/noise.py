@@ -9,6 +9,7 @@ and the (odd) increment of a Weyl sequence over the token ids, which `mix` scram
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 WORD = 0xFFFFFFFF
@@ -60,6 +61,29 @@ def gumbel(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torc
 
     u has 31 bits. Small u decide who wins, and near 0 floating point keeps all of them apart.
     """
-    u = (hashes(keys, positions, vocab_size) & 0x7FFFFFFF).to(torch.float32)
-    u.add_(0.5).mul_(-(2.0**-31)).clamp_min_(-1 + 2.0**-24)
-    return u.log1p_().neg_().log_().neg_()
+    return _gumbel((hashes(keys, positions, vocab_size) & 0x7FFFFFFF).to(torch.float32))
+
+
+def host_gumbel(keys: np.ndarray, positions: np.ndarray, vocab_size: int) -> torch.Tensor:
+    """The same on a CPU, from arrays: a third of the time, for numpy has unsigned words and cheaper calls."""
+    start = _host_mix(keys[:, 0].view(np.uint32) + positions.astype(np.uint32) * np.uint32(GOLDEN))
+    step = ((start * np.uint32(MURMUR)) ^ keys[:, 1].view(np.uint32)) | np.uint32(1)
+    words = _host_mix(np.arange(vocab_size, dtype=np.uint32) * step[:, None] + start[:, None])
+    words &= np.uint32(0x7FFFFFFF)
+    return _gumbel(torch.from_numpy(words.view(np.int32).astype(np.float32)))
+
+
+def _host_mix(x: np.ndarray) -> np.ndarray:
+    """`mix` on an uint32 array, in place."""
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(MIX_1)
+    x ^= x >> np.uint32(15)
+    x *= np.uint32(MIX_2)
+    x ^= x >> np.uint32(16)
+    return x
+
+
+def _gumbel(bits: torch.Tensor) -> torch.Tensor:
+    """Of 31 random bits each, as fp32; overwritten."""
+    bits.add_(0.5).mul_(-(2.0**-31)).clamp_min_(-1 + 2.0**-24)
+    return bits.log1p_().neg_().log_().neg_()

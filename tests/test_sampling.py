@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.noise import GOLDEN, MIX_1, MIX_2, MURMUR, WORD, gumbel, hashes, mix_int, request_keys, signed
+from engine import sampling
+from engine.noise import GOLDEN, MIX_1, MIX_2, MURMUR, WORD, gumbel, hashes, host_gumbel, mix_int, request_keys, signed
 from engine.sampling import Drawn, Sampler
 from engine.types import Request, SamplingParams
 from engine.upload import Uploader
@@ -143,6 +144,13 @@ def test_noise_is_the_documented_hash() -> None:
     assert MIX_1 % 2 == MIX_2 % 2 == 1
 
 
+def test_noise_made_on_the_host_is_the_same() -> None:
+    keys = np.array([request_keys(seed, seed % 3) for seed in range(-4, 5)], dtype=np.int32)
+    positions = np.array([0, 1, 2, 1000, 2**31 - 1, 5, 5, 5, 5])
+    noise = host_gumbel(keys, positions, 3000)
+    assert torch.equal(noise, gumbel(torch.from_numpy(keys), torch.from_numpy(positions), 3000))
+
+
 def test_noise_is_finite_and_gumbel() -> None:
     noise = gumbel(torch.tensor([request_keys(5, 0)], dtype=torch.int32), torch.tensor([3]), 1_000_000)[0]
     assert noise.isfinite().all()
@@ -262,10 +270,18 @@ def test_a_tiny_temperature_is_argmax_without_nan_and_zero_is_exact() -> None:
     assert not drawn.bad.any()
 
 
+def sorted_widths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Records what is sorted from here on: (rows, how many of the largest)."""
+    calls: list[tuple[int, int]] = []
+    original = sampling.descending
+    monkeypatch.setattr(
+        sampling, "descending", lambda values, width: calls.append((len(values), width)) or original(values, width)
+    )
+    return calls
+
+
 def test_sorting_is_skipped_when_no_row_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    monkeypatch.setattr(torch.Tensor, "sort", lambda *args, **kwargs: calls.append("sort"))
-    monkeypatch.setattr(torch.Tensor, "topk", lambda *args, **kwargs: calls.append("topk"))
+    calls = sorted_widths(monkeypatch)
     batch = Batch()
     batch.add(0, temperature=0.7)
     batch.add(1, temperature=0.0, top_p=0.5)  # greedy: truncation changes nothing
@@ -275,10 +291,7 @@ def test_sorting_is_skipped_when_no_row_needs_it(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_whole_vocabulary_is_sorted_only_for_top_p_without_top_k(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    sort, topk = torch.Tensor.sort, torch.Tensor.topk
-    monkeypatch.setattr(torch.Tensor, "sort", lambda *a, **k: calls.append("sort") or sort(*a, **k))
-    monkeypatch.setattr(torch.Tensor, "topk", lambda t, k, *a, **o: calls.append(f"topk {k}") or topk(t, k, *a, **o))
+    calls = sorted_widths(monkeypatch)
     batch = Batch()
     batch.add(0, temperature=1.0, top_k=5, top_p=0.9)
     batch.add(1, temperature=1.0, top_k=9)
@@ -286,17 +299,27 @@ def test_the_whole_vocabulary_is_sorted_only_for_top_p_without_top_k(monkeypatch
     batch.add(3, temperature=1.0, top_p=0.9)
     batch.draw(random_logits(3), [0, 1, 2])
     batch.draw(random_logits(2), [1, 3])
-    assert calls == ["topk 9", "sort"]
+    assert calls == [(2, 9), (2, VOCAB)]
+
+
+@pytest.mark.parametrize("vocab", [300, sampling.SMALL_VOCABULARY + 1])
+def test_every_way_to_sort_gives_the_largest_first(vocab: int) -> None:
+    values = random_logits(3, 1, vocab)
+    for width in (1, 7, vocab - 1, vocab):
+        assert torch.equal(sampling.descending(values, width), values.sort(descending=True).values[:, :width])
 
 
 def test_the_sampler_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of the calls that copy a value to the host, with everything asked for at once."""
+    """None of the calls that copy a value to the host, with everything asked for at once.
+
+    (Tensor.numpy is not among them: it does not exist for a tensor on a device.)
+    """
     batch = Batch()
     for row in range(6):
         add_everything(batch, row)
     batch.add(6)
     batch.add(7, temperature=0.0)
-    for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__"):
+    for name in ("item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__float__"):
         def refuse(*args: Any, name: str = name, **kwargs: Any) -> None:
             raise AssertionError(f"Tensor.{name} waits for the device")
 
