@@ -137,6 +137,7 @@ def run_app(
         app.run()
     finally:
         guard.restore()
+    tell_recording(source)
     return 128 + guard.signal if guard.signal else app.return_code or 0
 
 
@@ -157,7 +158,10 @@ def run_ask(
     drawn = make_sampling(sampling, settings.chat)
 
     async def main() -> int:
-        return await ask(recorded(live_source(choice, options), record), question, choice.system, drawn, as_json)
+        source = recorded(live_source(choice, options), record)
+        status = await ask(source, question, choice.system, drawn, as_json)
+        tell_recording(source)
+        return status
 
     return asyncio.run(main())
 
@@ -181,7 +185,9 @@ def run_demo(name: str, options: dict[str, Any], plain: bool, beat: float, recor
         await source.reconfigure(engine_config(model=choice.name, **{**chosen, **changes}))
 
     if plain:
-        return asyncio.run(tell_plainly(demo, source, choice.system, sampling, beat=beat, restart=restart))
+        status = asyncio.run(tell_plainly(demo, source, choice.system, sampling, beat=beat, restart=restart))
+        tell_recording(source)
+        return status
     settings = settings_file.load()
     return run_app(source, choice, settings, sampling, script=lambda app: play_in_app(demo, app, restart))
 
@@ -193,6 +199,14 @@ def recorded(source: Any, path: Path | None) -> Any:
     from minitui.record import RecordingSource
 
     return RecordingSource(source, path)
+
+
+def tell_recording(source: Any) -> None:
+    """Say so if a recording was not completed; the terminal is the user's again."""
+    import sys
+
+    if error := getattr(source, "recording_error", ""):
+        print(f"minitui: {error}", file=sys.stderr)
 
 
 def lesson_source(number: int) -> tuple[Choice, LiveSource, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 KEYFRAME_EVERY = 12_000  # records
 BATCH = 512  # records in a line
 FLUSH_S = 1.0  # a killed writer loses at most this much
+LEVEL = 2  # of compression: a third of the time of the usual one, a fifth more bytes
+MAX_WAITING = 4000  # items that wait to be written
 
 Decode = Callable[[int], bytes]
 
@@ -31,7 +35,8 @@ class Recorder:
     """Writes a trace. `begin` with the engine's info and a snapshot, `feed` records as they come, `close`.
 
     Records at or before the snapshot's number are skipped. After a gap nothing is written until `begin` or `resume`
-    brings another snapshot. `decode` tells a token's bytes; None leaves the texts out.
+    brings another snapshot. `decode` tells a token's bytes; None leaves the texts out. What feeds only folds: a thread
+    of its own makes lines, compresses and writes. What goes wrong there is raised by the next call, as a TraceError.
     """
 
     def __init__(self, path: str | Path, decode: Decode | None = None, keyframe_every: int = KEYFRAME_EVERY) -> None:
@@ -44,18 +49,13 @@ class Recorder:
         self._state: State | None = None
         self._clock: PlayClock | None = None
         self._since_keyframe = 0
+        self._until_keyframe = keyframe_every
         self._played = 0.0
         self._known: set[int] = set()
         self._unknown: set[int] = set()
         self._told: set[str] = set()  # moments that have their bookmark
         self._flushed = 0.0
-        self._member: Any = None
-        try:
-            self._file = self.path.open("wb")
-        except OSError as error:
-            raise TraceError(
-                f"{self.path} cannot be written: {error.strerror}; name another file with --record"
-            ) from None
+        self._writer = _Writer(self.path)
 
     def begin(self, info: dict[str, Any], snapshot: dict[str, Any], t: float = 0.0) -> None:
         """Write the header and the first keyframe. `t`: the engine's clock at the snapshot, 0 if not known."""
@@ -65,17 +65,15 @@ class Recorder:
             "recorded": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "random_text": bool(info.get("dummy_weights")),
         }
-        self._member = zlib.compressobj(6, zlib.DEFLATED, GZIP)
-        self._write(json.dumps(header, default=str))
+        self._writer.put(json.dumps(header, default=str))
         self.resume(snapshot, t)
 
     def resume(self, snapshot: dict[str, Any], t: float = 0.0) -> None:
         """Go on from a snapshot, after a gap."""
-        played = self._clock.now if self._clock is not None else 0.0
+        self._played = self._clock.now if self._clock is not None else 0.0
         self._state = State.from_snapshot(snapshot)
-        self._state.t = t
-        self._clock = PlayClock(t, played, self._state) if t else None
-        self._played = played
+        self._state.t = t = t or self._state.t
+        self._clock = PlayClock(t, self._played, self._state) if t else None
         self._unknown.update(token for node in self._state.nodes.values() for token in node.ids)
         self.waits_for_snapshot = False
         self._keyframe()
@@ -95,39 +93,39 @@ class Recorder:
             if self._clock is None:  # the clock stands at the first record that comes
                 self._clock = PlayClock(record[1], self._played, state)
             self._clock.tell(record)
-            self._notice(record)
+            if record[2] in _NOTICED:
+                self._notice(record)
             state.apply(record)
             batch.append(record)
             if len(batch) == BATCH:
-                self._write_records(batch)
+                self._put_records(batch)
                 batch = []
-            if self._since_keyframe + len(batch) >= self._every:
-                self._write_records(batch)
+            if self._since_keyframe + len(batch) >= self._until_keyframe:
+                self._put_records(batch)
                 batch = []
                 self._keyframe()
-        self._write_records(batch)
+        self._put_records(batch)
         if time.monotonic() - self._flushed > FLUSH_S:
-            self._flush()
+            self._put_words()
+            self._writer.put(_FLUSH)
+            self._flushed = time.monotonic()
 
     def name(self, names: dict[str, str]) -> None:
         """Tell what chats are called."""
-        if names and self._member is not None:
-            self._write(json.dumps(["n", names]))
+        if names and self._state is not None:
+            self._writer.put(json.dumps(["n", names]))
 
     def bookmark(self, text: str) -> None:
         """Mark the last step."""
-        if self._state is not None and self._member is not None:
-            self._write(json.dumps(["b", self._state.step, text]))
+        if self._state is not None:
+            self._writer.put(json.dumps(["b", self._state.step, text]))
 
     def close(self) -> None:
-        """Write the end. Idempotent."""
-        if self._file.closed:
-            return
-        if self._member is not None:
-            self._write_words()
-            self._write(json.dumps(["e", {"records": self.records, "steps": self.steps}]))
-            self._end_member()
-        self._file.close()
+        """Write the end, and return when everything is in the file. Idempotent."""
+        if self._state is not None and not self._writer.closed:
+            self._put_words()
+            self._writer.put(json.dumps(["e", {"records": self.records, "steps": self.steps}]))
+        self._writer.close()
 
     def _notice(self, record: Record) -> None:
         """Count, collect tokens to spell, and bookmark the first of each kind of moment."""
@@ -152,52 +150,116 @@ class Recorder:
         if moment not in self._told:
             self._told.add(moment)
             # What decides a step is recorded while it is planned, before its number is.
-            self._write(json.dumps(["b", self._state.step + 1, text]))
+            self._writer.put(json.dumps(["b", self._state.step + 1, text]))
 
-    def _write_records(self, batch: list[Record]) -> None:
+    def _put_records(self, batch: list[Record]) -> None:
         if batch:
-            lines = [[round(record[1], 6), *record[2:]] for record in batch]
-            self._write(json.dumps(["r", batch[0][0], lines], separators=(",", ":")))
+            self._writer.put(batch)
             self.records += len(batch)
             self._since_keyframe += len(batch)
 
     def _keyframe(self) -> None:
         assert self._state is not None
-        self._write_words()
-        self._end_member()
-        self._member = zlib.compressobj(6, zlib.DEFLATED, GZIP)
-        state = self._state
+        self._put_words()
+        state = self._state.copy()
         played = self._clock.now if self._clock is not None else self._played
-        snapshot = {**state.snapshot(), "t": state.t}
-        self._write(json.dumps(["k", state.seq, state.step, round(played, 6), snapshot], separators=(",", ":")))
+        self._writer.put((played, state))
         self._since_keyframe = 0
+        # A keyframe of a large tree is as long as many records: they are as far apart as that is worth.
+        self._until_keyframe = max(self._every, sum(len(node.ids) for node in state.nodes.values()) // 4)
 
-    def _write_words(self) -> None:
-        unknown = sorted(self._unknown - self._known)
-        self._unknown.clear()
+    def _put_words(self) -> None:
+        unknown, self._unknown = self._unknown - self._known, set()
         if unknown and self.decode is not None:
-            self._known.update(unknown)
-            self._write(json.dumps(["w", [[token, self.decode(token).decode("latin-1")] for token in unknown]]))
+            self._known |= unknown
+            self._writer.put((self.decode, sorted(unknown)))
 
-    def _write(self, line: str) -> None:
-        self._put(self._member.compress(line.encode() + b"\n"))
+
+_NOTICED = frozenset({"step", "insert", "extend", "evict", "preempt", "match", "fail"})
+_FLUSH, _CLOSE = object(), object()
+
+
+class _Writer:
+    """A thread that turns what is put into lines of the file: a line, records, (played, state), (decode, ids)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.closed = False
+        try:
+            self._file = path.open("wb")
+        except OSError as error:
+            raise TraceError(f"{path} cannot be written: {error.strerror}; name another file with --record") from None
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._failure: OSError | None = None
+        self._member: Any = None
+        self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
+        self._thread.start()
+
+    def put(self, item: Any) -> None:
+        """Have it written; raises TraceError if an earlier one could not be."""
+        self._check()
+        if self._queue.qsize() > MAX_WAITING:
+            raise TraceError(f"{self.path} cannot be written as fast as the engine runs: the recording ends here")
+        self._queue.put(item)
+
+    def close(self) -> None:
+        """Return when everything is written."""
+        if self.closed:
+            return
+        self.closed = True
+        self._queue.put(_CLOSE)
+        self._thread.join()
+        self._check()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise TraceError(f"{self.path} cannot be written: {self._failure.strerror}")
+
+    def _run(self) -> None:
+        with contextlib.closing(self._file):
+            while (item := self._queue.get()) is not _CLOSE:
+                try:
+                    self._take(item)
+                except OSError as error:
+                    self._failure = error
+                    return
+            with contextlib.suppress(OSError):
+                self._end_member()
+
+    def _take(self, item: Any) -> None:
+        if item is _FLUSH:
+            if self._member is not None:
+                self._file.write(self._member.flush(zlib.Z_SYNC_FLUSH))
+                self._file.flush()
+        elif isinstance(item, str):
+            self._line(item)
+        elif isinstance(item, list):
+            rows = [[round(record[1], 6), *record[2:]] for record in item]
+            self._line(json.dumps(["r", item[0][0], rows], separators=(",", ":")))
+        elif isinstance(item[1], State):
+            self._keyframe(*item)
+        else:
+            decode, ids = item
+            self._line(json.dumps(["w", [[token, decode(token).decode("latin-1")] for token in ids]]))
+
+    def _keyframe(self, played: float, state: State) -> None:
+        """In a member of its own. Encoded node by node: nobody is held up for the length of a whole tree."""
+        self._end_member()
+        snapshot = {**state.snapshot(), "t": state.t}
+        nodes = snapshot.pop("nodes")
+        head = json.dumps(["k", state.seq, state.step, round(played, 6), snapshot], separators=(",", ":"))
+        parts = [f'"{id}":{json.dumps(node, separators=(",", ":"))}' for id, node in nodes.items()]
+        self._line(f'{head[:-2]},"nodes":{{{",".join(parts)}}}}}]')
+
+    def _line(self, line: str) -> None:
+        if self._member is None:
+            self._member = zlib.compressobj(LEVEL, zlib.DEFLATED, GZIP)
+        self._file.write(self._member.compress(line.encode() + b"\n"))
 
     def _end_member(self) -> None:
         if self._member is not None:
-            self._put(self._member.flush())
+            self._file.write(self._member.flush())
             self._member = None
-
-    def _flush(self) -> None:
-        self._write_words()
-        self._put(self._member.flush(zlib.Z_SYNC_FLUSH))
-        self._file.flush()
-        self._flushed = time.monotonic()
-
-    def _put(self, data: bytes) -> None:
-        try:
-            self._file.write(data)
-        except OSError as error:
-            raise TraceError(f"{self.path} cannot be written: {error.strerror}") from None
 
 
 class RecordingSource:
@@ -257,7 +319,9 @@ class RecordingSource:
             write(self._recorder)
         except TraceError as error:
             self.recording_error = str(error)
-            self._recorder = None
+            failed, self._recorder = self._recorder, None
+            with contextlib.suppress(TraceError):
+                failed.close()
 
     async def ready(self) -> None:
         await self.source.ready()

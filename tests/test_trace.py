@@ -193,3 +193,37 @@ async def test_any_source_can_be_recorded(tmp_path: Path) -> None:
     reader = TraceReader(path)
     assert reader.complete and reader.info["num_blocks"] == 256 and reader.names == {"a": "1 paging"}
     assert reader.final_state().snapshot() == expected
+
+
+async def test_a_disk_that_fails_ends_the_recording_and_not_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(writer: object, line: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    source = RecordingSource(FakeSource(), tmp_path / "run.trace")
+    monkeypatch.setattr("minitui.record._Writer._line", full)
+    await source.start(lambda progress: None)
+    stream = source.submit(list(range(60)), SamplingParams(max_tokens=5, ignore_eos=True), group="a")
+    async for _ in stream:
+        source.drain_records()
+    await source.close()
+    assert "No space left on device" in source.recording_error
+
+
+async def test_an_engine_put_in_the_place_of_another_gets_a_file_of_its_own(tmp_path: Path) -> None:
+    class Changeable(FakeSource):
+        async def reconfigure(self, config: object) -> None:
+            await self.restart(lambda progress: None)
+
+    source = RecordingSource(Changeable(), tmp_path / "run.trace")
+    await source.start(lambda progress: None)
+    for change in (False, True):
+        if change:
+            await source.reconfigure(None)
+        async for _ in source.submit(list(range(60)), SamplingParams(max_tokens=5, ignore_eos=True)):
+            source.drain_records()
+    await source.close()
+    for name in ("run.trace", "run.2.trace"):
+        reader = TraceReader(tmp_path / name)
+        assert reader.complete and next(reader.records())[0] == 1 and reader.last_step == 4
