@@ -47,21 +47,41 @@ class MinituiApp(App[int]):
     ToastRack { dock: top; align: right top; margin-top: 2; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        *(
-            Binding(a.key, f"do('{a.id}')", a.title, id=a.id, tooltip=a.help, show=False)
-            for a in ACTIONS
-            if a.key
-        ),
+        *(Binding(a.key, f"do('{a.id}')", a.title, id=a.id, tooltip=a.help, show=False) for a in ACTIONS if a.key),
         Binding("escape", "escape", "Back", id="escape", tooltip="Cancel the answer, else nothing", show=False),
-        Binding("ctrl+z", "suspend_process", "Suspend", id="suspend", tooltip="Back to the shell; fg returns", show=False, priority=True),
-        Binding("ctrl+c", "interrupt", "Copy or quit", id="interrupt", tooltip="Copy the selection; twice quits", show=False, priority=True),
-    ]  # fmt: skip
+        Binding(
+            "ctrl+z",
+            "suspend_process",
+            "Suspend",
+            id="suspend",
+            tooltip="Back to the shell; fg returns",
+            show=False,
+            priority=True,
+        ),
+        Binding(
+            "ctrl+c",
+            "interrupt",
+            "Copy or quit",
+            id="interrupt",
+            tooltip="Copy the selection; twice quits",
+            show=False,
+            priority=True,
+        ),
+    ]
 
     def __init__(
-        self, source: Source, chats: Chats, settings: Settings, *, system: str, known_questions: list[str] | None = None,
-        speaker: str = "model", load_codec: Callable[[dict[str, Any]], Codec], guard: TerminalGuard | None = None,
+        self,
+        source: Source,
+        chats: Chats,
+        settings: Settings,
+        *,
+        system: str,
+        known_questions: list[str] | None = None,
+        speaker: str = "model",
+        load_codec: Callable[[dict[str, Any]], Codec],
+        guard: TerminalGuard | None = None,
         script: Script | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.source, self.chats, self.settings = source, chats, settings
         self.system, self.speaker = system, speaker
@@ -101,7 +121,7 @@ class MinituiApp(App[int]):
         if self._guard:
             loop = asyncio.get_running_loop()
             # The handler runs between two bytecodes, anywhere: it only asks the loop.
-            self._guard.install(lambda code: loop.call_soon_threadsafe(lambda: self.exit(return_code=code)) and None)
+            self._guard.install(lambda code: loop.call_soon_threadsafe(partial(self.exit, return_code=code)))
 
     async def _start(self, again: bool = False) -> None:
         self.progress = {"text": "starting the engine"}

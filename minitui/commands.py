@@ -89,8 +89,8 @@ class Commands:
         replay.named = False
         self.app.chats.send(replay, asked)
         replay.note = (
-            f"same system prompt and first question as chat {self.app.chats.number(source)}: see under the answer how much came "
-            "from the cache"
+            f"same system prompt and first question as chat {self.app.chats.number(source)}: see under the answer how "
+            "much came from the cache"
         )
         self.app.replays.append(replay.id)
         self.app.select_session(replay)
@@ -279,7 +279,9 @@ class Commands:
 
     def do_palette(self, _: str) -> None:
         offered = {a.title: a for a in ACTIONS if a.id not in ("palette", "slash", "write", "go")}
-        ways = [(key_label(self.app.settings.keys.get(a.id, a.key)), a.slash and f"/{a.slash}") for a in offered.values()]
+        ways = [
+            (key_label(self.app.settings.keys.get(a.id, a.key)), a.slash and f"/{a.slash}") for a in offered.values()
+        ]
         rows = [
             (title, f"{' '.join(w for w in way if w):<18} {a.help}")
             for (title, a), way in zip(offered.items(), ways, strict=True)

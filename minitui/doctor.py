@@ -24,7 +24,7 @@ def examine() -> dict[str, Any]:
     """Everything found, as plain data. Imports torch (a second or two)."""
     import torch
 
-    gpus = []
+    gpus: list[dict[str, Any]] = []
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(i)

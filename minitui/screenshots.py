@@ -29,7 +29,12 @@ from minitui.settings import Settings
 
 FONTS = "'DejaVu Sans Mono', 'Liberation Mono', Menlo, Consolas, 'Cascadia Mono', monospace"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-FOLLOW_UPS = ("What is a block table?", "What is continuous batching?", "What is prefill?", "Why is decode memory bound?")
+FOLLOW_UPS = (
+    "What is a block table?",
+    "What is continuous batching?",
+    "What is prefill?",
+    "Why is decode memory bound?",
+)
 
 
 @dataclass(frozen=True)
@@ -139,9 +144,14 @@ async def application(scene: Scene) -> AsyncIterator[MinituiApp]:
     choice = choose_model(None)
     source = live_source(choice, {"kv_blocks": None, "no_prefix_caching": False} | scene.options)
     app = MinituiApp(
-        source, Chats(source, sampling=Sampling(temperature=0.0)), Settings(theme=f"minitui-{scene.theme}"),
-        system=choice.system, known_questions=choice.known_questions, speaker=choice.speaker, load_codec=load_codec,
-    )  # fmt: skip
+        source,
+        Chats(source, sampling=Sampling(temperature=0.0)),
+        Settings(theme=f"minitui-{scene.theme}"),
+        system=choice.system,
+        known_questions=choice.known_questions,
+        speaker=choice.speaker,
+        load_codec=load_codec,
+    )
     async with app.run_test(size=(scene.columns, scene.rows)):
         await until(lambda: app.feed.live and app.progress is None)
         yield app
@@ -177,12 +187,22 @@ def to_png(svg: Path, browser: str) -> Path:
         page.write_text(f"<style>{style}</style>{svg.read_text(encoding='utf-8')}", encoding="utf-8")
         subprocess.run(
             [
-                browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}",
-                "--default-background-color=00000000", "--force-device-scale-factor=1.5", f"--window-size={width},{height}",
-                f"--screenshot={png}", page.as_uri(),
+                browser,
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--hide-scrollbars",
+                f"--user-data-dir={profile}",
+                "--default-background-color=00000000",
+                "--force-device-scale-factor=1.5",
+                f"--window-size={width},{height}",
+                f"--screenshot={png}",
+                page.as_uri(),
             ],
-            check=True, capture_output=True, timeout=120,
-        )  # fmt: skip
+            check=True,
+            capture_output=True,
+            timeout=120,
+        )
     return png
 
 

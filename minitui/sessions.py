@@ -211,15 +211,21 @@ class Sampling:
     def set(self, name: str, text: str) -> str:
         """Set one by its name and value as typed; returns what to tell the user. Raises InvalidRequest."""
         kinds: dict[str, Callable[[str], Any]] = {
-            "temperature": float, "top_p": float, "top_k": int, "max_tokens": int, "seed": int, "ignore_eos": _switch
-        }  # fmt: skip
+            "temperature": float,
+            "top_p": float,
+            "top_k": int,
+            "max_tokens": int,
+            "seed": int,
+            "ignore_eos": _switch,
+        }
         if name not in kinds:
             raise InvalidRequest(f"there is no setting {name!r}; there are {', '.join(kinds)}", name)
         try:
             value = None if text in ("", "default", "none") else kinds[name](text)
         except ValueError:
             raise InvalidRequest(f"{name} cannot be {text!r}", name) from None
-        changed = replace(self, **{name: bool(value) if name == "ignore_eos" else value})
+        changed = replace(self)
+        setattr(changed, name, bool(value) if name == "ignore_eos" else value)
         changed.params({}).validate(1 << 31)
         vars(self).update(vars(changed))
         return f"{name} is {'the default' if value is None else value} from the next message on"
@@ -279,8 +285,45 @@ class Session:
 
 
 LEADS = frozenset(
-    "a an and about are can could did do does explain for from give how i in is it me mean of on please tell the to what "
-    "whats when where which who why would you your".split()
+    [
+        "a",
+        "an",
+        "and",
+        "about",
+        "are",
+        "can",
+        "could",
+        "did",
+        "do",
+        "does",
+        "explain",
+        "for",
+        "from",
+        "give",
+        "how",
+        "i",
+        "in",
+        "is",
+        "it",
+        "me",
+        "mean",
+        "of",
+        "on",
+        "please",
+        "tell",
+        "the",
+        "to",
+        "what",
+        "whats",
+        "when",
+        "where",
+        "which",
+        "who",
+        "why",
+        "would",
+        "you",
+        "your",
+    ]
 )
 
 
@@ -513,7 +556,7 @@ class Chats:
                 self.model,
                 session.ids,
                 [],
-            )  # fmt: skip
+            )
         )
         first = 0 if everything else len(session.messages) - 1 if last else len(session.messages)
         for position, m in list(enumerate(session.messages))[first:]:

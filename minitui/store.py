@@ -1,7 +1,7 @@
 """Chats on disk: one SQLite file under the XDG data directory.
 
-A user's message is saved before its answer is asked for; an answer while it is written every second or so, and when it ends, however
-it ends. So a crash loses at most the last second of one answer.
+A user's message is saved before its answer is asked for; an answer every second or so while it is written, and when it
+ends, however it ends. So a crash loses at most the last second of one answer.
 
 `PRAGMA user_version` is the schema's version; MIGRATIONS[i] takes a file from version i to i + 1.
 """
@@ -162,15 +162,18 @@ class Store:
             "WHERE closed IS NULL AND EXISTS (SELECT 1 FROM messages WHERE chat = chats.id) ORDER BY created, rowid"
         ).fetchall()
         return [
-            StoredChat(*row[:4], json.loads(row[4]), row[5], row[6], _ids(row[7]), self._messages(row[0]))
-            for row in rows
+            StoredChat(id, title, system, parent, json.loads(settings), created, model, _ids(ids), self._messages(id))
+            for id, title, system, parent, settings, created, model, ids in rows
         ]
 
     def _messages(self, chat: str) -> list[StoredMessage]:
         rows = self._db.execute(
             "SELECT role, text, state, error, metrics, created FROM messages WHERE chat = ? ORDER BY position", (chat,)
         )
-        return [StoredMessage(*row[:4], json.loads(row[4]), row[5]) for row in rows]
+        return [
+            StoredMessage(role, text, state, error, json.loads(metrics), created)
+            for role, text, state, error, metrics, created in rows
+        ]
 
     def close(self) -> None:
         """Close the file."""

@@ -35,7 +35,7 @@ class TerminalGuard:
         with contextlib.suppress(termios.error, OSError, ValueError):
             self._attributes = termios.tcgetattr(sys.__stdin__.fileno())  # type: ignore[union-attr]
 
-    def install(self, close: Callable[[int], None]) -> None:
+    def install(self, close: Callable[[int], object]) -> None:
         """From now on SIGTERM and SIGHUP call `close(exit code)`, in the main thread, between two bytecodes."""
 
         def handle(number: int, frame: FrameType | None) -> None:

@@ -136,9 +136,14 @@ class FakeSource:
     """See the module. `speed`: seconds a step takes; `answer` is given the prompt as text."""
 
     def __init__(
-        self, answer: Callable[[str], str] = lambda prompt: "A **block table** maps positions to blocks.",
-        num_blocks: int = 257, speed: float = 0.0, start_error: str = "", start_seconds: float = 0.0, max_num_seqs: int = 16,
-    ) -> None:  # fmt: skip
+        self,
+        answer: Callable[[str], str] = lambda prompt: "A **block table** maps positions to blocks.",
+        num_blocks: int = 257,
+        speed: float = 0.0,
+        start_error: str = "",
+        start_seconds: float = 0.0,
+        max_num_seqs: int = 16,
+    ) -> None:
         self.runner = ScriptedRunner(num_blocks, 16, answer)
         self.speed, self.start_error, self.start_seconds = speed, start_error, start_seconds
         self.max_num_seqs = max_num_seqs
@@ -167,9 +172,15 @@ class FakeSource:
         self.streams: dict[int, FakeStream] = {}
         self.error = None
         self.info = {
-            "model": "scripted", "device": "cpu", "dtype": "float32", "num_blocks": self.runner.num_blocks - 1, "block_size": 16,
-            "max_model_len": 4096, "model_dir": "", "generation": {"temperature": 0.0},
-        }  # fmt: skip
+            "model": "scripted",
+            "device": "cpu",
+            "dtype": "float32",
+            "num_blocks": self.runner.num_blocks - 1,
+            "block_size": 16,
+            "max_model_len": 4096,
+            "model_dir": "",
+            "generation": {"temperature": 0.0},
+        }
         self._is_ready.set()
         self._loop = asyncio.get_running_loop().create_task(self._run())
 

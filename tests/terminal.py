@@ -17,7 +17,14 @@ import pyte
 ROOT = Path(__file__).parent.parent
 
 # Private modes that must be off at the end, and their names.
-MODES = {"1049": "alternate screen", "1000": "mouse", "1003": "mouse motion", "1006": "mouse format", "2004": "bracketed paste", "1004": "focus"}  # fmt: skip
+MODES = {
+    "1049": "alternate screen",
+    "1000": "mouse",
+    "1003": "mouse motion",
+    "1006": "mouse format",
+    "2004": "bracketed paste",
+    "1004": "focus",
+}
 
 
 class Terminal:
@@ -25,12 +32,18 @@ class Terminal:
 
     def __init__(self, argv: list[str], home: Path, columns: int = 120, rows: int = 36, **environment: str) -> None:
         env = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor", "LANG": "C.UTF-8"}
-        env |= {"MINITUI_DATA": str(home / "data"), "MINITUI_CONFIG": str(home / "settings.toml"), "OMP_NUM_THREADS": "1"}
+        env |= {
+            "MINITUI_DATA": str(home / "data"),
+            "MINITUI_CONFIG": str(home / "settings.toml"),
+            "OMP_NUM_THREADS": "1",
+        }
         env["PYTHONPATH"] = str(ROOT)
         self._screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self._screen)
         self.raw = b""
-        self.process = pexpect.spawn(argv[0], argv[1:], env=env | environment, dimensions=(rows, columns), cwd=str(home))
+        self.process = pexpect.spawn(
+            argv[0], argv[1:], env=env | environment, dimensions=(rows, columns), cwd=str(home)
+        )
         self.process.delaybeforesend = None
 
     def pump(self, seconds: float = 0.05) -> bool:

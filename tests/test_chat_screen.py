@@ -33,9 +33,14 @@ async def running(
 ) -> AsyncIterator[tuple[MinituiApp, Pilot[Any], ChatScreen]]:
     source = source or FakeSource()
     app = MinituiApp(
-        source, Chats(source, store), Settings(**settings), system=SYSTEM, known_questions=KNOWN, speaker="tutor",
+        source,
+        Chats(source, store),
+        Settings(**settings),
+        system=SYSTEM,
+        known_questions=KNOWN,
+        speaker="tutor",
         load_codec=lambda info: ByteCodec(),
-    )  # fmt: skip
+    )
     async with app.run_test(size=size) as pilot:
         screen = app.screen
         assert isinstance(screen, ChatScreen)
@@ -119,11 +124,14 @@ async def test_one_key_replays_the_system_prompt_in_a_new_chat_and_tells_the_hit
         metrics = app.session.messages[-1].metrics
         assert metrics["cached_tokens"] > 0
         note = " ".join(screen.transcript.text.split())
-        assert f"replayed: {metrics['cached_tokens']} of {metrics['prompt_tokens']} prompt tokens came from the cache" in note
+        assert (
+            f"replayed: {metrics['cached_tokens']} of {metrics['prompt_tokens']} prompt tokens came from the cache"
+            in note
+        )
 
 
 async def test_completion_offers_what_the_model_knows():
-    async with running() as (app, pilot, screen):
+    async with running() as (_app, pilot, screen):
         await type_text(pilot, "what is a r")
         await asyncio.sleep(0.1)
         assert screen.completions.display
@@ -139,7 +147,7 @@ async def test_completion_offers_what_the_model_knows():
 
 
 async def test_right_takes_the_ghost_text():
-    async with running() as (app, pilot, screen):
+    async with running() as (_app, pilot, screen):
         await type_text(pilot, "why")
         await asyncio.sleep(0.05)
         await press(pilot, "right")
@@ -203,7 +211,7 @@ async def _shown(pilot: Pilot[Any], screen: ChatScreen, text: str) -> bool:
 
 
 async def test_rename_system_prompt_and_close_by_slash_commands():
-    async with running() as (app, pilot, screen):
+    async with running() as (app, pilot, _screen):
         for command in ("/rename paging", "/system Be brief.", "/new other", "/1"):
             await type_text(pilot, command)
             await press(pilot, "escape")  # the list of commands
@@ -219,7 +227,7 @@ async def test_rename_system_prompt_and_close_by_slash_commands():
 
 
 async def test_dialogs_ask_and_escape_leaves_everything_as_it_was():
-    async with running() as (app, pilot, screen):
+    async with running() as (app, pilot, _screen):
         await press(pilot, "escape", "e")
         assert isinstance(app.screen, TextDialog)
         await type_text(pilot, "mine")
@@ -240,7 +248,7 @@ async def test_dialogs_ask_and_escape_leaves_everything_as_it_was():
 async def test_every_command_is_in_the_help_with_its_key_and_in_the_palette():
     from minitui.actions import ACTIONS, key_label
 
-    async with running(size=(120, 60)) as (app, pilot, screen):
+    async with running(size=(120, 60)) as (app, pilot, _screen):
         await press(pilot, "escape", "question_mark")
         assert isinstance(app.screen, HelpScreen)
         text = "\n".join(str(s.render()) for s in app.screen.query("Static"))
@@ -322,7 +330,7 @@ async def test_the_engines_death_is_told_and_one_key_starts_it_again():
 
 
 async def test_an_engine_that_cannot_start_says_why():
-    async with running(FakeSource(start_error="there is not enough memory for this model")) as (app, pilot, screen):
+    async with running(FakeSource(start_error="there is not enough memory for this model")) as (app, pilot, _screen):
         await until(pilot, lambda: isinstance(app.screen, DeathDialog))
         assert "not enough memory" in "".join(str(s.render()) for s in app.screen.query("Static"))
         await press(pilot, "q")
@@ -340,7 +348,11 @@ async def test_the_screen_fits_every_size_and_keeps_what_matters(size):
         assert screen.prompt.region.bottom <= size[1] - 1
         assert max(len(line) for line in screen.transcript.text.splitlines()) <= screen.transcript.size.width
         for panel in screen.query("LinePanel"):
-            if panel.display and panel.region.height and all(a.display for a in panel.ancestors_with_self if hasattr(a, "display")):
+            if (
+                panel.display
+                and panel.region.height
+                and all(a.display for a in panel.ancestors_with_self if hasattr(a, "display"))
+            ):
                 assert panel.region.right <= size[0]
 
 
@@ -349,7 +361,11 @@ async def test_every_theme_draws_the_chat(name):
     async with running(theme=name) as (app, pilot, screen):
         await ask(app, pilot, "What is a block table?")
         assert app.theme == name
-        ink = {segment.style.color.name for segment in screen.transcript.render_line(2) if segment.style and segment.style.color}
+        ink = {
+            segment.style.color.name
+            for segment in screen.transcript.render_line(2)
+            if segment.style and segment.style.color
+        }
         assert ink <= set(theme.COLOURS[name].values())
 
 
@@ -361,7 +377,7 @@ async def test_ascii_mode_draws_only_ascii():
 
 
 async def test_a_key_can_be_remapped_by_its_id():
-    async with running(keys={"new": "f8"}) as (app, pilot, screen):
+    async with running(keys={"new": "f8"}) as (app, pilot, _screen):
         await press(pilot, "escape", "o")
         assert len(app.chats.sessions) == 1
         await press(pilot, "f8")
@@ -379,7 +395,7 @@ async def test_every_binding_has_an_id_and_a_tooltip():
 
 async def test_leaving_keeps_the_answer_as_far_as_it_is(tmp_path: Path):
     path = tmp_path / "chats.sqlite"
-    async with running(FakeSource(lambda prompt: "y" * 3000, speed=0.002), store=Store(path)) as (app, pilot, screen):
+    async with running(FakeSource(lambda prompt: "y" * 3000, speed=0.002), store=Store(path)) as (app, pilot, _screen):
         app.submit("go on")
         await until(pilot, lambda: app.session.messages[-1].text)
         await press(pilot, "escape")
@@ -392,7 +408,11 @@ async def test_leaving_keeps_the_answer_as_far_as_it_is(tmp_path: Path):
 
 
 async def test_thinking_is_folded_and_unfolds():
-    async with running(FakeSource(lambda prompt: "<think>first this, then that</think>\n\nSo: yes.")) as (app, pilot, screen):
+    async with running(FakeSource(lambda prompt: "<think>first this, then that</think>\n\nSo: yes.")) as (
+        app,
+        pilot,
+        screen,
+    ):
         await ask(app, pilot, "why")
         assert "thought for 4 words" in screen.transcript.text
         assert "then that" not in screen.transcript.text
@@ -415,11 +435,17 @@ async def test_a_chat_that_is_not_shown_costs_the_screen_nothing():
 
 
 async def test_unknown_commands_and_wrong_arguments_are_sentences():
-    async with running() as (app, pilot, screen):
+    async with running() as (app, _pilot, _screen):
         for command, words in (
-            ("/nonsense", "no command"), ("/slow fast", "factor"), ("/go 9", "chats 1 to 1"), ("/theme pink", "no theme"),
-            ("/until never", "admission"), ("/set temperature hot", "temperature"), ("/s", "may be"), ("/step x", "number"),
-        ):  # fmt: skip
+            ("/nonsense", "no command"),
+            ("/slow fast", "factor"),
+            ("/go 9", "chats 1 to 1"),
+            ("/theme pink", "no theme"),
+            ("/until never", "admission"),
+            ("/set temperature hot", "temperature"),
+            ("/s", "may be"),
+            ("/step x", "number"),
+        ):
             app.submit(command)
             await asyncio.sleep(0.02)
             shown = [n.message for n in app._notifications]

@@ -80,7 +80,9 @@ def test_broken_settings_are_told_by_name(tmp_path):
 
 
 def test_the_command_line_comes_before_the_settings_and_those_before_the_checkpoint():
-    sampling = make_sampling({"temperature": 0.5, "max_tokens": None, "seed": None}, ChatSettings(temperature=0.1, seed=7))
+    sampling = make_sampling(
+        {"temperature": 0.5, "max_tokens": None, "seed": None}, ChatSettings(temperature=0.1, seed=7)
+    )
     assert (sampling.temperature, sampling.max_tokens, sampling.seed) == (0.5, None, 7)
     settings = Settings(fps=20)
     apply_looks(settings, {"theme": "light", "fps": None, "ascii": True})

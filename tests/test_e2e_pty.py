@@ -1,4 +1,4 @@
-"""The installed `minitui`, the bundled model and the real engine in a real pseudo-terminal, used like a newcomer does."""
+"""The installed `minitui`, the bundled model and the real engine in a real pseudo-terminal, as a newcomer uses them."""
 
 from __future__ import annotations
 
@@ -105,7 +105,9 @@ def test_a_killed_engine_is_told_at_once_and_starts_again(chat: Terminal):
     chat.until("slow motion")
     chat.type("What is the KV cache?\r")
     chat.until(lambda s: "tutor    " in s and "asked" not in s)
-    children = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(chat.process.pid)], capture_output=True, text=True)
+    children = subprocess.run(
+        ["ps", "-o", "pid=,args=", "--ppid", str(chat.process.pid)], capture_output=True, text=True
+    )
     [engine] = [int(line.split()[0]) for line in children.stdout.splitlines() if "engine.process" in line]
     os.kill(engine, signal.SIGKILL)
     chat.until("The engine has ended", 5)
@@ -132,7 +134,12 @@ def test_what_was_said_comes_back_with_resume(chat: Terminal, tmp_path: Path):
 
 
 def run(*arguments: str, home: Path, **options) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "MINITUI_DATA": str(home), "MINITUI_CONFIG": str(home / "settings.toml"), "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "MINITUI_DATA": str(home),
+        "MINITUI_CONFIG": str(home / "settings.toml"),
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.run([*MINITUI, *arguments], capture_output=True, text=True, timeout=120, env=env, **options)
 
 

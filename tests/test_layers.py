@@ -1,4 +1,4 @@
-"""Who may import whom: the engine knows no product, what lies below the screens no Textual, the application no torch."""
+"""Who may import whom: the engine no product, what lies below the screens no Textual, the application no torch."""
 
 from __future__ import annotations
 
@@ -19,20 +19,24 @@ def loaded_by(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["engine", "engine.client", "engine.engine", "engine.build", "engine.llm", "engine.runner", "engine.process"]
+    "module",
+    ["engine", "engine.client", "engine.engine", "engine.build", "engine.llm", "engine.runner", "engine.process"],
 )
 def test_the_engine_knows_no_product(module):
     assert not loaded_by(f"import {module}").intersection(PRODUCT)
 
 
 @pytest.mark.parametrize(
-    "module", ["source", "sessions", "store", "settings", "feed", "view", "markdown", "demo", "ask", "models", "actions"]
+    "module",
+    ["source", "sessions", "store", "settings", "feed", "view", "markdown", "demo", "ask", "models", "actions"],
 )
 def test_below_the_screens_nothing_knows_textual(module):
     assert not loaded_by(f"import minitui.{module}").intersection({"textual", "torch"})
 
 
-@pytest.mark.parametrize("module", ["minitui.app", "minitui.cli", "minitui.launch", "engine.client", "engine.tokenizer"])
+@pytest.mark.parametrize(
+    "module", ["minitui.app", "minitui.cli", "minitui.launch", "engine.client", "engine.tokenizer"]
+)
 def test_the_process_that_draws_never_loads_torch(module):
     assert "torch" not in loaded_by(f"import {module}")
 

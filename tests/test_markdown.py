@@ -33,7 +33,7 @@ block = table[p // 16]
 
 <div>raw html</div>
 
-The end.  
+The end.\x20\x20
 Hard break, <b>bold?</b> and 日本語テキスト.
 """
 
@@ -45,16 +45,31 @@ def text_of(lines: list[Line]) -> str:
 def test_every_kind_of_block_is_there():
     text = text_of(render(DOCUMENT, 60))
     for piece in (
-        "Paging", "A block table maps p to places", "• one", "  ◦ nested", "1. first", "2. second", "  block = table[p // 16]",
-        "▎ a quotation of two lines", "1  two x", "<div>raw html</div>", "The end.\nHard break, <b>bold?</b> and 日本語テキスト.",
-    ):  # fmt: skip
+        "Paging",
+        "A block table maps p to places",
+        "• one",
+        "  ◦ nested",
+        "1. first",
+        "2. second",
+        "  block = table[p // 16]",
+        "▎ a quotation of two lines",
+        "1  two x",
+        "<div>raw html</div>",
+        "The end.\nHard break, <b>bold?</b> and 日本語テキスト.",
+    ):
         assert piece in text
 
 
 def test_tones_name_what_a_span_is():
     spans = [span for line in render(DOCUMENT, 60) for span in line]
     assert {tone for _, tone in spans} <= set(TONES)
-    for text, tone in (("block table", "strong"), ("long", "em"), ("Paging", "heading"), ("p", "code"), ("• ", "bullet")):
+    for text, tone in (
+        ("block table", "strong"),
+        ("long", "em"),
+        ("Paging", "heading"),
+        ("p", "code"),
+        ("• ", "bullet"),
+    ):
         assert (text, tone) in spans
 
 

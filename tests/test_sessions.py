@@ -78,7 +78,7 @@ def test_generated_ids_are_kept_where_the_tokenizer_would_spell_otherwise():
 def test_an_answer_cut_short_is_continued_by_the_template_behind_its_last_token():
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "half an ans"}]
     rendered = CODEC.apply_chat_template(messages)
-    kept = CODEC.apply_chat_template(messages[:1]) + [*b"half an ans"]
+    kept = [*CODEC.apply_chat_template(messages[:1]), *b"half an ans"]
     prompt = continue_prompt(rendered, kept, CODEC)
     assert prompt.ids == rendered
     assert prompt.kept == len(kept)

@@ -13,16 +13,16 @@ from minitui.store import MIGRATIONS, Store, StoredChat, StoredMessage, StoreErr
 
 
 def chat(id: str = "a", **changes) -> StoredChat:
-    fields = dict(
-        title="paging",
-        system="be brief",
-        parent=None,
-        settings={"seed": 3},
-        created=1.0,
-        model="m",
-        ids=[1, 70_000],
-        messages=[],
-    )
+    fields = {
+        "title": "paging",
+        "system": "be brief",
+        "parent": None,
+        "settings": {"seed": 3},
+        "created": 1.0,
+        "model": "m",
+        "ids": [1, 70_000],
+        "messages": [],
+    }
     return StoredChat(id=id, **(fields | changes))
 
 
@@ -101,8 +101,15 @@ def test_missing_settings_are_the_defaults(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "named"),
-    [("theme = 3", "theme"), ("colour = 'red'", "colour"), ("fps = 0", "fps"), ("[chat]\nseed = 'x'", "chat.seed"), ("[keys]\nfreeze = 8", "keys.freeze"), ("= 3", "cannot be read")],
-)  # fmt: skip
+    [
+        ("theme = 3", "theme"),
+        ("colour = 'red'", "colour"),
+        ("fps = 0", "fps"),
+        ("[chat]\nseed = 'x'", "chat.seed"),
+        ("[keys]\nfreeze = 8", "keys.freeze"),
+        ("= 3", "cannot be read"),
+    ],
+)
 def test_wrong_settings_are_refused_by_name(tmp_path, text, named):
     path = tmp_path / "settings.toml"
     path.write_text(text)

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from minitui.widgets.block_table import BlockTable
-from minitui.widgets.events import Events
-from minitui.widgets.occupancy import Occupancy
-from minitui.widgets.origin import PromptOrigin
-from minitui.widgets.step_bar import StepBar
-from minitui.widgets.vitals import Vitals
 from textual import getters
 from textual.app import ComposeResult
 from textual.containers import Container, Horizontal, Vertical
@@ -20,11 +14,17 @@ from minitui import markdown
 from minitui.actions import complete_slash
 from minitui.theme import glyphs
 from minitui.widgets.base import LinePanel
+from minitui.widgets.block_table import BlockTable
 from minitui.widgets.chrome import Bar, SessionStrip, StatusBar, TopBar, host
+from minitui.widgets.events import Events
 from minitui.widgets.loading import Loading
+from minitui.widgets.occupancy import Occupancy
+from minitui.widgets.origin import PromptOrigin
 from minitui.widgets.prompt import Completion, CompletionList, Prompt, complete_question
 from minitui.widgets.rows import Run
+from minitui.widgets.step_bar import StepBar
 from minitui.widgets.transcript import LABEL, Transcript
+from minitui.widgets.vitals import Vitals
 
 if TYPE_CHECKING:
     from minitui.view import View
@@ -35,8 +35,8 @@ TEXT_EVERY = 0.1  # seconds between two updates of the transcript
 class ChatScreen(Screen[None]):
     """Composes and routes; the chats are in `app.chats`, the engine's picture in the view it paints."""
 
-    HORIZONTAL_BREAKPOINTS: ClassVar[list[tuple[int, str]] | None] = [(0, "-narrow"), (100, "-wide")]
-    VERTICAL_BREAKPOINTS: ClassVar[list[tuple[int, str]] | None] = [(0, "-low"), (32, "-high")]
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012 (Textual declares it so)
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (32, "-high")]  # noqa: RUF012
     DEFAULT_CSS = """
     ChatScreen {
         layout: vertical; background: $ground;

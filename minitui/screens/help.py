@@ -29,8 +29,8 @@ way, and why not more did:
   shorter   less than a whole block is left, and only whole blocks are shared
   evicted   it was there, and was given up to make room
 
-The chips on the right are this chat's block table: the position in the text, in steps of 16, says which chip; the number
-on it is the block in the pool. The same numbers in two chats are the same memory.
+The chips on the right are this chat's block table: the position in the text, in steps of 16, says which chip; the
+number on it is the block in the pool. The same numbers in two chats are the same memory.
 
 Try: ask something, press esc and then r.""",
     "inspect": """\
@@ -108,5 +108,6 @@ class HelpScreen(ModalScreen[None]):
 
 PROMPT_HELP = Content(
     "enter sends · ctrl+j breaks the line · tab or right takes the completion · up and down go through the list, then "
-    "through what you asked · page keys scroll the chat · esc closes the list, else cancels the answer, else leaves the prompt"
+    "through what you asked · page keys scroll the chat · esc closes the list, else cancels the answer, else leaves "
+    "the prompt"
 )

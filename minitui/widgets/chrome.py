@@ -195,13 +195,16 @@ class StatusBar(Bar):
         typing = isinstance(app.focused, TextArea)
         row = Row(" TYPING " if typing else " KEYS ", "bold on-fill on running" if typing else "bold on-fill on decode")
         dot = glyphs().middot
-        numbers = f"{view.steps_per_frame:,.0f} steps/frame {dot} backlog {app.feed.backlog:,} {dot} {app.feed.dropped:,} dropped "
+        feed = app.feed
+        numbers = (
+            f"{view.steps_per_frame:,.0f} steps/frame {dot} backlog {feed.backlog:,} {dot} {feed.dropped:,} dropped "
+        )
         room = width - len(numbers) - 1
         for key, what in self._hints(app, typing):
             if row.width + len(key) + len(what) + 4 > room:
                 break
             row.add("  " + key, "bold ink").add(" " + what, "dim")
-        lost = app.feed.dropped > 0
+        lost = feed.dropped > 0
         return Picture([row.right(numbers, width, "bad" if lost else "dim").done(width)])
 
     def _hints(self, app: MinituiApp, typing: bool) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The prompt: several lines, Enter sends, Ctrl+J breaks the line; completion of what the model knows and of commands."""
+"""The prompt: several lines, Enter sends, Ctrl+J breaks the line; completes what the model knows, and commands."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Prompt(TextArea):
 
     DEFAULT_CSS = """
     Prompt {
-        height: auto; min-height: 3; max-height: 9; border: round $frame; background: $ground; color: $ink; padding: 0 1;
+        height: auto; min-height: 3; max-height: 9; border: round $frame; padding: 0 1;
+        background: $ground; color: $ink;
         scrollbar-size-vertical: 1;
         &:focus { border: round $accent; }
         & .text-area--cursor-line { background: $ground; }

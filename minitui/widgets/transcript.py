@@ -16,7 +16,7 @@ from textual.strip import Strip
 
 from minitui import markdown
 from minitui.sessions import Message, Session, describe_answer, split_thinking
-from minitui.theme import Palette, glyphs, palette
+from minitui.theme import glyphs, palette
 from minitui.widgets.rows import Run, plain
 
 LABEL = 9  # cells of the column that says who speaks
@@ -102,10 +102,20 @@ class Transcript(ScrollView, can_focus=True):
         assert session is not None
         last = session.messages[-1] if session.messages else None
         versions = sum(m.version for m in session.messages)
-        return (len(session.messages), versions, last and last.state, last and len(last.text), session.system, session.note)
+        return (
+            len(session.messages),
+            versions,
+            last and last.state,
+            last and len(last.text),
+            session.system,
+            session.note,
+        )
 
     def _show_rows(self, rows: list[list[Run]]) -> None:
-        first = next((y for y, (a, b) in enumerate(zip(rows, self._rows, strict=False)) if a != b), min(len(rows), len(self._rows)))
+        first = next(
+            (y for y, (a, b) in enumerate(zip(rows, self._rows, strict=False)) if a != b),
+            min(len(rows), len(self._rows)),
+        )
         if first == len(rows) == len(self._rows):
             return
         self._rows = rows
@@ -150,9 +160,15 @@ class Transcript(ScrollView, can_focus=True):
             words = f"{len(thinking.split()):,} words"
             mark = g.unfolded if message.unfolded else g.folded
             state = "thinking" if open_ and message.busy else "thought for"
-            rows.append(self._runs([(f"{mark} {state} {words} {g.middot} t {'folds' if message.unfolded else 'unfolds'}", "dim")]))
+            rows.append(
+                self._runs(
+                    [(f"{mark} {state} {words} {g.middot} t {'folds' if message.unfolded else 'unfolds'}", "dim")]
+                )
+            )
             if message.unfolded:
-                rows += [self._runs([("  " + t, "dim") for t, _ in line]) for line in markdown.plain(thinking, width - 2)]
+                rows += [
+                    self._runs([("  " + t, "dim") for t, _ in line]) for line in markdown.plain(thinking, width - 2)
+                ]
             if answer:
                 rows.append([])
         if message.busy:
@@ -160,7 +176,9 @@ class Transcript(ScrollView, can_focus=True):
             lines = [list(line) for line in block.streamed.update(answer)]
             lines = lines or [[]]
             waiting = not message.text
-            lines[-1] = [*lines[-1], (self._waiting_text(message), "dim")] if waiting else [*lines[-1], (g.active[0], "bullet")]
+            lines[-1] = (
+                [*lines[-1], (self._waiting_text(message), "dim")] if waiting else [*lines[-1], (g.active[0], "bullet")]
+            )
         else:
             lines, block.streamed = markdown.render(answer, width), None
         rows += [self._runs([(t, TONE_WORDS.get(tone, "ink")) for t, tone in line]) for line in lines]
@@ -253,8 +271,6 @@ def _restyle(strip: Strip, start: int, end: int, style: Style) -> Strip:
     return Strip.join([left, middle.apply_style(style), right])
 
 
-
-
 if __name__ == "__main__":
     from textual.app import App as _App
     from textual.app import ComposeResult
@@ -276,8 +292,14 @@ if __name__ == "__main__":
                 Message("user", "What is a block table?"),
                 Message(
                     "assistant",
-                    "<think>short</think>It maps **positions** to blocks:\n\n```\nblock = table[p // 16]\n```\n\n- one\n- two",
-                    metrics={"ttft_ms": 8.4, "decode_tok_s": 210, "output_tokens": 40, "prompt_tokens": 640, "cached_tokens": 512},
+                    "<think>short</think>It maps **positions** to blocks:\n\n```\ntable[p // 16]\n```\n\n- one\n- two",
+                    metrics={
+                        "ttft_ms": 8.4,
+                        "decode_tok_s": 210,
+                        "output_tokens": 40,
+                        "prompt_tokens": 640,
+                        "cached_tokens": 512,
+                    },
                 ),
             ]
             self.call_after_refresh(self.query_one(Transcript).show, session)
