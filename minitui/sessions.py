@@ -254,7 +254,7 @@ class Session:
     created: float = field(default_factory=time.time)
     _stream: Stream | None = None
     _task: asyncio.Task[None] | None = None
-    _arrivals: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=256))
+    _arrivals: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=128))
 
     @property
     def busy(self) -> bool:
@@ -266,15 +266,13 @@ class Session:
         """idle | queued | running | done | cancelled | error, of the last message."""
         return self.messages[-1].state if self.messages else "idle"
 
-    def rate(self, now: float | None = None) -> float:
-        """Tokens a second over the last second, as they arrived."""
+    def rate(self, window: float = 1.0, now: float | None = None) -> float:
+        """Tokens a second over the last `window` seconds, as they arrived; 0 with fewer than two arrivals in it."""
         now = time.monotonic() if now is None else now
-        tokens, first = 0, now
-        for t, n in reversed(self._arrivals):
-            if now - t > 1.0:
-                break
-            tokens, first = tokens + n, t
-        return tokens / (now - first) if now - first > 0.05 else 0.0
+        recent = [(t, n) for t, n in self._arrivals if now - t <= window]
+        if len(recent) < 2 or recent[-1][0] <= recent[0][0]:
+            return 0.0
+        return sum(n for _, n in recent[1:]) / (recent[-1][0] - recent[0][0])
 
     def conversation(self) -> list[dict[str, str]]:
         """What the template is given: the system prompt and every message that has text, but not an open answer."""

@@ -288,3 +288,13 @@ def test_thinking_is_split_off_also_while_its_tag_is_only_half_there():
 def test_a_chat_as_markdown():
     session = Session("a", "paging", "Be brief.", messages=[Message("user", "Why?"), Message("assistant", "Because.")])
     assert transcript_markdown(session) == "# paging\n\n> Be brief.\n\n## You\n\nWhy?\n\n## Assistant\n\nBecause.\n"
+
+
+def test_the_rate_is_that_of_the_arrivals_and_not_of_how_often_one_looks():
+    session = Session("a", "t", "")
+    for tick in range(11):
+        session._arrivals.append((tick * 0.1, 2))
+    assert session.rate(now=1.0) == pytest.approx(20.0)
+    assert session.rate(now=1.05) == pytest.approx(20.0)
+    assert session.rate(now=3.0) == 0.0
+    assert session.rate(window=5.0, now=3.0) == pytest.approx(20.0)

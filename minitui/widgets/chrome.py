@@ -170,7 +170,7 @@ class SessionStrip(Bar):
             return (f"waiting, {ordinal(place)}" if place else "prefill"), "waiting"
         if session.state == "running":
             # Arrivals are stretched by slow motion; the figure shown is the real one.
-            rate = session.rate() * app.pace
+            rate = session.rate(window=max(1.0, app.pace / 5)) * app.pace
             return f"{g.folded} {rate:,.0f} tok/s" if rate else g.folded, "decode"
         return {
             "done": ("ok" if g.rule == "-" else "✓", "good"),

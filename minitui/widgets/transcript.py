@@ -47,7 +47,8 @@ class Transcript(ScrollView, can_focus=True):
 
     ALLOW_SELECT = True
     DEFAULT_CSS = """
-    Transcript { background: $ground; color: $ink; padding: 1 1 0 1; overflow-x: hidden; scrollbar-size-vertical: 1; }
+    Transcript { background: $ground; color: $ink; padding: 1 1 0 1; overflow-x: hidden; scrollbar-size-vertical: 1;
+        scrollbar-background: $ground; scrollbar-background-hover: $ground; scrollbar-color: $frame; }
     Transcript:focus { border-left: outer $accent; padding-left: 0; }
     """
 
