@@ -6,7 +6,7 @@ import torch
 
 from engine.config import ModelConfig
 from engine.forward import ForwardMeta
-from engine.kernels.decode_attention import DecodeWorkspace, decode_attention
+from engine.kernels.decode_attention import DecodeWorkspace, decode_attention, form_for
 from engine.kernels.prefill_attention import PrefillWorkspace, prefill_attention
 from engine.kv.pool import KVPool
 
@@ -60,13 +60,12 @@ class TritonAttention:
         nothing = torch.zeros(most + 1, dtype=torch.int32, device=device)
         q = torch.zeros(most, heads + 2 * kv_heads, dim, dtype=dtype, device=device)[:, :heads]
         out = torch.empty(most, heads * dim, dtype=dtype, device=device)
-        n = 1
-        while n <= most:
+        forms = {form_for(n, kv_heads, self.workspace.longest): n for n in range(1, most + 1)}
+        for n in forms.values():
             decode_attention(
                 q[:n], pool.keys[0], pool.values[0], out[:n], self.workspace, table, self._rows[:n], nothing[:n],
                 self.scale, self.group,
             )  # fmt: skip
-            n *= 2
         for splits in (1, 2, 4, 8):
             prefill_attention(
                 q[:1], pool.keys[0], pool.values[0], out[:1], self._prefill, table[:1], nothing[:1], nothing[:2],

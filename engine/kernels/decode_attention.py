@@ -22,6 +22,8 @@ prefetching the first tiles to L2 while the query is rotated (64 of 256 tokens: 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -204,10 +206,31 @@ def num_splits(n: int, kv_heads: int, longest: int) -> int:
     return max(least, min(MAX_SPLITS, 1 << (max(1, 1024 // (n * kv_heads)).bit_length() - 1)))
 
 
+class Form(NamedTuple):
+    """What a launch is compiled for, beyond the model: a matter of how many sequences there are, not of their lengths."""
+
+    tile: int
+    warps: int
+    stages: int
+    min_chunk: int
+    splits: int
+    peel: bool
+
+
+def form_for(n: int, kv_heads: int, longest: int) -> Form:
+    """The fastest measured for n sequences."""
+    pairs, splits = n * kv_heads, num_splits(n, kv_heads, longest)
+    if pairs <= 64:  # latency counts: the first tile is loaded before the kernel ahead has ended
+        return Form(64, 4, 3, 64, splits, True)
+    if pairs >= 1792:  # many short programs: the more fit on a multiprocessor at once, the less its last wave idles
+        return Form(32, 1, 4, 1024, splits, False)
+    return Form(64, 2, 4, 256 if pairs < 512 else 1024, splits, False)
+
+
 def decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor, workspace: DecodeWorkspace,
     block_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, scale: float, group: int, *,
-    fused: tuple[torch.Tensor | None, torch.Tensor, float] | None = None, pdl: bool = False, splits: int | None = None,
+    fused: tuple[torch.Tensor | None, torch.Tensor, float] | None = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Write attention to `out` [n, heads * d].
 
@@ -218,18 +241,13 @@ def decode_attention(
     """
     n = seq_lens.shape[0]
     block_size, kv_heads, head_dim = k_cache.shape[1:]
-    pairs = n * kv_heads
-    few = pairs <= 64  # then latency counts: small tiles, the first loaded before the kernel ahead has ended
-    tile, warps, stages, min_chunk = (64, 4, 3, 64) if few else (64, 2, 4, 256 if pairs < 512 else 1024)
-    if pairs >= 1792:  # many short programs: the more fit on a multiprocessor at once, the less its last wave idles
-        tile, warps = 32, 1
-    splits = splits or num_splits(n, kv_heads, workspace.longest)
+    form = form_for(n, kv_heads, workspace.longest)
     qk_weight, rope, eps = fused or (None, None, 0.0)
-    _decode_kernel[(kv_heads, n, splits)](
+    _decode_kernel[(kv_heads, n, form.splits)](
         q, k_cache, v_cache, out, workspace.partial, workspace.stats, workspace.counters, block_table, rows, seq_lens,
         qk_weight, rope, q.stride(0), out.stride(0), block_table.stride(0), scale * LOG2E,
         KV_HEADS=kv_heads, GROUP=group, D=head_dim, BLOCK_SIZE=block_size,
-        BLOCK_H=max(16, triton.next_power_of_2(group)), TILE=tile, SPLITS=splits, MIN_CHUNK=min_chunk,
+        BLOCK_H=max(16, triton.next_power_of_2(group)), TILE=form.tile, SPLITS=form.splits, MIN_CHUNK=form.min_chunk,
         FUSED=fused is not None, HAS_NORM=qk_weight is not None, EPS=eps,
-        PEEL=few, STAGES=stages, PDL=pdl, num_warps=warps, launch_pdl=pdl,
+        PEEL=form.peel, STAGES=form.stages, PDL=pdl, num_warps=form.warps, launch_pdl=pdl,
     )  # fmt: skip
