@@ -1,0 +1,388 @@
+"""A Source that is any OpenAI-compatible server: chats stream from it, vitals come from its Prometheus page.
+
+Such a server takes messages, not token ids, and its ids are its own business. The codec here makes ids of texts: each
+text that was ever said is one id, so that conversations are kept and compared as everywhere else. What the server does
+not tell is None, never zero: it has no records, no snapshot, no gate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.output import Delta
+from engine.records import Record
+from engine.types import SamplingParams
+from minitui.source import Progress
+from minitui.wire import check, httpx, normalise, open_client, parse, server_events, unreachable
+
+ROLES = ("system", "user", "assistant")
+END = len(ROLES)
+POLL_S = 2.0
+MAX_PAGE = 4 << 20
+
+
+class TextCodec:
+    """Ids of texts. Control ids are the roles and the end of a message."""
+
+    special_ids = frozenset(range(END + 1))
+
+    def __init__(self) -> None:
+        self._texts = [f"<{role}>" for role in ROLES] + ["<end>"]
+        self._ids: dict[str, int] = {}
+        self._lock = threading.Lock()  # prompts are made in threads
+
+    def intern(self, text: str) -> int:
+        """The id of a text, made when it is new."""
+        with self._lock:
+            known = self._ids.get(text)
+            if known is None:
+                known = self._ids[text] = len(self._texts)
+                self._texts.append(text)
+        return known
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return "".join(self._texts[i] for i in ids if not (skip_special_tokens and i in self.special_ids))
+
+    def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
+        ids: list[int] = []
+        for message in messages:
+            ids += [ROLES.index(message["role"]), self.intern(message["content"]), END]
+        return [*ids, ROLES.index("assistant")] if add_generation_prompt else ids
+
+    def messages(self, ids: Sequence[int]) -> list[dict[str, str]]:
+        """The conversation that these ids stand for, without the opening of the answer."""
+        said: list[dict[str, str]] = []
+        for token in ids:
+            if token < END:
+                said.append({"role": ROLES[token], "content": ""})
+            elif token > END and said:
+                said[-1]["content"] += self._texts[token]
+        return said[:-1] if said and ids[-1] < END else said
+
+
+# ---- vitals
+
+
+@dataclass
+class Vitals:
+    """What a server tells of itself; None is unknown. Shares are from 0 to 1, counters since its start."""
+
+    running: float | None = None
+    waiting: float | None = None
+    cache_use: float | None = None
+    hit_rate: float | None = None
+    prompt_tokens: float | None = None
+    output_tokens: float | None = None
+    tokens_per_s: float | None = None
+    ttft_mean_s: float | None = None
+
+    def describe(self) -> str:
+        """One line for people."""
+
+        def share(value: float | None) -> str:
+            return "unknown" if value is None else f"{value:.0%}"
+
+        def count(value: float | None) -> str:
+            return "unknown" if value is None else f"{value:,.0f}"
+
+        first = "unknown" if self.ttft_mean_s is None else f"{self.ttft_mean_s * 1e3:,.0f} ms"
+        return (
+            f"running {count(self.running)}  waiting {count(self.waiting)}  KV in use {share(self.cache_use)}  "
+            f"prefix hits {share(self.hit_rate)}  {count(self.tokens_per_s)} tok/s  first token {first}"
+        )
+
+
+# The names under which servers tell the same: vLLM's (old and new), SGLang's.
+NAMES: dict[str, tuple[str, ...]] = {
+    "running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
+    "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
+    "cache_use": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"),
+    "hit_rate": ("sglang:cache_hit_rate", "vllm:gpu_prefix_cache_hit_rate"),
+    "prompt_tokens": ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total"),
+    "output_tokens": ("vllm:generation_tokens_total", "sglang:generation_tokens_total"),
+    "tokens_per_s": ("sglang:gen_throughput", "vllm:avg_generation_throughput_toks_per_s"),
+}
+AVERAGED = {"cache_use", "hit_rate"}  # over several engines of one server; the others add up
+HITS = (
+    ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
+    ("vllm:gpu_prefix_cache_hits_total", "vllm:gpu_prefix_cache_queries_total"),
+    ("sglang:cached_tokens_total", "sglang:prompt_tokens_total"),
+)
+FIRST = ("vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds")
+_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?\s+(\S+)")
+
+
+def read_page(text: str, before: Vitals | None = None, seconds: float = 0.0) -> Vitals:
+    """Vitals of a Prometheus page. With those of `seconds` before, the rate of tokens since."""
+    samples: dict[str, list[float]] = {}
+    for line in text.splitlines():
+        found = _SAMPLE.match(line)
+        if found:
+            try:
+                value = float(found[2])
+            except ValueError:
+                continue
+            if value == value:  # a server that knows nothing yet says NaN
+                samples.setdefault(found[1], []).append(value)
+    vitals = Vitals()
+    for field, names in NAMES.items():
+        for name in names:
+            if name in samples:
+                values = samples[name]
+                setattr(vitals, field, sum(values) / (len(values) if field in AVERAGED else 1))
+                break
+    for hits, queries in HITS:
+        if hits in samples and sum(samples.get(queries, ())) > 0:
+            vitals.hit_rate = sum(samples[hits]) / sum(samples[queries])
+            break
+    for name in FIRST:
+        if sum(samples.get(f"{name}_count", ())) > 0:
+            vitals.ttft_mean_s = sum(samples[f"{name}_sum"]) / sum(samples[f"{name}_count"])
+            break
+    drawn, drawn_before = vitals.output_tokens, before.output_tokens if before is not None else None
+    if vitals.tokens_per_s is None and drawn is not None and drawn_before is not None and seconds > 0:
+        vitals.tokens_per_s = max(0.0, (drawn - drawn_before) / seconds)
+    return vitals
+
+
+# ---- the source
+
+
+class ForeignStream:
+    """An answer being written by the server."""
+
+    def __init__(self, source: ForeignSource, body: dict[str, Any], number: int) -> None:
+        self.request_id = number
+        self.ids: list[int] = []
+        self.text = ""
+        self.finish_reason = ""
+        self.metrics: dict[str, Any] = {}
+        self._source = source
+        self._news: deque[Delta | EngineError] = deque()
+        self._wake = asyncio.Event()
+        self._accepted = asyncio.Event()
+        self._began = time.perf_counter()
+        self._first = self._last = 0.0
+        self._pieces = 0
+        self._usage: dict[str, Any] = {}
+        self._thinking = False
+        self._task = asyncio.create_task(self._read(body))
+
+    async def _read(self, body: dict[str, Any]) -> None:
+        reason = ""
+        try:
+            async with self._source.http.stream("POST", "/v1/chat/completions", json=body) as response:
+                await check(response)
+                self._accepted.set()
+                async for _, data in server_events(response):
+                    if data == "[DONE]":
+                        break
+                    chunk = parse(data)
+                    self._usage = chunk.get("usage") or self._usage
+                    for choice in chunk.get("choices") or ():
+                        self._take(choice.get("delta") or {})
+                        reason = choice.get("finish_reason") or reason
+            if not reason:
+                raise EngineDead(f"{self._source.url} ended the answer without saying why")
+            self._end(reason)
+        except EngineError as error:
+            self._put(error)
+        except (httpx.HTTPError, OSError) as error:
+            self._put(unreachable(self._source.url, error))
+        except asyncio.CancelledError:
+            self._end("abort")
+        finally:
+            self._accepted.set()
+
+    def _take(self, delta: dict[str, Any]) -> None:
+        thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+        said = delta.get("content") or ""
+        text = ""
+        if thought:
+            text = thought if self._thinking else f"<think>\n{thought}"
+            self._thinking = True
+        if said:
+            text += f"\n</think>\n\n{said}" if self._thinking else said
+            self._thinking = False
+        if text:
+            self._last = time.perf_counter()
+            self._first = self._first or self._last
+            self._pieces += 1
+            self._put(Delta(self.request_id, text, [self._source.codec.intern(text)]))
+
+    def _end(self, reason: str) -> None:
+        self._put(Delta(self.request_id, "", [], reason, self._figures()))
+
+    def _figures(self) -> dict[str, Any]:
+        """What this side has measured and the server has told; a piece is taken for a token where it told nothing."""
+        drawn = self._usage.get("completion_tokens") or self._pieces
+        spent = self._last - self._first
+        details = self._usage.get("prompt_tokens_details") or {}
+        return {
+            "prompt_tokens": self._usage.get("prompt_tokens"),
+            "output_tokens": drawn,
+            "cached_tokens": details.get("cached_tokens"),
+            "ttft_ms": (self._first - self._began) * 1e3 if self._first else None,
+            "decode_tok_s": (drawn - 1) / spent if drawn > 1 and spent > 0 else 0.0,
+        }
+
+    def _put(self, item: Delta | EngineError) -> None:
+        self._news.append(item)
+        self._wake.set()
+
+    async def started(self) -> int:
+        """A number for this answer, once the server has accepted it."""
+        await self._accepted.wait()
+        if self._news and isinstance(self._news[0], EngineError):
+            raise self._news[0]
+        return self.request_id
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncIterator[Delta]:
+        while not self.finish_reason:
+            while not self._news:
+                self._wake.clear()
+                await self._wake.wait()
+            item = self._news.popleft()
+            if isinstance(item, EngineError):
+                self.finish_reason = f"error: {item}"
+                raise item
+            self.ids += item.ids
+            self.text += item.text
+            if item.finish_reason:
+                self.finish_reason, self.metrics = item.finish_reason, item.metrics or {}
+            yield item
+
+    def cancel(self) -> None:
+        """Hang up, which ends the request; harmless when it has ended."""
+        self._task.cancel()
+
+
+class ForeignSource:
+    """One OpenAI-compatible server. `vitals` are those of its last Prometheus page."""
+
+    def __init__(self, url: str, key: str = "", model: str = "") -> None:
+        """`model`: the name to ask for; by default the first that the server lists."""
+        self.url = normalise(url)
+        self.info: dict[str, Any] = {}
+        self.error: str | None = None
+        self.codec = TextCodec()
+        self.vitals = Vitals()
+        self.http = open_client(self.url, key)
+        self._model = model
+        self._answers = 0
+        self._ready = asyncio.Event()
+        self._polling: asyncio.Task[None] | None = None
+
+    async def start(self, on_progress: Progress) -> None:
+        """Ask for the models. Raises EngineError with a sentence."""
+        on_progress({"stage": "connect", "done": 0, "total": 0, "text": f"connecting to {self.url}"})
+        self.error = None
+        try:
+            response = await self.http.get("/v1/models")
+            names: list[str] = []
+            if response.status_code in (401, 403) or not self._model:
+                await check(response)
+            if response.status_code == 200:  # some list nothing, or fail to, but answer under a model's name
+                names = [str(entry["id"]) for entry in response.json()["data"]]
+            if self._model and names and self._model not in names:
+                raise EngineError(f"{self.url} has no model {self._model!r}; it has {', '.join(names[:8])}")
+            if not self._model and not names:
+                raise EngineError(f"{self.url} lists no model: name one with --model")
+        except (httpx.HTTPError, OSError) as error:
+            raise self._failed(unreachable(self.url, error)) from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._failed(EngineError(f"{self.url} is no OpenAI-compatible server: /v1/models is odd")) from error
+        except EngineError as error:
+            raise self._failed(error) from error
+        model = self._model or names[0]
+        self.info = {"model": model, "device": self.url, "generation": {}, "log_file": "at the server"}
+        self._polling = asyncio.create_task(self._poll())
+        self._ready.set()
+
+    def _failed(self, error: EngineError) -> EngineError:
+        self.error = str(error)
+        self._ready.set()
+        return error
+
+    async def _poll(self) -> None:
+        """Read the Prometheus page again and again; what cannot be read is unknown."""
+        seen = time.monotonic()
+        while True:
+            try:
+                page = await self.http.get("/metrics")
+                now = time.monotonic()
+                usable = page.status_code == 200 and len(page.content) < MAX_PAGE
+                self.vitals = read_page(page.text, self.vitals, now - seen) if usable else Vitals()
+                seen = now
+            except (httpx.HTTPError, OSError):
+                self.vitals = Vitals()
+            await asyncio.sleep(POLL_S)
+
+    async def ready(self) -> None:
+        """Return when it can answer; raises EngineDead if it never will."""
+        await self._ready.wait()
+        if self.error is not None:
+            raise EngineDead(self.error)
+
+    def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> ForeignStream:
+        """Ask for an answer to the conversation that `ids` stand for; `group` means nothing to the server."""
+        self._answers += 1
+        body: dict[str, Any] = {
+            "model": self.info["model"], "messages": self.codec.messages(ids), "stream": True,
+            "temperature": params.temperature, "top_p": params.top_p, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        if params.max_tokens is not None:
+            body["max_tokens"] = params.max_tokens
+        if params.seed is not None:
+            body["seed"] = params.seed
+        if params.stop:
+            body["stop"] = list(params.stop)
+        return ForeignStream(self, body, self._answers)
+
+    async def control(self, verb: str, **arguments: Any) -> Any:
+        """Always refused: such a server has nothing to hold it by."""
+        what = verb.replace("_", " ")
+        raise InvalidRequest(f"{self.url} cannot {what}: only a minitui server can be controlled", verb)
+
+    async def snapshot(self) -> dict[str, Any]:
+        """Always refused: such a server does not tell its state."""
+        raise EngineError(f"{self.url} does not tell its state: only a minitui server does")
+
+    def drain_records(self) -> list[Record]:
+        """None: such a server keeps them to itself."""
+        return []
+
+    def on_death(self, callback: Callable[[str], None]) -> None:
+        """Never called: each answer tells for itself whether the server was there."""
+
+    async def restart(self, on_progress: Progress) -> None:
+        """Connect again."""
+        self._ready.clear()
+        await self._stop()
+        await self.start(on_progress)
+
+    async def close(self) -> None:
+        """Leave."""
+        await self._stop()
+        await self.http.aclose()
+
+    async def _stop(self) -> None:
+        if self._polling is not None:
+            self._polling.cancel()
+            await asyncio.gather(self._polling, return_exceptions=True)
+
+
+def unknown(vitals: Vitals) -> list[str]:
+    """Names of what a server does not tell."""
+    return [field.name for field in fields(vitals) if getattr(vitals, field.name) is None]

@@ -1,0 +1,178 @@
+"""Chats on servers of other makers, and what their Prometheus pages tell of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.types import SamplingParams
+from minitui.sessions import Chats, Sampling
+from minitui.tutor import model_dir
+from tests.serving import Running, serving
+
+pytest.importorskip("httpx", reason="the extra 'serve' is not installed")
+
+# Pages as the two servers write them, cut to a few lines of each kind.
+VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="Qwen/Qwen3-8B"} 7.0
+vllm:num_requests_running{engine="1",model_name="Qwen/Qwen3-8B"} 5.0
+vllm:num_requests_waiting{engine="0",model_name="Qwen/Qwen3-8B"} 2.0
+vllm:kv_cache_usage_perc{engine="0",model_name="Qwen/Qwen3-8B"} 0.5
+vllm:kv_cache_usage_perc{engine="1",model_name="Qwen/Qwen3-8B"} 0.25
+vllm:prefix_cache_queries_total{engine="0",model_name="Qwen/Qwen3-8B"} 40000.0
+vllm:prefix_cache_hits_total{engine="0",model_name="Qwen/Qwen3-8B"} 30000.0
+vllm:prompt_tokens_total{engine="0",model_name="Qwen/Qwen3-8B"} 40000.0
+vllm:generation_tokens_total{engine="0",model_name="Qwen/Qwen3-8B"} 9000.0
+vllm:time_to_first_token_seconds_bucket{engine="0",le="0.001",model_name="Qwen/Qwen3-8B"} 0.0
+vllm:time_to_first_token_seconds_count{engine="0",model_name="Qwen/Qwen3-8B"} 50.0
+vllm:time_to_first_token_seconds_sum{engine="0",model_name="Qwen/Qwen3-8B"} 2.5
+"""
+SGLANG = """# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{model_name="meta-llama/Llama-3.1-8B-Instruct"} 162.0
+sglang:num_queue_reqs{model_name="meta-llama/Llama-3.1-8B-Instruct"} 2826.0
+sglang:token_usage{model_name="meta-llama/Llama-3.1-8B-Instruct"} 0.28
+sglang:cache_hit_rate{model_name="meta-llama/Llama-3.1-8B-Instruct"} 0.007507552643049313
+sglang:gen_throughput{model_name="meta-llama/Llama-3.1-8B-Instruct"} 86.50814177726902
+sglang:prompt_tokens_total{model_name="meta-llama/Llama-3.1-8B-Instruct"} 8.128902e+06
+sglang:generation_tokens_total{model_name="meta-llama/Llama-3.1-8B-Instruct"} 7.557572e+06
+sglang:time_to_first_token_seconds_sum{model_name="meta-llama/Llama-3.1-8B-Instruct"} 2.3518979474117756e+06
+sglang:time_to_first_token_seconds_count{model_name="meta-llama/Llama-3.1-8B-Instruct"} 11008.0
+"""
+
+
+def test_the_names_of_vllm_and_sglang_are_both_known() -> None:
+    from minitui.foreign import read_page, unknown
+
+    vllm = read_page(VLLM)
+    assert (vllm.running, vllm.waiting, vllm.cache_use, vllm.hit_rate) == (12, 2, 0.375, 0.75)
+    assert vllm.ttft_mean_s == 0.05 and unknown(vllm) == ["tokens_per_s"]
+    later = read_page(VLLM.replace("9000.0", "9500.0"), vllm, 2.0)
+    assert later.tokens_per_s == 250 and unknown(later) == []
+    sglang = read_page(SGLANG)
+    assert (sglang.running, sglang.waiting, sglang.cache_use) == (162, 2826, 0.28)
+    assert sglang.hit_rate == pytest.approx(0.0075, abs=1e-4) and unknown(sglang) == []
+
+
+def test_what_a_server_does_not_tell_is_unknown_and_not_zero() -> None:
+    from minitui.foreign import Vitals, read_page, unknown
+
+    for page in ("", "nonsense", "vllm:num_requests_running NaN", "vllm:num_requests_running{} x", "{} 5"):
+        assert len(unknown(read_page(page))) == 8
+    assert "running unknown" in Vitals().describe() and "0" not in Vitals().describe()
+    assert "running 12  waiting 2  KV in use 38%  prefix hits 75%" in read_page(VLLM).describe()
+
+
+def test_ids_of_texts_keep_a_conversation() -> None:
+    from minitui.foreign import TextCodec
+    from minitui.sessions import continue_prompt
+
+    codec = TextCodec()
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "hi <assistant> <end>"}]
+    prompt = codec.apply_chat_template(messages)
+    assert codec.messages(prompt) == messages
+    kept = [*prompt, codec.intern("The "), codec.intern("answer")]
+    rendered = codec.apply_chat_template(
+        [*messages, {"role": "assistant", "content": "The answer"}, {"role": "user", "content": "more"}]
+    )
+    following = continue_prompt(rendered, kept, codec)
+    assert following.diverges_at is None and following.ids[: len(kept)] == kept
+    assert codec.messages(following.ids)[2] == {"role": "assistant", "content": "The answer"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+async def two_turns(url: str, model: str = "") -> tuple[Any, Any]:
+    """A chat of two turns on a server."""
+    from minitui.foreign import ForeignSource
+
+    source = ForeignSource(url, model=model)
+    await source.start(lambda progress: None)
+    chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=30))
+    chats.use(source.codec)
+    chat = chats.new("Answer briefly.")
+    for question in ("What is the KV cache?", "What is prefill?"):
+        chats.send(chat, question)
+        assert chat._task is not None
+        await asyncio.wait_for(chat._task, 60)
+    assert [m.state for m in chat.messages] == ["done"] * 4, [m.error for m in chat.messages]
+    return source, chat
+
+
+async def test_a_chat_through_the_openai_endpoints_of_our_own_server(server: Running) -> None:
+    source, chat = await two_turns(server.url)
+    assert "key" in chat.messages[1].text and chat.messages[3].metrics["prompt_tokens"] > 20
+    async with asyncio.timeout(10):
+        while source.vitals.hit_rate is None:
+            await asyncio.sleep(0.1)
+    assert source.vitals.running == 0 and source.vitals.cache_use == 0
+    prompt = source.codec.apply_chat_template([{"role": "user", "content": "x"}])
+    long = source.submit(prompt, SamplingParams(max_tokens=3000))
+    async for _ in long:
+        long.cancel()
+    assert long.finish_reason == "abort"
+    await asyncio.to_thread(server.wait_idle)
+    with pytest.raises(InvalidRequest, match="pause"):
+        await source.control("pause")
+    with pytest.raises(EngineError, match="state"):
+        await source.snapshot()
+    await source.close()
+
+
+async def test_a_wrong_model_and_a_server_that_is_not_there_are_sentences(server: Running) -> None:
+    from minitui.foreign import ForeignSource
+
+    for url, model, said in [(server.url, "gpt-9", "has no model"), ("http://127.0.0.1:9", "", "cannot be reached")]:
+        source = ForeignSource(url, model=model)
+        with pytest.raises(EngineError, match=said):
+            await source.start(lambda progress: None)
+        with pytest.raises(EngineDead):
+            await source.ready()
+        await source.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_a_chat_on_transformers_own_server(tmp_path: Path) -> None:
+    for package in ("transformers", "accelerate"):
+        pytest.importorskip(package, reason=f"transformers serve needs {package} (extra 'dev')")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(Path(sys.executable).with_name("transformers")), "serve", "--host", "127.0.0.1", "--port", str(port),
+               "--device", "cpu"]  # fmt: skip
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 150
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            said = (tmp_path / "log").read_text()[-2000:]
+            if process.poll() is not None and "Missing dependencies" in said:
+                pytest.skip("transformers serve is not installed whole")
+            assert process.poll() is None and time.monotonic() < deadline, said
+            await asyncio.sleep(0.3)
+        source, chat = await two_turns(f"http://127.0.0.1:{port}", model=str(model_dir()))
+        assert "key" in chat.messages[1].text and len(chat.messages[3].text) > 5
+        assert source.vitals.running is None, "what this server does not tell was made up"
+        await source.close()
+    finally:
+        process.kill()
+        process.wait()
