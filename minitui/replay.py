@@ -115,7 +115,7 @@ class ReplaySource:
             self._at += 1
             self._played = max(self._played, due)
             slow = self._hurry_to is None and not self._closed
-            self._t += (due - self._last_due) * (max(1.0, 1.0 / self.speed) if slow else 1.0)
+            self._t += (due - self._last_due) * (self.pace if slow else 1.0)
             self._last_due = due
             if record[2] not in CONTROL:
                 out.append(self._made(*record[2:]))
@@ -151,6 +151,11 @@ class ReplaySource:
         return self._state.step if self._state is not None else -1
 
     @property
+    def pace(self) -> float:
+        """By how much a step is stretched: 1 at the engine's own speed and above."""
+        return max(1.0, round(1.0 / self.speed, 2))
+
+    @property
     def ended(self) -> bool:
         """Has everything been handed out?"""
         return self.reader is not None and self._next()[0] is None
@@ -161,9 +166,8 @@ class ReplaySource:
             raise InvalidRequest(f"the speed is {speed:g}: it must be from {MIN_SPEED:g} to {MAX_SPEED:g}", "factor")
         self._advance_clock()
         self.speed = speed
-        pace = max(1.0, 1.0 / speed)
-        if self._state is not None and pace != self._state.pace:
-            self._control = [item for item in self._control if item[0] != "pace"] + [("pace", pace)]
+        if self._state is not None and self.pace != self._state.pace:
+            self._control = [item for item in self._control if item[0] != "pace"] + [("pace", self.pace)]
 
     def seek(self, step: int) -> None:
         """Go to the moment when `step` had ended. The next snapshot lies before it, and the records between are due at
@@ -197,7 +201,7 @@ class ReplaySource:
         if self._state is not None:
             state.seq = max(self._seq + 2, state.seq)
         state.gate = "closed" if self._closed else "open"
-        state.pace = max(1.0, 1.0 / self.speed)
+        state.pace = self.pace
         self._state, self._seq = state, state.seq
         self._t = 0.0
         self._played = self._last_due = chosen.keyframe.played

@@ -12,6 +12,7 @@ from textual.binding import Binding, BindingType
 from engine.errors import EngineError, InvalidRequest
 from minitui.app import MinituiApp
 from minitui.replay import MAX_SPEED, MIN_SPEED, ReplaySource
+from minitui.screens.help import HelpScreen
 from minitui.screens.inspect import InspectScreen
 from minitui.theme import glyphs
 from minitui.trace import TraceReader
@@ -39,6 +40,18 @@ class TraceCodec:
     def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> NoReturn:
         """A recording has no template."""
         raise InvalidRequest("this is a recording: it cannot be asked anything; `minitui chat` starts an engine")
+
+
+REPLAY_HELP = """\
+This is a recording. Its clock is in your hands; everything else is shown as it was.
+
+  p, n, N        stand still, go on; one step, ten steps
+  < >            slower, faster: from a two-hundredth to a hundred times the engine's speed
+  ( )            jump back and on by a twentieth
+  { }            to the bookmark before and the next; the first hit, eviction, preemption and failure have one
+  m              bookmark this step (it is kept in the file)
+  g              go to a step by its number
+"""
 
 
 class ReplayBar(Bar):
@@ -161,6 +174,11 @@ class ReplayApp(MinituiApp):
         super()._frame()
         if self.replay.reader is not None:
             self.view.group_names = self.replay.trace.names
+
+    def show_help(self) -> None:
+        """Help on the recording, and on the inspector."""
+        extra = getattr(self.focused, "help_text", "")
+        self.push_screen(HelpScreen("inspect", self.settings.keys, f"{REPLAY_HELP}\n{extra}".rstrip()))
 
     async def seek(self, step: int) -> None:
         """Show the recording as it was when `step` had ended."""

@@ -54,6 +54,12 @@ def _second(stage: Stage) -> str:
     return f"r{id}, in step {step}"
 
 
+def _steps_in(stage: Stage) -> str:
+    """Of each request that runs, its prompt's step included."""
+    state = stage.state()
+    return ", ".join(f"r{r.id}: {state.computed(r) - r.prompt_tokens + 1}" for r in state.requests.values())
+
+
 LESSON = Lesson(
     0,
     "Architecture",
@@ -145,10 +151,10 @@ LESSON = Lesson(
             _second,
         ),
         Check(
-            "Why did each request run when it did?",
-            "events",
-            "the events: an admission tells how long a request had waited.",
-            lambda stage: "both were admitted as soon as they came: rows, blocks and budget were free",
+            "How many steps has each request been in so far?",
+            "lanes",
+            "the batch lanes: count the columns of each row; one column is one step.",
+            _steps_in,
         ),
     ),
     {"kv_blocks": 64},

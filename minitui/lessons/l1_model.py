@@ -83,6 +83,13 @@ def _prefill_ms(stage: Stage) -> str:
     return f"step {row.step}: {row.prefill_tokens} prompt tokens in {row.wall_ms or 0:.1f} ms"
 
 
+def _host(stage: Stage) -> str:
+    row = stage.view.steps.get(stage.view.steps.last)
+    assert row is not None
+    host = (row.plan_ms or 0.0) + (row.commit_ms or 0.0)
+    return f"{host:.2f} of {row.wall_ms or 0.0:.1f} ms in step {row.step}"
+
+
 LESSON = Lesson(
     1,
     "Model and weights",
@@ -173,7 +180,7 @@ LESSON = Lesson(
             "How much of a step is the host's planning and committing?",
             "timings",
             "the two tracks, host and device: on a CPU both are the same cores.",
-            lambda stage: "far less than the forward pass: see the host's track",
+            _host,
         ),
     ),
     {"kv_blocks": 64},

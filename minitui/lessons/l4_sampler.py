@@ -86,6 +86,12 @@ def _drawn(stage: Stage) -> str:
     return f"{row.decodes + sum(chunk[3] for chunk in row.chunks)}"
 
 
+def _prompt_drew(stage: Stage) -> str:
+    steps = stage.view.steps
+    drew = next(steps.chunks(s)[0][3] for s in range(steps.last, -1, -1) if steps.chunks(s))
+    return ("yes" if drew else "no") + ": the reply's first token is drawn from the logits of the prompt's last token"
+
+
 LESSON = Lesson(
     4,
     "Sampler",
@@ -166,9 +172,7 @@ LESSON = Lesson(
             "lanes",
             "the batch lanes: the request decodes from the step after its prefill on, so its first token was drawn "
             "by it.",
-            lambda stage: (
-                "yes: the last token of a prompt has logits, and the first token of the reply is drawn from them"
-            ),
+            _prompt_drew,
         ),
         Check(
             "How long did it take from admission to the first token?",

@@ -77,7 +77,7 @@ LESSON = Lesson(
               /v1/models, /health, /ready, /metrics   for machines that watch machines
               /minitui/...                            records and control, for minitui chat --connect
 
-            Tokenising, detokenising and checking are done outside the engine's steps. A request that is wrong (a
+            Tokenising and checking are done in the server's process, not in the engine's. A request that is wrong (a
             negative temperature, an unknown field that matters, a prompt that can never fit) is refused with a
             sentence that names the field, and the engine never sees it.
             """,

@@ -15,6 +15,16 @@ from textual.widgets import Static
 from minitui.actions import ACTIONS, key_label
 
 ABOUT = {
+    "lesson": """\
+A lesson is read page by page, and the engine beside it is real: what an experiment shows was counted in that moment.
+
+  right, left    the next page, the page before (also page down, page up: a presenter's remote)
+  a b c d        predict, before an experiment is run
+  enter, r       run it, or run it again; on the last page, answer the question
+  tab            on the last page: the next question, and the panel on which its answer stands
+  v              the code of this page, as it is installed
+  L              all lessons
+  0 1 2          the lesson, the chats of its experiment, and the inspector""",
     "chat": """\
 Every chat here is answered by one engine, all of them at once. In each step it takes one token further everybody who is
 writing, and spends what is left of the step's token budget on the prompts of those who wait.
