@@ -409,9 +409,8 @@ def test_a_selection_touches_the_same_thing_everywhere():
     assert view.links.step == step and view.links.requests == {chunk[0] for chunk in view.steps.chunks(step)}
     assert view.shown_step().step == step
     view.select(None)
-    assert not view.links.blocks and view.subject() == max(
-        r.id for r in state.requests.values() if r.state == "running"
-    )
+    assert not view.links.blocks
+    assert view.subject() == max(r.id for r in state.requests.values() if r.state == "running")
 
 
 def test_the_story_of_a_block_leads_to_its_owners_tokens_and_node():
@@ -447,3 +446,53 @@ def test_open_spans_reach_the_present():
     assert lane.columns(0, 1, 8, 5) == [0, 0, 0, DECODING, DECODING, DECODING, 0, 0]
     lane.close(4)
     assert lane.spans == [[DECODING, 3, 4]]
+
+
+def test_figures_are_right_from_the_first_record_after_a_snapshot_whatever_the_clocks_say():
+    """A snapshot does not tell the engine's time, and the caller's clock has an origin of its own."""
+    view = View()
+    stress = Stress(SMALL)
+    view.reset(State(65, 16, SMALL.budget, SMALL.rows).snapshot())
+    view.frame(54_321.0)
+    for i in range(100):
+        stress.run(0.05)
+        shifted = [(record[0], record[1] + 777.0, *record[2:]) for record in stress.drain()]
+        view.fold(shifted, 54_321.0 + 0.05 * i)
+        view.frame(54_321.0 + 0.05 * i)
+    assert view.rates.bucket == pytest.approx(5.0 / BUCKET, abs=2)
+    assert view.engine_now == pytest.approx(782.0, abs=0.2)
+    tokens = view.rates.series("decode", 18).sum()
+    assert tokens == pytest.approx(sum(view.steps.get(s).decodes for s in range(view.steps.last)), rel=0.2)
+
+
+def test_speed_in_slow_motion_is_the_engines_own():
+    stress = Stress(SMALL)
+    stress.pace = 40.0
+    stress.log.append("pace", 40.0)
+    view = View()
+    view.reset(State(65, 16, SMALL.budget, SMALL.rows).snapshot())
+    while not (stress.scheduler.running and stress.steps_run > 20):
+        stress.run(0.1)
+        view.fold(stress.drain(), stress.now)
+        view.frame(stress.now)
+    rows = [view.steps.get(step) for step in range(view.steps.last + 1)]
+    seconds = sum(row.wall_ms for row in rows if row.wall_ms) / 1e3
+    assert seconds < 1.0
+    assert view.speed("decode") == pytest.approx(sum(r.decodes for r in rows if r.wall_ms) / seconds)
+    assert view.speed("decode") > 100
+
+
+def test_a_finished_requests_table_stays_with_what_became_of_its_blocks():
+    stress, view, records = followed(SMALL, 700)
+    assert view.board.last_tables
+    in_tree = {b for node in stress.cache.tree.nodes.values() for b in node.blocks}
+    given = {record[0]: record[4] for record in records if record[2] == "alloc"}
+    seen = set()
+    for last in view.board.last_tables.values():
+        for block in last.table:
+            reused = any(seq > last.seq and block in blocks for seq, blocks in given.items())
+            held = stress.cache.allocator.holders(block) > 0
+            expected = "reused" if reused else "free" if block not in in_tree else "held" if held else "cached"
+            assert view.board.fate(block, last.seq) == expected
+            seen.add(expected)
+    assert {"cached", "reused"} <= seen

@@ -163,7 +163,9 @@ def test_the_legends_counts_sum_to_the_allocators():
     assert sum(counts.values()) == allocator.total
 
 
-@pytest.mark.parametrize(("load", "size"), [(SMALL, (60, 14)), (TIGHT, (38, 10)), (CLASSROOM, (100, 20))])
+@pytest.mark.parametrize(
+    ("load", "size"), [(SMALL, (60, 14)), (SMALL, (90, 20)), (TIGHT, (38, 10)), (CLASSROOM, (100, 20))]
+)
 def test_each_cell_of_the_map_is_the_state_of_its_block(load, size):
     stress, view = stress_view(load, 0.5)
     widget = BlockMap()
@@ -175,12 +177,15 @@ def test_each_cell_of_the_map_is_the_state_of_its_block(load, size):
         rows = body(widget, view, *size)
         g = widget.grid
         assert g.k == 1 and g.blocks == load.blocks
-        head = len(rows) - -(-g.cells // g.per_row)
+        lines = -(-g.cells // g.per_row)
+        apart = 2 if widget._spread() else 1
+        head = len(rows) - (lines * apart - apart + 1)
         filling = {r.table[r.planned // 16] for r in stress.scheduler.running if r.planned % 16}
         for block in range(1, load.blocks + 1):
             y, x = divmod(block - 1, g.per_row)
             start = x * (g.cell + g.gap)
-            cell = rows[head + y][start : start + g.cell]
+            cell = rows[head + y * apart][start : start + g.cell]
+            assert widget.block_at(start, y * apart) == block
             allocator = stress.cache.allocator
             holders = allocator.holders(block)
             glyph = "▓" if holders > 1 else "█" if holders else "░" if allocator.in_tree(block) else "·"

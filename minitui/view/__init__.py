@@ -60,7 +60,6 @@ class View:
         self.loaded = False
         self.version = 0  # of the selection, for widgets that cache
         self._now = 0.0
-        self._folded_at = 0.0
         self._start(Board(EMPTY))
 
     def _start(self, board: Board) -> None:
@@ -80,9 +79,26 @@ class View:
         self.links = Links()
         self.timings = Timings()
         self._timings_at = (-1e9, -1)
+        self._folded_at: float | None = None  # the caller's clock when records last came
         self._framed = board.state.step
         self._travelled: int | None = None
         self._words: dict[int, str] = {}
+
+    def speed(self, what: str) -> float:
+        """Tokens per second now: "decode" or "prefill". While somebody slows the engine or
+        steps it, over the time that its steps themselves took: the figure is the engine's and not the lesson's."""
+        state = self.board.state
+        if state.pace == 1 and not self.exact:
+            return self.rates.per_second(what, 1.0, self.bucket)
+        last = self.horizon
+        at = self.steps.indices(last - 511, last)
+        wall = self.steps.column("wall")[at]
+        at, wall = at[~np.isnan(wall)], wall[~np.isnan(wall)]
+        recent = np.cumsum(wall[::-1])[::-1] <= 1000.0  # the steps that make up the last second
+        at, seconds = at[recent], float(wall[recent].sum()) / 1e3
+        decodes = int(self.steps.column("decodes")[at].sum())
+        tokens = decodes if what == "decode" else int(self.steps.column("tokens")[at].sum()) - decodes
+        return tokens / seconds if seconds else 0.0
 
     # ---- feeding
 
@@ -91,7 +107,6 @@ class View:
         state = State.from_snapshot(snapshot)
         self._start(Board(state))
         self.gap, self.loaded = False, True
-        self.rates.reset(state.t, state.gate == "closed", state.pace)
         self.lanes.step = state.step
         for request in state.requests.values():
             self.lanes.adopt(
@@ -116,6 +131,8 @@ class View:
         if missing:
             self._lost(missing)
             return
+        if self._folded_at is None:  # a snapshot does not tell the engine's time
+            self.rates.reset(records[0][1], self.live.state.gate == "closed", self.live.state.pace)
         self._folded_at = now
         self.live.fold(records)
         self._remember(records)
@@ -210,6 +227,8 @@ class View:
     @property
     def engine_now(self) -> float:
         """Seconds of the engine's clock, now: it goes on while no records come."""
+        if self._folded_at is None:
+            return self.live.state.t
         return self.live.state.t + max(0.0, self._now - self._folded_at)
 
     @property
@@ -302,7 +321,8 @@ class View:
         return [lane.id for lane in self.lanes.lanes.values() if lane.group == group]
 
     def subject(self) -> int | None:
-        """The request that single-request panels show: the selected one, else the youngest that runs, else the last."""
+        """The request that single-request panels show: the selected one, else the youngest that runs, else the last
+        that finished."""
         requests = self.board.state.requests
         known = [id for id in self.links.requests if id in self.lanes.lanes]
         if self.selection is not None and known:
@@ -311,9 +331,9 @@ class View:
         if self.selection is not None and self.selection.kind == "group":
             return None
         running = [r.id for r in requests.values() if r.state == "running"]
-        if running:
-            return max(running)
-        return max(requests) if requests else None
+        if running or requests:
+            return max(running or requests)
+        return next((lane.id for lane in reversed(self.lanes.ended) if lane.finish_step <= self.horizon), None)
 
     # ---- words
 

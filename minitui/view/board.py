@@ -6,6 +6,7 @@ A board is folded from records like the state inside it, so a board of the past 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -16,7 +17,18 @@ from engine.state import ACTIVE, CACHED, FREE, SHARED, NodeView, RequestView, St
 STATE_NAMES = {FREE: "free", ACTIVE: "active", SHARED: "shared", CACHED: "cached"}
 LONG_AGO = -1e9
 _PLANNING = frozenset({"admit", "hold", "match", "alloc", "evict", "preempt", "wait", "step"})
+GROUPS_KEPT = 512
 EVICTED_IDS_KEPT = 40  # of an evicted run of tokens, so that the event can quote it
+
+
+@dataclass(frozen=True, slots=True)
+class LastTable:
+    """The block table of a group's last request, as it stood when that finished with record `seq`."""
+
+    request: int
+    table: list[int]
+    computed: int
+    seq: int
 
 
 class Board:
@@ -32,7 +44,9 @@ class Board:
         self.evicted: dict[int, Sequence[int]] = {}  # seq of an evict record -> the first ids that left
         self.step_began = LONG_AGO  # engine seconds at which the records of the last step began
         self._between_steps = True
-        self._anew: list[list[int]] = []  # blocks given out since `saved` was last brought up to date
+        self.born = np.zeros(n, np.int64)  # seq of the record that last gave each block out
+        self.last_tables: dict[str, LastTable] = {}  # by group
+        self._anew: list[Record] = []  # alloc records since `saved` and `born` were last brought up to date
         self._touched: list[list[int]] = []
         self._touched_at: list[float] = []
         self._codes = np.zeros(n, np.uint8)
@@ -62,7 +76,9 @@ class Board:
     def _reset_saved(self) -> None:
         """A block that was given out anew has saved nothing yet."""
         if self._anew:
-            self.saved[np.fromiter(chain.from_iterable(self._anew), np.int64)] = 0
+            blocks = np.fromiter(chain.from_iterable(record[4] for record in self._anew), np.int64)
+            self.saved[blocks] = 0
+            self.born[blocks] = np.repeat([r[0] for r in self._anew], [len(r[4]) for r in self._anew])
             self._anew.clear()
 
     def _settle(self) -> None:
@@ -80,7 +96,7 @@ class Board:
         self.state.apply(record)
         self._touched.append(record[4])
         self._touched_at.append(record[1])
-        self._anew.append(record[4])
+        self._anew.append(record)
 
     def _hold(self, record: Record) -> None:
         request = self.state.requests[record[3]]
@@ -105,7 +121,15 @@ class Board:
             self.saved[request.table[end - whole - 1]] += rest
 
     def _give_back(self, record: Record) -> None:
-        self._touch(self.state.requests[record[3]].table, record)
+        request = self.state.requests[record[3]]
+        self._touch(request.table, record)
+        if record[2] == "finish":
+            self.last_tables.pop(request.group, None)  # so that the dictionary is in order of time
+            self.last_tables[request.group] = LastTable(
+                request.id, request.table, self.state.computed(request), record[0]
+            )
+            if len(self.last_tables) > GROUPS_KEPT:
+                del self.last_tables[next(iter(self.last_tables))]
         self.state.apply(record)
 
     def _split(self, record: Record) -> None:
@@ -160,6 +184,7 @@ class Board:
         other = Board(self.state.copy(), self.saved)
         other.changed = self.changed.copy()
         other.node_changed = dict(self.node_changed)
+        other.born, other.last_tables = self.born.copy(), dict(self.last_tables)
         other.step_began, other._between_steps = self.step_began, self._between_steps
         return other
 
@@ -183,6 +208,15 @@ class Board:
             if computed % size and computed // size < len(request.table):
                 found.append(request.table[computed // size])
         return found
+
+    def fate(self, block: int, since: int) -> str:
+        """What became of a block that a request gave back with record `since`: "cached" (the tree keeps it), "held"
+        (it keeps it and somebody uses it again), "free", or "reused" (it holds other tokens now)."""
+        if self.born[block] > since:
+            return "reused"
+        if not self.state.node_of[block]:
+            return "free"
+        return "held" if self.state.holders[block] else "cached"
 
     def holders_of(self, block: int) -> list[RequestView]:
         """The requests whose table has this block, in order of their ids."""

@@ -250,8 +250,8 @@ class Rates:
         self._pace = factor
 
     def series(self, name: str, n: int, end: int | None = None) -> np.ndarray:
-        """The `n` buckets before bucket `end` (the one being filled), oldest first; zeros where none are kept."""
-        end = self._bucket if end is None else min(end, self._bucket)
+        """The `n` buckets before bucket `end` (by default the one being filled), oldest first; zeros where none are."""
+        end = self._bucket if end is None else min(end, self._bucket + 1)
         n = min(n, BUCKETS_KEPT - 1)
         first = end - n
         values = np.zeros(n)

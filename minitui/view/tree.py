@@ -17,6 +17,8 @@ from engine.state import CACHED, NodeView, State
 from minitui.view.board import Board
 
 REORDER_SECONDS = 2.0
+CONTEXT_TOKENS = 16
+DOTS = "…"
 HEAD_TOKENS = 96  # of a node, decoded for its row
 SIBLINGS_COMPARED = 256
 TEXTS_KEPT = 4096
@@ -207,22 +209,23 @@ class Tree:
         for id in siblings[:SIBLINGS_COMPARED]:
             if id != node.id:
                 common = max(common, _common(node.ids, state.nodes[id].ids, state.block_size))
-        head = decode(node.ids[:HEAD_TOKENS])
-        before = decode(node.ids[:common]) if common else ""
+        # A marker may begin in the parent's last tokens: they are read too.
+        context = list(state.nodes[node.parent].ids[-CONTEXT_TOKENS:]) if node.parent > 0 else []
+        head = decode(context + list(node.ids[:HEAD_TOKENS]))
+        before = decode(context + list(node.ids[:common]))
         if not head.startswith(before):
-            before = ""  # a character was cut in two: show the node from its beginning
+            before = decode(context)  # a character was cut in two: show the node from its beginning
         half = _PART.search(before)  # the siblings part inside a marker
         start = len(before) - len(half.group()) if half else len(before)
         role = self._end_role(state, node.parent, decode)
         begin = start
         for marker in _ROLES.finditer(head):
-            if without_markup(head[start : marker.start()]):
+            if marker.start() > start and without_markup(head[start : marker.start()]):
                 break
             role = _role(marker)
             begin = max(start, marker.end())
         text = without_markup(head[begin:])
-        cut_in = bool(begin == start and start > 0) or (begin == 0 and node.parent > 0 and not _ROLES.match(head))
-        return role, ("…" + text if cut_in and text else text)
+        return role, (DOTS + text if begin == start and start > 0 and text else text)
 
     def _end_role(self, state: State, id: int, decode: Decode) -> str:
         """Who speaks at the end of this node."""
@@ -245,7 +248,7 @@ def without_markup(text: str) -> str:
 
 def _role(marker: re.Match[str]) -> str:
     name = next(group for group in marker.groups() if group)
-    return _SHORT.get(name, name[:4])
+    return next((short for full, short in _SHORT.items() if full.startswith(name)), name[:4])
 
 
 def _common(a: Sequence[int], b: Sequence[int], limit: int) -> int:

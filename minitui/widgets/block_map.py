@@ -94,11 +94,10 @@ class BlockMap(LinePanel):
             super().__init__()
             self.mode = mode
 
-    def __init__(self, *, id: str | None = None, frame: str | None = None, spread: bool = False) -> None:
+    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
         super().__init__(id=id, frame=frame)
         self.mode = "state"
         self.zoomed_at: int | None = None  # first block of the window
-        self.spread = spread  # leave rows between rows where there is room (for a class)
         self.grid = grid(1, 1, 1)
         self._cells = np.empty((0, 0), np.int64)
         self._cell_rows: list[Runs] = []
@@ -186,7 +185,7 @@ class BlockMap(LinePanel):
             self._cell_rows[y] = _runs(cells[y], layer.looks, g, width)
         self._cells, self._looks = cells, layer.looks
         out = list(self._cell_rows)
-        if self.spread and rows * 2 - 1 <= g.rows:
+        if self._spread():
             blank: Runs = ((" " * width, "ink"),)
             out = [row for pair in ((row, blank) for row in out) for row in pair][:-1]
         return out
@@ -270,11 +269,16 @@ class BlockMap(LinePanel):
     def block_at(self, column: int, row: int) -> int | None:
         """The (first) block of the cell at body coordinates of the map part, or None."""
         g = self.grid
-        if self.spread and -(-g.cells // g.per_row) * 2 - 1 <= g.rows:
+        if self._spread():
             row //= 2
         x = column // (g.cell + g.gap)
         cell = row * g.per_row + x
         return g.first + cell * g.k if 0 <= x < g.per_row and 0 <= cell < g.cells else None
+
+    def _spread(self) -> bool:
+        """Is there room for a line of air between the rows of cells?"""
+        g = self.grid
+        return g.gap > 0 and 2 * -(-g.cells // g.per_row) - 1 <= g.rows
 
     def clicked(self, view: View, column: int, row: int) -> None:
         block = self.block_at(column, row - self._head_rows())

@@ -11,7 +11,7 @@ from typing import ClassVar
 from textual.binding import Binding
 
 from minitui.theme import glyphs
-from minitui.view import Lane, View
+from minitui.view import View
 from minitui.widgets.base import LinePanel, Opened, Picture
 from minitui.widgets.rows import Row, Run, Runs
 
@@ -34,7 +34,7 @@ class BlockTable(LinePanel):
         id = view.subject()
         request = view.board.state.requests.get(id) if id is not None else None
         if request is None:
-            return self._nothing(view, id, width)
+            return self._nothing(view, id, width, height)
         size = view.board.state.block_size
         computed = view.board.state.computed(request)
         lane = view.lanes.lanes.get(request.id)
@@ -61,18 +61,34 @@ class BlockTable(LinePanel):
         ]  # fmt: skip
         return Picture(rows, title=title, note=note, legend=legend)
 
-    def _nothing(self, view: View, id: int | None, width: int) -> Picture:
-        lane: Lane | None = view.lanes.lanes.get(id) if id is not None else None
-        text = "no request runs: what they held went back to the pool, or stays in the tree for whoever begins alike"
-        if lane is not None and lane.finish_reason:
-            end = f"{lane.finish_reason}, {lane.output_tokens:,} tokens"
-            text = f"r{lane.id} has finished ({end}): its blocks were given back, the full ones stay cached in the tree"
-        elif lane is not None:
-            text = f"r{lane.id} waits: it holds no block yet"
-        return Picture([Row(line, "dim").done(width) for line in textwrap.wrap(text, width)], title="Block table")
+    def _nothing(self, view: View, id: int | None, width: int, height: int) -> Picture:
+        lane = view.lanes.lanes.get(id) if id is not None else None
+        last = view.board.last_tables.get(lane.group) if lane is not None else None
+        if lane is None or last is None or last.request != lane.id or not last.table:
+            text = "no request has run yet"
+            if lane is not None:
+                text = f"r{lane.id} waits: it holds no block yet"
+                if lane.finish_reason:
+                    text = f"r{lane.id} has finished ({lane.finish_reason}): its blocks went back to pool and tree"
+            return Picture([Row(line, "dim").done(width) for line in textwrap.wrap(text, width)], title="Block table")
+        fates = [view.board.fate(block, last.seq) for block in last.table]
+        kept = sum(fate in ("cached", "held") for fate in fates)
+        line = Row(f"r{lane.id}", "bold ink").add(f" {view.group_name(lane.group)[:24]}")
+        line.add(f"  has finished: {kept} of its {len(fates)} blocks stay in the tree", "dim")
+        size = view.board.state.block_size
+        rows = [line.done(width), *self._chips(view, last.table, last.computed, size, width, height - 1, fates)]
+        legend: list[Run] = [
+            ("number", "ink on cached-chip"), (" cached  ", "dim"), ("number", "ink on shared-chip"),
+            (" in use  ", "dim"), ("number", "dim"), (" given back", "dim"),
+        ]  # fmt: skip
+        return Picture(rows, title="Block table · as it last stood", legend=legend)
 
-    def _chips(self, view: View, table: list[int], computed: int, size: int, width: int, height: int) -> list[Runs]:
-        """Lines of three (logical number, physical chip, holders), or of two, or chips alone: what fits."""
+    def _chips(
+        self, view: View, table: list[int], computed: int, size: int, width: int, height: int,
+        fates: list[str] | None = None,
+    ) -> list[Runs]:  # fmt: skip
+        """Lines of three (logical number, physical chip, holders), or of two, or chips alone: what fits. `fates`: the
+        request has finished, and this became of its blocks."""
         chip = max(CHIP, len(str(view.board.state.num_blocks - 1)) + 2)
         across = max(1, width // chip)
         lines = -(-len(table) // across)
@@ -92,7 +108,10 @@ class BlockTable(LinePanel):
                 block = table[index]
                 held = view.board.state.holders[block]
                 style = f"ink on {'shared' if held > 1 else 'active'}-chip"
-                if view.glow_of(float(view.board.changed[block])) == 2:
+                if fates is not None:
+                    held = held if fates[index] == "held" else 0
+                    style = {"cached": "ink on cached-chip", "held": "ink on shared-chip"}.get(fates[index], "dim")
+                elif view.glow_of(float(view.board.changed[block])) == 2:
                     style = "bold " + style
                 chosen = view.selection is not None and view.selection.kind == "block" and view.selection.id == block
                 logical.to(at).add(str(index).rjust(chip - 2), "accent" if chosen else "dim")
@@ -100,7 +119,7 @@ class BlockTable(LinePanel):
                 filled = min(size, max(0, computed - index * size))
                 if filled < size:
                     holders.to(at).add(f"{filled}/{size}".rjust(chip - 2), "ink")
-                elif held > 1:
+                elif held > (fates is None):
                     holders.to(at).add(f"{glyphs().times}{held}".rjust(chip - 2), "pool")
             if tall == 3:
                 rows.append(logical.done(width))

@@ -94,8 +94,8 @@ def _bar(row: StepRow, width: int, budget: int, view: View) -> Runs:
         slices.append((row.decodes, [f"D{glyphs().times}{row.decodes}"], "decode"))
     lit = view.links.requests
     for i, (request, _start, n, _samples) in enumerate(row.chunks):
-        style = "accent" if request in lit else ("prefill", "prefill-2")[i % 2]
-        slices.append((n, [f"r{request} +{n}", f"+{n}", ""], style))
+        style = ("prefill", "prefill-2")[i % 2]
+        slices.append((n, [f"r{request} +{n}", f"+{n}", ""], f"underline {style}" if request in lit else style))
     return _slices(slices, row.tokens, width, budget)
 
 
@@ -129,7 +129,8 @@ def _slices(slices: list[tuple[float, list[str], str]], tokens: float, width: in
     line = Row()
     for (_n, labels, style), room in zip(slices, widths, strict=True):
         label = next((text for text in labels if len(text) <= room), "")
-        line.add(label.center(room), f"bold on-fill on {style}")
+        words, colour = style.rpartition(" ")[::2]
+        line.add(label.center(room), f"bold {words} on-fill on {colour}".replace("  ", " "))
     return line.to(width, glyphs().unused, "faint").done(width)
 
 

@@ -30,7 +30,9 @@ class Vital:
 
 def vitals(view: View, n: int) -> list[Vital]:
     """The six, each with `n` buckets of history."""
-    rates, end = view.rates, view.bucket
+    rates = view.rates
+    # Where time hardly moves, the bucket that is being filled is worth showing.
+    end = view.bucket + (view.exact or view.board.state.pace != 1)
     board = view.board
     cached = rates.series("cached", n + 20, end)
     computed = rates.series("prefill", n + 20, end)
@@ -44,9 +46,9 @@ def vitals(view: View, n: int) -> list[Vital]:
     waiting = len(board.state.queue)
     running = sum(r.state == "running" for r in board.state.requests.values())
     return [
-        Vital("decode", number(rates.per_second("decode", 1.0, end)), ("tok/s",),
+        Vital("decode", number(view.speed("decode")), ("tok/s",),
               rates.series("decode", n, end) / BUCKET, "decode"),
-        Vital("prefill", number(rates.per_second("prefill", 1.0, end)), ("tok/s",),
+        Vital("prefill", number(view.speed("prefill")), ("tok/s",),
               rates.series("prefill", n, end) / BUCKET, "prefill"),
         Vital("running", number(running), (f"+{waiting} waiting", f"+{waiting} wait", f"+{waiting}"),
               rates.series("running", n, end), "running"),
