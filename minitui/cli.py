@@ -286,7 +286,7 @@ def replay(
 @app.command()
 def tail(
     source: Annotated[
-        str | None, typer.Argument(help="A recording. Without it, questions are read from standard input, one a line.")
+        str | None, typer.Argument(help="A recording, or the URL of a minitui server. Without it, questions are read from standard input, one a line.")
     ] = None,
     kv_blocks: KvBlocks = None,
 ) -> None:
@@ -294,6 +294,7 @@ def tail(
 
     \b
       minitui tail class.trace
+      minitui tail http://localhost:8000
       echo "What is a KV cache?" | minitui tail
     """
     from minitui import launch

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["DEMOS", "Demo", "play_in_app", "tell_plainly"]
 
 
-async def play_in_app(demo: Demo, app: MinituiApp, restart: Restart | None) -> None:
+async def play_in_app(demo: Demo, app: MinituiApp, restart: Restart | None, beat: float = 1.0) -> None:
     """Play it in the application."""
     from minitui.theme import glyphs
 
@@ -32,7 +32,7 @@ async def play_in_app(demo: Demo, app: MinituiApp, restart: Restart | None) -> N
 
     stage = Stage(
         app.source, app.chats, app.feed, app.system, say, app.select_session, app.switch_mode, restart,
-        bar=glyphs().active, held=lambda: app.feed.frozen,
+        beat, bar=glyphs().active, held=lambda: app.feed.frozen,
     )  # fmt: skip
     app.set_focus(None)
     try:

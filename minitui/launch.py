@@ -189,7 +189,7 @@ def run_demo(name: str, options: dict[str, Any], plain: bool, beat: float, recor
         tell_recording(source)
         return status
     settings = settings_file.load()
-    return run_app(source, choice, settings, sampling, script=lambda app: play_in_app(demo, app, restart))
+    return run_app(source, choice, settings, sampling, script=lambda app: play_in_app(demo, app, restart, beat))
 
 
 def recorded(source: Any, path: Path | None) -> Any:
@@ -276,8 +276,17 @@ def run_tail(trace: str | None, kv_blocks: int | None) -> int:
     """`minitui tail`; returns the exit code."""
     import sys
 
-    from minitui.tail import tail_live, tail_trace
+    from minitui.tail import tail_live, tail_trace, tail_watch
 
+    if trace is not None and trace.startswith(("http://", "https://")):
+        from minitui.remote import RemoteSource
+
+        address = trace
+
+        async def watch() -> int:
+            return await tail_watch(RemoteSource(address, os.environ.get("MINITUI_KEY", "")), print)
+
+        return asyncio.run(watch())
     if trace is not None:
         return tail_trace(trace, print)
     choice = choose_model(None)

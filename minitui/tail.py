@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from engine.errors import EngineDead
 from engine.records import Record
 from minitui.models import load_codec
 from minitui.sessions import Chats, Sampling, describe_answer
@@ -185,7 +186,8 @@ def tail_trace(path: str, out: Callable[[str], None]) -> int:
 
 
 async def tail_live(
-    source: Source, system: str, sampling: Sampling, questions: TextIO, out: Callable[[str], None], load: Any = load_codec
+    source: Source, system: str, sampling: Sampling, questions: TextIO, out: Callable[[str], None],
+    load: Any = load_codec,
 ) -> int:  # fmt: skip
     """Start the engine, ask one question after the other in one chat, and tell what it does; returns the exit code."""
     try:
@@ -214,5 +216,26 @@ async def tail_live(
             out(f"answer: {' '.join((answer.text or answer.error).split())}")
             out("        " + " · ".join(text for text, _ in describe_answer(answer)))
         return 0
+    finally:
+        await source.close()
+
+
+async def tail_watch(source: Source, out: Callable[[str], None], load: Any = load_codec) -> int:
+    """Tell what a server elsewhere does, until it ends or is interrupted; returns the exit code."""
+    try:
+        await source.start(lambda progress: None)
+        view = View()
+        view.ids_to_text = (await asyncio.to_thread(load, source.info)).decode
+        view.reset(await source.snapshot())
+        teller = Teller(view)
+        while source.error is None:
+            for line in teller.tell(source.drain_records()):
+                out(str(line))
+            if view.gap:
+                out(f"({view.dropped:,} records were lost on the way: the story goes on from here)")
+                view.reset(await source.snapshot())
+                teller = Teller(view)
+            await asyncio.sleep(POLL_S)
+        raise EngineDead(source.error)
     finally:
         await source.close()

@@ -123,7 +123,7 @@ async def test_a_demo_plays_in_the_application() -> None:
     system = "You explain inference engines, in blocks of sixteen."
     app = MinituiApp(
         source, Chats(source, sampling=sampling(24)), Settings(), system=system,
-        load_codec=lambda info: ByteCodec(), script=lambda app: play_in_app(demo, app, None),
+        load_codec=lambda info: ByteCodec(), script=lambda app: play_in_app(demo, app, None, 0.1),
     )  # fmt: skip
     async with app.run_test(size=(100, 30)) as pilot:
         for _ in range(900):

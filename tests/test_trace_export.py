@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from engine.errors import EngineDead, EngineError
 from engine.records import FIELDS
+from engine.types import SamplingParams
+from minitui.cli import app
 from minitui.export import export
 from minitui.export.perfetto import DEVICE, HOST, REQUESTS
-from minitui.tail import Teller, tail_trace
+from minitui.stage import sampling
+from minitui.tail import Teller, tail_live, tail_trace, tail_watch
 from minitui.trace import TraceError, TraceReader
 from minitui.view import View
-from tests.fake_client import FakeSource
+from tests.fake_client import ByteCodec, FakeSource
 from tests.golden import GOLDEN
 
 
@@ -176,3 +183,37 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
         export(GOLDEN, "gif")
     with pytest.raises(TraceError, match="cannot be written"):
         export(GOLDEN, "json", tmp_path / "no" / "x.json")
+
+
+async def test_an_engine_is_told_live_and_a_server_is_watched() -> None:
+    lines: list[str] = []
+    questions = io.StringIO("hello\n\nand again\n")
+    source = FakeSource()
+    assert await tail_live(source, "short", sampling(20), questions, lines.append, lambda info: ByteCodec()) == 0
+    assert sum(line.startswith("answer: ") for line in lines) == 2 and source.closed
+    assert any("joins the queue" in line for line in lines) and any("end of r2" in line for line in lines)
+
+    lines.clear()
+    watched = FakeSource()
+    watching = asyncio.create_task(tail_watch(watched, lines.append, lambda info: ByteCodec()))
+    while not watched.info:
+        await asyncio.sleep(0.01)
+    async for _ in watched.submit(list(range(40)), SamplingParams(max_tokens=4, ignore_eos=True)):
+        pass
+    while not any("end of r1" in line for line in lines):
+        await asyncio.sleep(0.01)
+    watched.die("the server went away")
+    with pytest.raises(EngineDead, match="went away"):
+        await watching
+
+
+def test_the_commands_are_there(tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    assert "minitui lesson 8   Radix cache" in run(app, ["lesson"]).output
+    told = run(app, ["tail", str(GOLDEN)])
+    assert told.exit_code == 0 and "eviction: " in told.output
+    out = tmp_path / "a.json"
+    exported = run(app, ["replay", str(GOLDEN), "--export", "perfetto", "--out", str(out)])
+    assert exported.output.strip() == str(out) and json.loads(out.read_text())["traceEvents"]
+    for wrong in (["lesson", "12"], ["replay", str(tmp_path / "none")], ["demo", "nothing"]):
+        assert isinstance(run(app, wrong).exception, EngineError), wrong
