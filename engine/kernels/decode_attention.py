@@ -207,7 +207,7 @@ def num_splits(n: int, kv_heads: int, longest: int) -> int:
 
 
 class Form(NamedTuple):
-    """What a launch is compiled for, beyond the model: a matter of how many sequences there are, not of their lengths."""
+    """What a launch is compiled for, beyond the model: decided by how many sequences there are, not by lengths."""
 
     tile: int
     warps: int
