@@ -43,7 +43,7 @@ class MinituiApp(App[int]):
     DEFAULT_MODE = "chat"
     CSS = """
     Screen { background: $ground; color: $ink; }
-    Toast { background: $empty-chip; }
+    Toast { background: $empty-chip; width: 44; }
     ToastRack { dock: top; align: right top; margin-top: 2; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from minitui.app import MinituiApp
     from minitui.view import View
 
+TITLES = (18, 12, 8, 5)  # letters of a chat's title, by how many chats there are
 SCREENS = (("chat", "1 Chat"), ("inspect", "2 Inspect"))
 
 
@@ -78,6 +79,8 @@ class TopBar(Bar):
     def _flags(self, view: View) -> list[Run]:
         feed = host(self.app).feed
         flags: list[Run] = []
+        if getattr(feed.source, "connection", ""):
+            flags.append((" no connection: trying again ", "bold on-fill on bad"))
         if feed.frozen:
             flags.append((f" FROZEN {glyphs().middot} {feed.steps_behind:,} steps behind ", "bold on-fill on hit"))
         for text in (view.travel_text, view.gate_text, view.pace_text):
@@ -98,14 +101,10 @@ def describe_engine(info: dict[str, object]) -> str:
     if not info:
         return ""
     dot = f" {glyphs().middot} "
-    return dot.join(
-        (
-            str(info["model"]),
-            str(info["device"]),
-            str(info["dtype"]),
-            f"{info['num_blocks']:,} blocks of {info['block_size']}",
-        )
-    )
+    known = [str(info[name]) for name in ("model", "device", "dtype") if name in info]
+    if "num_blocks" in info:  # a server of another make does not tell
+        known.append(f"{info['num_blocks']:,} blocks of {info['block_size']}")
+    return dot.join(known)
 
 
 class SessionStrip(Bar):
@@ -117,11 +116,14 @@ class SessionStrip(Bar):
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         app = host(self.app)
-        entries = [(session, self._entry(session, view)) for session in app.chats.sessions]
+        for letters in TITLES:  # shorter titles before fewer chats
+            entries = [(session, self._entry(session, letters)) for session in app.chats.sessions]
+            if sum(len(t) for _, runs in entries for t, _ in runs) + len(entries) <= width - 8:
+                break
         current = next((i for i, (s, _) in enumerate(entries) if s is app.session), 0)
         first = current
         sizes = [sum(len(t) for t, _ in runs) + 1 for _, runs in entries]
-        room = width - 14
+        room = width - (8 if sum(sizes) <= width - 8 else 28)
         used = sizes[current] if sizes else 0
         last = current + 1
         while True:  # widen to both sides while there is room, to the left first: chats keep their places
@@ -148,19 +150,20 @@ class SessionStrip(Bar):
         self._places.append((start, row.width, None))
         return Picture([row.done(width)])
 
-    def _entry(self, session: Session, view: View) -> list[Run]:
+    def _entry(self, session: Session, letters: int) -> list[Run]:
         app = host(self.app)
         chosen = session is app.session
         ground = " on empty-chip" if chosen else ""
-        runs: list[Run] = [
-            (f" {app.chats.number(session)} {session.title[:18]} ", ("bold ink" if chosen else "dim") + ground)
-        ]
-        state, tone = self._state(session, view)
+        title = session.title[: 18 if chosen else letters].rstrip()
+        runs: list[Run] = [(f" {app.chats.number(session)} {title} ", ("bold ink" if chosen else "dim") + ground)]
+        state, tone = self._state(session)
+        if tone == "decode" and not chosen and letters == TITLES[-1]:
+            state = state[:1]  # its speed gives way, too
         if state:
             runs.append((state + " ", tone + ground))
         return runs
 
-    def _state(self, session: Session, view: View) -> tuple[str, str]:
+    def _state(self, session: Session) -> tuple[str, str]:
         app = host(self.app)
         g = glyphs()
         if session.state == "queued" or (session.state == "running" and not session.messages[-1].text):
