@@ -24,7 +24,6 @@ from engine.errors import EngineError
 from engine.forward import ForwardMeta
 from engine.kv.pool import KVPool
 from engine.model import ops as torch_ops
-from engine.model.cpu_decode import CPUDecode
 from engine.model.decoder import Decoder
 from engine.model.weights import Progress, dummy_weights, load_weights
 from engine.sampling import Drawn, Logprobs, Sampler, pick_logprobs
@@ -43,7 +42,7 @@ class Inputs:
     """A step's plan on the device, and what of it the host still needs. T tokens, n entries, s of them sample."""
 
     token_ids: torch.Tensor  # int64 [T]
-    meta: ForwardMeta
+    meta: ForwardMeta | None  # None where a runner has a way of its own to the logits
     samples: np.ndarray  # int64 [s]  the entries that sample
     rows: np.ndarray  # int64 [s]  their rows
     positions: np.ndarray  # int64 [s]  where the token drawn will stand
@@ -152,8 +151,6 @@ class Runner:
             self.sampler = Sampler(self.max_rows, model_config.vocab_size, self.device, self._upload)
             self.num_blocks = self._count_blocks() + 1  # and the null block
             self.pool = self._make_pool(self.num_blocks)
-            fits = CPUDecode.supports(self.model, self.dtype, self.device)
-            self._cpu_decode = CPUDecode(self.model, self.pool) if fits else None
         self.memory.kv_cache = self.pool.nbytes
 
     @property
@@ -243,9 +240,8 @@ class Runner:
         Afterwards the KV cache holds this step's tokens.
         """
         meta = inputs.meta
+        assert meta is not None
         self.attention.plan(meta)
-        if self._cpu_decode is not None and self._cpu_decode.takes(meta):
-            return self._cpu_decode.logits(inputs.token_ids, meta, self.attention), {}
         hidden = self.model.forward(inputs.token_ids, meta, self.attention, self.pool)
         prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden)
         if inputs.sampled_hidden is not None:
@@ -409,6 +405,10 @@ def make_runner(
 ) -> Runner:
     """The runner for the device that `engine_config` asks for: with fused kernels and graphs wherever they can run."""
     limits = resolve(engine_config, model_config)
+    if limits.device.type == "cpu":
+        from engine.cpu_runner import CPURunner
+
+        return CPURunner(model_config, engine_config, model_dir, on_progress)
     if limits.device.type == "cuda" and engine_config.attention_backend in ("auto", "triton"):
         try:
             from engine.attention.triton_backend import supports

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine import runner as runners
 from engine.config import EngineConfig, ModelConfig
 from engine.runner import Runner
 from engine.types import Request, SamplingParams, StepPlan
@@ -77,7 +78,8 @@ def make_runner(directory: Path, dtype: str = "float32", **options: Any) -> Runn
         "cpu_threads": 1,
         **options,
     }
-    return Runner(ModelConfig.from_pretrained(directory), EngineConfig(model=str(directory), **settings), directory)
+    config = EngineConfig(model=str(directory), **settings)
+    return runners.make_runner(ModelConfig.from_pretrained(directory), config, directory)
 
 
 def make_request(ids: list[int], row: int, seed: int = 0, **params: Any) -> Request:

@@ -89,7 +89,7 @@ def expected(case: Case, window: int) -> torch.Tensor:
 
 
 def check(model: ModelConfig, case: Case, block_size: int) -> None:
-    backend = TorchAttention(model, block_size, torch.float64)
+    backend = TorchAttention(model, block_size, torch.float64, CPU)
     backend.plan(case.meta)
     for layer in range(model.num_layers):
         out = backend.run(layer, case.q, case.k_cache, case.v_cache)
@@ -132,7 +132,7 @@ def test_nan_in_free_blocks_and_beyond_a_sequences_end_never_reaches_an_output()
     model = config(4, 2, 8, (0, 6))
     case = make_case(model, [(1, 5), (1, 18), (4, 11), (9, 9)], 2, 16, 2)
     assert case.k_cache.isnan().any()
-    backend = TorchAttention(model, 16, torch.float64)
+    backend = TorchAttention(model, 16, torch.float64, CPU)
     backend.plan(case.meta)
     for layer in range(2):
         assert backend.run(layer, case.q, case.k_cache, case.v_cache).isfinite().all()
@@ -142,7 +142,7 @@ def test_no_sequence_reads_another_ones_blocks() -> None:
     model = config(4, 2, 8, (0, 6))
     lengths = [(1, 21), (1, 9), (6, 20)]
     case = make_case(model, lengths, 2, 4, 3)
-    backend = TorchAttention(model, 4, torch.float64)
+    backend = TorchAttention(model, 4, torch.float64, CPU)
     backend.plan(case.meta)
     before = [backend.run(layer, case.q, case.k_cache, case.v_cache) for layer in range(2)]
     own = case.meta.block_table[1, :3].long()

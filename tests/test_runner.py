@@ -192,11 +192,11 @@ def test_the_pool_and_the_table_never_move(driver: Driver) -> None:
 def test_nothing_records_gradients(driver: Driver) -> None:
     """Autograd left on keeps every step's activations alive through the pool."""
     seen = []
-    forward = driver.runner.forward
-    driver.runner.forward = lambda *step: seen.append(forward(*step)) or seen[-1]  # type: ignore[method-assign]
+    sample = driver.runner.sample
+    driver.runner.sample = lambda *step: seen.append(step[2]) or sample(*step)  # type: ignore[method-assign]
     driver.generate(make_request(prompt(0), 0), 3)
     assert len(seen) == 3
-    assert all(logits.is_inference() and logits.grad_fn is None for logits, _ in seen)
+    assert all(logits.is_inference() and logits.grad_fn is None for logits in seen)
     assert not any(cache.requires_grad for cache in driver.runner.pool.keys)
 
 

@@ -48,5 +48,5 @@ def choose_attention(
         if name == "triton":
             raise EngineError(f"attention_backend triton cannot be used: {why_not}; leave it at auto")
     if name in ("auto", "torch"):
-        return TorchAttention(config, block_size, dtype)
+        return TorchAttention(config, block_size, dtype, device)
     raise EngineError(f"attention_backend is {name!r}: on {device} it can be auto, torch or triton")

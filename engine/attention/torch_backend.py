@@ -69,25 +69,23 @@ class TorchAttention:
 
     name = "torch"
 
-    def __init__(self, config: ModelConfig, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._windows = [config.window(i) for i in range(config.num_layers)]
         self._heads = (config.num_kv_heads, config.head_dim)
         self._block_size = block_size
         self._dtype = dtype
-        self._device = torch.device("cpu")
-        self._by_numpy = False  # numpy can copy: this device, this dtype
+        self._device = device
+        self._by_numpy = device.type == "cpu" and dtype != torch.bfloat16  # numpy can copy
         self._num_decodes = 0
         self._plans: dict[int, tuple[_Decodes | None, list[_Prefill]]] = {}
         # One buffer for all layers and steps: fresh memory would cost more in page faults than the copy into it.
-        self._buffer = torch.empty(0)
+        self._buffer = torch.empty(0, dtype=dtype, device=device)
         self._caches: dict[int, _Cache] = {}
         self._offsets = np.arange(block_size)
         self._positions = np.arange(0)
 
     def plan(self, meta: ForwardMeta) -> None:
         self._num_decodes = n = meta.num_decodes
-        self._device = meta.seq_lens.device
-        self._by_numpy = self._device.type == "cpu" and self._dtype != torch.bfloat16
         table, lengths, bounds = (part.cpu().numpy() for part in (meta.block_table, meta.seq_lens, meta.cu_seqlens_q))
         self._plans = {}
         for window in set(self._windows):
@@ -97,6 +95,11 @@ class TorchAttention:
                 for i in range(n, len(lengths))
             ]
             self._plans[window] = decodes, prefills
+
+    def plan_decodes(self, table: np.ndarray, lengths: np.ndarray) -> None:
+        """`plan` for decodes alone whose block table [n, columns] and lengths [n] are on the host."""
+        self._num_decodes = len(lengths)
+        self._plans = {window: (self._plan_decodes(table, lengths, window), []) for window in set(self._windows)}
 
     def run(self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
         decodes, prefills = self._plans[self._windows[layer]]

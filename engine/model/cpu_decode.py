@@ -15,12 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention import AttentionBackend
-from engine.forward import ForwardMeta
 from engine.kv.pool import KVPool
 from engine.model.decoder import Decoder, DenseMLP, Layer
 
 KEPT_SIZES = 8  # numbers of sequences for which buffers are kept
-MOST_SEQUENCES = 48  # beyond, there is enough arithmetic in a call for the plain way to be as fast
 
 
 class Columns:
@@ -43,17 +41,16 @@ class Columns:
             return array.transpose(2, 0, 1) if n > 1 else array[None]
 
         self.n = n
-        _, self.residual = pair(config.hidden_size)
+        self.residual_, self.residual = pair(config.hidden_size)
         self.x_, self.x = pair(config.hidden_size)
-        self.out_, self.out = pair(config.hidden_size)  # of attention and of the MLP
         self.qkv_, _ = pair(heads * dim)
         by_head = self.qkv_.view(heads, dim, *columns).numpy()
         self.qk, self.v = by_head[:normed], by_sequence(by_head[normed:])  # v: [n, Hkv, D]
-        self.low, self.high = self.qk[:, :half], self.qk[:, half:]
+        self.halves = self.qk.reshape(normed, 2, half, *columns)
         turned_, turned = pair(normed, dim)
-        self.turned_low, self.turned_high = turned[:, :half], turned[:, half:]
+        self.turned = turned.reshape(self.halves.shape)
+        self.part = np.empty_like(self.turned)
         self.turned_q, self.turned_k = np.split(by_sequence(turned), [config.num_heads], 1)  # [n, heads, D]
-        _, self.part = pair(normed, half)
         self.q_ = torch.empty(n, config.num_heads, dim) if n > 1 else turned_[None, : config.num_heads]
         self.q = self.q_.numpy()
         self.gate_up_, gate_up = pair(2 * inner)
@@ -79,30 +76,27 @@ class CPUDecode:
         self._columns: dict[int, Columns] = {}
 
     @staticmethod
-    def supports(decoder: Decoder, dtype: torch.dtype, device: torch.device) -> bool:
-        dense = all(isinstance(layer.mlp, DenseMLP) for layer in decoder.layers)
-        return dense and dtype == torch.float32 and device.type == "cpu"
+    def supports(decoder: Decoder, dtype: torch.dtype) -> bool:
+        return dtype == torch.float32 and all(isinstance(layer.mlp, DenseMLP) for layer in decoder.layers)
 
-    def takes(self, meta: ForwardMeta) -> bool:
-        """Whether `logits` does for this step: all sequences decode, and they are few."""
-        n = len(meta.seq_lens)
-        return meta.num_decodes == n <= MOST_SEQUENCES and meta.logit_rows is None
+    def logits(
+        self, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """Decoder.forward and Decoder.logits in one, of n sequences: tokens, positions and slots [n] -> [n, V].
 
-    def logits(self, token_ids: torch.Tensor, meta: ForwardMeta, attention: AttentionBackend) -> torch.Tensor:
-        """Decoder.forward and Decoder.logits in one: token_ids int64 [n] -> [n, V]."""
-        decoder, eps, n = self._decoder, self._decoder.config.rms_norm_eps, len(token_ids)
+        Stores each token's keys and values. `attention` has been told which sequences these are.
+        """
+        decoder, eps, n = self._decoder, self._decoder.config.rms_norm_eps, len(tokens)
         c = self._columns.get(n)
         if c is None:
             if len(self._columns) == KEPT_SIZES:
                 self._columns.pop(next(iter(self._columns)))
             c = self._columns[n] = Columns(decoder, n)
-        slots, positions, tokens = meta.slot_mapping.numpy(), meta.positions.numpy(), token_ids.numpy()
-        if n > 1:
-            cos, sin = np.split(self._table[positions].T, 2)  # [D / 2, n] each
-            c.residual[:] = self._embedding[tokens].T
-        else:
-            cos, sin = np.split(self._table[positions[0]], 2)
-            c.residual[:] = self._embedding[tokens[0]]
+        if n == 1:
+            tokens, positions, slots = tokens[0], positions[0], slots[0]
+        c.residual[:] = self._embedding[tokens].T
+        cos, sin = np.split(self._table[positions].T, 2)  # [D / 2, n] each
+        cos, sin = np.stack((cos, cos)), np.stack((-sin, sin))
         for i, layer in enumerate(decoder.layers):
             keys, values = self._caches[i]
             _norm(c.residual, self._norms[i], eps, c.x)
@@ -112,12 +106,11 @@ class CPUDecode:
             if n > 1:
                 np.copyto(c.q, c.turned_q)
             attended = attention.run(i, c.q_, self._pool.keys[i], self._pool.values[i])
-            np.copyto(c.attended, attended.numpy().T if n > 1 else attended.numpy()[0])
-            _multiply(layer.output, layer.output_bias, c.attended_, c.out_)
-            c.residual += c.out
+            if n > 1:
+                np.copyto(c.attended, attended.numpy().T)
+            _add_product(c.residual_, layer.output, layer.output_bias, c.attended_ if n > 1 else attended.view(-1))
             _norm(c.residual, self._post_norms[i], eps, c.x)
             _mlp(c, layer)
-            c.residual += c.out
         _norm(c.residual, self._norms[-1], eps, c.x)
         return torch.mm(decoder.head, c.x_).t().contiguous() if n > 1 else torch.mv(decoder.head, c.x_)[None]
 
@@ -136,17 +129,18 @@ def _norm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> Non
 
 
 def _rotate(c: Columns, weight: np.ndarray | None, eps: float, cos: np.ndarray, sin: np.ndarray) -> None:
-    """Norm queries and keys, and turn them by their positions; weight [heads, D], cos and sin [D / 2, n]."""
+    """Norm queries and keys, and turn them by their positions.
+
+    weight [heads, D]; cos and sin [2, D / 2, n], the sine of the first half negated.
+    """
     if weight is not None:
         square = np.einsum("hd...,hd...->h...", c.qk, c.qk)
         square /= weight.shape[1]
         square += eps
         np.divide(c.qk, np.sqrt(square, out=square)[:, None], out=c.qk)
         np.multiply(c.qk, weight[..., None] if c.n > 1 else weight, out=c.qk)
-    np.multiply(c.low, cos, out=c.turned_low)
-    c.turned_low -= np.multiply(c.high, sin, out=c.part)
-    np.multiply(c.high, cos, out=c.turned_high)
-    c.turned_high += np.multiply(c.low, sin, out=c.part)
+    np.multiply(c.halves, cos, out=c.turned)
+    c.turned += np.multiply(c.halves[:, ::-1], sin, out=c.part)
 
 
 def _mlp(c: Columns, layer: Layer) -> None:
@@ -154,7 +148,7 @@ def _mlp(c: Columns, layer: Layer) -> None:
     _multiply(mlp.gate_up, mlp.gate_up_bias, c.x_, c.gate_up_)
     F.silu(c.gate_, inplace=True)
     c.gate *= c.up
-    _multiply(mlp.down, mlp.down_bias, c.gate_, c.out_)
+    _add_product(c.residual_, mlp.down, mlp.down_bias, c.gate_)
 
 
 def _multiply(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -165,3 +159,13 @@ def _multiply(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, 
         torch.mm(weight, x, out=out)
     if bias is not None:
         out += bias[:, None] if x.dim() > 1 else bias
+
+
+def _add_product(total: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> None:
+    """total += weight [out, in] · x [in, n], or · x [in]."""
+    if x.dim() == 1:
+        total.addmv_(weight, x)
+    else:
+        total.addmm_(weight, x)
+    if bias is not None:
+        total += bias[:, None] if x.dim() > 1 else bias

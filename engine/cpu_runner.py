@@ -1,0 +1,74 @@
+"""The runner of a CPU: decode steps of few sequences go a way of their own, for there the calls cost what counts.
+
+Everything else is engine/runner.py's. Which way a step goes depends on the plan alone.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.attention.torch_backend import TorchAttention
+from engine.config import EngineConfig, ModelConfig
+from engine.model.cpu_decode import CPUDecode
+from engine.model.weights import Progress
+from engine.runner import Inputs, Launched, Runner
+from engine.types import StepPlan
+
+MOST_SEQUENCES = 48  # beyond, there is enough arithmetic in a call for the plain way to be as fast
+
+
+class CPURunner(Runner):
+    """Runner for float32 and dense MLPs. The same tokens, sooner."""
+
+    attention: TorchAttention
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        engine_config: EngineConfig,
+        model_dir: Path | None = None,
+        on_progress: Progress | None = None,
+    ) -> None:
+        super().__init__(model_config, engine_config, model_dir, on_progress)
+        with torch.inference_mode():
+            self._decode = CPUDecode(self.model, self.pool) if CPUDecode.supports(self.model, self.dtype) else None
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Run a step; it is over when this returns."""
+        n = len(plan.rows)
+        if self._decode is None or plan.num_decodes < n or n > MOST_SEQUENCES or not plan.samples.all():
+            return super().launch(plan)
+        started = time.perf_counter()
+        with torch.inference_mode():
+            self.apply(plan)
+            logits, inputs = self.decode(plan)
+            drawn = self.sample(plan, inputs, logits)
+            self.last_token.index_copy_(0, inputs.device_rows, drawn.ids)
+            return self._finish(plan, inputs, drawn, {}, started, None)
+
+    def decode(self, plan: StepPlan) -> tuple[torch.Tensor, Inputs]:
+        """Logits [n, V] of a plan of decodes, and what the sampler has to know of it."""
+        assert self._decode is not None
+        size, lengths, tokens = self.block_size, plan.starts + 1, plan.token_ids
+        blocks, offsets = np.divmod(plan.starts, size)
+        slots = self._host_table[plan.rows, blocks] * np.int64(size) + offsets
+        if (tokens < 0).any():
+            tokens = np.where(tokens < 0, self.last_token.numpy()[plan.rows], tokens)
+        self.attention.plan_decodes(self._host_table[plan.rows, : -(-int(lengths.max()) // size)], lengths)
+        logits = self._decode.logits(tokens, plan.starts, slots, self.attention)
+        rows, positions = torch.from_numpy(plan.rows.astype(np.int64)), torch.from_numpy(lengths.astype(np.int64))
+        return logits, Inputs(
+            token_ids=torch.from_numpy(tokens),
+            meta=None,
+            samples=self._count[: len(tokens)],
+            rows=plan.rows,
+            positions=lengths,
+            device_rows=rows,
+            device_positions=positions,
+            sampled_hidden=None,
+            prompt_hidden={},
+        )
