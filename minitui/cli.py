@@ -101,15 +101,18 @@ def chat(
     ascii: Annotated[bool | None, typer.Option("--ascii/--unicode", help="Draw with ASCII only.")] = None,
     record: Record = None,
     connect: Annotated[
-        str | None, typer.Option(help="Address of a server to chat with and watch: minitui serve.")
+        str | None, typer.Option(help="Address of a server: minitui serve, or any with OpenAI's endpoints.")
     ] = None,
     key: Annotated[str, typer.Option(help="The server's API key; better as MINITUI_KEY.", envvar="MINITUI_KEY")] = "",
+    web: Annotated[bool, typer.Option("--web", help="In a browser; every tab on the one engine.")] = False,
+    web_port: Annotated[int, typer.Option(min=1, max=65535, help="Port for --web.")] = 8001,
 ) -> None:
     """Chat, several at once, with everything the engine does beside it.
 
     \b
       minitui chat
       minitui chat --connect http://desk:8000     the engine of a server elsewhere (minitui serve)
+      minitui chat --web                          in a browser, at http://127.0.0.1:8001
       minitui chat --kv-blocks 64                 a pool so small that it fills: evictions, preemptions
       minitui chat --model ./Qwen3-8B --device cuda
       minitui chat --model Qwen/Qwen3-8B --dummy-weights    the shape without the download of weights
@@ -132,10 +135,14 @@ def chat(
     }
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_tokens": max_tokens, "seed": seed}
     looks = {"fps": fps, "theme": theme, "ascii": ascii}
+    if web:
+        from minitui.launch import run_in_browser
+
+        raise typer.Exit(run_in_browser(model, config, web_port, connect))
     if connect is not None:
         from minitui.launch import run_connected
 
-        raise typer.Exit(run_connected(connect, key, system, sampling, looks, resume, record))
+        raise typer.Exit(run_connected(connect, key, model, system, sampling, looks, resume, record))
     raise typer.Exit(run_chat(model, system, config, sampling, looks, resume, record))
 
 

@@ -62,6 +62,7 @@ def run_chat(
 def run_connected(
     url: str,
     key: str,
+    model: str | None,
     system: str | None,
     sampling: dict[str, Any],
     looks: dict[str, Any],
@@ -79,7 +80,7 @@ def run_connected(
     drawn = make_sampling(sampling, settings.chat)
     info = probe(url, key)
     if info is None:
-        raise EngineError(f"{url} is no minitui server: it does not know /minitui/info")
+        return _run_foreign(url, key, model, PLAIN_SYSTEM_PROMPT if system is None else system, settings, drawn)
     wanted = settings.chat.system if system is None else system
     if info.get("bundled"):
         prompt = tutor.DEFAULT_SYSTEM_PROMPT if wanted is None else wanted
@@ -89,6 +90,26 @@ def run_connected(
     source = recorded(RemoteSource(url, key), record)
     store = Store(settings_file.data_dir() / "chats.sqlite")
     return run_app(source, choice, settings, drawn, store, resume)
+
+
+def _run_foreign(
+    url: str, key: str, model: str | None, system: str, settings: settings_file.Settings, sampling: Sampling
+) -> int:
+    """Chats on a server of another make; they are not kept, for their ids mean texts and not tokens."""
+    from minitui.foreign import ForeignSource
+    from minitui.foreign_app import ForeignApp
+
+    source = ForeignSource(url, key, model or "")
+    return run_app(source, Choice("", "", system, "model"), settings, sampling, make=ForeignApp)
+
+
+def run_in_browser(model: str | None, options: dict[str, Any], port: int, connect: str | None) -> int:
+    """`minitui chat --web`; returns the exit code."""
+    from minitui.cli import engine_config
+    from minitui.web import run_web
+
+    choice = choose_model(model)
+    return run_web(port, connect, engine_config(model=choice.name, **options), choice.label, log_path())
 
 
 def apply_looks(settings: settings_file.Settings, looks: dict[str, Any]) -> None:

@@ -584,6 +584,9 @@ def describe_answer(message: Message) -> list[tuple[str, str]]:
     if m.get("finish") == "length":
         parts.append(("stopped at the limit of its length", "dim"))
     total, cached = m.get("prompt_tokens", 0), m.get("cached_tokens", 0)
+    if total is None or cached is None:  # a server of another make may not tell
+        parts.append(("cache use unknown", "dim"))
+        return parts
     parts.append((f"{cached:,} of {total:,} prompt tokens from cache", "hit" if cached else "dim"))
     if why := describe_match(m.get("match") or {}, total - cached):
         parts.append((why, "dim"))

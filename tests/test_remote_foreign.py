@@ -145,6 +145,36 @@ async def test_a_wrong_model_and_a_server_that_is_not_there_are_sentences(server
         await source.close()
 
 
+async def test_the_application_chats_and_tells_the_vitals_in_a_line(server: Running) -> None:
+    from minitui.foreign import ForeignSource
+    from minitui.foreign_app import ForeignApp
+    from minitui.settings import Settings
+
+    source = ForeignSource(server.url)
+    chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=30))
+    app = ForeignApp(source, chats, Settings(), system="Answer briefly.", known_questions=[], speaker="model")
+    async with app.run_test(size=(120, 36)) as pilot:
+
+        async def until(true: Any) -> None:
+            for _ in range(300):
+                if true():
+                    return
+                await pilot.pause(0.05)
+            raise AssertionError("it did not happen in time")
+
+        await until(lambda: source.info)
+        app.ask_question("What is the KV cache?")
+        await until(lambda: app.session.messages and not app.session.busy)
+        assert app.session.state == "done", app.session.messages[-1].error
+        await until(lambda: "KV in use 0%" in app.story)
+        app.switch_mode("inspect")
+        await pilot.pause()
+        assert app.current_mode == "chat" and not app.screen.query_one("#rail").display
+        app.action_do("gate")
+        await pilot.pause(0.1)
+        assert app.is_running
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_a_chat_on_transformers_own_server(tmp_path: Path) -> None:

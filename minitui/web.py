@@ -1,0 +1,79 @@
+"""`minitui chat --web`: the application in a browser. Every tab is an application of its own, all on one engine.
+
+textual-serve starts `minitui chat --connect` for each tab. It has no keys, so that it listens on the loopback only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from engine.errors import EngineError
+
+HOST = "127.0.0.1"
+
+
+def run_web(port: int, connect: str | None, config: Any, label: str, log_file: Path) -> int:
+    """Serve the application at `port`, over the server at `connect` or an engine of its own; returns the exit code."""
+    try:
+        from textual_serve.server import Server
+    except ImportError as error:
+        raise EngineError("the browser needs a package: pip install 'minitui[web,serve]'") from error
+    from minitui.server.command import listen
+
+    listen(HOST, port).close()  # a port in use is said now, as a sentence
+    engine = None if connect else OwnServer(config, label, log_file)
+    try:
+        url = connect or (engine.start() if engine else "")
+        command = shlex.join([sys.executable, "-m", "minitui", "chat", "--connect", url])
+        print(f"minitui is at http://{HOST}:{port}", file=sys.stderr, flush=True)
+        Server(command, host=HOST, port=port, title="minitui").serve()
+    finally:
+        if engine is not None:
+            engine.stop()
+    return 0
+
+
+class OwnServer:
+    """`minitui serve` in a thread, on a free port of the loopback."""
+
+    def __init__(self, config: Any, label: str, log_file: Path) -> None:
+        self._config, self._label, self._log_file = config, label, log_file
+        self._host: Any = None
+        self._error: EngineError | None = None
+        self._up = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="server", daemon=True)
+
+    def start(self) -> str:
+        """Its address, once the model is loaded. Raises EngineError if it cannot be."""
+        self._thread.start()
+        self._up.wait()
+        if self._error is not None:
+            raise self._error
+        return str(self._host.url)
+
+    def stop(self) -> None:
+        """End it and its engine."""
+        if self._host is not None:
+            self._host.stop()
+            self._thread.join()
+
+    def _run(self) -> None:
+        from minitui.server.command import Host
+        from minitui.server.settings import ServerSettings
+
+        async def main() -> None:
+            settings = ServerSettings(port=0, served_name=self._label, drain_s=0.5)
+            self._host = Host(self._config, settings, self._log_file)
+            await self._host.run(self._up.set)
+
+        try:
+            asyncio.run(main())
+        except EngineError as error:
+            self._error = error
+        finally:
+            self._up.set()
