@@ -227,7 +227,7 @@ class GraphRunner(Runner):
         )
         self.last_token.index_copy_(0, rows, drawn.ids)
         inputs = Inputs(
-            token_ids=self._tokens[:n], meta=None, samples=entries, rows=plan.rows,  # type: ignore[arg-type]
+            token_ids=self._tokens[:n], meta=None, samples=entries, rows=plan.rows,
             positions=positions, device_rows=rows, device_positions=rows, sampled_hidden=None, prompt_hidden={},
         )  # fmt: skip
         return self._finish(plan, inputs, drawn, {}, started, begin)
