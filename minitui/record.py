@@ -63,7 +63,7 @@ class Recorder:
             "minitui_trace": VERSION,
             "info": info,
             "recorded": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "random_text": bool(info.get("dummy_weights")),
+            "random_text": bool(info.get("dummy_weights") or info.get("random_text")),
         }
         self._writer.put(json.dumps(header, default=str))
         self.resume(snapshot, t)

@@ -36,7 +36,7 @@ def _head(reader: TraceReader) -> list[str]:
     pool = f"{info.get('num_blocks', '?'):,} blocks of {info.get('block_size', '?')} tokens"
     head = [f"# {where}", "", f"Recorded {reader.header['recorded']}, {reader.seconds:.1f} s; {pool}."]
     if reader.header["random_text"]:
-        head += ["", "The weights were random, and so was every text: this recording shows schedules, not answers."]
+        head += ["", "Its texts are random and are not shown: this recording shows schedules, not answers."]
     if not reader.complete:
         head += ["", "The recording was cut off."]
     return head
