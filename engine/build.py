@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig, ModelConfig, resolve
 from engine.engine import Engine
@@ -15,6 +15,9 @@ from engine.errors import EngineError
 from engine.hub import resolve_model
 from engine.scheduler import SchedulerConfig
 from engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from engine.runner import Runner
 
 logger = logging.getLogger("engine")
 Progress = Callable[[dict[str, Any]], None]
@@ -34,7 +37,6 @@ def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> B
 
     `on_progress` is called with {"stage", "done", "total", "text"}; `total` is 0 where the end is not known.
     """
-    from engine.runner import make_runner  # imports torch's kernels: not before a model is wanted
     from engine.structured import Grammars
 
     tell = on_progress or (lambda progress: None)
@@ -71,6 +73,33 @@ def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> B
     }  # fmt: skip
     logger.info("ready: %s", info)
     return Built(engine, tokenizer, info)
+
+
+def make_runner(
+    model: ModelConfig, config: EngineConfig, directory: Path | None = None, on_progress: Progress | None = None
+) -> Runner:
+    """The runner for the device that `config` asks for: with fused kernels and graphs wherever they can run.
+
+    The one place where the fast paths are chosen. The modules are imported here, because each needs what the others
+    may lack: triton, a GPU.
+    """
+    limits = resolve(config, model)
+    if limits.device.type == "cpu":
+        from engine.cpu_runner import CPURunner
+
+        return CPURunner(model, config, directory, on_progress)
+    if limits.device.type == "cuda" and config.attention_backend in ("auto", "triton"):
+        try:
+            from engine.attention.triton_backend import supports
+            from engine.graphs import GraphRunner
+        except ImportError as error:
+            logger.warning("triton is not installed (%s): plain torch kernels are used", error)
+        else:
+            if not supports(model, limits.dtype):
+                return GraphRunner(model, config, directory, on_progress)
+    from engine.runner import Runner
+
+    return Runner(model, config, directory, on_progress)
 
 
 def _short_name(asked: str, directory: Path) -> str:

@@ -225,7 +225,7 @@ class EngineServer:
 
 
 def _read(connection: Connection, commands: queue.SimpleQueue[Message]) -> None:
-    """The reader thread. When the parent is gone it asks the main thread to end, and ends the process if it does not."""
+    """The reader thread. When the parent is gone it asks the main thread to end, and makes it if it does not."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             commands.put(pickle.loads(connection.recv_bytes()))

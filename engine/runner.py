@@ -7,7 +7,6 @@ remember what was drawn. Each is a method, so that a runner with CUDA graphs rep
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import time
 from dataclasses import dataclass, field
@@ -29,8 +28,6 @@ from engine.model.weights import Progress, dummy_weights, load_weights
 from engine.sampling import Drawn, Logprobs, Sampler, pick_logprobs
 from engine.types import StepPlan, StepResult
 from engine.upload import Uploader, to_host
-
-logger = logging.getLogger("engine")
 
 CPU_KV_BYTES = 1 << 30  # the pool's default size on a CPU, or 16 sequences of full length if that is less
 CPU_KV_SEQUENCES = 16
@@ -395,30 +392,6 @@ class Runner:
         hidden = self.model.forward(token_ids, meta, self.attention, pool)
         # Sorting for top-p takes the most memory of anything the sampler does.
         self.model.logits(hidden).float().sort(descending=True).values.softmax(-1).cumsum(-1)
-
-
-def make_runner(
-    model_config: ModelConfig,
-    engine_config: EngineConfig,
-    model_dir: Path | None = None,
-    on_progress: Progress | None = None,
-) -> Runner:
-    """The runner for the device that `engine_config` asks for: with fused kernels and graphs wherever they can run."""
-    limits = resolve(engine_config, model_config)
-    if limits.device.type == "cpu":
-        from engine.cpu_runner import CPURunner
-
-        return CPURunner(model_config, engine_config, model_dir, on_progress)
-    if limits.device.type == "cuda" and engine_config.attention_backend in ("auto", "triton"):
-        try:
-            from engine.attention.triton_backend import supports
-            from engine.graphs import GraphRunner
-        except ImportError as error:
-            logger.warning("triton is not installed (%s): plain torch kernels are used", error)
-        else:
-            if not supports(model_config, limits.dtype):
-                return GraphRunner(model_config, engine_config, model_dir, on_progress)
-    return Runner(model_config, engine_config, model_dir, on_progress)
 
 
 def _device_name(device: torch.device) -> str:

@@ -176,7 +176,7 @@ class RadixTree:
         return leaf
 
     def _split(self, node: Node, n: int) -> Node:
-        """The first `n` blocks of `node` become a new parent. Whoever holds `node` holds both: it keeps its identity."""
+        """The first `n` blocks of `node` become a new parent. Whoever holds `node` holds both; its identity stays."""
         parent = node.parent
         assert parent is not None
         self.log.append("split", node.id, self._next_id, n)
