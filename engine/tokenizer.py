@@ -50,8 +50,7 @@ class Tokenizer:
                 "tokenizer.save_pretrained)"
             )
         try:
-            self._source = path.read_text(encoding="utf-8")
-            self._tokenizer = tokenizers.Tokenizer.from_str(self._source)
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
             raise CheckpointError(f"{path} cannot be read ({error}): download it again") from error
         self._tokenizer.no_padding()
@@ -129,12 +128,12 @@ class Tokenizer:
 
     def to_json(self) -> str:
         """tokenizer.json, for libraries that read it themselves."""
-        return self._source
+        return (self.directory / "tokenizer.json").read_text(encoding="utf-8")
 
     @cached_property
     def _literal(self) -> tokenizers.Tokenizer:
         """The same tokenizer, to which control tokens are ordinary text."""
-        copy = tokenizers.Tokenizer.from_str(self._source)
+        copy = tokenizers.Tokenizer.from_file(str(self.directory / "tokenizer.json"))
         copy.no_padding()
         copy.no_truncation()
         copy.encode_special_tokens = True
