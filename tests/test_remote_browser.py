@@ -1,0 +1,156 @@
+"""The application in a real browser: a headless Chromium types a question and reads the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyte
+import pytest
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+class Browser:
+    """A page of a headless Chromium, spoken to in the DevTools protocol."""
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+        self._next = 0
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self.screen = b""  # what the page's terminal has been sent
+        self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for message in self._channel:
+            told = json.loads(message.data)
+            if told.get("id") in self._answers:
+                self._answers.pop(told["id"]).set_result(told.get("result", told))
+            elif told.get("method") == "Network.webSocketFrameReceived":
+                frame = told["params"]["response"]
+                data = frame["payloadData"].encode()
+                self.screen += base64.b64decode(data) if frame["opcode"] == 2 else data
+
+    async def call(self, method: str, **params: Any) -> Any:
+        self._next += 1
+        answer = self._answers[self._next] = asyncio.get_running_loop().create_future()
+        await self._channel.send_str(json.dumps({"id": self._next, "method": method, "params": params}))
+        return await asyncio.wait_for(answer, 30)
+
+    async def type(self, text: str) -> None:
+        for character in text:
+            await self.call("Input.dispatchKeyEvent", type="keyDown", text=character, key=character)
+            await self.call("Input.dispatchKeyEvent", type="keyUp", key=character)
+
+    async def enter(self) -> None:
+        for kind in ("keyDown", "keyUp"):
+            await self.call("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", text="\r",
+                            windowsVirtualKeyCode=13)  # fmt: skip
+
+    @property
+    def words(self) -> str:
+        """What stands on the page's terminal."""
+        terminal = pyte.Screen(240, 80)  # larger than the page's: positions are absolute
+        data = re.sub(rb"\x1b\[[?>=<][0-9;]*[a-zA-Z$]+", b"", self.screen).decode("utf-8", "replace")
+        pyte.Stream(terminal).feed(data)
+        return "\n".join(line.rstrip() for line in terminal.display)
+
+    async def until(self, text: str, seconds: float = 40.0) -> None:
+        deadline = time.monotonic() + seconds
+        while text not in self.words:
+            assert time.monotonic() < deadline, f"{text!r} was not shown; there stands:\n{self.words.rstrip()}"
+            await asyncio.sleep(0.1)
+
+
+@contextlib.asynccontextmanager
+async def browser(url: str, profile: Path) -> AsyncIterator[Browser]:
+    """A Chromium at `url`."""
+    aiohttp = pytest.importorskip("aiohttp", reason="the extra 'web' is not installed")
+    assert CHROMIUM is not None
+    command = [
+        CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+        "--remote-debugging-port=0", f"--user-data-dir={profile}", "--window-size=1200,760", "about:blank",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        port_file = profile / "DevToolsActivePort"
+        async with asyncio.timeout(40):
+            while not (port_file.is_file() and port_file.read_text().strip()):
+                assert process.poll() is None, "Chromium ended"
+                await asyncio.sleep(0.1)
+        port = port_file.read_text().split()[0]
+        async with aiohttp.ClientSession() as http:
+            pages = await (await http.get(f"http://127.0.0.1:{port}/json/list")).json()
+            page = next(p for p in pages if p["type"] == "page")
+            async with http.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0) as channel:
+                session = Browser(channel)
+                await session.call("Network.enable")
+                await session.call("Page.enable")
+                await session.call("Page.navigate", url=url)
+                yield session
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(170)
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+async def test_a_browser_types_a_question_and_reads_the_answer(tmp_path: Path) -> None:
+    for package in ("textual_serve", "fastapi", "httpx"):
+        pytest.importorskip(package, reason="the extras 'web' and 'serve' are not installed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "MINITUI_DATA": str(tmp_path / "data"), "MINITUI_CONFIG": str(tmp_path / "none.toml")}
+    command = [sys.executable, "-m", "minitui", "chat", "--web", "--web-port", str(port)]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 60
+        while "minitui is at" not in (told := (tmp_path / "log").read_text()) or not _open(port):
+            assert process.poll() is None and time.monotonic() < deadline, told
+            await asyncio.sleep(0.1)
+        async with browser(f"http://127.0.0.1:{port}", tmp_path / "profile") as page:
+            await page.until("Ask, or / for commands")
+            await page.until("blocks of")  # the engine's facts have come over the wire
+            await page.call("Runtime.evaluate", expression="document.querySelector('.xterm-helper-textarea').focus()")
+            await page.type("What is the KV cache?")
+            await page.enter()
+            try:
+                await page.until("The KV cache stores the key")
+                await page.until("prompt tokens from cache")
+                await asyncio.sleep(1.0)
+            finally:
+                picture = await page.call("Page.captureScreenshot", format="png")
+                target = Path(os.environ.get("MINITUI_BROWSER_PICTURE", tmp_path / "browser.png"))
+                target.write_bytes(base64.b64decode(picture["data"]))
+    finally:
+        family = [process, *psutil.Process(process.pid).children(recursive=True)]
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        process.kill()
+    left = [p for p in family[1:] if isinstance(p, psutil.Process) and p.is_running()]
+    _, alive = psutil.wait_procs(left, timeout=5)
+    assert not alive, f"{[p.cmdline() for p in alive]} outlived the command"
+
+
+def _open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
