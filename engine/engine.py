@@ -85,9 +85,7 @@ class Engine:
 
     # ---- requests
 
-    def add_request(
-        self, ids: list[int], params: SamplingParams, group: str = "", sample_index: int = 0
-    ) -> Request:
+    def add_request(self, ids: list[int], params: SamplingParams, group: str = "", sample_index: int = 0) -> Request:
         """Queue a prompt. Raises InvalidRequest, with nothing changed, if it can never run."""
         try:
             params.validate(self.runner.vocab_size)

@@ -1,8 +1,8 @@
 """The engine in-process, for scripts: the names vLLM's users know.
 
-    llm = LLM("Qwen/Qwen3-0.6B")
-    for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=20)):
-        print(output.outputs[0].text)
+llm = LLM("Qwen/Qwen3-0.6B")
+for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=20)):
+    print(output.outputs[0].text)
 """
 
 from __future__ import annotations

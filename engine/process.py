@@ -274,7 +274,6 @@ def _serve(config: Any, commands: queue.SimpleQueue[Message], writer: Writer) ->
         return 1, None
 
 
-
 if __name__ == "__main__":
     status = main(int(sys.argv[1]))
     sys.stderr.flush()

@@ -58,7 +58,8 @@ def verify(model: str, dtype: str = "auto", device: str = "auto", as_json: bool 
     try:
         import transformers  # noqa: F401
     except ImportError:
-        raise EngineError("verify compares with transformers, which is not installed: pip install '.[verify]'") from None
+        sentence = "verify compares with transformers, which is not installed: pip install '.[verify]'"
+        raise EngineError(sentence) from None
     directory = resolve_model(model)
     limits = resolve(EngineConfig(model=model, dtype=dtype, device=device), ModelConfig.from_pretrained(directory))
     name = str(limits.dtype).removeprefix("torch.")
@@ -172,7 +173,8 @@ def _same_tokens(
         row = len(reference.prompts[i]) + at - 1
         # The margin is known only where the reference went the same way up to here.
         known = want[:at] == reference.replies[i][:at] and at < min(len(want), len(have))
-        margin = float(abs(reference.logprobs[i][row, want[at]] - reference.logprobs[i][row, have[at]])) if known else 0.0
+        logprobs = reference.logprobs[i]
+        margin = float(abs(logprobs[row, want[at]] - logprobs[row, have[at]])) if known else 0.0
         if margin <= slack:
             ties += 1
         else:

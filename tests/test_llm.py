@@ -25,8 +25,8 @@ def test_prompts_as_text_and_as_ids_give_outputs_in_order(llm: LLM) -> None:
 
 
 def test_a_chat_is_answered_and_stops_by_itself(llm: LLM) -> None:
-    output = llm.chat([{"role": "user", "content": "What is a KV cache?"}], SamplingParams(temperature=0, max_tokens=200))
-    reply = output[0].outputs[0]
+    question = [{"role": "user", "content": "What is a KV cache?"}]
+    reply = llm.chat(question, SamplingParams(temperature=0, max_tokens=200))[0].outputs[0]
     assert reply.finish_reason == "stop" and "cache" in reply.text.lower()
     assert "<|" not in reply.text and reply.token_ids[-1] in llm.info["eos_ids"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutations.__main__ import ROOT, apply, patches, survives, arguments_of
+from tests.mutations.__main__ import ROOT, apply, arguments_of, patches, survives
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="git applies the patches")
 
@@ -19,7 +19,8 @@ def test_there_are_at_least_twenty() -> None:
 
 @pytest.mark.parametrize("patch", patches(), ids=lambda patch: patch.stem)
 def test_a_mutation_fits_the_code_and_names_its_test(patch: Path, tmp_path: Path) -> None:
-    for name in {line.split()[1].removeprefix("b/") for line in patch.read_text().splitlines() if line.startswith("+++")}:
+    changed = [line.split()[1] for line in patch.read_text().splitlines() if line.startswith("+++")]
+    for name in {path.removeprefix("b/") for path in changed}:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     try:

@@ -193,7 +193,8 @@ def test_the_engine_exits_when_its_parent_dies_for_any_reason(how: str, tmp_path
         from engine.config import EngineConfig
         from engine.types import SamplingParams
         async def main():
-            client = await EngineClient.start(EngineConfig(model={str(model_dir())!r}, device="cpu"), Path({str(tmp_path)!r}) / "log")
+            config = EngineConfig(model={str(model_dir())!r}, device="cpu")
+            client = await EngineClient.start(config, Path({str(tmp_path / "log")!r}))
             stream = client.submit(list(range(40, 90)), SamplingParams(max_tokens=3000, ignore_eos=True))
             async for _ in stream:
                 if len(stream.ids) > 3:

@@ -39,8 +39,13 @@ class Load:
         blocks, size = r.choice([6, 9, 16, 40, 120]), r.choice([1, 2, 4, 16])
         budget = r.choice([size, 2 * size, 16, 64, 512])
         self.engine = make_engine(
-            blocks, size, budget, r.choice([1, 3, 8, 32]), policy=r.choice(["fcfs", "longest-prefix", "static"]), chunked_prefill=r.random() < 0.85,
-        )  # fmt: skip
+            blocks,
+            size,
+            budget,
+            r.choice([1, 3, 8, 32]),
+            policy=r.choice(["fcfs", "longest-prefix", "static"]),
+            chunked_prefill=r.random() < 0.85,
+        )
         self.engine.delay = delay
         self.capacity = blocks * size
         self.prefixes = [[r.randrange(6) for _ in range(r.randrange(1, 40))] for _ in range(4)]

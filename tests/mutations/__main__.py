@@ -51,8 +51,11 @@ def survives(patch: Path) -> bool:
         apply(patch, to)
         run = subprocess.run(
             [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments_of(patch)],
-            cwd=to, env={**os.environ, "PYTHONPATH": name, "PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True,
-        )  # fmt: skip
+            cwd=to,
+            env={**os.environ, "PYTHONPATH": name, "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+        )
         if run.returncode not in (0, 1):
             raise RuntimeError(f"{patch.name}: pytest could not run:\n{run.stdout[-2000:]}{run.stderr[-2000:]}")
         return run.returncode == 0
