@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine import runner as runners
+from engine import build
 from engine.config import EngineConfig, ModelConfig
 from engine.runner import Runner
 from engine.types import Request, SamplingParams, StepPlan
@@ -79,7 +79,7 @@ def make_runner(directory: Path, dtype: str = "float32", **options: Any) -> Runn
         **options,
     }
     config = EngineConfig(model=str(directory), **settings)
-    return runners.make_runner(ModelConfig.from_pretrained(directory), config, directory)
+    return build.make_runner(ModelConfig.from_pretrained(directory), config, directory)
 
 
 def make_request(ids: list[int], row: int, seed: int = 0, **params: Any) -> Request:
