@@ -16,6 +16,7 @@ import asyncio
 import json
 import math
 import random
+import ssl
 import sys
 import time
 from collections import Counter
@@ -195,25 +196,27 @@ async def run_load(
     from minitui.wire import open_client
 
     done: list[Outcome] = []
-    async with open_client(url, key) as client:
-        client.timeout = timeout_s
-        began = time.perf_counter()
+    certificates = ssl.create_default_context()
+    began = time.perf_counter()
 
-        async def one(planned: Planned) -> Outcome:
-            await asyncio.sleep(max(0.0, planned.at - (time.perf_counter() - began)))
+    async def one(planned: Planned) -> Outcome:
+        await asyncio.sleep(max(0.0, planned.at - (time.perf_counter() - began)))
+        # A client each: looking after hundreds of connections, one pool takes longer than the server.
+        async with open_client(url, key, certificates) as client:
+            client.timeout = timeout_s
             outcome = await send(client, planned, began)
-            done.append(outcome)
-            return outcome
+        done.append(outcome)
+        return outcome
 
-        tasks = [asyncio.create_task(one(planned)) for planned in plan]
-        telling = asyncio.create_task(_tell(progress, plan, done, began)) if progress else None
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            if telling is not None:
-                telling.cancel()
-            for task in tasks:
-                task.cancel()
+    tasks = [asyncio.create_task(one(planned)) for planned in plan]
+    telling = asyncio.create_task(_tell(progress, plan, done, began)) if progress else None
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        if telling is not None:
+            telling.cancel()
+        for task in tasks:
+            task.cancel()
 
 
 async def _tell(out: TextIO, plan: Sequence[Planned], done: list[Outcome], began: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,16 +35,19 @@ def normalise(url: str) -> str:
     return text.removesuffix("/v1")
 
 
-def open_client(url: str, key: str = "", **headers: str) -> httpx.AsyncClient:
-    """A client for one server; belongs to the running event loop."""
+def open_client(
+    url: str, key: str = "", certificates: ssl.SSLContext | None = None, **headers: str
+) -> httpx.AsyncClient:
+    """A client for one server; belongs to the running event loop. `certificates` load slowly: share them."""
     if key:
         headers["Authorization"] = f"Bearer {key}"
     host = urlsplit(url).hostname or ""
     timeout = httpx.Timeout(SILENCE_S, connect=CONNECT_S)
     limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(
-        base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=not is_loopback(host)
-    )
+        base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=not is_loopback(host),
+        verify=certificates or True,
+    )  # fmt: skip
 
 
 async def check(response: httpx.Response) -> httpx.Response:

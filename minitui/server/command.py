@@ -123,6 +123,7 @@ def run_serve(config: EngineConfig, settings: ServerSettings, log_file: Path | N
     """`minitui serve`; returns the exit code. Raises EngineError for whatever prevents it from serving."""
     import logging
 
+    sys.setswitchinterval(0.001)  # a thread that encodes a long prompt lets the event loop go on this soon
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
