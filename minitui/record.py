@@ -137,9 +137,9 @@ class Recorder:
         elif kind == "extend":
             self._unknown.update(record[5])
         elif kind == "evict":
-            self._first("eviction", f"first eviction: {record[4]} blocks leave the tree")
+            self._first("eviction", f"first eviction: {_blocks(record[4])} out of the tree")
         elif kind == "preempt":
-            self._first("preemption", f"first preemption: r{record[3]} gives back {record[5]} blocks")
+            self._first("preemption", f"first preemption: r{record[3]} gives back {_blocks(record[5])}")
         elif kind == "match" and record[4] > 0:
             self._first("hit", f"first hit: r{record[3]} takes {record[4]} tokens from the tree")
         elif kind == "fail":
@@ -173,6 +173,10 @@ class Recorder:
         if unknown and self.decode is not None:
             self._known |= unknown
             self._writer.put((self.decode, sorted(unknown)))
+
+
+def _blocks(n: int) -> str:
+    return f"{n:,} block" + ("" if n == 1 else "s")
 
 
 _NOTICED = frozenset({"step", "insert", "extend", "evict", "preempt", "match", "fail"})

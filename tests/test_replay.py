@@ -157,6 +157,18 @@ async def test_seeking_shows_exactly_that_step_and_its_history(order: tuple[int,
     assert player.state.step > order[-1]
 
 
+async def test_a_reader_who_is_not_told_of_a_jump_notices_it() -> None:
+    player = await Player().start()
+    await player.run(0.4)
+    await player.source.control("pause")
+    for step in (100, 20):
+        await player.source.control("seek", step=step)
+        await player.frame()
+        await player.frame()
+        assert essence(player.state) == essence(player.source.trace.state_at(step))
+    assert player.view.dropped
+
+
 async def test_rates_are_those_of_the_engine_at_any_speed() -> None:
     rates = []
     for speed in (1.0, 5.0):

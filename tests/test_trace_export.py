@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ async def test_the_device_is_drawn_where_its_time_is_known(tmp_path: Path) -> No
             (4, 1.003, "step", 0, [(1, 0, 8, True)], [], [], 8, 0),
             (5, 1.006, "step", 1, [], [1], [], 1, 0),  # planned while step 0 runs
             (6, 1.010, "time", 0, 100, 200, 300, 6.5, 6.0, "prefill"),
-            (7, 1.013, "time", 1, 100, 200, 300, 3.0, 2.5, "decode"),
+            (7, 1.013, "time", 1, 5000, 200, 300, 3.0, 2.5, "decode"),  # planned longer than it can have been
         ]
     )
     recorder.close()
@@ -119,7 +120,9 @@ async def test_the_device_is_drawn_where_its_time_is_known(tmp_path: Path) -> No
     assert [p["dur"] for p in found[DEVICE, 1]] == pytest.approx([6000, 2500])
     host, device = found[HOST, 1], found[DEVICE, 1]
     plan = next(p for p in host if p["name"] == "plan" and p["args"]["step"] == 1)
-    assert device[0]["ts"] < plan["ts"] < device[0]["ts"] + device[0]["dur"], "planned while the step before ran"
+    assert device[0]["ts"] < plan["ts"] + plan["dur"] < device[0]["ts"] + device[0]["dur"], "while the step before ran"
+    for before, after in pairwise(host):
+        assert before["ts"] + before["dur"] <= after["ts"] + 0.002
 
 
 def test_json_names_every_field_of_every_record(tmp_path: Path) -> None:
