@@ -380,7 +380,8 @@ class Scheduler:
             if token is not None or reason or extras:
                 item = Emitted(request, token, reason)
                 if extras:
-                    item.logprobs, item.prompt_logprobs = result.logprobs.get(i), result.prompt_logprobs.get(i)
+                    item.logprobs = result.logprobs.get(i)
+                    item.prompt_logprobs = _new_prompt_logprobs(request, int(plan.starts[i]), result, i)
                 emitted.append(item)
         return emitted
 
@@ -409,3 +410,13 @@ class Scheduler:
         for request in self.running:
             self.cache.resend_table(request)  # the plan's changes may not have reached the device
         return emitted
+
+
+def _new_prompt_logprobs(request: Request, start: int, result: StepResult, entry: int) -> list[TokenLogprobs] | None:
+    """Those of the chunk that begins at `start` that were not given before: a preempted prompt is computed twice."""
+    found = result.prompt_logprobs.get(entry)
+    if found is None:
+        return None
+    new = found[max(0, request.prompt_logprobs_given - start) :]
+    request.prompt_logprobs_given += len(new)
+    return new

@@ -175,6 +175,7 @@ class Request:
     cached_tokens: int = 0  # prompt tokens taken from the tree at first admission and later matches
     match: tuple[str, int, str] = ("", 0, "")  # why its first prefix match stopped, where, and how far it came
     preemptions: int = 0
+    prompt_logprobs_given: int = 0  # a resumed prefill computes them again
     # Seconds on the log's clock; 0 until it happens.
     submitted_at: float = 0.0
     admitted_at: float = 0.0

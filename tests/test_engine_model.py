@@ -193,3 +193,22 @@ def test_memory_and_blocks_after_many_requests_are_what_they_were_after_a_few(ch
     assert not engine.scheduler.requests and not outputs._open
     assert engine.cache.allocator.num_active == 0 and engine.cache.available == 64
     assert sizes[2] - sizes[1] < 4 << 20, f"resident memory grew by {(sizes[2] - sizes[1]) >> 10} KiB in 950 requests"
+
+
+def test_prompt_logprobs_are_given_once_even_if_the_prompt_is_preempted(checkpoint: Path) -> None:
+    """An elder request takes the blocks of one that is inside its prompt; each position is still told exactly once."""
+    ids = [3 + i * 7 % 190 for i in range(40)]
+    wanting = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=2, ignore_eos=True)
+    engine = make_engine(checkpoint, blocks=12, budget=9, watermark=0.0)
+    elder = engine.add_request([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    request = engine.add_request(ids, wanting)
+    given: list[int] = []
+    while engine.has_work:
+        for item in engine.step():
+            if item.request is request:
+                given += [entry.token_id for entry in item.prompt_logprobs or []]
+        engine.check()
+    assert request.preemptions > 0 and elder.preemptions == 0
+    assert given == ids[1:]
