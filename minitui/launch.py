@@ -136,6 +136,9 @@ def run_app(
 ) -> int:
     """Run the application until it is left; returns the exit code. `script(app)`, a coroutine, drives a demo; `make` is
     the application's class, or makes one of what that takes."""
+    # How many times a second Textual looks whether something must be redrawn. At its default of 60 an echo waits up to
+    # 17 ms for that; measured while eight chats are answered, 120 takes a quarter off the 95th percentile.
+    os.environ.setdefault("TEXTUAL_FPS", "120")
     from minitui.app import MinituiApp
     from minitui.terminal import TerminalGuard
 
