@@ -96,6 +96,8 @@ ACTIONS = (
         help="The chats."),
     Action("inspect", "Inspect", key="2", slash="inspect", footer="inspect",
         help="The engine: step, blocks, tree, batches, timings, events."),
+    Action("lecture", "Lecture", key="3", slash="lecture",
+        help="One sentence for each step: what it did and why."),
     Action("theme", "Theme", key="T", slash="theme", takes="[name]",
         help="Dark, light or projector."),
     Action("help", "Help", key="question_mark", slash="help", footer="help",

@@ -24,6 +24,7 @@ from minitui.screens.chat import ChatScreen
 from minitui.screens.dialogs import ChoiceDialog, DeathDialog, TextDialog
 from minitui.screens.help import ABOUT, HelpScreen
 from minitui.screens.inspect import InspectScreen
+from minitui.screens.lecture import LectureScreen
 from minitui.sessions import Chats, Codec, Session
 from minitui.settings import Settings
 from minitui.source import Source
@@ -39,7 +40,7 @@ class MinituiApp(App[int]):
 
     TITLE = "minitui"
     ENABLE_COMMAND_PALETTE = False  # the palette is a list of our own actions
-    MODES: ClassVar[dict[str, Any]] = {"chat": ChatScreen, "inspect": InspectScreen}
+    MODES: ClassVar[dict[str, Any]] = {"chat": ChatScreen, "inspect": InspectScreen, "lecture": LectureScreen}
     DEFAULT_MODE = "chat"
     CSS = """
     Screen { background: $ground; color: $ink; }

@@ -267,6 +267,9 @@ class Commands:
     def do_inspect(self, _: str) -> None:
         self.app.switch_mode("inspect")
 
+    def do_lecture(self, _: str) -> None:
+        self.app.switch_mode("lecture")
+
     def do_theme(self, name: str) -> None:
         ours = [t for t in self.app.available_themes if t.startswith("minitui-")]
         wanted = f"minitui-{name}" if name and not name.startswith("minitui-") else name

@@ -28,6 +28,7 @@ from engine.records import Record
 from engine.state import State
 from minitui.feed import Feed
 from minitui.screens.inspect import InspectScreen
+from minitui.screens.lecture import LectureScreen
 from minitui.stress import LOADS, Load, Stress
 from minitui.theme import THEMES
 from minitui.view import View
@@ -102,10 +103,10 @@ def _warm(stress: Stress, seconds: float) -> State:
 
 
 class StressApp(App[None]):
-    """One screen, and what its bars ask of an application."""
+    """Two screens, and what their bars ask of an application."""
 
     ENABLE_COMMAND_PALETTE = False
-    MODES: ClassVar[dict[str, Any]] = {"inspect": InspectScreen}
+    MODES: ClassVar[dict[str, Any]] = {"inspect": InspectScreen, "lecture": LectureScreen}
     DEFAULT_MODE = "inspect"
     CSS = "Screen { background: $ground; color: $ink; }"
     BINDINGS: ClassVar = [
@@ -115,6 +116,8 @@ class StressApp(App[None]):
         Binding("comma", "travel(-1)", "back"),
         Binding("full_stop", "travel(1)", "forward"),
         Binding("T", "theme", "theme"),
+        Binding("2", "switch_mode('inspect')", "inspect"),
+        Binding("3", "switch_mode('lecture')", "lecture"),
         Binding("q", "quit", "quit"),
     ]
 
@@ -138,7 +141,7 @@ class StressApp(App[None]):
         self.figures: dict[str, Any] = {}
         self.story = ""
         self.settings = SimpleNamespace(keys={}, ascii=False)
-        self.commands = SimpleNamespace(run=lambda action: None)
+        self.commands = SimpleNamespace(run=self._run)
         self.session = None
         self._cpu: list[float] = []  # seconds of CPU time for each frame's fold and paint
         self._backlog = 0
@@ -183,10 +186,16 @@ class StressApp(App[None]):
         if not self.feed.frozen:
             self.view.group_names = dict(self.source.stress.group_names)
             self.view.frame(self.clock())
-        if isinstance(self.screen, InspectScreen):
+        if isinstance(self.screen, (InspectScreen, LectureScreen)):
             self.screen.paint(self.view)
         self._cpu.append(time.process_time() - begin)
         self._backlog = max(self._backlog, self.feed.backlog)
+
+    def _run(self, action: str) -> None:
+        if action == "step":
+            self.action_step()
+        elif action in self.MODES:
+            self.switch_mode(action)
 
     def action_freeze(self) -> None:
         self.feed.frozen = not self.feed.frozen

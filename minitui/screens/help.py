@@ -54,6 +54,16 @@ Everything on this screen is folded from the engine's own record of what it did,
   timings        decode, mixed and prefill steps apart; a first token is queue + prefill + sample
 
 Select something with the arrows: the same thing is marked in every panel. z makes one panel large.""",
+    "lecture": """\
+One sentence tells what the step did and why; under it the step, the blocks and the tree it changed. What changed glows.
+
+  n, page down    the next step (the engine stops before it); in the past, one step forward
+  comma, page up  one step back in time; the engine is not touched
+  d               predict: each step is asked about before it is shown
+  u               run until an admission, a hit, an eviction, a preemption, a finish, a slow step
+  < and >         slow motion, for watching without stopping
+
+A presenter's remote is safe here: its other keys do nothing.""",
 }
 
 

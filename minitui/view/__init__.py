@@ -145,7 +145,7 @@ class View:
 
     def _remember(self, records: list[Record]) -> None:
         steps, rates, lanes, events = self.steps, self.rates, self.lanes, self.events
-        evicted = self.live.evicted
+        evicted, computing = self.live.evicted, self.live.computing
         for record in records:
             kind = record[2]
             if kind in _QUIET:
@@ -162,7 +162,12 @@ class View:
                 rates.planned(record[7] - prefill, prefill)
                 lanes.fold_step(record)
                 continue
-            events.fold(record, lanes.step, evicted.get(record[0]) if kind == "evict" else None)
+            if kind == "evict":
+                events.fold(record, lanes.step, evicted.get(record[0]))
+            elif kind == "match":
+                events.fold(record, lanes.step, None, computing.get(record[0], -1))
+            else:
+                events.fold(record, lanes.step)
             lanes.fold(record)
             if kind == "match":
                 rates.add("cached", record[4])
@@ -175,6 +180,7 @@ class View:
             elif kind == "pace":
                 rates.pace(record[3])
         evicted.clear()
+        computing.clear()
         state = self.live.state
         free = state.counts[0]
         rates.level("running", sum(r.state == "running" for r in state.requests.values()))

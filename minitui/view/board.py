@@ -42,6 +42,8 @@ class Board:
         self.saved = np.zeros(n, np.int64) if saved is None else saved.copy()
         self.node_changed: dict[int, float] = {}
         self.evicted: dict[int, Sequence[int]] = {}  # seq of an evict record -> the first ids that left
+        self.computing: dict[int, int] = {}  # seq of a match record -> the request still computing what it took
+        self._writers: dict[int, int] = {}  # pending block -> the request that computes it
         self.step_began = LONG_AGO  # engine seconds at which the records of the last step began
         self._between_steps = True
         self.born = np.zeros(n, np.int64)  # seq of the record that last gave each block out
@@ -68,8 +70,17 @@ class Board:
             apply(record)
             if kind == "time":
                 self._between_steps = True
-            elif kind == "extend" or kind == "insert":
+            elif kind == "extend":
                 node_changed[record[3]] = record[1]
+                if record[7] >= 0:
+                    self._writers.update(dict.fromkeys(record[6], record[4]))
+            elif kind == "insert":
+                node_changed[record[3]] = record[1]
+                if record[8] >= 0:
+                    self._writers.update(dict.fromkeys(record[7], record[5]))
+            elif kind == "settle" and self._writers:
+                pending = self.state.pending
+                self._writers = {b: r for b, r in self._writers.items() if b in pending}
         if self._touched:
             self._settle()
 
@@ -116,6 +127,10 @@ class Board:
         size = self.state.block_size
         whole, rest = divmod(tokens, size)
         end = request.shared_blocks
+        if self._writers:
+            writer = next((self._writers[b] for b in request.table[end - whole : end] if b in self._writers), None)
+            if writer is not None:
+                self.computing[record[0]] = writer
         self.saved[request.table[end - whole : end]] += size
         if rest and end > whole:
             self.saved[request.table[end - whole - 1]] += rest
@@ -184,6 +199,7 @@ class Board:
         other = Board(self.state.copy(), self.saved)
         other.changed = self.changed.copy()
         other.node_changed = dict(self.node_changed)
+        other._writers = dict(self._writers)
         other.born, other.last_tables = self.born.copy(), dict(self.last_tables)
         other.step_began, other._between_steps = self.step_began, self._between_steps
         return other

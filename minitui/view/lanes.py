@@ -54,13 +54,9 @@ class Lane:
         else:
             spans.append([code, first, last])
 
-    def code_at(self, step: int) -> int:
-        """What it did in one step."""
-        best = NOTHING
-        for code, first, last in self.spans:
-            if first <= step <= last and code > best:
-                best = code
-        return best
+    def code_at(self, step: int, code: int) -> bool:
+        """Did it do this in that step?"""
+        return any(kind == code and first <= step <= last for kind, first, last in self.spans)
 
     def columns(self, first_step: int, k: int, n: int, until: int) -> list[int]:
         """`n` codes, one for each `k` steps from `first_step` on; nothing after step `until`."""
@@ -118,6 +114,10 @@ class Lanes:
         """Drop the lanes that ended before this step."""
         while self.ended and self.ended[0].finish_step < step:
             del self.lanes[self.ended.popleft().id]
+
+    def around(self, step: int) -> list[Lane]:
+        """The lanes that may have been in this step."""
+        return [lane for lane in (*self.active.values(), *self.ended_since(step)) if lane.submitted_step <= step]
 
     def ended_since(self, step: int) -> list[Lane]:
         """The lanes that ended with this step or later, the last to end first."""

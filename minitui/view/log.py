@@ -24,6 +24,7 @@ class Event(NamedTuple):
     node: int  # -1: none
     record: Record
     evicted: Sequence[int] = ()  # the first ids of what left the tree
+    writer: int = -1  # the request that was still computing what this match took
 
 
 class Events:
@@ -33,7 +34,7 @@ class Events:
         self.items: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self.count = 0
 
-    def fold(self, record: Record, step: int, evicted: Sequence[int] | None) -> None:
+    def fold(self, record: Record, step: int, evicted: Sequence[int] | None = None, writer: int = -1) -> None:
         """Keep a record if it tells a decision. `step` is the last one planned."""
         kind = record[2]
         told = _RECORDS.get(kind)
@@ -45,11 +46,23 @@ class Events:
             event = Event(record[0], step + 1, name, -1, record[3], record, evicted or ())
         elif kind == "match" and record[4] <= 0:
             event = Event(record[0], step + 1, "miss", record[3], -1, record)
+        elif kind == "match":
+            event = Event(record[0], step + 1, name, record[3], -1, record, (), writer)
         elif kind == "fail":
             event = Event(record[0], record[3], name, -1, -1, record)
         else:
             event = Event(record[0], step + planning, name, record[3] if has_request else -1, -1, record)
         self.items.append(event)
+
+    def of_step(self, step: int) -> list[Event]:
+        """The events of one step, in order."""
+        found = []
+        for event in reversed(self.items):
+            if event.step == step:
+                found.append(event)
+            elif event.step < step - 1:
+                break
+        return found[::-1]
 
     def tail(self, n: int, seq: int, wanted: Callable[[Event], bool], skip: int = 0) -> list[Event]:
         """The newest `n` that are wanted and not after `seq`, newest first, after leaving out `skip` of them."""
@@ -101,7 +114,8 @@ def describe(event: Event, lane: Lane | None, quote: str = "") -> str:
         if tokens <= 0:
             return f"{who} takes nothing from the tree · {why}"
         prompt = f" of {lane.prompt_tokens:,}" if lane is not None else ""
-        return f"{who} takes {tokens:,}{prompt} tokens from the tree · {why}"
+        early = f", which r{event.writer} is still computing" if event.writer >= 0 else ""
+        return f"{who} takes {tokens:,}{prompt} tokens from the tree{early} · {why}"
     if kind == "preempt":
         return f"{who} gives back {_blocks(fields[2])} and queues again · {fields[1]}"
     if kind == "requeue":

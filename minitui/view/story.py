@@ -174,7 +174,7 @@ def _step(view: View, step: int) -> Story:
         host = f"plan {row.plan_ms:.2f}, launch {row.launch_ms:.2f}, commit {row.commit_ms:.2f} ms"
         story.tell("host", host + (f"; device {row.device_ms:.2f} ms" if row.device_ms is not None else ""))
     story.tell("waiting", f"{row.waiting} stay queued" if row.waiting else "nobody")
-    told = [event for event in view.events.items if event.step == step]
+    told = view.events.of_step(step)
     for i, event in enumerate(told[:10]):
         story.tell("events" if i == 0 else "", f"{event.kind}: {view.event_text(event)}")
     if len(told) > 10:

@@ -111,8 +111,10 @@ class BlockMap(LinePanel):
         map_height = height - 1
         legend = _trim(occupancy.legend(board))
         legend_row = self.frame == "none" or runs_width(legend) > width - 4
-        if legend_row:
-            head.append(Row().extend(legend).done(width))
+        if legend_row:  # too long for the frame: half of it, if need be, stays there
+            half = len(legend) // 2 if runs_width(legend) > width else len(legend)
+            head.append(Row().extend(legend[:half]).done(width))
+            legend = legend[half:]
             map_height -= 1
         if map_height < 1:
             return Picture(head[:height], legend=[])
@@ -133,9 +135,8 @@ class BlockMap(LinePanel):
             title += f" · {board.total:,} blocks of {board.state.block_size}"
         if self.mode != "state":
             legend = layer.legend
-        elif legend_row:
-            legend = []
-        filling: list[Run] = [("  ", "ink"), (glyphs().filling, "active"), (" filling", "dim")]
+        gap: list[Run] = [("  ", "ink")] if legend else []
+        filling: list[Run] = [*gap, (glyphs().filling, "active"), (" filling", "dim")]
         if self.mode == "state" and self.grid.k == 1 and runs_width([*legend, *filling]) <= width - 4:
             legend = [*legend, *filling]
         return Picture([*head, *rows], title=title, note=note, legend=legend)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from minitui.view import View
 
 TITLES = (18, 12, 8, 5)  # letters of a chat's title, by how many chats there are
-SCREENS = (("chat", "1 Chat"), ("inspect", "2 Inspect"))
+SCREENS = (("chat", "1 Chat"), ("inspect", "2 Inspect"), ("lecture", "3 Lecture"))
 
 
 def host(app: App[object]) -> MinituiApp:
@@ -219,5 +219,9 @@ class StatusBar(Bar):
         if app.current_mode == "inspect":
             hints = [("1", "chat"), ("z", "maximise"), ("tab", "panel")] + [
                 h for h in hints if h[1] not in ("write", "chats", "inspect", "fork", "new")
+            ]
+        if app.current_mode == "lecture":
+            hints = [("n", "next step"), (",", "back"), ("d", "predict"), ("p", "pause")] + [
+                h for h in hints if h[1] in ("until", "slow motion", "replay", "help", "commands")
             ]
         return hints

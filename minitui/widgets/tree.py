@@ -125,7 +125,8 @@ class RadixTree(LinePanel):
         row = Row()
         if hidden:
             row.add(f"+{hidden:,} nodes", "ink").add(" · ", "dim")
-        row.add(f"{evictable:,} tokens evictable in all", "dim")
+        words = f"{evictable:,} tokens evictable"
+        row.add(words + " in all" if row.width + len(words) + 7 <= width else words, "dim")
         return row.done(width)
 
     def _selected(self, view: View) -> int | None:
