@@ -11,6 +11,7 @@ from textual.binding import Binding, BindingType
 
 from engine.errors import EngineError, InvalidRequest
 from minitui.app import MinituiApp
+from minitui.narrate import narrate
 from minitui.replay import MAX_SPEED, MIN_SPEED, ReplaySource
 from minitui.screens.help import HelpScreen
 from minitui.screens.inspect import InspectScreen
@@ -171,9 +172,11 @@ class ReplayApp(MinituiApp):
         self.replay = source
 
     def _frame(self) -> None:
-        super()._frame()
         if self.replay.reader is not None:
-            self.view.group_names = self.replay.trace.names
+            self.view.group_names = self._names = self.replay.trace.names
+        # Standing at a step, the recording is told; running, nobody could read it.
+        self.story = narrate(self.view, self.view.horizon) if self.view.exact else ""
+        super()._frame()
 
     def show_help(self) -> None:
         """Help on the recording, and on the inspector."""

@@ -16,6 +16,7 @@ from engine.errors import EngineError
 from minitui.demo import DEMOS, play_in_app
 from minitui.export.svg import screen_svg
 from minitui.launch import run_export
+from minitui.narrate import narrate
 from minitui.replay_app import ReplayApp, replay_app
 from minitui.trace import TraceError
 from tests.golden import GOLDEN
@@ -57,7 +58,8 @@ async def test_a_recording_plays_stands_steps_and_jumps(playing: tuple[ReplayApp
     await pilot.pause(0.3)
     assert app.replay.step == stood and "REPLAY stands" in text_of(app) and "GATED" in text_of(app)
     await press(pilot, "n")
-    assert app.replay.step == stood + 1 == app.view.live.state.step
+    await until(pilot, lambda: app.replay.step == stood + 1 == app.view.live.state.step)
+    assert app.story == narrate(app.view, stood + 1) != ""
     await press(pilot, "right_parenthesis")
     await until(pilot, lambda: app.replay.step == stood + 8 and not app.feed.backlog)
     assert app.view.live.state.step == stood + 8 and not app.feed.dropped

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from minitui.narrate import narrate
 from minitui.tail import Line, Teller
 from minitui.trace import TraceReader
 from minitui.view import View
 from minitui.view.lanes import Lane
 
 LINES_AT_MOST = 4000  # a narration is for reading
+NARRATED = frozenset(
+    {"admit", "hit", "miss", "evict", "preempt", "finish", "wait", "submit"}
+)  # the step's sentence says it
 
 
 def write_markdown(reader: TraceReader, path: Path) -> None:
@@ -22,7 +27,10 @@ def write_markdown(reader: TraceReader, path: Path) -> None:
     lanes: dict[int, Lane] = {}
     lines: list[Line] = []
     for line in teller.tell(reader.records()):
-        lines.append(line)
+        if line.kind == "step":  # the view stands where the step has just ended
+            lines.append(replace(line, text=narrate(view, line.step) or line.text))
+        elif line.kind not in NARRATED:
+            lines.append(line)
         lanes.update(view.lanes.lanes)
     lines += teller.rest()
     lanes.update(view.lanes.lanes)
