@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,12 @@ from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.state import State
 from engine.types import SamplingParams
 from minitui.server.settings import Role, ServerSettings
-from tests.serving import Running, serving
+from tests.serving import Running
 
 pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
 pytest.importorskip("httpx", reason="the extra 'serve' is not installed")
 
 PROMPT = list(range(40, 100))
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tmp_path_factory.mktemp("server")) as running:
-        yield running
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.types import SamplingParams
 from minitui.sessions import Chats, Sampling
 from minitui.tutor import model_dir
-from tests.serving import Running, serving
+from tests.serving import Running
 
 pytest.importorskip("httpx", reason="the extra 'serve' is not installed")
 
@@ -88,12 +87,6 @@ def test_ids_of_texts_keep_a_conversation() -> None:
     following = continue_prompt(rendered, kept, codec)
     assert following.diverges_at is None and following.ids[: len(kept)] == kept
     assert codec.messages(following.ids)[2] == {"role": "assistant", "content": "The answer"}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tmp_path_factory.mktemp("server")) as running:
-        yield running
 
 
 async def two_turns(url: str, model: str = "") -> tuple[Any, Any]:

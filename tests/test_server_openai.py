@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.serving import Running, serving
+from tests.serving import Running
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed (extra 'dev')")
 pytest.importorskip("llguidance", reason="the extra 'structured' is not installed")
@@ -28,12 +27,6 @@ TOOL: dict[str, Any] = {
     },
 }
 CALL_PATTERN = r'<tool_call>\n\{"name": "count_blocks", "arguments": \{"kind": "(free|cached)"\}\}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tmp_path_factory.mktemp("server")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
