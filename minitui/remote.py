@@ -130,7 +130,7 @@ class RemoteSource:
         self.info: dict[str, Any] = {}
         self.error: str | None = None
         self.connection = ""
-        self.http = open_client(self.url, key, **{"X-Minitui-Client": uuid.uuid4().hex})
+        self.http = open_client(self.url, key, client=uuid.uuid4().hex)
         self._cache = cache
         self._give_up_s = give_up_s
         self._ready = asyncio.Event()

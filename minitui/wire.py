@@ -36,11 +36,12 @@ def normalise(url: str) -> str:
 
 
 def open_client(
-    url: str, key: str = "", certificates: ssl.SSLContext | None = None, **headers: str
+    url: str, key: str = "", certificates: ssl.SSLContext | None = None, client: str = ""
 ) -> httpx.AsyncClient:
     """A client for one server; belongs to the running event loop. `certificates` load slowly: share them."""
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    if client:  # by which a minitui server knows whose the gate is
+        headers["X-Minitui-Client"] = client
     host = urlsplit(url).hostname or ""
     timeout = httpx.Timeout(SILENCE_S, connect=CONNECT_S)
     limits = httpx.Limits(max_connections=None)
