@@ -22,9 +22,9 @@ def narrate(view: View, step: int) -> str:
     told: list[str] = []
     told += _failures(events)
     told += _preemptions(events)
-    told += _evictions(events)
     joined = {event.request for event in events if event.kind == "admit"}
     told += _admissions(view, row, events)
+    told += _evictions(events)
     told += _chunks(view, row, joined)
     told += _decodes(view, row)
     told += _waiting(events)
@@ -58,14 +58,18 @@ def _preemptions(events: list[Event]) -> list[str]:
 
 
 def _evictions(events: list[Event]) -> list[str]:
+    told = []
     evictions = [event for event in events if event.kind == "evict"]
-    if not evictions:
-        return []
-    total = sum(event.record[4] for event in evictions)
-    reasons = list(dict.fromkeys(event.record[5] for event in evictions))
-    why = _list(reasons[:NAMED]) + (f" and {len(reasons) - NAMED} more need room" if len(reasons) > NAMED else "")
-    return [f"{_blocks(total).capitalize()} that no request holds, the one{'s' if total > 1 else ''} used longest ago, "
-            f"{'are' if total > 1 else 'is'} evicted from the tree: {why}."]  # fmt: skip
+    cleared = sum(event.record[4] for event in evictions if event.record[5] == "cleared")
+    if cleared:
+        told.append(f"Somebody cleared the cache: {_blocks(cleared)} left the tree.")
+    total = sum(event.record[4] for event in evictions) - cleared
+    if total:
+        reasons = list(dict.fromkeys(event.record[5] for event in evictions if event.record[5] != "cleared"))
+        why = _list(reasons[:NAMED]) + (f" and {len(reasons) - NAMED} more" if len(reasons) > NAMED else "")
+        which = "that nobody held, used longest ago, leaves" if total == 1 else "that nobody held, the oldest, leave"
+        told.append(f"To make room, {_blocks(total)} {which} the tree ({why}).")
+    return told
 
 
 def _admissions(view: View, row: StepRow, events: list[Event]) -> list[str]:
@@ -95,9 +99,12 @@ def _prompt(view: View, lane: Lane | None, match: Event | None, chunk: tuple[int
         source = f"which r{match.writer} is still computing" if match.writer >= 0 else "which are in the tree already"
         text = f": it shares the first {taken:,} of its {total:,} tokens, {source} ({_blocks(taken // size)})"
     elif match is not None:
-        why = stop_text(match.record[5], match.record[6])
-        plain = match.record[5] in ("empty", "short")
-        text = f": {why}" if plain else f": nothing of its prompt is in the tree ({why})"
+        stop, at = match.record[5], match.record[6]
+        text = f": nothing of its prompt is in the tree ({stop_text(stop, at)})"
+        if stop in ("empty", "short"):
+            text = f": {stop_text(stop, at)}"
+        elif stop == "evicted":
+            text = f": what it begins with was evicted at step {at:,}"
     else:
         text = f": {total:,} prompt tokens"
     left = total - start - n

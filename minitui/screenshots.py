@@ -125,11 +125,29 @@ async def four_share(app: MinituiApp) -> None:
     await asyncio.sleep(0.3)
 
 
+async def lecture(app: MinituiApp) -> None:
+    """Two new chats with one system prompt come at once: the second shares what the first is still computing."""
+    await ask(app, "What is a token?")
+    await app.source.control("clear_cache")
+    await app.source.control("pause")
+    for question in ("What is a KV cache?", "Why is decode slow?"):
+        session = app.chats.new(app.system)
+        app.chats.rename(session, question.rstrip("?"))
+        app.chats.send(session, question)
+    app.view.select(None)
+    await asyncio.sleep(0.2)
+    await steps(app, 1)
+    app.switch_mode("lecture")
+    await asyncio.sleep(0.3)
+
+
 SMALL = {"kv_blocks": 80, "max_num_batched_tokens": 64}
 BUSY = {"kv_blocks": 160, "max_num_seqs": 5}
 SCENES = {
     "chat": Scene(chat, 140, 40, options=BUSY),
     "inspect": Scene(four_share, 160, 48, options=SMALL),
+    "lecture": Scene(lecture, 120, 36, options=SMALL | {"max_num_batched_tokens": 256}),
+    "lecture-80x24": Scene(lecture, 80, 24, options=SMALL | {"max_num_batched_tokens": 256}),
     "chat-80x24": Scene(chat, 80, 24, options=BUSY),
     "inspect-80x24": Scene(four_share, 80, 24, options=SMALL),
     "chat-light": Scene(chat, 140, 40, "light", BUSY),

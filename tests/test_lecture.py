@@ -64,7 +64,7 @@ def test_each_sentence_says_what_the_records_say():
                 assert f"r{record[3]} has to wait: {record[4]}" in text
         evicted = sum(record[4] for record in records if record[2] == "evict")
         if evicted:
-            assert f"{evicted} block{'s' if evicted > 1 else ''} that no request holds" in text
+            assert f"To make room, {evicted} block{'s' if evicted > 1 else ''} that nobody held" in text
         if decodes == 1:
             assert "decodes one token" in text
         elif decodes:

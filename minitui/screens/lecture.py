@@ -45,7 +45,7 @@ class LectureScreen(Screen[None]):
     DEFAULT_CSS = """
     LectureScreen {
         layout: vertical; background: $ground; layers: base above;
-        & #why { height: 6; }
+        & #why { height: 7; }
         & #columns { height: 1fr; }
         & #left, & #right { width: 1fr; }
         & #map, & #tree { height: 1fr; }

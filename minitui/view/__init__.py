@@ -20,7 +20,7 @@ from minitui.view.board import Board
 from minitui.view.history import STEPS_KEPT, FirstTokens, Rates, StepRow, Steps
 from minitui.view.lanes import Lane, Lanes
 from minitui.view.links import Links, Selection, resolve
-from minitui.view.log import Event, Events, describe
+from minitui.view.log import Event, Events, brief, describe
 from minitui.view.timing import Timings, summarise
 from minitui.view.travel import Past
 from minitui.view.tree import Tree, without_markup
@@ -376,8 +376,10 @@ class View:
     def group_name(self, group: str) -> str:
         return self.group_names.get(group, group)
 
-    def event_text(self, event: Event) -> str:
-        """An event in words."""
+    def event_text(self, event: Event, short: bool = False) -> str:
+        """An event in words, or in few."""
+        if short:
+            return brief(event, self.lanes.lanes.get(event.request))
         words = self._words.get(event.seq)
         if words is None:
             if len(self._words) > 2000:

@@ -97,6 +97,27 @@ def stop_text(stop: str, at: int) -> str:
     }.get(stop, stop)
 
 
+def brief(event: Event, lane: Lane | None) -> str:
+    """The event in few words, for narrow panels."""
+    kind, fields = event.record[2], event.record[3:]
+    who = f"r{event.request}"
+    if kind == "admit":
+        return f"{who} again" if fields[2] == "resumed" else who
+    if kind == "match":
+        if fields[1] <= 0:
+            return f"{who}: {stop_text(fields[2], fields[3])}"
+        return f"{who}: {fields[1]:,} of {lane.prompt_tokens:,} cached" if lane is not None else f"{who}: {fields[1]:,}"
+    if kind == "preempt":
+        return f"{who} gives back {_blocks(fields[2])}"
+    if kind == "evict":
+        return f"{_blocks(fields[1])}, {fields[2]}"
+    if kind == "finish":
+        return f"{who} {fields[1]}, {fields[2]:,} tokens"
+    if kind == "wait":
+        return f"{who}: {fields[1]}"
+    return describe(event, lane)
+
+
 def describe(event: Event, lane: Lane | None, quote: str = "") -> str:
     """The event in words. `lane` is its request's, if still known; `quote` what text left the tree."""
     t, kind, fields = event.record[1], event.record[2], event.record[3:]

@@ -24,7 +24,8 @@ from minitui.widgets.rows import Line, Row, Run, Runs, runs_width
 
 FILLING = 4
 MODES = ("state", "owner", "age", "refs")
-CELL_SHAPES = ((2, 2), (2, 1), (1, 1), (1, 0))  # (width of a cell, gap), the widest that fits is taken
+CELL_SHAPES = ((2, 2), (2, 1), (1, 1), (1, 0))  # (width of a cell, gap), the widest that suits is taken
+USED_WIDTH = 0.75  # a shape suits if rows of 8, 16, 24 … of its cells use at least this share of the width
 GLOW_SHARE = 0.25  # of a cell's blocks that must have changed
 AGES = (1.0, 5.0, 15.0, 60.0, 300.0)  # seconds; a block's digit is how many of them it is older than
 DIGITS = "0123456789"
@@ -52,12 +53,14 @@ def grid(blocks: int, width: int, height: int, first: int = 1, one_each: bool = 
     width, height = max(1, width), max(1, height)
     if one_each:
         blocks = min(blocks, width * height)
-    for cell, gap in CELL_SHAPES:
-        per_row = (width + gap) // (cell + gap)
-        if per_row > 8:
-            per_row -= per_row % 8
-        if per_row and -(-blocks // per_row) <= height:
-            return Grid(first, blocks, 1, cell, gap, per_row, height)
+    for least in (USED_WIDTH, 0.0):
+        for cell, gap in CELL_SHAPES:
+            per_row = (width + gap) // (cell + gap)
+            if per_row > 8:
+                per_row -= per_row % 8
+            fits = per_row > 0 and -(-blocks // per_row) <= height
+            if fits and per_row * (cell + gap) >= least * width:
+                return Grid(first, blocks, 1, cell, gap, per_row, height)
     if blocks <= width * height:
         return Grid(first, blocks, 1, 1, 0, width, height)
     return Grid(first, blocks, -(-blocks // (width * height)), 1, 0, width, height)
@@ -77,6 +80,14 @@ class BlockMap(LinePanel):
     """Arrows move over the cells, Enter zooms to one block a cell and then tells a block's story, c changes colours."""
 
     TITLE = "KV blocks"
+    help_text = """\
+The pool of KV memory, one cell for each block. A block holds the keys and values of 16 tokens, for all layers. A free
+block belongs to nobody; an active one to one request; a shared one is read by several requests whose texts begin
+alike; a cached one is kept by the tree alone, in case somebody asks something that begins like it, and goes first when
+room is needed. ▄ is where the next token of a request will be written. What glows has just changed.
+
+Arrows move, enter zooms in and then tells a block's story, backspace zooms out, c colours by state, owner, age or
+holders."""
     BINDINGS: ClassVar = [
         Binding("left", "move(-1, 0)", "block before", show=False, id="map.left"),
         Binding("right", "move(1, 0)", "block after", show=False, id="map.right"),

@@ -22,6 +22,12 @@ class BlockTable(LinePanel):
     """The table of the selected request, or of the youngest that runs. Left and right move over its blocks."""
 
     TITLE = "Block table"
+    help_text = """\
+Paging. The request counts its tokens 0, 1, 2, …: tokens 0 to 15 are its logical block 0, and so on. Where such a block
+lies in the pool is written in this table, under it: any free block will do, so memory is never fragmented. ×4 means
+that four requests have the same block in their tables: they read it together. Only the last block is being written.
+
+Left and right move over the blocks, up and down to other requests, enter tells the story."""
     BINDINGS: ClassVar = [
         Binding("left", "move(-1)", "block before", show=False, id="table.left"),
         Binding("right", "move(1)", "block after", show=False, id="table.right"),

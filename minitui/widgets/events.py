@@ -15,6 +15,7 @@ STYLES = {
     "admit": "decode", "hit": "hit", "miss": "dim", "evict": "pool", "preempt": "bad", "finish": "dim",
     "wait": "waiting", "refuse": "bad", "fail": "bad", "gate": "accent",
 }  # fmt: skip
+NARROW = 50  # below, events are told in few words
 FILTERS = (
     ("all", ()),
     ("hits and misses", ("hit", "miss")),
@@ -28,6 +29,12 @@ class Events(LinePanel):
     """Up and down choose an event (and with it its request or node), f filters, Enter tells the story."""
 
     TITLE = "Events"
+    help_text = """\
+Every decision of the engine with its reason, the newest on top, never summed up: who was admitted and how long it had
+waited; what a prompt took from the tree and why not more; what was evicted and for whom; who was preempted; how each
+request ended.
+
+Up and down choose an event and what it is about, f filters, home returns to the newest, enter tells the story."""
     BINDINGS: ClassVar = [
         Binding("up", "move(-1)", "later", show=False, id="events.up"),
         Binding("down", "move(1)", "earlier", show=False, id="events.down"),
@@ -78,7 +85,7 @@ class Events(LinePanel):
         fresh = view.glow_of(event.record[1]) == 2
         row = Row(f"{max(event.step, 0):,}".rjust(digits), "dim" + ground)
         row.add("  ", "ink" + ground).add(event.kind.ljust(8), STYLES[event.kind] + ground)
-        words = clean(view.event_text(event))
+        words = clean(view.event_text(event, short=width < NARROW))
         quiet = event.kind in ("finish", "miss")
         style = "bold accent" if here else "bold ink" if fresh else "dim" if quiet else "ink"
         return row.add(fit(words, max(0, width - row.width)), style + ground).done(width)

@@ -38,7 +38,7 @@ class FirstTokens(LinePanel, can_focus=False):
             rows.append(row.done(width))
         legend: list[Run] = []
         for word, style in PARTS:
-            legend += [(glyphs().busy, style), (f" {word} ", "dim")]
+            legend += [(" " if legend else "", "dim"), (glyphs().busy, style), (f" {word}", "dim")]
         return Picture(rows, legend=legend)
 
 

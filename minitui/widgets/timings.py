@@ -22,6 +22,13 @@ class StepTimings(LinePanel):
     """Enter opens the slowest step."""
 
     TITLE = "Timings"
+    help_text = """\
+Decoding reads all weights to make one token for each request: memory sets its pace, and a few requests more cost
+little. Prefill computes many tokens at once: arithmetic sets its pace. A mixed step does both, and everybody in it
+waits for the longest part: that is why prompts are cut into chunks. p99 is what one step in a hundred exceeds.
+
+The tracks show host and device in the last steps: while the device computes, the host may plan the next step. Enter
+opens the slowest step."""
     BINDINGS: ClassVar = [Binding("enter", "open", "slowest step", show=False, id="timings.open")]
 
     def picture(self, view: View, width: int, height: int) -> Picture:

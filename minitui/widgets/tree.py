@@ -25,6 +25,13 @@ class RadixTree(LinePanel):
     """Up and down move, f folds, e shows every node, / searches, Enter tells a node's story."""
 
     TITLE = "Radix tree"
+    help_text = """\
+The prefix cache. Each node is a run of tokens whose keys and values are in the pool; a path from the top is a text. A
+new prompt follows the tree as far as it agrees, takes over those blocks, and computes only the rest. Users are the
+requests that hold a node now; saved is what was not computed because of it. Nodes without users can be evicted: out
+says in which order, the least recently used leaf first.
+
+Up and down move, left goes to the parent, f folds, e shows all nodes, / searches, enter tells the story."""
     BINDINGS: ClassVar = [
         Binding("up", "move(-1)", "node above", show=False, id="tree.up"),
         Binding("down", "move(1)", "node below", show=False, id="tree.down"),
@@ -72,7 +79,8 @@ class RadixTree(LinePanel):
         note: list[Run] = []
         if self.typing or self.search:
             note = [("/" + self.search + ("▏" if self.typing else ""), "accent")]
-        title = f"Radix tree · {picture.nodes:,} nodes, {picture.tokens:,} tokens"
+        nodes = f"{picture.nodes:,} node{'' if picture.nodes == 1 else 's'}"
+        title = f"Radix tree · {nodes}, {picture.tokens:,} tokens"
         return Picture(rows[:height], title=title, note=note, legend=legend)
 
     def _head(self, width: int) -> Runs:
