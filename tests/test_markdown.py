@@ -118,8 +118,8 @@ def test_a_list_of_two_hundred_items_streams_at_a_cost_that_stays_small():
     streamed = Streamed(60)
     slowest = 0.0
     for end in range(0, len(text), 40):
-        started = time.perf_counter()
+        started = time.process_time()  # others may use this machine, too
         streamed.update(text[:end])
-        slowest = max(slowest, time.perf_counter() - started)
+        slowest = max(slowest, time.process_time() - started)
     assert slowest < 0.1
     assert text_of(streamed.finish(text)).count("• item") == 200
