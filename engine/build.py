@@ -88,7 +88,8 @@ def make_runner(
         from engine.cpu_runner import CPURunner
 
         return CPURunner(model, config, directory, on_progress)
-    if limits.device.type == "cuda" and config.attention_backend in ("auto", "triton"):
+    graphs = model.experts is None  # how many tokens an expert gets is known on the host only when it has asked
+    if graphs and limits.device.type == "cuda" and config.attention_backend in ("auto", "triton"):
         try:
             from engine.attention.triton_backend import supports
             from engine.graphs import GraphRunner

@@ -27,7 +27,10 @@ class Architecture:
     qk_norm: bool = False
     mlp_bias: bool = False  # True: as the field mlp_bias says
     head_dim: int | None = None  # where config.json has none; None: hidden_size / num_attention_heads
-    window: str = "none"  # "all": every layer has `sliding_window`; "layers": as layer_types or max_window_layers say
+    # "all": every layer has `sliding_window`; "used": the same if use_sliding_window says so; "layers": then those
+    # that layer_types or max_window_layers name
+    window: str = "none"
+    experts: bool = False  # the MLPs of some layers, or all, are mixtures of experts
 
 
 ARCHITECTURES = {
@@ -35,12 +38,14 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": Architecture(qkv_bias=True, window="layers"),
     "LlamaForCausalLM": Architecture(qkv_bias=None, mlp_bias=True),
     "MistralForCausalLM": Architecture(window="all"),
+    "Qwen3MoeForCausalLM": Architecture(qkv_bias=None, qk_norm=True, window="used", experts=True),
 }
 MODEL_TYPES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
 
@@ -60,6 +65,17 @@ class RopeConfig:
     truncate: bool = True
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Mixtures of experts in the place of some layers' MLPs, or all."""
+
+    count: int  # in each of those layers
+    per_token: int
+    inner_size: int  # of one expert
+    normalised: bool  # the weights of a token's experts are scaled to sum to 1
+    layers: tuple[bool, ...]  # which layers have them
 
 
 @dataclass(frozen=True)
@@ -83,6 +99,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int, ...] = ()  # of each layer, see `window`; empty: no layer has one
+    experts: ExpertsConfig | None = None  # None: every layer's MLP is dense
     dtype: str = "bfloat16"  # the checkpoint's
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -103,13 +120,26 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Scalars in the checkpoint, tied embeddings counted once."""
+        return self._parameters(self.experts.count if self.experts else 0)
+
+    @property
+    def active_parameters(self) -> int:
+        """Of those, the ones that a token uses: all but the experts that it is not sent to."""
+        return self._parameters(self.experts.per_token if self.experts else 0)
+
+    def _parameters(self, experts: int) -> int:
+        """With so many experts in each layer that has any; the router is always whole."""
         h, d = self.hidden_size, self.head_dim
         qkv = (self.num_heads + 2 * self.num_kv_heads) * d
         attention = h * qkv + self.num_heads * d * h + self.qkv_bias * qkv + self.output_bias * h
         mlp = 3 * h * self.intermediate_size + self.mlp_bias * (2 * self.intermediate_size + h)
         norms = 2 * h + self.qk_norm * 2 * d
         embeddings = self.vocab_size * h * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * (attention + mlp + norms) + embeddings + h
+        total = self.num_layers * (attention + norms) + embeddings + h
+        if self.experts is None:
+            return total + self.num_layers * mlp
+        mixed, mixture = sum(self.experts.layers), h * (self.experts.count + 3 * experts * self.experts.inner_size)
+        return total + mixed * mixture + (self.num_layers - mixed) * mlp
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of KV cache that one token takes over all layers."""
@@ -189,6 +219,7 @@ class _Reader:
             mlp_bias=arch.mlp_bias and bool(self.raw.get("mlp_bias", False)),
             qk_norm=arch.qk_norm,
             windows=self._windows(arch, layers),
+            experts=self._experts(layers) if arch.experts else None,
             dtype=self._dtype(),
             bos_id=self.raw.get("bos_token_id"),
             eos_ids=_eos_ids(generation, self.raw),
@@ -235,9 +266,7 @@ class _Reader:
             raise CheckpointError(f"{self.path} has rope parameters {raw!r}: they must be an object")
         kind = raw.get("rope_type") or raw.get("type") or "default"
         if kind not in ROPE_KINDS:
-            raise CheckpointError(
-                f"{self.path} asks for rope type {kind!r}: supported are {', '.join(ROPE_KINDS)}"
-            )
+            raise CheckpointError(f"{self.path} asks for rope type {kind!r}: supported are {', '.join(ROPE_KINDS)}")
         if raw.get("partial_rotary_factor", self.raw.get("partial_rotary_factor") or 1.0) != 1.0:
             raise CheckpointError(f"{self.path} has a partial_rotary_factor: only whole heads can be rotated")
         theta = self._number(raw, "rope_theta", self._number(self.raw, "rope_theta", 10_000.0))
@@ -264,6 +293,28 @@ class _Reader:
             high_freq_factor=self._number(raw, "high_freq_factor", need),
         )
 
+    def _experts(self, layers: int) -> ExpertsConfig | None:
+        count = self._count("num_local_experts" if "num_local_experts" in self.raw else "num_experts")
+        per_token = self._count("num_experts_per_tok")
+        if per_token > count:
+            raise CheckpointError(
+                f"{self.path} sends each token to {per_token} of {count} experts: num_experts_per_tok can be at most "
+                "their number; correct it"
+            )
+        step, dense = self._count("decoder_sparse_step", 1), self.raw.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+            raise CheckpointError(f"{self.path} has mlp_only_layers {dense!r}: it must be a list of layers' numbers")
+        sparse = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
+        if not any(sparse):
+            return None
+        return ExpertsConfig(
+            count=count,
+            per_token=per_token,
+            inner_size=self._count("moe_intermediate_size"),
+            normalised=bool(self.raw.get("norm_topk_prob", False)),
+            layers=sparse,
+        )
+
     def _windows(self, arch: Architecture, layers: int) -> tuple[int, ...]:
         window = self.raw.get("sliding_window")
         if not window or arch.window == "none":
@@ -272,6 +323,8 @@ class _Reader:
             return (window,) * layers
         if not self.raw.get("use_sliding_window", False):
             return ()
+        if arch.window == "used":
+            return (window,) * layers
         kinds = self.raw.get("layer_types")
         if kinds is None:
             first = self.raw.get("max_window_layers", 28)

@@ -30,17 +30,19 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+SMALL_EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 
 
 def reference(kind: str, seed: int = 0, **overrides: Any) -> Any:
-    """A randomly initialised transformers model in fp32: kind is "qwen3", "qwen2", "llama" or "mistral".
+    """A randomly initialised transformers model in fp32: kind is "qwen3", "qwen2", "llama", "mistral" or "qwen3_moe".
 
     Norms and biases are randomised too: transformers leaves them at 1 and 0, where mistakes do not show.
     """
     import transformers
 
-    name = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}[kind]
-    fields = {**SMALL, "tie_word_embeddings": False, **overrides}
+    names = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral", "qwen3_moe": "Qwen3Moe"}
+    name, experts = names[kind], SMALL_EXPERTS if kind == "qwen3_moe" else {}
+    fields = {**SMALL, **experts, "tie_word_embeddings": False, **overrides}
     config = getattr(transformers, f"{name}Config")(**fields)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
@@ -53,9 +55,14 @@ def reference(kind: str, seed: int = 0, **overrides: Any) -> Any:
     return model
 
 
-def save(model: Any, directory: Path, shards: bool = False, edit: dict[str, Any] | None = None) -> Path:
-    """Write a checkpoint (in two or more files if `shards`), with changes to its config.json (None: remove)."""
-    model.save_pretrained(directory, max_shard_size="150KB" if shards else "5GB")
+def save(
+    model: Any, directory: Path, shards: bool = False, edit: dict[str, Any] | None = None, stacked: bool = False
+) -> Path:
+    """Write a checkpoint (in two or more files if `shards`), with changes to its config.json (None: remove).
+
+    `stacked`: a layer's experts as one tensor, as transformers 5 holds them; else each by itself, as it publishes them.
+    """
+    model.save_pretrained(directory, max_shard_size="150KB" if shards else "5GB", save_original_format=not stacked)
     if edit:
         path = directory / "config.json"
         config = json.loads(path.read_text())

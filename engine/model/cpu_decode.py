@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from engine.attention import AttentionBackend
 from engine.kv.pool import KVPool
-from engine.model.decoder import Decoder, DenseMLP, Layer
+from engine.model.decoder import Decoder, DenseMLP
 
 KEPT_SIZES = 8  # numbers of sequences for which buffers are kept
 
@@ -110,7 +110,8 @@ class CPUDecode:
                 np.copyto(c.attended, attended.numpy().T)
             _add_product(c.residual_, layer.output, layer.output_bias, c.attended_ if n > 1 else attended.view(-1))
             _norm(c.residual, self._post_norms[i], eps, c.x)
-            _mlp(c, layer)
+            assert isinstance(layer.mlp, DenseMLP)
+            _mlp(c, layer.mlp)
         _norm(c.residual, self._norms[-1], eps, c.x)
         return torch.mm(decoder.head, c.x_).t().contiguous() if n > 1 else torch.mv(decoder.head, c.x_)[None]
 
@@ -143,8 +144,7 @@ def _rotate(c: Columns, weight: np.ndarray | None, eps: float, cos: np.ndarray, 
     c.turned += np.multiply(c.halves[:, ::-1], sin, out=c.part)
 
 
-def _mlp(c: Columns, layer: Layer) -> None:
-    mlp = layer.mlp
+def _mlp(c: Columns, mlp: DenseMLP) -> None:
     _multiply(mlp.gate_up, mlp.gate_up_bias, c.x_, c.gate_up_)
     F.silu(c.gate_, inplace=True)
     c.gate *= c.up

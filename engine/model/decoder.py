@@ -1,4 +1,5 @@
-"""One decoder for Llama, Mistral, Qwen2 and Qwen3: pre-norm blocks of grouped-query attention and a gated MLP.
+"""One decoder for Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE: pre-norm blocks of grouped-query attention and a gated
+MLP, or a mixture of them (engine/model/experts.py).
 
 What differs between them is configuration (engine/config.py). Reading order: Decoder.forward is the model; the rest
 says which tensor of a checkpoint goes where.
@@ -17,6 +18,7 @@ from engine.config import ModelConfig
 from engine.forward import ForwardMeta
 from engine.kv.pool import KVPool
 from engine.model import ops as torch_ops
+from engine.model.experts import Experts
 from engine.model.rope import rope_table
 from engine.model.weights import Slot
 
@@ -54,7 +56,9 @@ class DenseMLP:
 class Layer:
     """The weights of one block, q/k/v and gate/up each in one matrix."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: ModuleType) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device, ops: ModuleType
+    ) -> None:
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
@@ -70,7 +74,11 @@ class Layer:
         self.output = empty(hidden, config.num_heads * dim)
         self.output_bias = empty(hidden) if config.output_bias else None
         self.post_norm = empty(hidden)
-        self.mlp = DenseMLP(config, dtype, device, ops)
+        self.mlp: DenseMLP | Experts
+        if config.experts is not None and config.experts.layers[index]:
+            self.mlp = Experts(config.experts, hidden, dtype, device, ops)
+        else:
+            self.mlp = DenseMLP(config, dtype, device, ops)
 
     def slots(self, prefix: str) -> Iterator[Slot]:
         sizes = [heads * self._dim for heads in self._heads]
@@ -105,7 +113,7 @@ class Decoder:
         self.config = config
         self._ops = ops
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = [Layer(config, dtype, device, ops) for _ in range(config.num_layers)]
+        self.layers = [Layer(config, i, dtype, device, ops) for i in range(config.num_layers)]
         self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
         self.head = self.embedding if config.tie_word_embeddings else torch.empty_like(self.embedding)
         table = rope_table(config.rope, config.head_dim, max_positions, config.max_position)
@@ -147,6 +155,14 @@ class Decoder:
         yield Slot("model.norm.weight", self.norm)
         if not self.config.tie_word_embeddings:
             yield Slot("lm_head.weight", self.head)
+
+    @property
+    def expert_load(self) -> dict[int, list[int]]:
+        """Layer -> how many tokens each of its experts got in the last pass. Empty without experts.
+
+        The last layer sees only the tokens whose logits were wanted.
+        """
+        return {i: layer.mlp.load for i, layer in enumerate(self.layers) if isinstance(layer.mlp, Experts)}
 
     @property
     def nbytes(self) -> int:

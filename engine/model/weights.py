@@ -30,6 +30,7 @@ class Slot:
     name: str
     view: torch.Tensor
     repeated: bool = False  # the checkpoint holds one row, of which every row of the view is a copy
+    parts: tuple[Slot, ...] = ()  # what the checkpoint may hold instead: tensors that fill the view together
 
     @property
     def shape(self) -> list[int]:
@@ -42,8 +43,8 @@ def load_weights(slots: Iterable[Slot], directory: Path, tied: bool, on_progress
     `tied`: the model has no output matrix of its own. If the checkpoint brings one nevertheless, it must equal the
     embedding.
     """
-    wanted = {slot.name: slot for slot in slots}
     files = checkpoint_files(directory)
+    wanted = _wanted(slots, files)
     total = _check(wanted, files, directory, tied)
     done = 0
     for path in files:
@@ -97,6 +98,16 @@ def checkpoint_files(directory: Path) -> list[Path]:
     others = sorted(path.name for path in directory.glob("*.bin"))
     hint = f"only {_listed(others)}: convert it to safetensors" if others else "download the checkpoint again"
     raise CheckpointError(f"{directory} holds neither model.safetensors nor model.safetensors.index.json, {hint}")
+
+
+def _wanted(slots: Iterable[Slot], files: list[Path]) -> dict[str, Slot]:
+    """The slots by name: those that have parts whole if the files hold them so, else part by part."""
+    held: set[str] = set()
+    for path in files:
+        with _opened(path) as file:
+            held.update(file.keys())
+    whole_or_parts = (slot.parts if slot.parts and slot.name not in held else (slot,) for slot in slots)
+    return {slot.name: slot for several in whole_or_parts for slot in several}
 
 
 def _check(wanted: dict[str, Slot], files: list[Path], directory: Path, tied: bool) -> int:

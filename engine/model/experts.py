@@ -1,0 +1,78 @@
+"""Mixture of experts: many small MLPs, of which a router picks a few for each token. This is the readable form.
+
+Tokens are sorted by expert, so that each expert that anyone wants is read once and multiplied once. How many those are
+is known only on the device, and the host asks for it: a step with experts cannot be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+
+from engine.config import ExpertsConfig
+from engine.model.weights import Slot
+
+
+class Experts:
+    """In the place of a DenseMLP: silu(gate_e(x)) · up_e(x), projected down, summed over the experts e of each token.
+
+    T tokens of hidden size H; E experts of inner size I, K of them for each token.
+    """
+
+    def __init__(
+        self, config: ExpertsConfig, hidden: int, dtype: torch.dtype, device: torch.device, ops: ModuleType
+    ) -> None:
+        self._ops = ops
+        self._config = config
+        self.router = torch.empty(config.count, hidden, dtype=dtype, device=device)
+        self.gate_up = torch.empty(config.count, 2 * config.inner_size, hidden, dtype=dtype, device=device)
+        self.down = torch.empty(config.count, hidden, config.inner_size, dtype=dtype, device=device)
+        self.load = [0] * config.count  # tokens that each expert got when this was last called
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, H] -> [T, H]."""
+        weights, chosen = self.route(x)
+        each = self._config.per_token
+        self.load = chosen.view(-1).bincount(minlength=self._config.count).tolist()
+        order = chosen.view(-1).argsort(stable=True)  # [T·K] places in `chosen`, those of expert 0 first
+        outputs = x.new_empty(len(order), x.shape[1])
+        for expert, places in enumerate(order.split(self.load)):
+            if len(places):
+                rows = x.index_select(0, places // each)
+                inner = self._ops.silu_mul(F.linear(rows, self.gate_up[expert]))
+                outputs.index_copy_(0, places, F.linear(inner, self.down[expert]))
+        return torch.bmm(weights[:, None], outputs.view(len(x), each, x.shape[1]))[:, 0]
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, H] -> the experts of each token, int64 [T, K], and before them what their outputs count, [T, K].
+
+        Probabilities over all experts, in fp32 (float64 in a float64 model); if the model says so, those of the chosen
+        are scaled to sum to 1.
+        """
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        probabilities = F.linear(x, self.router).softmax(-1, dtype=wide)
+        weights, chosen = probabilities.topk(self._config.per_token)
+        if self._config.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights.to(x.dtype), chosen
+
+    def slots(self, prefix: str) -> Iterator[Slot]:
+        gate, up = self.gate_up.chunk(2, 1)
+        names = [f"{prefix}experts.{expert}." for expert in range(self._config.count)]
+        yield Slot(f"{prefix}gate.weight", self.router)
+        yield Slot(
+            f"{prefix}experts.gate_up_proj",
+            self.gate_up,
+            parts=(
+                *(Slot(f"{name}gate_proj.weight", view) for name, view in zip(names, gate, strict=True)),
+                *(Slot(f"{name}up_proj.weight", view) for name, view in zip(names, up, strict=True)),
+            ),
+        )
+        yield Slot(
+            f"{prefix}experts.down_proj",
+            self.down,
+            parts=tuple(Slot(f"{name}down_proj.weight", view) for name, view in zip(names, self.down, strict=True)),
+        )
