@@ -91,15 +91,17 @@ async def chat(app: MinituiApp) -> None:
     first = app.chats.new(app.system)
     app.select_session(first)
     await ask(app, "Can you give an example of paging?")
-    await app.source.control("pace", factor=20)
+    await app.source.control("pause")
+    app.chats.send(first, "What is prefix caching?")
+    fork = app.chats.fork(app.chats.sessions[0])
     for question in FOLLOW_UPS:
-        app.select_session(app.chats.new(app.system))
-        app.ask_question(question)
-    app.select_session(first)
-    app.ask_question("What is prefix caching?")
-    app.select_session(app.chats.fork(first))
-    app.ask_question("And when is a block shared?")
-    app.select_session(first)
+        await asyncio.sleep(0.1)  # the queue's order is theirs
+        app.chats.send(app.chats.new(app.system), question)
+    await asyncio.sleep(0.1)
+    app.chats.send(fork, "And when is a block shared?")
+    await asyncio.sleep(0.1)
+    await app.source.control("pace", factor=20)
+    await app.source.control("resume")
     await until(lambda: len(first.messages[-1].text) > 160)
 
 
