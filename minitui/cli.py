@@ -293,7 +293,10 @@ def replay(
 @app.command()
 def tail(
     source: Annotated[
-        str | None, typer.Argument(help="A recording, or the URL of a minitui server. Without it, questions are read from standard input, one a line.")
+        str | None,
+        typer.Argument(
+            help="A recording, or the URL of a minitui server. Without it, questions come from stdin, one a line."
+        ),
     ] = None,
     kv_blocks: KvBlocks = None,
 ) -> None:
