@@ -105,7 +105,6 @@ class Engine:
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             max_total=max_total, stop_ids=stop_ids, prompt_len=len(ids), grammar=grammar,
         )  # fmt: skip
-        request.submitted_at = self.log.now()
         self.scheduler.add(request)
         self._next_id += 1
         return request
@@ -149,8 +148,6 @@ class Engine:
 
     def _launch(self, plan: StepPlan, started: float) -> None:
         planned = time.perf_counter()
-        for request in plan.joins:
-            request.admitted_at = request.admitted_at or self.log.now()
         launched = self.runner.launch(plan)
         self._flight.append(InFlight(plan, launched, started, planned - started, time.perf_counter() - planned))
 
@@ -215,6 +212,7 @@ class Engine:
         scheduler, tree = self.scheduler, self.cache.tree
         return {
             "seq": self.log.seq,
+            "t": self.log.t,
             "step": scheduler.step,
             "num_blocks": self.cache.allocator.num_blocks,
             "block_size": self.cache.block_size,
@@ -228,6 +226,8 @@ class Engine:
                     "group": r.group, "prompt_tokens": r.prompt_len, "max_total": r.max_total, "state": r.state.value,
                     "row": r.row, "table": list(r.table), "node": r.node.id if r.node is not None else 0,
                     "shared_blocks": r.shared_blocks, "computed": r.planned, "decoding": scheduler.is_decoding(r.id),
+                    "cached_tokens": r.cached_tokens, "match": list(r.match), "preemptions": r.preemptions,
+                    "submitted": r.submitted_at, "admitted": r.admitted_at,
                 }
                 for r in scheduler.requests.values()
             },

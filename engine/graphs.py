@@ -217,8 +217,7 @@ class GraphRunner(Runner):
         return Drawing(n, self._outcome_arrays[slot][:n], None if everything else samples, begin, self._mark())
 
     def _sample_eagerly(self, plan: StepPlan, started: float, begin: torch.cuda.Event) -> Launched:
-        """Rows with penalties, masks or logprobs: the decode graph's logits, then the sampler of engine/sampling.py.
-        """
+        """Rows with penalties, masks or logprobs: the decode graph's logits, then the sampler of engine/sampling.py."""
         n = len(plan.rows)
         entries, positions = np.arange(n), plan.starts.astype(np.int64) + 1
         rows = self._rows[:n].long()

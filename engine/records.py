@@ -63,6 +63,7 @@ class RecordLog:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, limit: int = 50_000) -> None:
         self.seq = 0  # of the last record
+        self.t = 0.0  # its time
         self._clock = clock
         self._origin = clock()
         self._records: list[Record] = []
@@ -77,8 +78,9 @@ class RecordLog:
     def append(self, kind: str, *fields: Any) -> int:
         """Add a record and return its sequence number (which serves the tree as its clock)."""
         self.seq = seq = self.seq + 1
+        self.t = t = round(self._clock() - self._origin, 6)  # microseconds survive every transport
         if self.enabled:
-            self._records.append((seq, self._clock() - self._origin, kind, *fields))
+            self._records.append((seq, t, kind, *fields))
         return seq
 
     def since_last_step(self) -> list[Record]:

@@ -132,7 +132,12 @@ class Runner:
         with torch.inference_mode():
             self.model = self._load(model_dir, on_progress)
             self.attention = choose_attention(
-                engine_config.attention_backend, model_config, self.block_size, self.dtype, self.device, self.max_rows,
+                engine_config.attention_backend,
+                model_config,
+                self.block_size,
+                self.dtype,
+                self.device,
+                self.max_rows,
                 self.max_model_len,
             )
             self.attention_name = self.attention.name
@@ -293,9 +298,7 @@ class Runner:
         event.record()
         return event
 
-    def _prompt_logprobs(
-        self, plan: StepPlan, inputs: Inputs, hidden: torch.Tensor
-    ) -> dict[int, PromptLogprobs]:
+    def _prompt_logprobs(self, plan: StepPlan, inputs: Inputs, hidden: torch.Tensor) -> dict[int, PromptLogprobs]:
         """For each chunk that wants them: the logprobs of the prompt tokens at start + 1 … start + q_len.
 
         Position 0 has none. A prompt's last token predicts the first of the reply, which is not the prompt's.

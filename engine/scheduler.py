@@ -113,6 +113,7 @@ class Scheduler:
         self.requests[request.id] = request
         self.waiting.append(request)
         self.log.append("submit", request.id, request.group, request.prompt_len, request.max_total)
+        request.submitted_at = self.log.t
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request wherever it stands; its blocks and row are free for work launched later. Idempotent."""
@@ -243,6 +244,7 @@ class Scheduler:
             self.running.append(request)
             self._joins.append(request)
             self.log.append("admit", request.id, request.row, "resumed" if resumed else "new")
+            request.admitted_at = request.admitted_at or self.log.t
             budget -= self._chunk(request, entries, budget)
 
     def _obstacle(self, request: Request, budget: int) -> str:
@@ -334,11 +336,11 @@ class Scheduler:
         self._leave(request)
         clock = self.log.append("preempt", request.id, reason, len(request.table))
         self._requeue(request, clock)
-        request.preemptions += 1
 
     def _requeue(self, request: Request, clock: int) -> None:
         self.cache.release(request, clock)
         request.decoding = False
+        request.preemptions += 1
         request.state = RequestState.PREEMPTED
         self.waiting.appendleft(request)
 

@@ -33,8 +33,9 @@ class RequestView:
     joined_at: int = -1  # tick at which it joined the decoding set; -1: not in it
     submitted: float = 0.0
     admitted: float = 0.0
-    cached_tokens: int = 0
-    match: tuple[str, int, str] = ("", 0, "")  # stop, at, detail of the last match
+    cached_tokens: int = 0  # of the prompt, until it was first preempted
+    match: tuple[str, int, str] = ("", 0, "")  # stop, at, detail of its last match until then
+    preemptions: int = 0
 
 
 @dataclass(slots=True)
@@ -139,14 +140,16 @@ class State:
     def _admit(self, id: int, row: int, reason: str) -> None:
         request = self.requests[id]
         request.state, request.row = "running", row
-        request.admitted = self.t
+        request.admitted = request.admitted or self.t
         self.queue.remove(id)
 
     def _match(self, id: int, tokens: int, stop: str, at: int, detail: str) -> None:
         request = self.requests[id]
+        before = request.base
         request.base += tokens
-        request.cached_tokens += tokens
-        request.match = (stop, at, detail)
+        if not request.preemptions:
+            request.cached_tokens += min(request.base, request.prompt_tokens) - min(before, request.prompt_tokens)
+            request.match = (stop, at, detail)
 
     def _alloc(self, id: int, blocks: list[int]) -> None:
         self.requests[id].table += blocks
@@ -256,6 +259,7 @@ class State:
         request = self.requests[id]
         self._give_back(request)
         request.state = "preempted"
+        request.preemptions += 1
         self.queue.insert(0, id)
 
     def _finish(self, id: int, reason: str, output_tokens: int) -> None:
@@ -293,6 +297,7 @@ class State:
         """Plain data, equal to `Engine.snapshot()` at the same sequence number."""
         return {
             "seq": self.seq,
+            "t": self.t,
             "step": self.step,
             "num_blocks": self.num_blocks,
             "block_size": self.block_size,
@@ -306,6 +311,8 @@ class State:
                     "group": r.group, "prompt_tokens": r.prompt_tokens, "max_total": r.max_total, "state": r.state,
                     "row": r.row, "table": list(r.table), "node": r.node, "shared_blocks": r.shared_blocks,
                     "computed": self.computed(r), "decoding": r.joined_at >= 0,
+                    "cached_tokens": r.cached_tokens, "match": list(r.match), "preemptions": r.preemptions,
+                    "submitted": r.submitted, "admitted": r.admitted,
                 }
                 for r in self.requests.values()
             },
@@ -323,7 +330,7 @@ class State:
     def from_snapshot(cls, data: dict[str, Any]) -> State:
         """The state a snapshot describes; `apply` goes on with the record after its `seq`."""
         state = cls(data["num_blocks"], data["block_size"], data["budget"], data["max_num_seqs"])
-        state.seq, state.step = data["seq"], data["step"]
+        state.seq, state.t, state.step = data["seq"], data["t"], data["step"]
         state.gate, state.pace = data["gate"], data["pace"]
         state.queue = list(data["queue"])
         state.pending = dict(data["pending"])
@@ -340,6 +347,10 @@ class State:
             view = RequestView(id, r["group"], r["prompt_tokens"], r["max_total"], r["state"], r["row"])
             view.table, view.node, view.shared_blocks = list(r["table"]), r["node"], r["shared_blocks"]
             view.base, view.joined_at = r["computed"], 0 if r["decoding"] else -1
+            view.cached_tokens, view.preemptions = r["cached_tokens"], r["preemptions"]
+            view.submitted, view.admitted = r["submitted"], r["admitted"]
+            stop, at, detail = r["match"]
+            view.match = (stop, at, detail)
             state.requests[id] = view
             state._hold_blocks(view.table)
         return state

@@ -47,10 +47,12 @@ class ReplaySource:
         self._seq = 0
         self._played = 0.0  # where the playhead stands, in seconds of play
         self._ticked = 0.0  # on the clock, when the playhead was last moved
-        self._t = 0.0  # of the last record handed out, counted from where the playhead was last placed
+        self._t = 0.0  # of the last record handed out: the keyframe's time, and what was played since
         self._last_due = 0.0
         self._closed = False
         self._allowed = 0
+        self._in_step = False  # the last step handed out has not ended yet
+        self._finishing = False  # closed within it: its end is still handed out
         self._until: tuple[str, float] | None = None
         self._cause = ""  # by what the wait was fulfilled, to be told when that step has ended
         self._hurry_to: tuple[int, int] | None = None  # a seek: everything up to there is due at once
@@ -203,7 +205,8 @@ class ReplaySource:
         state.gate = "closed" if self._closed else "open"
         state.pace = self.pace
         self._state, self._seq = state, state.seq
-        self._t = 0.0
+        self._t = state.t
+        self._in_step = self._finishing = False
         self._played = self._last_due = chosen.keyframe.played
         self._ticked = self._clock()
         self._hurry_to = None
@@ -238,7 +241,7 @@ class ReplaySource:
             self._played = self._last_due
             self._ticked = self._clock()
         if self._closed:
-            return self._allowed > 0 or self._until is not None
+            return self._finishing or self._allowed > 0 or self._until is not None
         return due <= self._played
 
     def _made(self, kind: str, *fields: Any) -> Record:
@@ -250,6 +253,11 @@ class ReplaySource:
 
     def _after(self, record: Record, out: list[Record]) -> None:
         """Count steps while gated, and stop where a wait is fulfilled."""
+        ended = record[2] in ("time", "fail")
+        self._in_step = not ended if ended or record[2] == "step" else self._in_step
+        if self._finishing:
+            self._finishing = not ended
+            return
         if not self._closed:
             return
         if self._until is not None:
@@ -258,7 +266,7 @@ class ReplaySource:
             if cause:
                 self._until, self._allowed = None, 1  # to the end of the step in which it happened
                 self._cause = cause
-        if record[2] in ("time", "fail") and self._allowed > 0:
+        if ended and self._allowed > 0:
             self._allowed -= 1
             if self._cause:
                 out.append(self._made("gate", "closed", self._cause))
@@ -270,4 +278,5 @@ class ReplaySource:
         closed = state == "closed"
         if closed != self._closed:
             self._closed = closed
+            self._finishing = closed and self._in_step  # a gate closes between two steps
             self._control.append(("gate", state, reason))

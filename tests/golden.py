@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 from engine.engine import Engine
 from engine.records import Record, RecordLog
@@ -53,6 +54,15 @@ def play(engine: Engine, seed: int = 7) -> None:
             engine.abort(rng.choice(live))
         if engine.has_work:
             engine.step()
+
+
+def timeless(snapshot: dict[str, Any]) -> dict[str, Any]:
+    """A snapshot without its times: a replay counts them anew, without pauses."""
+    requests = {
+        id: {name: value for name, value in request.items() if name not in ("submitted", "admitted")}
+        for id, request in snapshot["requests"].items()
+    }
+    return {**snapshot, "t": 0.0, "requests": requests}
 
 
 def untimed(record: Record) -> Record:

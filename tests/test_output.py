@@ -113,7 +113,7 @@ def test_a_bad_parameter_is_refused_by_name_and_the_engine_is_untouched(field: s
         engine.add_request([1, 2], SamplingParams(**options))  # type: ignore[arg-type]
     assert caught.value.field == field and str(next(iter(options.values()))).strip("({")[:2] in str(caught.value)
     after = engine.snapshot()
-    assert {**after, "seq": 0} == {**before, "seq": 0} and not engine.has_work
+    assert {**after, "seq": 0, "t": 0} == {**before, "seq": 0, "t": 0} and not engine.has_work
 
 
 @pytest.mark.parametrize("ids", [[50], [-1], [1, True], [1, "a"], [1.0]])

@@ -222,7 +222,7 @@ def test_a_prompt_longer_than_the_budget_is_chunked_and_decodes_go_on() -> None:
 def test_requests_that_reserve_max_tokens_they_do_not_use_do_not_fill_the_pool() -> None:
     engine = make_engine(blocks=32, block_size=4, budget=64)
     for i in range(4):
-        engine.add_request([i, 1, 2], SamplingParams(max_tokens=100))
+        engine.add_request([i, 1, 2], SamplingParams(max_tokens=100, ignore_eos=True))
     engine.step()
     assert len(engine.scheduler.running) == 4
 

@@ -12,8 +12,7 @@ from engine.kv.pool import KVPool
 
 
 class TritonAttention:
-    """Sequences that decode go through one kernel, chunks through another; what they share is planned on the device.
-    """
+    """Sequences that decode go through one kernel, chunks through another; what they share is planned on the device."""
 
     name = "triton"
 

@@ -20,8 +20,18 @@ HEADER = 16  # ints, so that the lists begin aligned
 
 @triton.jit
 def _prepare_kernel(
-    sent, block_table, last_token, tokens, rows, seq_lens, stride_table,
-    ENTRIES: tl.constexpr, CHANGES: tl.constexpr, BATCH: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
+    sent,
+    block_table,
+    last_token,
+    tokens,
+    rows,
+    seq_lens,
+    stride_table,
+    ENTRIES: tl.constexpr,
+    CHANGES: tl.constexpr,
+    BATCH: tl.constexpr,
+    HEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     n = tl.load(sent)
     m = tl.load(sent + 1)

@@ -35,8 +35,7 @@ MAX_SPLITS = 32
 
 @triton.jit
 def norm_rope(base, weight, rope, position, head, row_mask, EPS: tl.constexpr, HAS_NORM: tl.constexpr, D: tl.constexpr):
-    """[R, D]: heads `head` [R] of the qkv row at `base`, RMS-normalised and rotated (half-split), rounded as in ops.
-    """
+    """[R, D]: heads `head` [R] of the qkv row at `base`, RMS-normalised and rotated (half-split), rounded as in ops."""
     d = tl.arange(0, D)
     half = D // 2
     other = (d + half) % D
@@ -79,15 +78,37 @@ def _online(q_tile, k, v, inside, m, mass, acc, scale):
     return m_new, mass, acc
 
 
-@triton.jit(
-    do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["block_table", "rows", "seq_lens"]
-)
+@triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["block_table", "rows", "seq_lens"])
 def _decode_kernel(
-    q, k_cache, v_cache, out, partial, stats, counters, block_table, rows, seq_lens, qk_weight, rope,
-    stride_q, stride_o, stride_table, scale,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr,
-    FUSED: tl.constexpr, HAS_NORM: tl.constexpr, EPS: tl.constexpr, PEEL: tl.constexpr, STAGES: tl.constexpr,
+    q,
+    k_cache,
+    v_cache,
+    out,
+    partial,
+    stats,
+    counters,
+    block_table,
+    rows,
+    seq_lens,
+    qk_weight,
+    rope,
+    stride_q,
+    stride_o,
+    stride_table,
+    scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_CHUNK: tl.constexpr,
+    FUSED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    PEEL: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     kvh = tl.program_id(0)
@@ -176,8 +197,12 @@ def _decode_kernel(
             m_s = tl.load(at, mask=live, other=-1.0e30, volatile=True)
             mass_s = tl.load(at + GROUP, mask=live, other=0.0, volatile=True)
             weight = tl.exp2(m_s - tl.max(m_s, 0))
-            a = tl.load(partial + (base + s)[:, None] * GROUP * D + g * D + d[None, :], mask=live[:, None], other=0.0,
-                        volatile=True)
+            a = tl.load(
+                partial + (base + s)[:, None] * GROUP * D + g * D + d[None, :],
+                mask=live[:, None],
+                other=0.0,
+                volatile=True,
+            )
             result = tl.sum(a * weight[:, None], 0) / tl.sum(mass_s * weight, 0)
             tl.store(out + i * stride_o + (kvh * GROUP + g) * D + d, result.to(out.dtype.element_ty))
 

@@ -34,9 +34,7 @@ class DecodeLayers:
         self._block_table = block_table
         self._plain = all(_is_plain(layer) for layer in model.layers)
 
-    def logits(
-        self, tokens: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def logits(self, tokens: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor) -> None:
         """tokens int64 [n], rows int32 [n] of the block table, seq_lens int32 [n] with this token; writes out [n, V].
 
         Stores each token's keys and values. Entries with seq_lens 0 are padding: they store nothing.

@@ -19,8 +19,18 @@ from engine.kernels.decode_attention import norm_rope
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, weight, out, stride_x, stride_part, H, EPS: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x,
+    residual,
+    weight,
+    out,
+    stride_x,
+    stride_part,
+    H,
+    EPS: tl.constexpr,
+    ADD: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -66,9 +76,21 @@ def rms_norm(
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _qk_norm_rope_store_kernel(
-    qkv, qk_weight, rope, positions, k_cache, v_cache, slots, stride_qkv,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, EPS: tl.constexpr,
-    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    qkv,
+    qk_weight,
+    rope,
+    positions,
+    k_cache,
+    v_cache,
+    slots,
+    stride_qkv,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    EPS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
@@ -91,8 +113,15 @@ def _qk_norm_rope_store_kernel(
 
 
 def qk_norm_rope_store(
-    qkv: torch.Tensor, qk_weight: torch.Tensor | None, eps: float, rope: tuple[torch.Tensor, torch.Tensor],
-    k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, *, pdl: bool = False,
+    qkv: torch.Tensor,
+    qk_weight: torch.Tensor | None,
+    eps: float,
+    rope: tuple[torch.Tensor, torch.Tensor],
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """As ops.qk_norm_rope_store, with rope = (table fp32 [max_positions, D], positions int64 [T]). Queries and keys
     rotate in place.
@@ -102,9 +131,23 @@ def qk_norm_rope_store(
     heads = qkv.shape[1] // dim - 2 * kv_heads
     block_h = triton.next_power_of_2(heads + kv_heads)
     _qk_norm_rope_store_kernel[(tokens,)](
-        qkv, qk_weight, rope[0], rope[1], k_cache, v_cache, slot_mapping, qkv.stride(0),
-        HEADS=heads, KV_HEADS=kv_heads, D=dim, BLOCK_H=block_h, EPS=eps, HAS_NORM=qk_weight is not None, PDL=pdl,
-        num_warps=4 if block_h <= 32 else 8, launch_pdl=pdl,
+        qkv,
+        qk_weight,
+        rope[0],
+        rope[1],
+        k_cache,
+        v_cache,
+        slot_mapping,
+        qkv.stride(0),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        D=dim,
+        BLOCK_H=block_h,
+        EPS=eps,
+        HAS_NORM=qk_weight is not None,
+        PDL=pdl,
+        num_warps=4 if block_h <= 32 else 8,
+        launch_pdl=pdl,
     )
     return qkv.view(tokens, -1, dim)[:, :heads]
 

@@ -53,9 +53,20 @@ def _value(pattern, dtype: tl.constexpr):
 
 @triton.jit
 def _floors_kernel(
-    logits, stride, rows, settings, top_k, floors, V,
-    S_TEMPERATURE: tl.constexpr, S_TOP_P: tl.constexpr, S_LOG_MIN_P: tl.constexpr, SETTINGS: tl.constexpr,
-    BLOCK: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    logits,
+    stride,
+    rows,
+    settings,
+    top_k,
+    floors,
+    V,
+    S_TEMPERATURE: tl.constexpr,
+    S_TOP_P: tl.constexpr,
+    S_LOG_MIN_P: tl.constexpr,
+    SETTINGS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
 ):
     i = tl.program_id(0)
     row = tl.load(rows + i)
@@ -112,11 +123,32 @@ def _floors_kernel(
 
 @triton.jit
 def _draw_kernel(
-    logits, stride, rows, seq_lens, settings, keys, floors, best_scores, best_ids, bad_parts, counters, outcome,
-    last_token, V,
-    NOISY: tl.constexpr, TRUNCATED: tl.constexpr, S_TEMPERATURE: tl.constexpr, S_NOISE: tl.constexpr,
-    SETTINGS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS2: tl.constexpr,
-    M1: tl.constexpr, M2: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
+    logits,
+    stride,
+    rows,
+    seq_lens,
+    settings,
+    keys,
+    floors,
+    best_scores,
+    best_ids,
+    bad_parts,
+    counters,
+    outcome,
+    last_token,
+    V,
+    NOISY: tl.constexpr,
+    TRUNCATED: tl.constexpr,
+    S_TEMPERATURE: tl.constexpr,
+    S_NOISE: tl.constexpr,
+    SETTINGS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNKS2: tl.constexpr,
+    M1: tl.constexpr,
+    M2: tl.constexpr,
+    G: tl.constexpr,
+    M: tl.constexpr,
 ):
     i = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -153,8 +185,9 @@ def _draw_kernel(
         tl.store(counters + i, 0)
         c = tl.arange(0, CHUNKS2)
         live = c < CHUNKS
-        score, at = tl.max(tl.load(best_scores + i * CHUNKS + c, mask=live, other=-float("inf"), volatile=True), 0,
-                           return_indices=True)
+        score, at = tl.max(
+            tl.load(best_scores + i * CHUNKS + c, mask=live, other=-float("inf"), volatile=True), 0, return_indices=True
+        )
         token = tl.sum(tl.where(c == at, tl.load(best_ids + i * CHUNKS + c, mask=live, other=0, volatile=True), 0), 0)
         bad = tl.max(tl.load(bad_parts + i * CHUNKS + c, mask=live, other=0, volatile=True), 0)
         bad = bad | (score == -float("inf")).to(tl.int32)

@@ -22,8 +22,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @triton.jit
 def _split_linear_kernel(
-    x, w, y, M, N, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    x,
+    w,
+    y,
+    M,
+    N,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     tile = tl.program_id(0)
     part = tl.program_id(1)
