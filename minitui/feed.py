@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from minitui.view import View
 
 SLICE = 0.010  # seconds of folding a frame: a backlog is worked off over frames, and keys still echo meanwhile
+LONG_SLICE = 0.030  # when the backlog has grown long: rather a slower picture than one of the past
+LONG_BACKLOG = 5_000  # records
 KEEP = 400_000  # records kept while frozen; beyond, a snapshot replaces them and they are told as dropped
 
 
@@ -32,6 +34,7 @@ class Feed:
         self.live = False  # a snapshot has been taken
         self._clock = clock
         self._held: deque[Record] = deque()
+        self._steps_held = 0
         self._syncing = False
 
     @property
@@ -47,21 +50,25 @@ class Feed:
     @property
     def steps_behind(self) -> int:
         """Engine steps between the picture and the engine."""
-        return sum(1 for record in self._held if record[2] == "step")
+        return self._steps_held
 
     def pump(self) -> bool:
         """Drain, and fold what fits into a slice of time. True when a snapshot is needed: then await `sync`."""
-        self._held.extend(self.source.drain_records())
+        drained = self.source.drain_records()
+        self._held.extend(drained)
+        self._steps_held += sum(1 for record in drained if record[2] == "step")
         if not self.live:
             return False
         if self.frozen:
             if len(self._held) > KEEP:
                 self.lost += len(self._held)
                 self._held.clear()
+                self._steps_held = 0
             return False
-        end = self._clock() + SLICE
+        end = self._clock() + (LONG_SLICE if len(self._held) > LONG_BACKLOG else SLICE)
         while self._held:
             batch = [self._held.popleft() for _ in range(min(512, len(self._held)))]
+            self._steps_held -= sum(1 for record in batch if record[2] == "step")
             self.view.fold(batch, self._clock())
             if self._clock() >= end:
                 break
@@ -81,4 +88,5 @@ class Feed:
     def restart(self) -> None:
         """Forget everything: another engine begins."""
         self._held.clear()
+        self._steps_held = 0
         self.live = False

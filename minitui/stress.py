@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.kv.cache import KVCache
@@ -89,7 +89,8 @@ LARGE = Load(
     blocks=44_000, chats=256, rows=288, budget=2048, context=2048, reply=(200, 900), think=0.05, turns=4,
     system_repeat=12, step_ms=0.2, probes=520,
 )  # fmt: skip
-LOADS = {"small": SMALL, "classroom": CLASSROOM, "steady": STEADY, "large": LARGE}
+H200 = replace(LARGE, step_ms=4.0, probes=60.0)  # the same at the pace of a large model on a large GPU
+LOADS = {"h200": H200, "small": SMALL, "classroom": CLASSROOM, "steady": STEADY, "large": LARGE}
 PROBE = -1  # in place of a chat's index
 
 

@@ -149,6 +149,7 @@ class StressApp(App[None]):
     async def on_mount(self) -> None:
         await self.feed.sync()
         gc.collect()
+        gc.set_threshold(20_000, 20, 100)  # as the application does
         gc.freeze()
         if self.fps:
             self.set_interval(1 / self.fps, self.tick)

@@ -59,10 +59,17 @@ class Board:
     def fold(self, records: Iterable[Record]) -> None:
         """Apply records that follow the state without a gap."""
         apply, handlers, node_changed = self.state.apply, self._HANDLERS, self.node_changed
+        touched, touched_at, anew = self._touched, self._touched_at, self._anew
         for record in records:
             kind = record[2]
             if self._between_steps and kind in _PLANNING:
                 self.step_began, self._between_steps = record[1], False
+            if kind == "alloc":  # the commonest by far
+                apply(record)
+                touched.append(record[4])
+                touched_at.append(record[1])
+                anew.append(record)
+                continue
             handler = handlers.get(kind)
             if handler is not None:
                 handler(self, record)
@@ -102,12 +109,6 @@ class Board:
     def _touch(self, blocks: list[int], record: Record) -> None:
         self._touched.append(blocks)
         self._touched_at.append(record[1])
-
-    def _alloc(self, record: Record) -> None:
-        self.state.apply(record)
-        self._touched.append(record[4])
-        self._touched_at.append(record[1])
-        self._anew.append(record)
 
     def _hold(self, record: Record) -> None:
         request = self.state.requests[record[3]]
@@ -167,7 +168,7 @@ class Board:
         self.state.apply(record)
 
     _HANDLERS = {  # noqa: RUF012  a table of methods, never changed
-        "alloc": _alloc, "hold": _hold, "match": _match, "finish": _give_back, "preempt": _give_back,
+        "hold": _hold, "match": _match, "finish": _give_back, "preempt": _give_back,
         "requeue": _give_back, "split": _split, "evict": _evict, "withdraw": _withdraw,
     }  # fmt: skip
 
