@@ -84,7 +84,7 @@ class Load:
 
 STEADY = Load(blocks=8_000, chats=64, rows=64, budget=1024, reply=(300, 900), think=0.05, turns=2, step_ms=3.5)
 SMALL = Load(blocks=64, chats=3, rows=8, budget=128, context=512, reply=(24, 60), turns=3, step_ms=3.0)
-CLASSROOM = Load(chats=8, reply=(60, 400), think=1.2)
+CLASSROOM: Load = Load(chats=8, reply=(60, 400), think=1.2)
 LARGE = Load(
     blocks=44_000, chats=256, rows=288, budget=2048, context=2048, reply=(200, 900), think=0.05, turns=4,
     system_repeat=12, step_ms=0.2, probes=520,
