@@ -12,7 +12,7 @@ import pytest
 from engine.state import ACTIVE, CACHED, FREE, SHARED
 from minitui import theme
 from minitui.stress import CLASSROOM, LARGE, SMALL, Load
-from minitui.theme import ASCII, COLOURS, UNICODE, Palette, contrast, use_ascii
+from minitui.theme import ASCII, COLOURS, UNICODE, Palette, contrast, palette, use_ascii
 from minitui.view import View
 from minitui.view.lanes import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED
 from minitui.widgets.alone import Alone, stress_view
@@ -38,6 +38,11 @@ SNAPSHOTS = Path(__file__).parent / "snapshots"
 def unicode_again():
     yield
     use_ascii(False)
+
+
+def styled(strip) -> list[tuple[str, object]]:
+    """Each cell of a strip with its style."""
+    return [(character, segment.style) for segment in strip for character in segment.text]
 
 
 def body(panel: LinePanel, view: View, width: int, height: int) -> list[str]:
@@ -76,10 +81,11 @@ async def test_what_is_on_the_screen_is_what_a_fresh_panel_would_show(panel):
 
         def recording(self, *regions, **options):
             if not regions:
-                drawn.update({y: self.render_line(y).text for y in range(self.size.height)})
+                drawn.update({y: styled(self.render_line(y)) for y in range(self.size.height)})
             for region in regions:
-                assert region.x == 0 and region.width == self.size.width
-                drawn.update({y: self.render_line(y).text for y in range(region.y, region.bottom)})
+                for y in range(region.y, region.bottom):
+                    new = styled(self.render_line(y))
+                    drawn[y] = drawn[y][: region.x] + new[region.x : region.right] + drawn[y][region.right :]
             return refresh(self, *regions, **options)
 
         widget.refresh = recording.__get__(widget)
@@ -92,10 +98,12 @@ async def test_what_is_on_the_screen_is_what_a_fresh_panel_would_show(panel):
                 app.view.select("request", app.view.subject())
             changes += widget.paint(app.view)
             if frame == 0:
-                drawn.update({y: widget.render_line(y).text for y in range(widget.size.height)})
+                drawn.update({y: styled(widget.render_line(y)) for y in range(widget.size.height)})
             if frame % 10 == 9:
                 whole = [plain(row) for row in widget.drawn_rows]
-                assert [drawn[y] for y in range(widget.size.height)] == whole
+                fresh = [[(c, words) for text, words in row for c in text] for row in widget.drawn_rows]
+                style = palette(app).style
+                assert [drawn[y] for y in range(len(fresh))] == [[(c, style(words)) for c, words in row] for row in fresh]
                 await pilot.pause()
                 screen = [line.text for line in app.screen._compositor.render_strips()]
                 x, y = widget.region.offset

@@ -32,7 +32,7 @@ TIMINGS_HEIGHT = 10
 # painted with every frame; figures that a reader reads and does not watch, less often. After a selection, at the gate
 # and in the past, all are painted at once.
 EVERY = {
-    "step": (1, 0), "occupancy": (1, 0), "map": (2, 0), "table": (2, 1), "lanes": (2, 1), "events": (3, 0),
+    "step": (1, 0), "occupancy": (1, 0), "map": (2, 0), "table": (2, 1), "lanes": (4, 1), "events": (4, 3),
     "tree": (5, 1), "vitals": (5, 2), "timings": (10, 4),
 }  # fmt: skip
 

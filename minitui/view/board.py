@@ -77,8 +77,7 @@ class Board:
             apply(record)
             if kind == "time":
                 self._between_steps = True
-            elif kind == "extend":
-                node_changed[record[3]] = record[1]
+            elif kind == "extend":  # a reply that grows is no news: its node does not glow
                 if record[7] >= 0:
                     self._writers.update(dict.fromkeys(record[6], record[4]))
             elif kind == "insert":

@@ -11,6 +11,7 @@ from minitui.view.history import FirstToken, FirstTokens, StepRow, Steps
 WINDOW_SECONDS = 10.0
 MOST_STEPS = 20_000
 RECENT_FIRST_TOKENS = 32
+USUAL = 0.25  # a step longer than the median by less than this share needs no explanation
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ def why_slow(row: StepRow, timings: Timings) -> str:
     if not usual:
         return f"{row.prefill_tokens:,} prefill tokens" if row.prefill_tokens else ""
     excess = row.wall_ms - usual
-    if excess < 0.1 * usual:
+    if excess < USUAL * usual:
         return "as long as decoding alone takes" if not row.chunks else "no longer than decoding alone takes"
     host = (row.plan_ms or 0) + (row.launch_ms or 0) + (row.commit_ms or 0)
     if row.prefill_tokens:

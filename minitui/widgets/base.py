@@ -18,7 +18,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from minitui.theme import ASCII, Glyphs, Palette, glyphs, palette
-from minitui.widgets.rows import Line, Row, Run, Runs, plain, runs_width
+from minitui.widgets.rows import Line, Row, Run, Runs, cells, plain, runs_width
 
 if TYPE_CHECKING:
     from minitui.view import View
@@ -93,13 +93,16 @@ class LinePanel(Widget, can_focus=True):
             self._rows, self._strips = rows, [None] * len(rows)
             self.refresh()
             return len(rows)
-        changed = [y for y, row in enumerate(rows) if row != self._rows[y]]
-        if changed:
-            for y in changed:
+        regions = []
+        for y, row in enumerate(rows):
+            if row != self._rows[y]:
+                left, right = _difference(self._rows[y], row)
+                regions.append(Region(left, y, max(1, width - left - right), 1))
                 self._strips[y] = None
+        if regions:
             self._rows = rows
-            self.refresh(*(Region(0, first, width, count) for first, count in _spans(changed)))
-        return len(changed)
+            self.refresh(*regions)
+        return len(regions)
 
     def drawn(self, view: View, width: int, height: int) -> list[Runs]:
         """What is put on the screen: `framed`, in plain ASCII where that is asked for."""
@@ -210,12 +213,15 @@ def _exact(row: Runs, width: int) -> Runs:
     return builder.done(width)
 
 
-def _spans(numbers: list[int]) -> list[tuple[int, int]]:
-    """Sorted numbers as runs of neighbours: [(first, count)]."""
-    spans: list[tuple[int, int]] = []
-    for n in numbers:
-        if spans and n == spans[-1][0] + spans[-1][1]:
-            spans[-1] = (spans[-1][0], spans[-1][1] + 1)
-        else:
-            spans.append((n, 1))
-    return spans
+def _difference(before: Runs, after: Runs) -> tuple[int, int]:
+    """How many cells two rows have in common on the left and on the right, counted in whole runs."""
+    left = right = 0
+    for old, new in zip(before, after, strict=False):
+        if old != new:
+            break
+        left += cells(new[0])
+    for old, new in zip(reversed(before), reversed(after), strict=False):
+        if old != new:
+            break
+        right += cells(new[0])
+    return left, right

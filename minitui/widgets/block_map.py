@@ -113,11 +113,13 @@ holders."""
         self._cells = np.empty((0, 0), np.int64)
         self._cell_rows: list[Runs] = []
         self._looks: list[tuple[str, str]] = []
+        self._legend_room = 0
 
     # ---- the picture
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         board = view.board
+        self._legend_room = width - 4
         head = [tuple(occupancy.bar(board, width))]
         map_height = height - 1
         legend = _trim(occupancy.legend(board))
@@ -238,9 +240,13 @@ holders."""
         looks += [(letter, f"owner-{i % OWNER_COLOURS}") for i, letter in enumerate(letters)]
         codes = np.where(owner >= 0, owner + 3, np.where(owner == -2, 2, np.where(board.node_of > 0, 1, 0)))
         legend: list[Run] = []
-        for group, i in list(groups.items())[:5]:
-            legend += [(letters[i], f"owner-{i % OWNER_COLOURS}"), (f" {view.group_name(group)[:12]}  ", "dim")]
-        legend += [(g.shared, "shared"), (" several  ", "dim"), (g.cached, "cached"), (" nobody: cached", "dim")]
+        rest: list[Run] = [(g.shared, "shared"), (" several  ", "dim"), (g.cached, "cached"), (" cached", "dim")]
+        for group, i in groups.items():
+            name: list[Run] = [(letters[i], f"owner-{i % OWNER_COLOURS}"), (f" {view.group_name(group)[:12]}  ", "dim")]
+            if runs_width([*legend, *name, *rest]) > self._legend_room:
+                break
+            legend += name
+        legend += rest
         return _Layer(codes, looks, legend)
 
     def _by_age(self, view: View) -> _Layer:
@@ -264,8 +270,8 @@ holders."""
         looks = [(g.free, "free"), (g.cached, "cached"), ("1", "active")]
         looks += [(DIGITS[i], "shared-glow") for i in range(2, 10)] + [("+", "shared-glow")]
         legend: list[Run] = [
-            ("1", "active"), (" one request  ", "dim"), ("2", "shared-glow"), (" two …  ", "dim"),
-            ("+", "shared-glow"), (" ten or more  ", "dim"), (g.cached, "cached"), (" only the tree", "dim"),
+            ("1", "active"), (" one request  ", "dim"), ("2", "shared-glow"), (" two  ", "dim"),
+            ("+", "shared-glow"), (" ten or more  ", "dim"), (g.cached, "cached"), (" cached", "dim"),
         ]  # fmt: skip
         return _Layer(codes, looks, legend)
 
