@@ -113,7 +113,7 @@ def check_device_error(error: BaseException) -> EngineError:
         return error
     if "out of memory" in str(error).lower() or isinstance(error, MemoryError):
         return EngineError(
-            f"there is not enough memory for this model ({error}): use a smaller model, --kv-tokens, or a lower "
+            f"there is not enough memory for this model ({error}): use a smaller model, fewer --kv-blocks, or a lower "
             "--gpu-memory-utilization"
         )
     return EngineError(f"the engine could not start: {type(error).__name__}: {error}")

@@ -179,10 +179,10 @@ class Engine:
     def _record_first_tokens(self, emitted: list[Emitted], result: StepResult) -> None:
         for item in emitted:
             request = item.request
-            if item.token_id is not None and not request.first_token_at:
-                request.first_token_at = now = self.log.now()
-                queue = (request.admitted_at - request.submitted_at) * 1e3
-                prefill = (now - request.admitted_at) * 1e3 - result.sample_ms
+            if item.token_id is not None and not request.first_token_work:
+                request.first_token_work = now = self.log.worked()
+                queue = (request.admitted_work - request.submitted_work) * 1e3
+                prefill = (now - request.admitted_work) * 1e3 - result.sample_ms
                 self.log.append("first", request.id, round(queue, 3), round(prefill, 3), round(result.sample_ms, 3))
 
     def _failed(self, plan: StepPlan, error: Exception) -> list[Emitted]:

@@ -75,9 +75,10 @@ def _download(repository: str, on_progress: Progress | None) -> Path:
     where = f"{repository} is neither a directory nor in the cache {cache_directory()}"
     try:
         import huggingface_hub as hub
+        from huggingface_hub.utils import disable_progress_bars  # not an attribute of every version's package
     except ImportError:
         raise CheckpointError(f"{where}, and downloading needs a package: pip install huggingface_hub") from None
-    hub.utils.disable_progress_bars()
+    disable_progress_bars()
     try:
         files = hub.HfApi().model_info(repository, files_metadata=True).siblings or []
         total = sum(file.size or 0 for file in files if any(Path(file.rfilename).match(part) for part in WANTED))

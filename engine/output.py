@@ -110,18 +110,21 @@ class OutputProcessor:
         return False
 
     def _metrics(self, request: Request) -> dict[str, Any]:
-        """What the line under an answer says. Milliseconds, but for tokens per second of the decode part."""
-        now = self._log.now()
+        """What the line under an answer says: milliseconds (of work: a closed gate and slow motion do not count), and
+        tokens per second of the decode part.
+        """
+        now = self._log.worked()
         drawn = len(request.ids) - request.prompt_len
-        first, admitted = request.first_token_at or now, request.admitted_at or now
+        submitted = request.submitted_work
+        first, admitted = request.first_token_work or now, request.admitted_work or now
         stop, at, detail = request.match
         return {
             "prompt_tokens": request.prompt_len,
             "output_tokens": drawn,
             "cached_tokens": request.cached_tokens,
-            "queue_ms": (admitted - request.submitted_at) * 1e3,
+            "queue_ms": (admitted - submitted) * 1e3,
             "prefill_ms": (first - admitted) * 1e3,
-            "ttft_ms": (first - request.submitted_at) * 1e3,
+            "ttft_ms": (first - submitted) * 1e3,
             "decode_tok_s": (drawn - 1) / (now - first) if drawn > 1 and now > first else 0.0,
             "match": {"stop": stop, "at": at, "detail": detail},
             "preemptions": request.preemptions,

@@ -114,17 +114,28 @@ class EngineServer:
         until, pace, state = time.perf_counter() + seconds, gate.pace, gate.state
         while (left := until - time.perf_counter()) > 0 and (gate.pace, gate.state) == (pace, state):
             with contextlib.suppress(queue.Empty):
-                if not self._command(self.commands.get(timeout=left)):
+                if not self._command(self._held(left)):
                     return False
         return True
 
     def _obey(self, block: bool) -> bool:
         """Take all commands that wait, or block for one. False if the engine is to end."""
+        if block and not self._command(self._held(None)):
+            return False
         with contextlib.suppress(queue.Empty):
-            while self._command(self.commands.get(block=block)):
-                block = False
+            while self._command(self.commands.get(block=False)):
+                pass
             return False
         return True
+
+    def _held(self, timeout: float | None) -> Message:
+        """The next command; while work waits for it, the clock of work stands. Raises queue.Empty after `timeout`."""
+        began = time.perf_counter()
+        try:
+            return self.commands.get(timeout=timeout)
+        finally:
+            if self.engine.has_work:
+                self.engine.log.held += time.perf_counter() - began
 
     def _command(self, message: Message) -> bool:
         kind, *rest = message

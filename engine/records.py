@@ -64,6 +64,7 @@ class RecordLog:
     def __init__(self, clock: Callable[[], float] = time.perf_counter, limit: int = 50_000) -> None:
         self.seq = 0  # of the last record
         self.t = 0.0  # its time
+        self.held = 0.0  # seconds that the gate, or slow motion, has kept work waiting
         self._clock = clock
         self._origin = clock()
         self._records: list[Record] = []
@@ -74,6 +75,10 @@ class RecordLog:
     def now(self) -> float:
         """Seconds since the log began."""
         return self._clock() - self._origin
+
+    def worked(self) -> float:
+        """Seconds since the log began without those in which work was held back: what figures are made of."""
+        return self.now() - self.held
 
     def append(self, kind: str, *fields: Any) -> int:
         """Add a record and return its sequence number (which serves the tree as its clock)."""

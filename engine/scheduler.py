@@ -93,7 +93,7 @@ class Scheduler:
         if prompt_len > total * size:
             raise InvalidRequest(
                 f"the prompt has {prompt_len:,} tokens; this pool holds {total * size:,} ({total:,} blocks of {size}): "
-                "raise --kv-tokens or shorten the prompt"
+                "raise --kv-blocks or shorten the prompt"
             )
         if prompt_len >= self.config.max_model_len:
             raise InvalidRequest(
@@ -113,7 +113,7 @@ class Scheduler:
         self.requests[request.id] = request
         self.waiting.append(request)
         self.log.append("submit", request.id, request.group, request.prompt_len, request.max_total)
-        request.submitted_at = self.log.t
+        request.submitted_at, request.submitted_work = self.log.t, self.log.worked()
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request wherever it stands; its blocks and row are free for work launched later. Idempotent."""
@@ -244,7 +244,8 @@ class Scheduler:
             self.running.append(request)
             self._joins.append(request)
             self.log.append("admit", request.id, request.row, "resumed" if resumed else "new")
-            request.admitted_at = request.admitted_at or self.log.t
+            if not request.admitted_at:
+                request.admitted_at, request.admitted_work = self.log.t, self.log.worked()
             budget -= self._chunk(request, entries, budget)
 
     def _obstacle(self, request: Request, budget: int) -> str:

@@ -176,10 +176,12 @@ class Request:
     match: tuple[str, int, str] = ("", 0, "")  # why its first prefix match stopped, where, and how far it came
     preemptions: int = 0
     prompt_logprobs_given: int = 0  # a resumed prefill computes them again
-    # Seconds on the log's clock; 0 until it happens.
+    # Seconds on the log's clock, and on that which stands while work is held back; 0 until it happens.
     submitted_at: float = 0.0
     admitted_at: float = 0.0
-    first_token_at: float = 0.0
+    submitted_work: float = 0.0
+    admitted_work: float = 0.0
+    first_token_work: float = 0.0
     grammar: Any = None  # engine.structured.Grammar, advanced at commit
 
     @property

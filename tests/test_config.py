@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -256,6 +257,20 @@ def test_without_a_network_the_message_says_where_was_looked(tmp_path: Path, mon
     expected = r"Qwen/Qwen3-9B is neither a directory nor in the cache .*could not be reached .*no route to host"
     with pytest.raises(CheckpointError, match=expected):
         resolve_model("Qwen3-9B")
+
+
+def test_a_name_that_nobody_has_is_one_sentence_in_a_fresh_process(tmp_path: Path) -> None:
+    """In a process of its own: what other tests have imported of the hub's library must not help."""
+    code = "from engine.hub import resolve_model; resolve_model('no-such/model')"
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert "CheckpointError: no-such/model is neither a directory" in done.stderr
+    assert "AttributeError" not in done.stderr
 
 
 def test_a_download_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,22 @@ async def test_slow_motion_is_slow_and_can_be_left_at_once(client: EngineClient)
     assert time.monotonic() - started < 5 and len(stream.ids) == 5
 
 
+async def test_figures_are_of_the_engine_and_not_of_who_holds_it_back(client: EngineClient) -> None:
+    await client.control("pause")
+    held = client.submit(PROMPT, long(max_tokens=4))
+    await asyncio.sleep(0.6)
+    late = client.submit([*PROMPT, 50], long(max_tokens=4))
+    await client.control("pace", factor=30.0)
+    await client.control("resume")
+    for stream in (held, late):
+        async for _ in stream:
+            pass
+        metrics = stream.metrics
+        assert 0 <= metrics["queue_ms"] < 400 and 0 < metrics["ttft_ms"] < 600, metrics
+        assert metrics["decode_tok_s"] > 10, metrics
+    await client.control("pace", factor=1.0)
+
+
 async def test_an_engine_killed_in_mid_answer_is_told_at_once_and_can_be_started_again(client: EngineClient) -> None:
     deaths: list[str] = []
     client.on_death(deaths.append)
