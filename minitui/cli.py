@@ -223,8 +223,9 @@ def demo(
       minitui demo cache --plain     the same story as text
     """
     from minitui.launch import run_demo
+    from minitui.terminal import has_terminal
 
-    text = plain or not sys.stdout.isatty()
+    text = plain or not has_terminal()
     raise typer.Exit(
         run_demo(name, {"kv_blocks": kv_blocks}, text, (0.0 if text else 1.0) if beat is None else beat, record)
     )
@@ -251,11 +252,12 @@ def lesson(
     """
     from minitui.launch import run_lesson
     from minitui.lessons import LESSONS
+    from minitui.terminal import has_terminal
 
     if number is None:
         print("\n".join(f"minitui lesson {one.number}   {one.title:<16} {one.question}" for one in LESSONS))
         return
-    raise typer.Exit(run_lesson(number, plain or not sys.stdout.isatty()))
+    raise typer.Exit(run_lesson(number, plain or not has_terminal()))
 
 
 @app.command()
@@ -444,7 +446,9 @@ def main() -> None:
     try:
         app()
     except EngineError as error:
-        _fail(str(error))
+        from minitui.terminal import NoTerminal
+
+        _fail(str(error), 2 if isinstance(error, NoTerminal) else 1)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:
@@ -455,9 +459,9 @@ def main() -> None:
         _fail(f"{type(error).__name__}: {error} (this is a bug; its traceback is in {_log_crash()})")
 
 
-def _fail(sentence: str) -> None:
+def _fail(sentence: str, code: int = 1) -> None:
     print(f"minitui: {sentence}", file=sys.stderr)
-    raise SystemExit(1)
+    raise SystemExit(code)
 
 
 def _log_crash() -> Path:

@@ -12,6 +12,9 @@ from minitui import settings as settings_file
 from minitui.models import Choice, choose_model, load_codec
 from minitui.sessions import Chats, Sampling
 from minitui.source import LiveSource
+from minitui.terminal import need_terminal
+
+FOR_PIPES = 'minitui ask "What is a KV cache?"'
 
 
 def live_source(choice: Choice, options: dict[str, Any]) -> LiveSource:
@@ -52,6 +55,7 @@ def run_chat(
 
     settings = settings_file.load()
     apply_looks(settings, looks)
+    need_terminal("minitui chat", FOR_PIPES)
     choice = choose_model(model, settings.chat.system if system is None else system)
     drawn = make_sampling(sampling, settings.chat)
     source = recorded(live_source(choice, options), record)
@@ -77,6 +81,7 @@ def run_connected(
 
     settings = settings_file.load()
     apply_looks(settings, looks)
+    need_terminal("minitui chat", FOR_PIPES)
     drawn = make_sampling(sampling, settings.chat)
     info = probe(url, key)
     if info is None:
@@ -276,6 +281,7 @@ def run_replay(path: Path, speed: float, looks: dict[str, Any]) -> int:
 
     settings = settings_file.load()
     apply_looks(settings, looks)
+    need_terminal("minitui replay", "minitui tail FILE or minitui replay FILE --export md")
     TraceReader(path)  # what is wrong with it is said before the screen is taken
     source = ReplaySource(path, speed)
     return run_app(source, Choice("", "", "", "model"), settings, Sampling(), make=ReplayApp)

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from engine.errors import EngineError
+
 GRACE = 4.0  # seconds to close in good order
 
 # Mouse reporting, bracketed paste, focus reporting, in-band resize, kitty keys, alternate screen; cursor and wrap on.
@@ -24,6 +26,26 @@ RESTORE = (
     "\x1b[?1000l\x1b[?1002l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?1016l\x1b[?2004l\x1b[?1004l\x1b[?2048l\x1b[<u"
     "\x1b[?1049l\x1b[?25h\x1b[?7h\x1b[0m"
 )
+
+
+class NoTerminal(EngineError):
+    """The application cannot be shown: a matter of how it was asked for, hence exit code 2."""
+
+
+def has_terminal() -> bool:
+    """Can the application be used here? It reads keys from stdin and draws on stderr; a stdout that is a pipe means
+    that text is wanted. A browser's driver (TEXTUAL_DRIVER, set by textual-serve) has a terminal of its own."""
+    return bool(os.environ.get("TEXTUAL_DRIVER")) or all(map(_is_terminal, (sys.stdin, sys.stdout, sys.stderr)))
+
+
+def _is_terminal(stream: Any) -> bool:
+    return stream is not None and stream.isatty()
+
+
+def need_terminal(what: str, instead: str) -> None:
+    """Raise NoTerminal where there is none. `what` is the command, `instead` what to run in a pipe."""
+    if not has_terminal():
+        raise NoTerminal(f"{what} needs a terminal for stdin, stdout and stderr; in a pipe or a script use {instead}")
 
 
 class TerminalGuard:

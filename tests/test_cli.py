@@ -20,6 +20,7 @@ from minitui.doctor import report
 from minitui.launch import apply_looks, make_sampling
 from minitui.sessions import Sampling
 from minitui.settings import ChatSettings, Settings
+from minitui.terminal import has_terminal
 from tests.fake_client import ByteCodec, FakeSource
 
 COMMANDS = ("chat", "ask", "demo", "doctor", "bench", "verify")
@@ -60,6 +61,9 @@ def test_the_version():
         (("ask", "  "), 2, "empty"),
         (("ask", "x", "--top-k", "many"), 2, "--top-k"),
         (("demo", "nothing"), 1, "no demo 'nothing'"),
+        (("chat",), 2, "minitui chat needs a terminal"),
+        (("chat", "--connect", "http://127.0.0.1:9"), 2, "minitui ask"),
+        (("replay", "any.trace"), 2, "minitui replay needs a terminal"),
         (("chat", "--theme", "pink"), 1, "dark, light and projector"),
         (("dance",), 2, "dance"),
     ],
@@ -70,6 +74,29 @@ def test_what_is_asked_wrongly_is_told_in_a_sentence(tmp_path, arguments, code, 
     assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
+def test_one_stream_that_is_no_terminal_is_enough(name, monkeypatch):
+    class Stream:
+        def __init__(self, terminal: bool) -> None:
+            self.isatty = lambda: terminal
+
+    monkeypatch.delenv("TEXTUAL_DRIVER", raising=False)
+    for stream in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, Stream(True))
+    assert has_terminal()
+    monkeypatch.setattr(sys, name, Stream(False))
+    assert not has_terminal()
+    monkeypatch.setenv("TEXTUAL_DRIVER", "textual.drivers.web_driver:WebDriver")  # as textual-serve does
+    assert has_terminal()
+
+
+def test_a_demo_and_a_lesson_without_a_terminal_are_told_as_text(tmp_path):
+    told = minitui("lesson", "4", home=tmp_path, stdin=subprocess.DEVNULL)
+    assert told.returncode == 0, told.stderr
+    assert "\x1b" not in told.stdout + told.stderr
+    assert len(told.stdout.splitlines()) > 20
 
 
 def test_broken_settings_are_told_by_name(tmp_path):
