@@ -11,7 +11,7 @@ import pytest
 
 from minitui.screens.inspect import InspectScreen
 from minitui.stress import CLASSROOM, SMALL, Load
-from minitui.stress_app import LiveStress, Playback, StressApp
+from minitui.stress_app import LiveStress, Playback, StressApp, measure
 from minitui.theme import use_ascii
 from minitui.widgets.block_map import BlockMap
 from minitui.widgets.details import Details
@@ -270,6 +270,14 @@ async def test_the_screen_survives_every_size_and_theme(clock):
         for _ in range(3):
             await pilot.press("T")
             await frames(app, pilot, clock, 2)
+
+
+@pytest.mark.slow
+def test_the_cost_of_the_screen_can_be_measured():
+    figures = measure("small", (100, 34), fps=20.0, seconds=2.0)
+    assert figures["size"] == "100x34" and figures["frames_per_s"] > 5
+    assert 0 < figures["cpu_percent"] < 100 and figures["kb_per_s"] > 0
+    assert figures["dropped"] == 0 and figures["blocks"] == 64
 
 
 def test_a_playback_gives_the_records_of_its_stress_source():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 from itertools import combinations
 from pathlib import Path
 
@@ -15,11 +16,13 @@ from minitui.stress import CLASSROOM, LARGE, SMALL, Load
 from minitui.theme import ASCII, COLOURS, UNICODE, Palette, contrast, palette, use_ascii
 from minitui.view import View
 from minitui.view.lanes import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED
+from minitui.widgets import alone
 from minitui.widgets.alone import Alone, stress_view
 from minitui.widgets.base import LinePanel
 from minitui.widgets.block_map import MODES, BlockMap, grid
 from minitui.widgets.block_table import BlockTable
 from minitui.widgets.events import Events
+from minitui.widgets.first_token import FirstTokens
 from minitui.widgets.lanes import BatchLanes
 from minitui.widgets.occupancy import Occupancy, shares
 from minitui.widgets.origin import PromptOrigin
@@ -28,6 +31,7 @@ from minitui.widgets.step_bar import StepBar
 from minitui.widgets.timings import StepTimings
 from minitui.widgets.tree import RadixTree
 from minitui.widgets.vitals import Vitals
+from minitui.widgets.why import Why
 
 PANELS = (BlockMap, BlockTable, BatchLanes, RadixTree, StepTimings, Events, StepBar, Vitals, Occupancy, PromptOrigin)
 TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
@@ -103,7 +107,8 @@ async def test_what_is_on_the_screen_is_what_a_fresh_panel_would_show(panel):
                 whole = [plain(row) for row in widget.drawn_rows]
                 fresh = [[(c, words) for text, words in row for c in text] for row in widget.drawn_rows]
                 style = palette(app).style
-                assert [drawn[y] for y in range(len(fresh))] == [[(c, style(words)) for c, words in row] for row in fresh]
+                expected = [[(character, style(words)) for character, words in row] for row in fresh]
+                assert [drawn[y] for y in range(len(fresh))] == expected
                 await pilot.pause()
                 screen = [line.text for line in app.screen._compositor.render_strips()]
                 x, y = widget.region.offset
@@ -143,6 +148,38 @@ def test_fit_and_cut_count_cells_not_characters():
     assert cells("注意力") == 6 and cells(fit("注意力 heads", 6)) == 6
     assert cells(cut("注意力", 3)) == 3
     assert cells("é·…█─✓") == 6
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("panel", [*PANELS, FirstTokens, Why], ids=lambda panel: panel.__name__)
+async def test_each_widget_runs_alone(panel, monkeypatch):
+    started = []
+    monkeypatch.setattr(alone, "run_alone", started.append)
+    runpy.run_module(panel.__module__, run_name="__main__")
+    assert [one.__name__ for one in started] == [panel.__name__]
+    app = Alone(started[0], SMALL, warm_up=1.0, fps=0)
+    async with app.run_test(size=(80, 20)) as pilot:
+        app.tick()
+        for key in ("space", "n", "t", "a", "a"):
+            await pilot.press(key)
+            app.tick()
+        assert app.panel.text.strip()
+        assert app.view.gate_text
+
+
+async def test_without_colour_no_meaning_is_lost(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    app = Alone(BlockMap, SMALL, warm_up=3.0, fps=0)
+    async with app.run_test(size=(90, 24)) as pilot:
+        app.tick()
+        await pilot.pause()
+        strips = app.screen._compositor.render_strips()
+        seen = {glyph for strip in strips for glyph in strip.text if glyph in "·░▓█"}
+        assert {"·", "░"} <= seen
+        for strip in strips:
+            for segment in strip:
+                colour = segment.style.color.triplet if segment.style and segment.style.color else None
+                assert colour is None or colour.red == colour.green == colour.blue, segment
 
 
 # ---- the block map

@@ -164,6 +164,8 @@ class Board:
     def _withdraw(self, record: Record) -> None:
         for node, keep in record[4]:
             self._touch(self.state.nodes[node].blocks[keep:], record)
+            if not keep:
+                self.node_changed.pop(node, None)
         self.state.apply(record)
 
     _HANDLERS = {  # noqa: RUF012  a table of methods, never changed
