@@ -10,6 +10,8 @@ import re
 
 from rich.cells import cell_len, set_cell_size
 
+from minitui.theme import glyphs
+
 Run = tuple[str, str]
 Runs = tuple[Run, ...]
 
@@ -93,7 +95,7 @@ class Row:
         return self
 
     def done(self, width: int) -> Runs:
-        """The row cut or padded to exactly `width` cells."""
+        """The row in exactly `width` cells: padded, or cut, words with dots so that nobody takes the rest for all."""
         if self.width == width:
             return Line(self.runs)
         if self.width < width:
@@ -102,7 +104,8 @@ class Row:
         for text, style in self.runs:
             length = cells(text)
             if length >= room:
-                runs.append((cut(text, room), style))
+                words = any(character.isalpha() for character in text)
+                runs.append((fit(text, room, glyphs().dots) if words and length > room else cut(text, room), style))
                 break
             runs.append((text, style))
             room -= length

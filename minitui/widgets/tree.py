@@ -6,6 +6,7 @@ it, the prompt tokens it saved, and its place in the order of eviction. What sav
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from textual import events
@@ -19,6 +20,16 @@ from minitui.widgets.rows import Row, Run, Runs, clean, fit, ordinal, short
 
 ROLE_STYLES = {"sys": "pool", "usr": "hit", "ast": "decode"}
 COLUMNS = (("tokens", 7), ("users", 6), ("saved", 7), ("out", 6))
+
+
+def _last_children(rows: Sequence[TreeRow]) -> list[bool]:
+    """Of each row: does no sibling of its follow?"""
+    last, depths = [False] * len(rows), set[int]()  # the depths at which a sibling follows
+    for i in range(len(rows) - 1, -1, -1):
+        depth = rows[i].depth
+        last[i] = depth not in depths
+        depths = {d for d in depths if d < depth} | {depth}
+    return last
 
 
 class RadixTree(LinePanel):
@@ -66,7 +77,8 @@ Up and down move, left goes to the parent, f folds, e shows all nodes, / searche
                 self.top = max(0, min(at - room // 2, len(picture.rows) - room))
         shown = picture.rows[self.top : self.top + room]
         rows = [self._head(width)]
-        rows += [self._line(view, row, width) for row in shown]
+        last = _last_children(picture.rows)[self.top : self.top + room]
+        rows += [self._line(view, row, width, ends) for row, ends in zip(shown, last, strict=True)]
         if not picture.nodes:
             rows.append(Row("empty: no prompt has filled a block yet", "dim").done(width))
         rows += [Row().done(width)] * (room + 1 - len(rows))
@@ -94,7 +106,7 @@ Up and down move, left goes to the parent, f folds, e shows all nodes, / searche
     def _columns(self, width: int) -> tuple[tuple[str, int], ...]:
         return COLUMNS if width >= 56 else COLUMNS[:2] + COLUMNS[3:] if width >= 44 else COLUMNS[:2]
 
-    def _line(self, view: View, node: TreeRow, width: int) -> Runs:
+    def _line(self, view: View, node: TreeRow, width: int, last: bool) -> Runs:
         g = glyphs()
         lit = node.node in view.links.nodes
         here = node.node == self._selected(view)
@@ -102,7 +114,7 @@ Up and down move, left goes to the parent, f folds, e shows all nodes, / searche
         ground = " on select" if lit else ""
         row = Row()
         if node.depth:
-            row.add("  " * (node.depth - 1) + g.branch + " ", "faint" + ground)
+            row.add("  " * (node.depth - 1) + (g.last_branch if last else g.branch) + " ", "faint" + ground)
         if node.pending:
             row.add(g.pending, "prefill" + ground)
         else:
