@@ -55,7 +55,8 @@ def vitals(view: View, n: int) -> list[Vital]:
         Vital("hit rate", number(100 * hits / asked, 1) if asked else glyphs().dash, ("% of prompt tokens", "%"),
               _rolling(cached, computed, n), "hit", top=1.0),
         Vital("pool", number(100 * (total - free) / total),
-              (f"% used, {held:.0f} % held", f"% · {held:.0f} % held", "%"), rates.series("used", n, end), "pool", top=1.0),
+              (f"% used, {held:.0f} % held", f"% · {held:.0f} % held", "%"),
+              rates.series("used", n, end), "pool", top=1.0),
         Vital("step", ms(p50) if p50 else glyphs().dash, ("ms median", "ms"), rates.series("worst_ms", n, end), "step"),
     ]  # fmt: skip
 
