@@ -165,7 +165,7 @@ def test_n_samples_of_one_prompt_differ_share_their_prompt_and_repeat_with_the_s
     assert len({tuple(reply) for reply in first}) == 4
 
 
-def test_memory_and_blocks_after_many_requests_are_what_they_were_after_a_few(checkpoint: Path) -> None:
+def test_memory_and_blocks_after_2000_requests_are_what_they_were_after_50(checkpoint: Path) -> None:
     """2,000 requests through a loop like a server's: nothing is kept of those that have finished."""
     import gc
 
@@ -192,7 +192,8 @@ def test_memory_and_blocks_after_many_requests_are_what_they_were_after_a_few(ch
     engine.check()
     assert not engine.scheduler.requests and not outputs._open
     assert engine.cache.allocator.num_active == 0 and engine.cache.available == 64
-    assert sizes[2] - sizes[1] < 4 << 20, f"resident memory grew by {(sizes[2] - sizes[1]) >> 10} KiB in 950 requests"
+    grown = [(size - sizes[0]) >> 10 for size in sizes[1:]]
+    assert grown[1] < 8 << 10 and grown[1] - grown[0] < 4 << 10, f"resident memory grew by {grown} KiB after the first 50"
 
 
 def test_prompt_logprobs_are_given_once_even_if_the_prompt_is_preempted(checkpoint: Path) -> None:
