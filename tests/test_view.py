@@ -421,7 +421,8 @@ def test_the_story_of_a_block_leads_to_its_owners_tokens_and_node():
     lines = dict(story.lines)
     assert lines["owners"].startswith("r") and f"r{request.id}" in " ".join(text for _, text in story.lines)
     assert "its logical block 0, its tokens 0 to 15" in " ".join(text for _, text in story.lines)
-    assert lines["tokens"] == " ".join(stress.words.decode(request.ids[:16]).split())
+    words = stress.words.decode(request.ids[:16])
+    assert lines["tokens"] and lines["tokens"] in " ".join(words.split())
     assert lines["node"].startswith(f"{view.board.state.node_of[block]}: block 1 of")
     for kind, id in (
         ("request", request.id), ("group", request.group), ("node", view.board.state.node_of[block]),

@@ -258,6 +258,20 @@ def test_with_more_blocks_than_cells_a_cell_shows_the_majority():
         assert inside.count(shown) == max(inside.count(code) for code in glyphs), f"cell {cell}"
 
 
+def test_a_large_pool_that_is_hardly_used_shows_the_part_that_is():
+    stress, view = stress_view(Load(blocks=4096, chats=2, reply=(20, 60), think=0.1, paste=0.0), 2.0, 10)
+    widget = BlockMap()
+    rows = body(widget, view, 72, 12)
+    g = widget.grid
+    allocator = stress.cache.allocator
+    last = max(b for b in range(1, 4097) if allocator.holders(b) or allocator.in_tree(b))
+    assert g.k == 1 and last <= g.blocks < 4096
+    assert f"first {g.blocks:,} of 4,096, the others are free" in widget.picture(view, 72, 12).title
+    below_the_bar = "".join(rows[1:])
+    in_use = 4096 - allocator.num_free
+    assert sum(below_the_bar.count(glyph) for glyph in "░▓█▄") == in_use * g.cell
+
+
 def test_44_000_blocks_2_000_nodes_and_256_requests_are_shown_truly():
     stress, view = stress_view(LARGE, 4.0, 80)
     allocator = stress.cache.allocator

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from minitui.view.board import STATE_NAMES
 from minitui.view.log import stop_text
 from minitui.view.timing import why_slow
+from minitui.view.tree import without_markup
 
 if TYPE_CHECKING:
     from minitui.view import View
@@ -113,7 +114,7 @@ def _block(view: View, block: int) -> Story:
         node = state.nodes[node_id]
         index = node.blocks.index(block)
         text = view.decode(node.ids[index * size : (index + 1) * size])
-        story.tell("tokens", " ".join(text.split())[:QUOTED])
+        story.tell("tokens", without_markup(text)[:QUOTED])
         role, begins = view.tree.text(state, node, view.decode)
         story.tell("node", f"{node_id}: block {index + 1} of {len(node.blocks)} · {role} {begins[:60]}")
         if block in state.pending:
@@ -153,7 +154,7 @@ def _node(view: View, id: int) -> Story:
         story.tell("follows", "nothing: a prompt can begin here")
     if node.children:
         story.tell("goes on", f"in {len(node.children)} way{'s' if len(node.children) > 1 else ''}")
-    story.tell("text", " ".join(view.decode(node.ids[:400]).split())[:QUOTED])
+    story.tell("text", without_markup(view.decode(node.ids[:400]))[:QUOTED])
     return story
 
 

@@ -31,6 +31,11 @@ _TO_ASCII = str.maketrans({
 })  # fmt: skip
 
 
+def paragraphs(text: str) -> str:
+    """Prose without its line breaks, so that whoever shows it breaks it anew; blank lines part paragraphs."""
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n")) + "\n"
+
+
 @dataclass(slots=True)
 class Picture:
     """What a panel shows: rows for its body, and what is written into its frame."""

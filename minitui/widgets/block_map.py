@@ -19,7 +19,7 @@ from engine.state import ACTIVE, CACHED, FREE, SHARED
 from minitui.theme import OWNER_COLOURS, glyphs
 from minitui.view import View
 from minitui.widgets import occupancy
-from minitui.widgets.base import LinePanel, Opened, Picture
+from minitui.widgets.base import LinePanel, Opened, Picture, paragraphs
 from minitui.widgets.rows import Line, Row, Run, Runs, runs_width
 
 FILLING = 4
@@ -80,14 +80,14 @@ class BlockMap(LinePanel):
     """Arrows move over the cells, Enter zooms to one block a cell and then tells a block's story, c changes colours."""
 
     TITLE = "KV blocks"
-    help_text = """\
+    help_text = paragraphs("""\
 The pool of KV memory, one cell for each block. A block holds the keys and values of 16 tokens, for all layers. A free
 block belongs to nobody; an active one to one request; a shared one is read by several requests whose texts begin
 alike; a cached one is kept by the tree alone, in case somebody asks something that begins like it, and goes first when
 room is needed. ▄ is where the next token of a request will be written. What glows has just changed.
 
 Arrows move, enter zooms in and then tells a block's story, backspace zooms out, c colours by state, owner, age or
-holders."""
+holders.""")
     BINDINGS: ClassVar = [
         Binding("left", "move(-1, 0)", "block before", show=False, id="map.left"),
         Binding("right", "move(1, 0)", "block after", show=False, id="map.right"),
@@ -142,6 +142,9 @@ holders."""
         title = "KV blocks"
         if self.grid.k > 1:
             title += f" · 1 cell = {self.grid.k} blocks"
+        elif self.zoomed_at is None and self.grid.blocks < board.total:
+            title += f" · first {self.grid.blocks:,} of {board.total:,}"
+            title += ", the others are free" if width >= 66 else ""
         elif self.zoomed_at is not None:
             title += f" · {self.grid.first:,} to {self.grid.first + self.grid.blocks - 1:,} of {board.total:,}"
         else:
@@ -156,11 +159,22 @@ holders."""
 
     def _grid(self, view: View, width: int, height: int) -> Grid:
         total = view.board.total
-        if self.zoomed_at is None:
-            return grid(total, width, height)
         room = width * height
+        if self.zoomed_at is None:
+            used = self._used_part(view, room) if total > room else total
+            return grid(used, width, height)
         first = max(1, min(self.zoomed_at, total - room + 1))
         return grid(total - first + 1, width, height, first=first, one_each=True)
+
+    def _used_part(self, view: View, room: int) -> int:
+        """How many blocks to show of a pool that has more than cells: if all in use fit, the beginning of the pool up
+        to a power of two beyond them (the rest is free, and said to be); else all."""
+        in_use = np.flatnonzero(view.board.codes)
+        last = int(in_use[-1]) if len(in_use) else 0
+        shown = 64
+        while shown < last * 1.1:
+            shown *= 2
+        return shown if shown <= room else view.board.total
 
     def _map_rows(self, view: View, layer: _Layer, width: int) -> list[Runs]:
         g = self.grid

@@ -12,7 +12,7 @@ from textual.binding import Binding
 
 from minitui.theme import glyphs
 from minitui.view import View
-from minitui.widgets.base import LinePanel, Opened, Picture
+from minitui.widgets.base import LinePanel, Opened, Picture, paragraphs
 from minitui.widgets.rows import Row, Run, Runs
 
 CHIP = 6  # cells of a chip: five for the number, one of space; wider where block numbers are
@@ -22,12 +22,12 @@ class BlockTable(LinePanel):
     """The table of the selected request, or of the youngest that runs. Left and right move over its blocks."""
 
     TITLE = "Block table"
-    help_text = """\
+    help_text = paragraphs("""\
 Paging. The request counts its tokens 0, 1, 2, …: tokens 0 to 15 are its logical block 0, and so on. Where such a block
 lies in the pool is written in this table, under it: any free block will do, so memory is never fragmented. ×4 means
 that four requests have the same block in their tables: they read it together. Only the last block is being written.
 
-Left and right move over the blocks, up and down to other requests, enter tells the story."""
+Left and right move over the blocks, up and down to other requests, enter tells the story.""")
     BINDINGS: ClassVar = [
         Binding("left", "move(-1)", "block before", show=False, id="table.left"),
         Binding("right", "move(1)", "block after", show=False, id="table.right"),

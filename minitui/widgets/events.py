@@ -8,7 +8,7 @@ from typing import ClassVar
 from textual.binding import Binding
 
 from minitui.view import Event, View
-from minitui.widgets.base import LinePanel, Opened, Picture
+from minitui.widgets.base import LinePanel, Opened, Picture, paragraphs
 from minitui.widgets.rows import Row, Run, Runs, clean, fit
 
 STYLES = {
@@ -29,12 +29,12 @@ class Events(LinePanel):
     """Up and down choose an event (and with it its request or node), f filters, Enter tells the story."""
 
     TITLE = "Events"
-    help_text = """\
+    help_text = paragraphs("""\
 Every decision of the engine with its reason, the newest on top, never summed up: who was admitted and how long it had
 waited; what a prompt took from the tree and why not more; what was evicted and for whom; who was preempted; how each
 request ended.
 
-Up and down choose an event and what it is about, f filters, home returns to the newest, enter tells the story."""
+Up and down choose an event and what it is about, f filters, home returns to the newest, enter tells the story.""")
     BINDINGS: ClassVar = [
         Binding("up", "move(-1)", "later", show=False, id="events.up"),
         Binding("down", "move(1)", "earlier", show=False, id="events.down"),

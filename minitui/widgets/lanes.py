@@ -14,7 +14,7 @@ from textual.binding import Binding
 from minitui.theme import glyphs
 from minitui.view import View
 from minitui.view.lanes import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED
-from minitui.widgets.base import LinePanel, Opened, Picture
+from minitui.widgets.base import LinePanel, Opened, Picture, paragraphs
 from minitui.widgets.rows import Row, Run, Runs, fit, ms
 
 SPAN_SECONDS = 10.0
@@ -28,12 +28,12 @@ class BatchLanes(LinePanel):
     """Up and down choose a request, left and right a step, [ and ] how many steps a column has, Page keys go back."""
 
     TITLE = "Batch lanes"
-    help_text = """\
+    help_text = paragraphs("""\
 Continuous batching. Each row is a request, each column a few steps. A request first waits, then its prompt is computed
 (prefill: many tokens in a step), then it decodes one token in every step until it is done. Requests come and go between
 any two steps; nobody waits for the slowest of a batch. × means preempted: the pool was full and it had to give way.
 
-Up and down choose a request, left and right a step, [ and ] change how many steps a column has, page up goes back."""
+Up and down choose a request, left and right a step, [ and ] change how many steps a column has, page up goes back.""")
     BINDINGS: ClassVar = [
         Binding("up", "choose(-1)", "request above", show=False, id="lanes.up"),
         Binding("down", "choose(1)", "request below", show=False, id="lanes.down"),

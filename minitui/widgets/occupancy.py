@@ -65,7 +65,8 @@ class Occupancy(LinePanel, can_focus=False):
         total = max(1, board.total)
         used = total - board.counts[FREE]
         words = Row(" ").extend(legend(board)).add(f"of {board.total:,}", "dim")
-        head = Row("KV pool ", "dim").add(f"{100 * used / total:.0f} % ", "bold ink")
+        percent = f"{100 * used / total:.0f}" if not 0 < used / total < 0.01 else "<1"
+        head = Row("KV pool ", "dim").add(f"{percent} % ", "bold ink")
         room = width - head.width - words.width
         if room < 8:
             words = Row(" ")

@@ -10,7 +10,7 @@ from textual.binding import Binding
 from minitui.theme import glyphs
 from minitui.view import StepRow, View
 from minitui.view.timing import KindStats, Timings, why_slow
-from minitui.widgets.base import LinePanel, Opened, Picture
+from minitui.widgets.base import LinePanel, Opened, Picture, paragraphs
 from minitui.widgets.rows import Row, Run, Runs, ms
 
 KINDS = (("decode only", "decode", "decode"), ("mixed", "mixed", "prefill"), ("prefill only", "prefill", "prefill-2"))
@@ -22,13 +22,13 @@ class StepTimings(LinePanel):
     """Enter opens the slowest step."""
 
     TITLE = "Timings"
-    help_text = """\
+    help_text = paragraphs("""\
 Decoding reads all weights to make one token for each request: memory sets its pace, and a few requests more cost
 little. Prefill computes many tokens at once: arithmetic sets its pace. A mixed step does both, and everybody in it
 waits for the longest part: that is why prompts are cut into chunks. p99 is what one step in a hundred exceeds.
 
 The tracks show host and device in the last steps: while the device computes, the host may plan the next step. Enter
-opens the slowest step."""
+opens the slowest step.""")
     BINDINGS: ClassVar = [Binding("enter", "open", "slowest step", show=False, id="timings.open")]
 
     def picture(self, view: View, width: int, height: int) -> Picture:

@@ -15,7 +15,7 @@ from textual.binding import Binding
 from minitui.theme import glyphs
 from minitui.view import View
 from minitui.view.tree import TreeRow
-from minitui.widgets.base import LinePanel, Opened, Picture
+from minitui.widgets.base import LinePanel, Opened, Picture, paragraphs
 from minitui.widgets.rows import Row, Run, Runs, clean, fit, ordinal, short
 
 ROLE_STYLES = {"sys": "pool", "usr": "hit", "ast": "decode"}
@@ -36,13 +36,13 @@ class RadixTree(LinePanel):
     """Up and down move, f folds, e shows every node, / searches, Enter tells a node's story."""
 
     TITLE = "Radix tree"
-    help_text = """\
+    help_text = paragraphs("""\
 The prefix cache. Each node is a run of tokens whose keys and values are in the pool; a path from the top is a text. A
 new prompt follows the tree as far as it agrees, takes over those blocks, and computes only the rest. Users are the
 requests that hold a node now; saved is what was not computed because of it. Nodes without users can be evicted: out
 says in which order, the least recently used leaf first.
 
-Up and down move, left goes to the parent, f folds, e shows all nodes, / searches, enter tells the story."""
+Up and down move, left goes to the parent, f folds, e shows all nodes, / searches, enter tells the story.""")
     BINDINGS: ClassVar = [
         Binding("up", "move(-1)", "node above", show=False, id="tree.up"),
         Binding("down", "move(1)", "node below", show=False, id="tree.down"),

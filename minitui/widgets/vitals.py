@@ -54,7 +54,7 @@ def vitals(view: View, n: int) -> list[Vital]:
               rates.series("running", n, end), "running"),
         Vital("hit rate", number(100 * hits / asked, 1) if asked else glyphs().dash, ("% of prompt tokens", "%"),
               _rolling(cached, computed, n), "hit", top=1.0),
-        Vital("pool", number(100 * (total - free) / total),
+        Vital("pool", "<1" if 0 < 1 - free / total < 0.01 else number(100 * (1 - free / total)),
               (f"% used, {held:.0f} % held", f"% · {held:.0f} % held", "%"),
               rates.series("used", n, end), "pool", top=1.0),
         Vital("step", ms(p50) if p50 else glyphs().dash, ("ms median", "ms"), rates.series("worst_ms", n, end), "step"),
