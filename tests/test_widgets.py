@@ -492,6 +492,21 @@ def test_tree_search_and_folding():
     assert {row.node for row in everything.rows} - {row.node for row in folded.rows} == below - {parent}
 
 
+def test_no_node_is_missing_between_two_orderings():
+    """The order is kept for a while; nodes that came, went or were split meanwhile must be shown all the same."""
+    stress, view = stress_view(SMALL, 0.5, 5)
+    for step in range(500):
+        stress.run_steps(1)
+        view.fold(stress.drain(), stress.now)
+        if step % 50 == 0:
+            view.tree.refresh(view.board, 0.0, force=True)
+        picture = view.tree.picture(view.board, view.decode, 1000)
+        assert {row.node for row in picture.rows} == set(stress.cache.tree.nodes) - {0}
+        assert picture.hidden_nodes == 0
+        few = view.tree.picture(view.board, view.decode, 3)
+        assert len(few.rows) == min(3, picture.nodes) and few.hidden_nodes == picture.nodes - len(few.rows)
+
+
 def test_the_selected_path_is_always_among_the_rows():
     _, view = stress_view(CLASSROOM, 4.0, 40)
     for node in list(view.board.state.nodes.values())[1:]:

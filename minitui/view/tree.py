@@ -188,7 +188,10 @@ class Tree:
         """The children of a node as last ordered; those that came since stand at the end."""
         children, nodes = state.nodes[parent].children, state.nodes
         known = [id for id in self._children_of.get(parent, ()) if id in nodes and nodes[id].parent == parent]
-        return known if len(known) == len(children) else known + [id for id in children if id not in self._order]
+        if len(known) == len(children):
+            return known
+        seen = set(known)  # a split moves nodes below a new one: what is new here may have been ordered elsewhere
+        return known + [id for id in children if id not in seen]
 
     # ---- texts
 
