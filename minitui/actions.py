@@ -29,6 +29,8 @@ ACTIONS = (
     # chats
     Action("write", "Write", key="i,enter", group="Chats", footer="write",
         help="Go to the prompt."),
+    Action("keys", "Leave the prompt", key="ctrl+g", slash="keys", group="Chats",
+        help="Letters are keys again, and an answer goes on (esc would cancel it). This key acts in the prompt."),
     Action("new", "New chat", key="o", slash="new", takes="[title]", group="Chats", footer="new",
         help="Open an empty chat; its system prompt is the default one."),
     Action("fork", "Fork this chat", key="f", slash="fork", group="Chats", footer="fork",

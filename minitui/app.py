@@ -45,7 +45,7 @@ class MinituiApp(App[int]):
     CSS = """
     Screen { background: $ground; color: $ink; }
     Toast { background: $empty-chip; width: 44; }
-    ToastRack { dock: top; align: right top; margin-top: 2; }
+    ToastRack { align: right bottom; margin-bottom: 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(a.key, f"do('{a.id}')", a.title, id=a.id, tooltip=a.help, show=False) for a in ACTIONS if a.key),
@@ -181,6 +181,11 @@ class MinituiApp(App[int]):
         """Is the engine held between two steps?"""
         return self.view.live.state.gate == "closed"
 
+    @property
+    def idle(self) -> bool:
+        """Is there nothing that a step could compute?"""
+        return not self.view.live.state.requests and not any(session.busy for session in self.chats.sessions)
+
     def queue_place(self, session: Session) -> int:
         """Its place in the waiting queue, from 1; 0 when it does not wait."""
         state = self.view.live.state
@@ -220,9 +225,22 @@ class MinituiApp(App[int]):
                 screen.prompt.update_suggestion()
             screen.prompt.focus()
 
+    def leave_prompt(self) -> None:
+        """Letters are keys; an answer goes on."""
+        screen = self.screen
+        if isinstance(screen, ChatScreen) and screen.is_mounted and screen.prompt.has_focus:
+            screen.prompt.close_list()
+            screen.transcript.focus()
+
+    def open_mode(self, mode: str) -> None:
+        """Show another screen. Whoever comes back finds keys, whichever way he went."""
+        self.leave_prompt()
+        self.switch_mode(mode)
+
     def say(self, text: str, error: bool = False) -> None:
         """A sentence for a few seconds."""
-        self.notify(text, severity="error" if error else "information", timeout=8 if error else 5, markup=False)
+        seconds = max(8.0 if error else 2.0, len(text) / 25)  # as long as it takes to read
+        self.notify(text, severity="error" if error else "information", timeout=seconds, markup=False)
 
     def ask_text(self, title: str, text: str, then: Callable[[str], None], lines: bool = False) -> None:
         """Ask for a text; `then` is called unless Escape is pressed."""
@@ -260,8 +278,11 @@ class MinituiApp(App[int]):
         metrics = session.messages[-1].metrics
         if session.id in self.replays and metrics:
             self.replays.remove(session.id)
-            cached, total = metrics["cached_tokens"], metrics["prompt_tokens"]
-            size = self.source.info["block_size"]
+            cached, total = metrics.get("cached_tokens"), metrics.get("prompt_tokens")
+            size = self.source.info.get("block_size")
+            if cached is None or total is None or not size:
+                session.note = "replayed; this server does not tell how much of the prompt came from its cache"
+                return
             session.note = (
                 f"replayed: {cached:,} of {total:,} prompt tokens came from the cache: {cached // size} blocks of "
                 f"{size} were taken over, {total - cached:,} tokens computed"

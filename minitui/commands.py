@@ -66,6 +66,9 @@ class Commands:
     def do_write(self, _: str) -> None:
         self.app.focus_prompt()
 
+    def do_keys(self, _: str) -> None:
+        self.app.leave_prompt()
+
     def do_slash(self, _: str) -> None:
         self.app.focus_prompt("/")
 
@@ -101,7 +104,8 @@ class Commands:
             return
         asked = self.app.chats.send_all(text)
         left = len(self.app.chats.sessions) - len(asked)
-        self.app.say(f"sent to {len(asked)} chats" + (f"; {left} still answering" if left else ""))
+        sent = f"sent to {len(asked)} chat{'s' if len(asked) != 1 else ''}"
+        self.app.say(sent + (f"; {left} still answering" if left else ""))
 
     def do_cancel(self, _: str) -> None:
         if not self.app.chats.cancel(self.session):
@@ -206,6 +210,8 @@ class Commands:
     def do_step(self, count: str) -> None:
         if count and not count.isdigit():
             raise EngineError(f"/step takes a number of steps, not {count!r}")
+        if self.app.idle:
+            raise EngineError("nothing to step: no request is running")
         self._control(self.app.source.control("step", n=int(count or 1)))
 
     def do_step10(self, _: str) -> None:
@@ -262,13 +268,13 @@ class Commands:
     # --- the application
 
     def do_chat(self, _: str) -> None:
-        self.app.switch_mode("chat")
+        self.app.open_mode("chat")
 
     def do_inspect(self, _: str) -> None:
-        self.app.switch_mode("inspect")
+        self.app.open_mode("inspect")
 
     def do_lecture(self, _: str) -> None:
-        self.app.switch_mode("lecture")
+        self.app.open_mode("lecture")
 
     def do_theme(self, name: str) -> None:
         ours = [t for t in self.app.available_themes if t.startswith("minitui-")]

@@ -171,6 +171,11 @@ class ReplayApp(MinituiApp):
         super().__init__(source, *args, **options)
         self.replay = source
 
+    @property
+    def idle(self) -> bool:
+        """A recording has a next step until its end."""
+        return False
+
     def _frame(self) -> None:
         if self.replay.reader is not None:
             self.view.group_names = self._names = self.replay.trace.names

@@ -269,7 +269,7 @@ def main() -> None:
     if options.measure:
         columns, rows = (int(n) for n in options.size.split("x"))
         for name, value in measure(options.load, (columns, rows), options.fps, options.seconds).items():
-            print(f"{name:16}{value}")
+            print(f"{name:18}{value}")
         return
     load = LOADS[options.load]
     if options.out:

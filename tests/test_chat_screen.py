@@ -17,7 +17,7 @@ from minitui.app import MinituiApp
 from minitui.screens.chat import ChatScreen
 from minitui.screens.dialogs import ChoiceDialog, DeathDialog, TextDialog
 from minitui.screens.help import HelpScreen
-from minitui.sessions import Chats
+from minitui.sessions import Chats, Message
 from minitui.settings import Settings
 from minitui.store import Store
 from minitui.widgets.chrome import SessionStrip, StatusBar, TopBar
@@ -190,6 +190,91 @@ async def test_escape_cancels_the_answer_before_it_leaves_the_prompt():
         assert app.session.state == "cancelled"
         assert screen.prompt.has_focus
         assert "cancelled" in screen.transcript.text
+
+
+@pytest.mark.parametrize("key", ["ctrl+g", "f8"])
+async def test_a_key_leaves_the_prompt_while_the_answer_goes_on(key):
+    keys = {"keys": key} if key != "ctrl+g" else {}
+    async with running(FakeSource(lambda prompt: "y" * 3000, speed=0.002), size=(80, 24), keys=keys) as parts:
+        app, pilot, screen = parts
+        await type_text(pilot, "go on")
+        await press(pilot, "enter")
+        await until(pilot, lambda: app.session.messages[-1].text)
+        footer = screen.query_one(StatusBar)
+        assert f"esc cancel  {key} keys  / commands" in footer.text
+        await press(pilot, key)
+        await until(pilot, lambda: footer.text.startswith(" KEYS "))
+        assert app.session.busy
+        await press(pilot, "2")
+        assert app.current_mode == "inspect"
+        assert app.session.busy
+        await press(pilot, "1", "escape")
+        await until(pilot, lambda: app.session.state == "cancelled")
+
+
+async def test_inspect_and_back_leads_to_keys_whichever_way_one_went():
+    async with running() as (app, pilot, screen):
+        await until(pilot, lambda: app.progress is None)
+        await press(pilot, "escape", "2", "1")
+        assert screen.transcript.has_focus
+        for command in ("/inspect", "/lecture"):
+            app.focus_prompt(command)
+            await press(pilot, "enter")
+            assert app.current_mode == command[1:]
+            await press(pilot, "1")
+            assert app.current_mode == "chat"
+            assert screen.transcript.has_focus
+
+
+async def test_a_click_on_a_tab_shows_its_screen_from_within_the_prompt():
+    async with running(FakeSource(lambda prompt: "y" * 3000, speed=0.002)) as (app, pilot, screen):
+        await type_text(pilot, "go on")
+        await press(pilot, "enter")
+        await until(pilot, lambda: app.session.messages[-1].text)
+        for mode, label in (("lecture", "3 Lecture"), ("inspect", "2 Inspect"), ("chat", "1 Chat")):
+            bar = app.screen.query_one(TopBar)
+            await until(pilot, lambda bar=bar, label=label: label in bar.text)
+            await pilot.click(bar, offset=(bar.text.index(label) + 3, 0))
+            await until(pilot, lambda mode=mode: app.current_mode == mode)
+        assert app.session.state != "cancelled"
+        assert screen.transcript.has_focus
+
+
+async def test_in_the_chats_the_footer_has_hints_and_figures_only_when_the_picture_is_late():
+    async with running(size=(80, 24)) as (app, pilot, screen):
+        await until(pilot, lambda: app.progress is None)
+        footer = screen.query_one(StatusBar)
+        await until(pilot, lambda: "ctrl+j new line" in footer.text)
+        assert "/ commands  tab complete" in footer.text
+        assert "steps/frame" not in footer.text
+        app.feed.lost = 3
+        await until(pilot, lambda: "3 dropped" in footer.text)
+        app.feed.lost = 0
+        app.commands.run("inspect")
+        await until(pilot, lambda: any("0 dropped" in bar.text for bar in app.screen.query(StatusBar)))
+
+
+async def test_with_no_request_there_is_nothing_to_step():
+    source = FakeSource()
+    async with running(source) as (app, pilot, _screen):
+        await until(pilot, lambda: app.progress is None)
+        await press(pilot, "escape", "n", "N")
+        await until(pilot, lambda: len(app._notifications) == 2)
+        assert [n.message for n in app._notifications] == ["nothing to step: no request is running"] * 2
+        assert "step" not in [verb for verb, _ in source.calls]
+
+
+@pytest.mark.parametrize("cached", [None, 32])
+async def test_a_replay_on_a_server_that_does_not_tell_its_cache_use_says_so(cached):
+    async with running() as (app, pilot, _screen):
+        await until(pilot, lambda: app.progress is None)
+        session = app.session
+        app.replays.append(session.id)
+        answer = Message("assistant", "x", "done", metrics={"cached_tokens": cached, "prompt_tokens": 40})
+        session.messages += [Message("user", "why"), answer]
+        app.chats.on_end(session)
+        assert ("does not tell" in session.note) == (cached is None)
+        assert ("32 of 40" in session.note) == (cached is not None)
 
 
 async def test_a_fork_and_one_prompt_to_all_chats():

@@ -129,5 +129,5 @@ class HelpScreen(ModalScreen[None]):
 PROMPT_HELP = Content(
     "enter sends · ctrl+j breaks the line · tab or right takes the completion · up and down go through the list, then "
     "through what you asked · page keys scroll the chat · esc closes the list, else cancels the answer, else leaves "
-    "the prompt"
+    "the prompt · ctrl+g leaves it while the answer goes on"
 )

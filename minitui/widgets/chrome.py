@@ -9,7 +9,7 @@ from textual.app import App
 from textual.geometry import Size
 from textual.widgets import TextArea
 
-from minitui.actions import ACTIONS, key_label
+from minitui.actions import ACTIONS, BY_ID, key_label
 from minitui.sessions import Session
 from minitui.theme import glyphs
 from minitui.widgets.base import LinePanel, Picture
@@ -92,7 +92,7 @@ class TopBar(Bar):
         start = 9
         for mode, label in getattr(host(self.app), "TABS", SCREENS):
             if start <= column < start + len(label) + 2:
-                host(self.app).commands.run(mode)
+                host(self.app).open_mode(mode)
             start += len(label) + 2
 
 
@@ -199,9 +199,10 @@ class StatusBar(Bar):
         row = Row(" TYPING " if typing else " KEYS ", "bold on-fill on running" if typing else "bold on-fill on decode")
         dot = glyphs().middot
         feed = app.feed
-        numbers = (
-            f"{view.steps_per_frame:,.0f} steps/frame {dot} backlog {feed.backlog:,} {dot} {feed.dropped:,} dropped "
-        )
+        numbers = ""  # in the chats the room is the hints', as long as the picture keeps up
+        if app.current_mode != "chat" or feed.backlog or feed.dropped:
+            numbers = f"{view.steps_per_frame:,.0f} steps/frame {dot} backlog {feed.backlog:,} {dot} "
+            numbers += f"{feed.dropped:,} dropped "
         room = width - len(numbers) - 1
         for key, what in self._hints(app, typing):
             if row.width + len(key) + len(what) + 4 > room:
@@ -211,10 +212,13 @@ class StatusBar(Bar):
         return Picture([row.right(numbers, width, "bad" if lost else "dim").done(width)])
 
     def _hints(self, app: MinituiApp, typing: bool) -> list[tuple[str, str]]:
-        if typing:
-            escape = "cancel answer" if app.session is not None and app.session.busy else "keys"
-            return [("enter", "send"), ("esc", escape), ("tab", "complete"), ("ctrl+j", "new line"), ("/", "commands")]
         keys = app.settings.keys
+        if typing:
+            if app.session is not None and app.session.busy:
+                escape = [("esc", "cancel"), (key_label(keys.get("keys", BY_ID["keys"].key)), "keys")]
+            else:
+                escape = [("esc", "keys")]
+            return [("enter", "send"), *escape, ("/", "commands"), ("tab", "complete"), ("ctrl+j", "new line")]
         hints = [(key_label(keys.get(a.id, a.key)), a.footer) for a in ACTIONS if a.footer]
         if app.current_mode == "inspect":
             hints = [("1", "chat"), ("z", "maximise"), ("tab", "panel")] + [
