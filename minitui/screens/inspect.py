@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, ClassVar
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
 
-from minitui.widgets.base import LinePanel, Opened
+from minitui.widgets.base import Column, Columns, LinePanel, Opened
 from minitui.widgets.block_map import BlockMap
 from minitui.widgets.block_table import BlockTable
 from minitui.widgets.chrome import StatusBar, TopBar
@@ -73,15 +72,15 @@ class InspectScreen(Screen[None]):
     def compose(self) -> ComposeResult:
         yield TopBar()
         yield Vitals(id="vitals")
-        with Vertical(id="glance"):
+        with Column(id="glance"):
             yield Occupancy(id="occupancy")
             yield StepBar(id="step")
-        with Horizontal(id="columns"):
-            with Vertical(id="left"):
+        with Columns(id="columns"):
+            with Column(id="left"):
                 yield BlockMap(id="map")
                 yield BlockTable(id="table")
                 yield BatchLanes(id="lanes")
-            with Vertical(id="right"):
+            with Column(id="right"):
                 yield RadixTree(id="tree")
                 yield StepTimings(id="timings")
                 yield Events(id="events")

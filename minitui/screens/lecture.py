@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, ClassVar
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
 
 from minitui.view.predict import question_about
-from minitui.widgets.base import LinePanel, Opened
+from minitui.widgets.base import Column, Columns, LinePanel, Opened
 from minitui.widgets.block_map import BlockMap
 from minitui.widgets.block_table import BlockTable
 from minitui.widgets.chrome import StatusBar, TopBar, host
@@ -66,11 +65,11 @@ class LectureScreen(Screen[None]):
         yield TopBar()
         yield Why(id="why")
         yield StepBar(id="step")
-        with Horizontal(id="columns"):
-            with Vertical(id="left"):
+        with Columns(id="columns"):
+            with Column(id="left"):
                 yield BlockMap(id="map")
                 yield BlockTable(id="table")
-            with Vertical(id="right"):
+            with Column(id="right"):
                 yield RadixTree(id="tree")
                 yield FirstTokens(id="first")
         yield Details(id="details")

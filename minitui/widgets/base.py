@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual import events
+from textual.containers import Horizontal, Vertical
 from textual.filter import ANSIToTruecolor
 from textual.geometry import Region
 from textual.message import Message
@@ -53,6 +54,18 @@ class Opened(Message):
         super().__init__()
         self.kind = kind
         self.id = id
+
+
+class Column(Vertical):
+    """Panels one below the other. It draws nothing of its own, and is not asked to: they cover it."""
+
+    BLANK = True
+
+
+class Columns(Horizontal):
+    """Columns side by side."""
+
+    BLANK = True
 
 
 class LinePanel(Widget, can_focus=True):
