@@ -450,7 +450,7 @@ def test_open_spans_reach_the_present():
 
 
 def test_figures_are_right_from_the_first_record_after_a_snapshot_whatever_the_clocks_say():
-    """A snapshot does not tell the engine's time, and the caller's clock has an origin of its own."""
+    """The engine's clock may stand anywhere, and the caller's has an origin of its own."""
     view = View()
     stress = Stress(SMALL)
     view.reset(State(65, 16, SMALL.budget, SMALL.rows).snapshot())

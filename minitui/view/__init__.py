@@ -111,7 +111,7 @@ class View:
         for request in state.requests.values():
             self.lanes.adopt(
                 request.id, request.group, request.prompt_tokens, request.state, request.joined_at >= 0,
-                request.cached_tokens, state.t,
+                request.cached_tokens, request.submitted,
             )  # fmt: skip
 
     def fold(self, records: list[Record], now: float = 0.0) -> None:
@@ -131,7 +131,7 @@ class View:
         if missing:
             self._lost(missing)
             return
-        if self._folded_at is None:  # a snapshot does not tell the engine's time
+        if self._folded_at is None:  # the time before the first record is no part of any rate
             self.rates.reset(records[0][1], self.live.state.gate == "closed", self.live.state.pace)
         self._folded_at = now
         self.live.fold(records)
