@@ -211,12 +211,14 @@ class EngineClient:
     def _deliver(self, message: tuple[Any, ...]) -> None:
         kind, *rest = message
         if kind == "news":
-            for delta in rest[0]:
-                stream = self._streams.get(delta.request_id)
+            for packed in rest[0]:
+                tag = packed[0]
+                stream = self._streams.get(tag)
                 if stream is not None:
+                    delta = Delta(*packed)
+                    delta.request_id = stream.request_id or 0
                     if delta.finish_reason:
-                        del self._streams[delta.request_id]
-                    delta.request_id = stream.request_id
+                        del self._streams[tag]
                     stream._put(delta)
         elif kind == "accepted":
             stream = self._streams.get(rest[0])

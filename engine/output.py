@@ -39,6 +39,16 @@ class Delta:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
+    def packed(self) -> tuple[Any, ...]:
+        """Its fields, without those at the end that are empty: `Delta(*packed)` is the same again. What travels between
+        processes, because a thousand of these tuples take 0.3 ms to pickle and 12 KB, a thousand objects 2.1 and 44."""
+        if self.finish_reason or self.logprobs or self.prompt_logprobs:
+            return (
+                self.request_id, self.text, self.ids, self.finish_reason, self.metrics, self.logprobs,
+                self.prompt_logprobs,
+            )  # fmt: skip
+        return (self.request_id, self.text, self.ids)
+
 
 @dataclass(slots=True)
 class _Open:

@@ -51,8 +51,8 @@ class Writer:
     def send(self, *message: Any) -> None:
         self._queue.put(message)
 
-    def send_news(self, deltas: list[Delta], records: list[Record]) -> None:
-        """Deltas always; records only while the reader keeps up."""
+    def send_news(self, deltas: list[tuple[Any, ...]], records: list[Record]) -> None:
+        """Deltas, packed, always; records only while the reader keeps up."""
         with self._lock:
             if self._unsent_records + len(records) > MAX_UNSENT_RECORDS:
                 records = []
@@ -84,7 +84,7 @@ class EngineServer:
         self.writer = writer
         self._id_of: dict[int, int] = {}  # the client's tag -> request id
         self._tag_of: dict[int, int] = {}
-        self._deltas: list[Delta] = []
+        self._deltas: list[tuple[Any, ...]] = []  # packed
         self._next_flush = 0.0
         self._successor: Message | None = None
 
@@ -227,7 +227,7 @@ class EngineServer:
             if delta.finish_reason:
                 del self._tag_of[delta.request_id], self._id_of[tag]
             delta.request_id = tag  # the client knows its streams by the tags it gave
-            self._deltas.append(delta)
+            self._deltas.append(delta.packed())
 
     def _flush(self) -> None:
         self.writer.send_news(self._deltas, self.engine.log.drain())

@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,6 +54,16 @@ class Emitted:
     prompt_logprobs: list[TokenLogprobs] | None = None
 
 
+class _Batch(NamedTuple):
+    """What stays of a plan while the same requests decode."""
+
+    requests: tuple[Request, ...]
+    rows: np.ndarray
+    q_lens: np.ndarray
+    samples: np.ndarray
+    epochs: list[int]
+
+
 class Scheduler:
     """Owns the queue, the running set and the rows; asks the cache for blocks."""
 
@@ -68,6 +79,9 @@ class Scheduler:
         self.step = -1  # the last step planned
         self._rows = list(range(config.max_num_seqs))  # a heap of free rows
         self._decoding: dict[int, Request] = {}  # whom the last step record left in the decoding set
+        self._decodes: tuple[Request, ...] = ()  # those of the last step, in order
+        self._batch: _Batch | None = None  # of the last step, if it had no prefill
+        self._committed = -1  # the last step that was
         self._joins: list[Request] = []
         self._last_wait: tuple[int, str] | None = None
         self._watermark = int(config.watermark * cache.allocator.total)
@@ -127,6 +141,7 @@ class Scheduler:
         self.cache.release(request, clock)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
+        request.epoch += 1  # what it has in flight is void
         del self.requests[request.id]
 
     def _leave(self, request: Request) -> None:
@@ -159,30 +174,25 @@ class Scheduler:
         """One token for each request that is past its prompt, the eldest first. True if anybody was preempted."""
         preempted = False
         size, budget = self.cache.block_size, self.config.max_num_batched_tokens
-        for request in self.running[:]:
-            planned = request.planned
-            total = len(request.ids) + request.in_flight
-            if not self._may_decode(request, total) or len(entries) >= budget:
-                continue
-            if planned >= len(request.table) * size:
-                while not self.cache.grow(request, total):
+        for request in self.running:  # whoever is preempted stands at the end of it
+            start = request.planned  # where its next token stands, drawn but perhaps still in flight
+            if not request.decoding or start + 1 >= request.max_total:
+                continue  # inside its prompt; or its last token is in flight
+            if request.grammar is not None and request.in_flight:
+                continue  # a grammar must see a token before the next
+            if len(entries) >= budget:
+                break
+            if start >= len(request.table) * size:
+                while not self.cache.grow(request, start + 1):
                     preempted = True
                     # The youngest stands later in this loop than all that have an entry.
                     victim = self.running[-1]
                     self._preempt(victim, f"r{request.id} needs a block and all {self.cache.allocator.total} are held")
                     if victim is request:
-                        break
-                if request.state is not RequestState.RUNNING:
-                    continue
-            entries.append((request, planned, 1))
-            request.planned = total
+                        return True
+            entries.append((request, start, 1))
+            request.planned = start + 1
         return preempted
-
-    @staticmethod
-    def _may_decode(request: Request, total: int) -> bool:
-        if not request.decoding or total >= request.max_total or request.state is not RequestState.RUNNING:
-            return False  # inside its prompt; or its last token is in flight; or just preempted
-        return request.grammar is None or request.in_flight == 0  # a grammar must see a token before the next
 
     def _plan_prefills(self, entries: list[Entry], budget: int) -> int:
         """Chunks for the requests that are inside their prompt; returns what is left of the budget."""
@@ -254,7 +264,7 @@ class Scheduler:
             return f"budget: the {self.config.max_num_batched_tokens} tokens of this step are taken"
         if not self._rows:
             return f"rows: all {self.config.max_num_seqs} are taken"
-        if request.steps_in_flight:
+        if request.last_step > self._committed:
             return "flight: its last step has not committed"
         needed = self.cache.blocks_for(len(request.ids))
         match = self.cache.look_up(request)
@@ -282,55 +292,54 @@ class Scheduler:
 
     def _arrays(self, entries: list[Entry], num_decodes: int) -> StepPlan:
         """Write the plan down."""
-        step, n = self.step, len(entries)
-        requests = [request for request, _, _ in entries]
-        starts = [start for _, start, _ in entries]
-        samples = [True] * n
-        token_ids: list[int] = []
-        joined: list[int] = []
-        decoding = self._decoding
-        for i in range(num_decodes):
-            request, start = requests[i], starts[i]
-            request.steps_in_flight += 1
-            request.in_flight += 1
-            ids = request.ids
-            token_ids.append(ids[start] if start < len(ids) else -1)
-            if request.id not in decoding:
-                joined.append(request.id)
-                decoding[request.id] = request
+        step = self.step
+        requests, starts, q_lens = zip(*entries, strict=True)
+        for request in requests:
+            request.last_step = step
+        decodes = requests[:num_decodes]
+        token_ids = [request.ids[-1] if len(request.ids) == request.planned else -1 for request in decodes]
         prefills: list[tuple[int, int, int, bool]] = []
-        for i in range(num_decodes, n):
-            request, start, q = entries[i]
-            request.steps_in_flight += 1
+        for request, start, q in entries[num_decodes:]:
             token_ids += request.ids[start : start + q]
-            samples[i] = request.decoding = start + q == len(request.ids)
-            request.in_flight += samples[i]
-            prefills.append((request.id, start, q, samples[i]))
-        left: list[int] = []
-        if len(self._decoding) > num_decodes:
-            stay = {request.id for request in requests[:num_decodes]}
-            left = [id for id in decoding if id not in stay]
-            for id in left:
-                del decoding[id]
+            request.decoding = start + q == len(request.ids)
+            prefills.append((request.id, start, q, request.decoding))
+        joined, left = self._who_decodes(decodes)
         self.log.append("step", step, prefills, joined, left, len(token_ids), len(self.waiting))
-        changes = self.cache.table_changes
-        table = np.array([(*at, block) for at, block in changes.items()], np.int32).reshape(-1, 3)
-        changes.clear()
+        batch = self._batch
+        if prefills or batch is None or requests != batch.requests:
+            batch = _Batch(
+                requests,
+                rows=np.array([request.row for request in requests], np.int32),
+                q_lens=np.array(q_lens, np.int32),
+                samples=np.array([True] * num_decodes + [samples for *_, samples in prefills], bool),
+                epochs=[request.epoch for request in requests],
+            )
+            self._batch = None if prefills else batch
+        table_rows, table_columns, table_blocks = self.cache.take_table_changes()
         return StepPlan(
             step=step,
-            rows=np.array([request.row for request in requests], np.int32),
+            rows=batch.rows,
             starts=np.array(starts, np.int32),
-            q_lens=np.array([q for _, _, q in entries], np.int32),
-            samples=np.array(samples, bool),
+            q_lens=batch.q_lens,
+            samples=batch.samples,
             token_ids=np.array(token_ids, np.int32),
             num_decodes=num_decodes,
-            table_rows=table[:, 0].copy(),
-            table_columns=table[:, 1].copy(),
-            table_blocks=table[:, 2].copy(),
+            table_rows=table_rows,
+            table_columns=table_columns,
+            table_blocks=table_blocks,
             joins=self._joins,
-            requests=requests,
-            epochs=[request.epoch for request in requests],
+            requests=list(requests),
+            epochs=batch.epochs,
         )
+
+    def _who_decodes(self, decodes: tuple[Request, ...]) -> tuple[list[int], list[int]]:
+        """The ids that joined the decoding set with this step, and those that left it while they run on."""
+        if decodes == self._decodes:
+            return [], []
+        before = self._decoding
+        now = {request.id: request for request in decodes}
+        self._decodes, self._decoding = decodes, now
+        return [id for id in now if id not in before], [id for id in before if id not in now]
 
     def _preempt(self, request: Request, reason: str) -> None:
         """Give back row and blocks; it rejoins the head of the queue and keeps the token that is in flight."""
@@ -349,32 +358,29 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Emitted]:
         """Append the ids a step drew, detect the end of replies, publish what is now written."""
+        self._committed = plan.step
         self.cache.tree.settle(plan.step)
         emitted: list[Emitted] = []
-        size, finished, running = self.cache.block_size, RequestState.FINISHED, RequestState.RUNNING
-        bad, ids, epochs = set(result.bad), result.ids, plan.epochs
+        size, running = self.cache.block_size, RequestState.RUNNING
+        bad, extras = set(result.bad), bool(result.logprobs or result.prompt_logprobs)
         ends, samples = (plan.starts + plan.q_lens).tolist(), plan.samples.tolist()
-        extras = bool(result.logprobs or result.prompt_logprobs)
-        for i, request in enumerate(plan.requests):
-            if request.epoch != epochs[i] or request.state is finished:
+        entries = zip(plan.requests, plan.epochs, ends, samples, result.ids, strict=True)
+        for i, (request, epoch, end, sampled, drawn) in enumerate(entries):
+            if request.epoch != epoch:
                 continue  # void: it ended while this step was in flight
-            request.steps_in_flight -= 1
             token: int | None = None
             reason = ""
-            if samples[i]:
-                request.in_flight -= 1
-                if i in bad:
-                    reason = "error: the model's logits were not finite numbers"
-                else:
-                    token = ids[i]
-                    request.ids.append(token)
-                    reason = self._end(request, token)
-            if request.state is running:
-                end = ends[i]
-                if end > request.committed:
-                    request.committed = end
-                if end // size > request.shared_blocks:
-                    self.cache.publish_committed(request)
+            if sampled and i not in bad:
+                token = drawn
+                request.ids.append(token)
+                if token in request.stop_ids or (request.grammar is not None and request.grammar.advance(token)):
+                    reason = "stop"
+                elif len(request.ids) >= request.max_total:
+                    reason = "length"
+            elif sampled:
+                reason = "error: the model's logits were not finite numbers"
+            if end // size > request.shared_blocks and request.state is running:
+                self.cache.publish_committed(request, end)
             if reason:
                 leaf = request.node
                 self.finish(request, reason)
@@ -388,25 +394,19 @@ class Scheduler:
                 emitted.append(item)
         return emitted
 
-    def _end(self, request: Request, token: int) -> str:
-        """The reason to stop after this token, or nothing."""
-        if token in request.stop_ids or (request.grammar is not None and request.grammar.advance(token)):
-            return "stop"
-        return "length" if len(request.ids) >= request.max_total else ""
-
     def fail(self, plan: StepPlan, error: str) -> list[Emitted]:
         """End the requests of a step that raised; withdraw what it published and requeue those who relied on it."""
         self.log.append("fail", plan.step, error)
         emitted = []
         doomed, blocks = self.cache.tree.doomed_by(plan.step)
         for i, request in enumerate(plan.requests):
-            if request.epoch == plan.epochs[i] and request.state is not RequestState.FINISHED:
+            if request.epoch == plan.epochs[i]:
                 emitted.append(Emitted(request, None, f"error: {error}"))
                 self.finish(request, f"error: {error}")
         for request in [r for r in reversed(self.running) if not blocks.isdisjoint(r.table)]:
             self._leave(request)
             request.epoch += 1
-            request.in_flight = request.steps_in_flight = 0
+            request.last_step = -1
             clock = self.log.append("requeue", request.id, f"step {plan.step} failed, and it shared its blocks")
             self._requeue(request, clock)
         self.cache.tree.withdraw(plan.step, doomed)

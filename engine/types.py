@@ -142,10 +142,10 @@ class Request:
 
     Lengths, in tokens::
 
-        0 ........ committed ........ planned ........ total
+        0 ........ written ........ planned ........ total
         |  KV known written |  KV in flight  |  no KV yet   |
 
-    `len(ids)` are known on the host, `in_flight` more have been drawn by steps not yet committed;
+    `len(ids)` are known on the host, `in_flight` more (at most one) have been drawn by steps not yet committed;
     `total = len(ids) + in_flight`. A step that plans up to `total` samples the next token.
     `table[i]` is the physical block of tokens [i*block_size, (i+1)*block_size). Its first `shared_blocks`
     entries stand in the radix tree on the path that ends at `node`; the rest are private to this request.
@@ -164,11 +164,9 @@ class Request:
     finish_reason: str = ""
     row: int = -1
     planned: int = 0
-    committed: int = 0
-    in_flight: int = 0  # tokens drawn by steps not yet committed
-    steps_in_flight: int = 0  # steps not yet committed in which it has an entry
-    decoding: bool = False  # it has drawn a token since it was last admitted
-    epoch: int = 0  # raised when work in flight becomes void (a failed step)
+    last_step: int = -1  # in which it has an entry
+    decoding: bool = False  # it has drawn a token since it was last admitted; then total = planned + 1
+    epoch: int = 0  # raised when work in flight becomes void: it finished, or a step failed
     table: list[int] = field(default_factory=list)
     node: Any = None  # engine.kv.radix.Node
     shared_blocks: int = 0
@@ -183,6 +181,11 @@ class Request:
     admitted_work: float = 0.0
     first_token_work: float = 0.0
     grammar: Any = None  # engine.structured.Grammar, advanced at commit
+
+    @property
+    def in_flight(self) -> int:
+        """Tokens drawn by steps not yet committed, while it runs. Not counted but derived: a step need not touch it."""
+        return self.planned + 1 - len(self.ids) if self.decoding else 0
 
     @property
     def total(self) -> int:

@@ -54,11 +54,11 @@ class TreeAgainstASet(RuleBasedStateMachine):
             self.cache.release(request, self.cache.log.append("finish", request.id, "no room", 0))
             return
         self._forget_evicted(before)
-        request.planned = request.committed = len(ids)
+        request.planned = len(ids)
         if step:
             self.cache.publish_planned(request, self.next_id)
             self.cache.tree.settle(self.next_id)
-        self.cache.publish_committed(request)
+        self.cache.publish_committed(request, len(ids))
         self.known |= {tuple(ids[: n * SIZE]) for n in range(1, len(ids) // SIZE + 1)}
         self.live.append(request)
 
@@ -108,8 +108,8 @@ def test_eviction_takes_the_least_recently_used_leaf_first_and_by_its_tail() -> 
     for n, token in enumerate([10, 20, 30]):
         request = make_request(n, [token] * 6)
         assert cache.grow(request, 6)
-        request.planned = request.committed = 6
-        cache.publish_committed(request)
+        request.planned = 6
+        cache.publish_committed(request, 6)
         cache.release(request, cache.log.append("finish", n, "stop", 0))
     again = make_request(7, [10] * 7)
     match = cache.look_up(again)
@@ -129,8 +129,8 @@ def test_what_was_in_use_last_is_evicted_last_whenever_its_use_began() -> None:
     for n, token in enumerate([10, 20]):
         request = make_request(n, [token] * 6)
         assert cache.grow(request, 6)
-        request.planned = request.committed = 6
-        cache.publish_committed(request)
+        request.planned = 6
+        cache.publish_committed(request, 6)
         requests.append(request)
     for request in reversed(requests):  # the first to begin is the last to end
         cache.release(request, cache.log.append("finish", request.id, "stop", 0))
@@ -143,8 +143,8 @@ def test_two_prompts_that_share_a_first_token_but_differ_inside_the_first_block_
     for n, ids in enumerate([[1, 2, 3], [1, 3, 3]]):
         request = make_request(n, ids)
         assert cache.grow(request, 3)
-        request.planned = request.committed = 3
-        cache.publish_committed(request)
+        request.planned = 3
+        cache.publish_committed(request, 3)
         cache.check([request])
         cache.release(request, cache.log.append("finish", n, "stop", 0))
     assert len(cache.tree.root.children) == 2
@@ -206,8 +206,8 @@ def test_tree_operations_stay_cheap_with_many_nodes() -> None:
             assert match is not None
             cache.take(request, match)
             assert cache.grow(request, 4)
-            request.planned = request.committed = 4
-            cache.publish_committed(request)
+            request.planned = 4
+            cache.publish_committed(request, 4)
             cache.release(request, cache.log.append("finish", i, "stop", 0))
         return (time.perf_counter() - started) / n
 

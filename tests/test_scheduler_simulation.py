@@ -169,7 +169,7 @@ def test_a_fully_cached_prompt_recomputes_at_most_a_block_and_frees_the_copy() -
     engine.add_request(prompt, SamplingParams(max_tokens=1))
     run(engine)
     before = engine.runner.prefill_tokens  # type: ignore[attr-defined]
-    second = engine.add_request(prompt, SamplingParams(max_tokens=8))
+    second = engine.add_request(prompt, SamplingParams(max_tokens=8, seed=1))
     engine.step()
     assert engine.runner.prefill_tokens - before == 16  # type: ignore[attr-defined]
     assert second.shared_blocks == 3, "its own copy of the last block was not exchanged for the tree's"

@@ -12,10 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from engine.kv.allocator import BlockAllocator
 from engine.kv.radix import Match, Node, RadixTree
 from engine.records import RecordLog
 from engine.types import Request
+
+NO_CHANGES = (np.empty(0, np.int32),) * 3
 
 
 class KVCache:
@@ -28,7 +32,7 @@ class KVCache:
         self.allocator = BlockAllocator(num_blocks)
         self.tree = RadixTree(block_size, self.allocator, log)
         # What the device's copy of the block tables lacks: (row, column) -> block, the last change counts.
-        self.table_changes: dict[tuple[int, int], int] = {}
+        self._table_changes: dict[tuple[int, int], int] = {}
 
     @property
     def available(self) -> int:
@@ -60,7 +64,6 @@ class KVCache:
         private = request.table[request.shared_blocks :]
         self._hold(request, self.tree.claim(match), match.blocks, dropped=private)
         before, request.planned = request.planned, request.shared_blocks * self.block_size
-        request.committed = request.planned
         return request.planned - before
 
     def _hold(self, request: Request, node: Node, blocks: list[int], dropped: list[int]) -> None:
@@ -79,20 +82,18 @@ class KVCache:
 
     def grow(self, request: Request, tokens: int) -> bool:
         """Make the table cover `tokens` tokens, evicting if need be. False, and nothing done, if it cannot."""
-        short = self.blocks_for(tokens) - len(request.table)
+        start = len(request.table)
+        short = -(-tokens // self.block_size) - start
         if short <= 0:
             return True
-        lacking = short - self.allocator.num_free
-        if lacking > 0:
-            if short > self.available:
-                return False
-            self.tree.evict(lacking, f"r{request.id} needs {short}")
         blocks = self.allocator.allocate(short)
+        if blocks is None and short <= self.available:
+            self.tree.evict(short - self.allocator.num_free, f"r{request.id} needs {short}")
+            blocks = self.allocator.allocate(short)
         if blocks is None:
             return False
-        start = len(request.table)
         request.table += blocks
-        self._changed(request, start, len(request.table))
+        self._changed(request, start, start + short)
         self.log.append("alloc", request.id, blocks)
         return True
 
@@ -101,8 +102,19 @@ class KVCache:
         self._changed(request, 0, len(request.table))
 
     def _changed(self, request: Request, start: int, end: int) -> None:
+        row, table, changes = request.row, request.table, self._table_changes
         for column in range(start, end):
-            self.table_changes[request.row, column] = request.table[column]
+            changes[row, column] = table[column]
+
+    def take_table_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows, columns and blocks (int32) of what changed since this was last called."""
+        changes = self._table_changes
+        if not changes:
+            return NO_CHANGES
+        rows, columns = np.array(list(changes), np.int32).T
+        blocks = np.array(list(changes.values()), np.int32)
+        changes.clear()
+        return rows.copy(), columns.copy(), blocks
 
     # ---- publishing to the tree
 
@@ -118,17 +130,19 @@ class KVCache:
         if keys[0] not in (request.node or self.tree.root).children:
             self._append(request, keys, step)
 
-    def publish_committed(self, request: Request) -> None:
-        """Publish the full blocks whose KV and ids are known; of those the tree knows, adopt its copy and free ours."""
-        end = min(request.committed, len(request.ids)) // self.block_size
+    def publish_committed(self, request: Request, written: int) -> None:
+        """Publish the full blocks of the first `written` tokens, whose KV and ids are known; of those the tree knows,
+        adopt its copy and free ours."""
+        end = min(written, len(request.ids)) // self.block_size
         while self.prefix_caching and request.shared_blocks < end:
-            match = self.tree.match(request.ids, end, request.node or self.tree.root, request.shared_blocks)
-            if match.blocks:
-                start = request.shared_blocks
-                copies = request.table[start : start + len(match.blocks)]
-                self._hold(request, self.tree.claim(match), match.blocks, dropped=copies)
-            else:
-                self._append(request, self._keys(request, request.shared_blocks, end), -1)
+            start, node = request.shared_blocks, request.node or self.tree.root
+            keys = self._keys(request, start, end)
+            if keys[0] not in node.children:
+                self._append(request, keys, -1)
+                return
+            match = self.tree.match(request.ids, end, node, start)
+            copies = request.table[start : start + len(match.blocks)]
+            self._hold(request, self.tree.claim(match), match.blocks, dropped=copies)
 
     def _append(self, request: Request, keys: list[tuple[int, ...]], step: int) -> None:
         start = request.shared_blocks
@@ -151,7 +165,7 @@ class KVCache:
         self.allocator.release(reversed(request.table))
         request.table = []
         request.node = None
-        request.shared_blocks = request.planned = request.committed = 0
+        request.shared_blocks = request.planned = 0
         return held
 
     def forget(self, leaf: Node) -> None:

@@ -18,7 +18,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from engine.kv.allocator import BlockAllocator
 from engine.records import RecordLog
@@ -152,7 +152,7 @@ class RadixTree:
         A leaf that this request alone holds is extended in place, so that a reply is one node and not one per block.
         `step` is the step that writes them, or -1 if they are written.
         """
-        ids = [token for key in keys for token in key]
+        ids = list(chain.from_iterable(keys))
         if node.parent is not None and node.users == 1 and not node.children:
             clock = self.log.append("extend", node.id, request, ids, blocks, step)
             node.keys += keys

@@ -3,6 +3,7 @@
     minitui bench                     on a GPU the shapes of Qwen3-0.6B and 8B, random weights; else the bundled model
     minitui bench --model DIR         a checkpoint (with --dummy-weights a directory that holds only config.json)
     minitui bench --shape 8B --json   one shape, as JSON
+    minitui bench --host              what the host alone does for a step, and the radix tree at 1,000 to 100,000 blocks
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from engine.errors import EngineError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_args(arguments)
+    if options.host:
+        return _host(options)
     import torch
 
     from minitui.bench.limits import measure_limits
@@ -44,6 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             gc.collect()
             if on_gpu:
                 torch.cuda.empty_cache()
+    if options.json:
+        print(json.dumps(report, indent=2))
+    return 0
+
+
+def _host(options: argparse.Namespace) -> int:
+    from minitui.bench.host import measure_host
+
+    report = measure_host(_say_nothing if options.json else print)
     if options.json:
         print(json.dumps(report, indent=2))
     return 0
@@ -135,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-compare", action="store_true", help="on a CPU: do not measure transformers")
     parser.add_argument("--no-watching", action="store_true", help="skip what watching costs")
     parser.add_argument("--pairs", type=int, default=8, help="pairs of runs with records on and off")
+    parser.add_argument("--host", action="store_true", help="measure the host's part of a step; no model is loaded")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     return parser
 
