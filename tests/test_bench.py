@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import ModelConfig
-from minitui.bench import command, cpu
+from minitui.bench import command, cpu, host
 from minitui.bench.limits import Limits
 from minitui.bench.rows import Row
 from minitui.bench.shapes import Work, write_config
@@ -72,3 +72,28 @@ def _bundled() -> str:
     from minitui import tutor
 
     return str(tutor.model_dir())
+
+
+def test_the_host_is_measured_without_a_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host, "BATCHES", (2, 32))
+    monkeypatch.setattr(host, "TREES", (200,))
+    monkeypatch.setattr(host, "RUNS", 1)
+    assert command.main(["--host", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {(cost["rows"], cost["delay"], cost["records"]) for cost in report["steps"]} == {
+        (rows, delay, records) for rows in (2, 32) for delay in (0, 1) for records in (False, True)
+    }
+    assert all(0 < cost["plan_us"] + cost["commit_us"] < cost["worst_us"] for cost in report["steps"])
+    (tree,) = report["tree"]
+    assert tree["blocks"] == 200 and min(tree.values()) > 0
+
+
+def test_a_step_and_the_tree_grow_with_what_they_must_and_no_faster() -> None:
+    """Quadratic would be 64 times as much for eight times the rows, and for a tree 20 times larger 20 times."""
+    few, many = (host.step_cost(rows, 0, True, runs=2) for rows in (64, 512))
+    assert many.step_us < 24 * few.step_us
+    small, large = host.tree_cost(400), host.tree_cost(8_000)
+    for name in ("match_us", "insert_us", "split_us", "evict_us"):
+        assert getattr(large, name) < 8 * getattr(small, name), name

@@ -106,19 +106,18 @@ STEP_HEAD = "  rows  delay records  us a step       plan     commit   us a row  
 TREE_HEAD = "  blocks    nodes      match     insert      split  evict/block   (us)"
 
 
-def measure_host(say: Callable[[str], Any], batches: tuple[int, ...] = BATCHES, trees: tuple[int, ...] = TREES,
-                 runs: int = RUNS) -> dict[str, Any]:  # fmt: skip
+def measure_host(say: Callable[[str], Any]) -> dict[str, Any]:
     """Both tables, said line by line as they are found, and as data."""
     say("steps in which every row decodes\n" + STEP_HEAD)
     steps = []
-    for rows in batches:
+    for rows in BATCHES:
         for delay in (0, 1):
             for records in (False, True):
-                steps.append(step_cost(rows, delay, records, runs))
+                steps.append(step_cost(rows, delay, records, RUNS))
                 say(steps[-1].line())
     say("\nthe radix tree, with its allocator and its records\n" + TREE_HEAD)
     costs = []
-    for blocks in trees:
+    for blocks in TREES:
         costs.append(tree_cost(blocks))
         say(costs[-1].line())
     return {"steps": [asdict(cost) | {"row_us": cost.row_us} for cost in steps], "tree": [asdict(c) for c in costs]}
