@@ -62,7 +62,7 @@ def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> B
     info = {
         "model": _short_name(config.model, directory), "model_dir": str(directory), "architecture": model.architecture,
         "parameters": model.num_parameters, "device": runner.device_name,
-        "dtype": str(limits.dtype).removeprefix("torch."),
+        "dtype": str(limits.dtype).removeprefix("torch."), "quantization": config.quantization,
         "num_blocks": runner.num_blocks - 1, "block_size": runner.block_size, "max_model_len": limits.max_model_len,
         "max_num_seqs": limits.max_num_seqs, "max_num_batched_tokens": limits.max_num_batched_tokens,
         "vocab_size": model.vocab_size, "eos_ids": sorted(eos_ids), "attention": runner.attention_name,

@@ -354,6 +354,7 @@ class EngineConfig:
 
     model: str = ""  # a directory, or a name for engine.hub.resolve_model
     dtype: str = "auto"  # auto: float32 on a CPU; elsewhere the checkpoint's, bfloat16 for a float32 one
+    quantization: str = "none"  # int8: 8-bit matrices and products, on a CPU (engine/model/linear.py)
     device: str = "auto"  # auto: cuda if there is one
     block_size: int = 16  # tokens
     num_blocks: int | None = None  # KV blocks, the null block not counted; None: from kv_tokens, or from memory
@@ -377,6 +378,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise EngineError(f"dtype is {self.dtype!r}: it must be auto, {', '.join(DTYPES)}")
+        if self.quantization not in ("none", "int8"):
+            raise EngineError(f"quantization is {self.quantization!r}: it must be none or int8")
         sizes = ("block_size", "num_blocks", "kv_tokens", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
         for name in sizes:
             value = getattr(self, name)
@@ -416,6 +419,13 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
     name = config.dtype
     if name == "auto":
         name = "float32" if cpu else {"float32": "bfloat16"}.get(model.dtype, model.dtype)
+    if config.quantization == "int8":
+        if not cpu:
+            raise EngineError(f"int8 weights run on a CPU only, and the device is {device}: add --device cpu")
+        if name != "float32":
+            raise EngineError(f"int8 weights come with float32 activations, and the dtype is {name}: leave it to auto")
+        if model.experts is not None:
+            raise EngineError(f"int8 weights are for dense models, and {model.architecture} has experts: use none")
     length = config.max_model_len or model.max_context
     if length > model.max_context:
         raise EngineError(

@@ -319,7 +319,8 @@ class Runner:
         return found
 
     def _load(self, model_dir: Path | None, on_progress: Progress | None) -> Decoder:
-        model = Decoder(self.model_config, self.dtype, self.device, self.max_model_len, self.ops)
+        quantised = self.config.quantization == "int8"
+        model = Decoder(self.model_config, self.dtype, self.device, self.max_model_len, self.ops, quantised)
         if self.config.dummy_weights:
             dummy_weights(model.slots(), self.config.seed)
         elif model_dir is None:

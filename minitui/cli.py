@@ -13,6 +13,7 @@ import typer
 
 from engine.errors import EngineError
 from minitui import __version__
+from minitui.options import Device, DType, KvBlocks, engine_config, engine_options
 
 app = typer.Typer(
     name="minitui",
@@ -45,37 +46,13 @@ TopP = Annotated[float | None, typer.Option(help="Nucleus sampling: the smallest
 TopK = Annotated[int | None, typer.Option(help="Sample among the k most likely tokens.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Longest answer. Default: what context and pool allow.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer, whatever else is in the batch.")]
-DummyWeights = Annotated[
-    bool,
-    typer.Option("--dummy-weights", help="Random weights: only config.json is read. For looking, not for talking."),
-]
-KvBlocks = Annotated[int | None, typer.Option(help="KV blocks in the pool. A small pool (64) fills before your eyes.")]
-BlockSize = Annotated[int, typer.Option(help="Tokens in a KV block.")]
-MaxNumSeqs = Annotated[int | None, typer.Option(help="Requests that run at once.")]
-MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Token budget of a step.")]
-MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")]
-DType = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, float16 or float64.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-AttentionBackend = Annotated[str, typer.Option(help="auto, torch, triton or flash.")]
-EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")]
-GpuMemory = Annotated[float, typer.Option("--gpu-memory-utilization", help="Share of the device's memory to use.")]
 Record = Annotated[Path | None, typer.Option(help="Write everything the engine does to a trace, for minitui replay.")]
-NoPrefixCaching = Annotated[
-    bool, typer.Option("--no-prefix-caching", help="Compute every prompt from its first token.")
-]
-
-
-def engine_config(**options: Any) -> Any:
-    """An EngineConfig from command line options."""
-    from engine.config import EngineConfig
-
-    options["num_blocks"] = options.pop("kv_blocks")
-    options["enable_prefix_caching"] = not options.pop("no_prefix_caching")
-    return EngineConfig(**options)
 
 
 @app.command()
+@engine_options
 def chat(
+    engine: dict[str, Any],
     model: Model = None,
     system: System = None,
     temperature: Temperature = None,
@@ -83,18 +60,6 @@ def chat(
     top_k: TopK = None,
     max_tokens: MaxTokens = None,
     seed: Seed = None,
-    dummy_weights: DummyWeights = False,
-    kv_blocks: KvBlocks = None,
-    block_size: BlockSize = 16,
-    max_num_seqs: MaxNumSeqs = None,
-    max_num_batched_tokens: MaxNumBatchedTokens = None,
-    max_model_len: MaxModelLen = None,
-    dtype: DType = "auto",
-    device: Device = "auto",
-    attention_backend: AttentionBackend = "auto",
-    enforce_eager: EnforceEager = False,
-    gpu_memory_utilization: GpuMemory = 0.9,
-    no_prefix_caching: NoPrefixCaching = False,
     resume: Annotated[bool, typer.Option("--resume", help="Bring back the chats that were not closed.")] = False,
     fps: Annotated[int | None, typer.Option(min=1, max=60, help="Frames a second; lower it on a slow line.")] = None,
     theme: Annotated[str | None, typer.Option(help="dark, light or projector.")] = None,
@@ -119,35 +84,23 @@ def chat(
     """
     from minitui.launch import run_chat
 
-    config = {
-        "dummy_weights": dummy_weights,
-        "kv_blocks": kv_blocks,
-        "block_size": block_size,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "max_model_len": max_model_len,
-        "dtype": dtype,
-        "device": device,
-        "attention_backend": attention_backend,
-        "enforce_eager": enforce_eager,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "no_prefix_caching": no_prefix_caching,
-    }
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_tokens": max_tokens, "seed": seed}
     looks = {"fps": fps, "theme": theme, "ascii": ascii}
     if web:
         from minitui.launch import run_in_browser
 
-        raise typer.Exit(run_in_browser(model, config, web_port, connect))
+        raise typer.Exit(run_in_browser(model, engine, web_port, connect))
     if connect is not None:
         from minitui.launch import run_connected
 
         raise typer.Exit(run_connected(connect, key, model, system, sampling, looks, resume, record))
-    raise typer.Exit(run_chat(model, system, config, sampling, looks, resume, record))
+    raise typer.Exit(run_chat(model, system, engine, sampling, looks, resume, record))
 
 
 @app.command()
+@engine_options
 def ask(
+    engine: dict[str, Any],
     question: Annotated[str, typer.Argument(help="What to ask; '-' or nothing reads it from a pipe.")] = "-",
     model: Model = None,
     system: System = None,
@@ -156,12 +109,6 @@ def ask(
     top_k: TopK = None,
     max_tokens: MaxTokens = None,
     seed: Seed = None,
-    dummy_weights: DummyWeights = False,
-    kv_blocks: KvBlocks = None,
-    max_model_len: MaxModelLen = None,
-    dtype: DType = "auto",
-    device: Device = "auto",
-    attention_backend: AttentionBackend = "auto",
     json: Annotated[bool, typer.Option("--json", help="One JSON object with the answer and its metrics.")] = False,
     record: Record = None,
 ) -> None:
@@ -180,17 +127,8 @@ def ask(
         question = sys.stdin.read().strip()
     if not question.strip():
         raise typer.BadParameter("the question is empty")
-    config = {
-        "dummy_weights": dummy_weights,
-        "kv_blocks": kv_blocks,
-        "max_model_len": max_model_len,
-        "dtype": dtype,
-        "device": device,
-        "attention_backend": attention_backend,
-        "no_prefix_caching": False,
-    }
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_tokens": max_tokens, "seed": seed}
-    raise typer.Exit(run_ask(question, model, system, config, sampling, json, record))
+    raise typer.Exit(run_ask(question, model, system, engine, sampling, json, record))
 
 
 @app.command()
@@ -326,7 +264,9 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="As one JSON object
 
 
 @app.command()
+@engine_options
 def serve(
+    engine: dict[str, Any],
     model: Model = None,
     host: Annotated[str, typer.Option(help="Address to listen on; all but the loopback need a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
@@ -339,18 +279,6 @@ def serve(
     max_body_mib: Annotated[int, typer.Option(min=1, help="Largest body of a request, in MiB.")] = 4,
     request_timeout: Annotated[float, typer.Option(min=0.1, help="Longest time for a reply, in seconds.")] = 600.0,
     drain_seconds: Annotated[float, typer.Option(min=0.0, help="Time for replies under way after SIGTERM.")] = 3.0,
-    dummy_weights: DummyWeights = False,
-    kv_blocks: KvBlocks = None,
-    block_size: BlockSize = 16,
-    max_num_seqs: MaxNumSeqs = None,
-    max_num_batched_tokens: MaxNumBatchedTokens = None,
-    max_model_len: MaxModelLen = None,
-    dtype: DType = "auto",
-    device: Device = "auto",
-    attention_backend: AttentionBackend = "auto",
-    enforce_eager: EnforceEager = False,
-    gpu_memory_utilization: GpuMemory = 0.9,
-    no_prefix_caching: NoPrefixCaching = False,
 ) -> None:
     """Serve over HTTP: POST /generate, OpenAI's endpoints, Prometheus metrics, and the telemetry for chat --connect.
 
@@ -366,21 +294,7 @@ def serve(
     from minitui.server.settings import ServerSettings
 
     choice = choose_model(model)
-    config = engine_config(
-        model=choice.name,
-        dummy_weights=dummy_weights,
-        kv_blocks=kv_blocks,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        dtype=dtype,
-        device=device,
-        attention_backend=attention_backend,
-        enforce_eager=enforce_eager,
-        gpu_memory_utilization=gpu_memory_utilization,
-        no_prefix_caching=no_prefix_caching,
-    )
+    config = engine_config(choice.name, **engine)
     settings = ServerSettings(
         host=host,
         port=port,

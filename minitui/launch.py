@@ -19,9 +19,9 @@ FOR_PIPES = 'minitui ask "What is a KV cache?"'
 
 def live_source(choice: Choice, options: dict[str, Any]) -> LiveSource:
     """An engine of our own for `choice`, not started yet; its log goes to the data directory."""
-    from minitui.cli import engine_config
+    from minitui.options import engine_config
 
-    return LiveSource(engine_config(model=choice.name, **options), log_path(), choice.label)
+    return LiveSource(engine_config(choice.name, **options), log_path(), choice.label)
 
 
 def log_path() -> Path:
@@ -110,11 +110,11 @@ def _run_foreign(
 
 def run_in_browser(model: str | None, options: dict[str, Any], port: int, connect: str | None) -> int:
     """`minitui chat --web`; returns the exit code."""
-    from minitui.cli import engine_config
+    from minitui.options import engine_config
     from minitui.web import run_web
 
     choice = choose_model(model)
-    return run_web(port, connect, engine_config(model=choice.name, **options), choice.label, log_path())
+    return run_web(port, connect, engine_config(choice.name, **options), choice.label, log_path())
 
 
 def apply_looks(settings: settings_file.Settings, looks: dict[str, Any]) -> None:
@@ -209,9 +209,9 @@ def run_demo(name: str, options: dict[str, Any], plain: bool, beat: float, recor
     sampling = Sampling(temperature=0.0, max_tokens=demo.max_tokens)
 
     async def restart(changes: dict[str, Any]) -> None:
-        from minitui.cli import engine_config
+        from minitui.options import engine_config
 
-        await source.reconfigure(engine_config(model=choice.name, **{**chosen, **changes}))
+        await source.reconfigure(engine_config(choice.name, **{**chosen, **changes}))
 
     if plain:
         status = asyncio.run(tell_plainly(demo, source, choice.system, sampling, beat=beat, restart=restart))
@@ -240,15 +240,15 @@ def tell_recording(source: Any) -> None:
 
 def lesson_source(number: int) -> tuple[Choice, LiveSource, Any]:
     """The bundled model in an engine with a lesson's options, and what puts another engine in its place."""
-    from minitui.cli import engine_config
     from minitui.lessons import lesson
+    from minitui.options import engine_config
 
     choice = choose_model(None)
     base = {"kv_blocks": None, "no_prefix_caching": False}
     source = live_source(choice, {**base, **lesson(number).options})
 
     async def restart(options: dict[str, Any]) -> None:
-        await source.reconfigure(engine_config(model=choice.name, **{**base, **options}))
+        await source.reconfigure(engine_config(choice.name, **{**base, **options}))
 
     return choice, source, restart
 

@@ -9,6 +9,7 @@ rows · weightᵀ: so activations stand in columns here, [features, n] for n seq
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -17,7 +18,9 @@ import torch.nn.functional as F
 from engine.attention import AttentionBackend
 from engine.kv.pool import KVPool
 from engine.model.decoder import Decoder, DenseMLP
+from engine.model.linear import LARGEST, Int8Weight, Matrix
 
+TINY = float(np.finfo(np.float32).tiny)
 KEPT_SIZES = 8  # numbers of sequences for which buffers are kept
 
 
@@ -72,13 +75,14 @@ class CPUDecode:
         self._norms = [layer.input_norm.numpy() for layer in decoder.layers] + [decoder.norm.numpy()]
         self._post_norms = [layer.post_norm.numpy() for layer in decoder.layers]
         self._qk_norms = [None if layer.qk_norm is None else layer.qk_norm.numpy() for layer in decoder.layers]
-        self._embedding, self._table = decoder.embedding.numpy(), decoder.rope_table.numpy()
+        self._embed, self._table = _lookup(decoder.embedding), decoder.rope_table.numpy()
         self._columns: dict[int, Columns] = {}
 
     @staticmethod
     def supports(decoder: Decoder, dtype: torch.dtype) -> bool:
         return dtype == torch.float32 and all(isinstance(layer.mlp, DenseMLP) for layer in decoder.layers)
 
+    @np.errstate(invalid="ignore")  # a NaN that is rounded to an integer is seen by its scale
     def logits(
         self, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray, attention: AttentionBackend
     ) -> torch.Tensor:
@@ -94,7 +98,7 @@ class CPUDecode:
             c = self._columns[n] = Columns(decoder, n)
         if n == 1:
             tokens, positions, slots = tokens[0], positions[0], slots[0]
-        c.residual[:] = self._embedding[tokens].T
+        c.residual[:] = self._embed(tokens).T
         cos, sin = np.split(self._table[positions].T, 2)  # [D / 2, n] each
         cos, sin = np.stack((cos, cos)), np.stack((-sin, sin))
         for i, layer in enumerate(decoder.layers):
@@ -113,6 +117,8 @@ class CPUDecode:
             assert isinstance(layer.mlp, DenseMLP)
             _mlp(c, layer.mlp)
         _norm(c.residual, self._norms[-1], eps, c.x)
+        if isinstance(decoder.head, Int8Weight):
+            return torch.from_numpy(_int8_product(decoder.head, c.x)).view(n, -1)
         return torch.mm(decoder.head, c.x_).t().contiguous() if n > 1 else torch.mv(decoder.head, c.x_)[None]
 
 
@@ -151,9 +157,31 @@ def _mlp(c: Columns, mlp: DenseMLP) -> None:
     _add_product(c.residual_, mlp.down, mlp.down_bias, c.gate_)
 
 
-def _multiply(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, out: torch.Tensor) -> None:
+def _lookup(embedding: Matrix) -> Callable[[np.ndarray], np.ndarray]:
+    """Ids [n] -> rows [n, H] of the embedding; an id -> its row [H]."""
+    if not isinstance(embedding, Int8Weight):
+        return embedding.numpy().__getitem__
+    values, scale = embedding.values.numpy(), embedding.scale.numpy()
+    return lambda ids: values[ids] * scale[ids, None]
+
+
+def _int8_product(weight: Int8Weight, x: np.ndarray) -> np.ndarray:
+    """weight [out, in] · x [in, n] -> [n, out], or · x [in] -> [out]. Int8Weight.product in numpy's cheaper calls."""
+    rows = x.T if x.ndim > 1 else x[None]
+    scale = np.abs(rows).max(1, keepdims=True)
+    scale /= LARGEST
+    values = np.rint(rows / np.maximum(scale, TINY)).astype(np.int8, order="C")
+    sums = torch._int_mm(torch.from_numpy(values), weight.values.t()).numpy()
+    product = np.multiply(sums, scale, dtype=np.float32)
+    product *= weight.scale.numpy()
+    return product if x.ndim > 1 else product[0]
+
+
+def _multiply(weight: Matrix, bias: torch.Tensor | None, x: torch.Tensor, out: torch.Tensor) -> None:
     """out = weight [out, in] · x [in, n], or · x [in]."""
-    if x.dim() == 1:
+    if isinstance(weight, Int8Weight):
+        out.numpy().T[:] = _int8_product(weight, x.numpy())
+    elif x.dim() == 1:
         torch.mv(weight, x, out=out)
     else:
         torch.mm(weight, x, out=out)
@@ -161,9 +189,12 @@ def _multiply(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, 
         out += bias[:, None] if x.dim() > 1 else bias
 
 
-def _add_product(total: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> None:
+def _add_product(total: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, x: torch.Tensor) -> None:
     """total += weight [out, in] · x [in, n], or · x [in]."""
-    if x.dim() == 1:
+    if isinstance(weight, Int8Weight):
+        sums = total.numpy().T
+        sums += _int8_product(weight, x.numpy())
+    elif x.dim() == 1:
         total.addmv_(weight, x)
     else:
         total.addmm_(weight, x)

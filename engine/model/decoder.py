@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 
 from engine.attention import AttentionBackend
 from engine.config import ModelConfig
@@ -19,18 +18,28 @@ from engine.forward import ForwardMeta
 from engine.kv.pool import KVPool
 from engine.model import ops as torch_ops
 from engine.model.experts import Experts
+from engine.model.linear import Int8Weight, Matrix, embed, linear
 from engine.model.rope import rope_table
 from engine.model.weights import Slot
+
+
+def empty_matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.device, quantised: bool) -> Matrix:
+    """A parameter [rows, columns], uninitialised."""
+    if quantised:
+        return Int8Weight.empty(rows, columns, device)
+    return torch.empty(rows, columns, dtype=dtype, device=device)
 
 
 class DenseMLP:
     """silu(gate(x)) · up(x), projected down. Any MLP with `slots` and `__call__` can stand in its place."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: ModuleType) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: ModuleType, quantised: bool = False
+    ) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
         self._ops = ops
-        self.gate_up = torch.empty(2 * inner, hidden, dtype=dtype, device=device)
-        self.down = torch.empty(hidden, inner, dtype=dtype, device=device)
+        self.gate_up = empty_matrix(2 * inner, hidden, dtype, device, quantised)
+        self.down = empty_matrix(hidden, inner, dtype, device, quantised)
         self.gate_up_bias = self.down_bias = None
         if config.mlp_bias:
             self.gate_up_bias = torch.empty(2 * inner, dtype=dtype, device=device)
@@ -38,8 +47,8 @@ class DenseMLP:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] -> [T, H]."""
-        inner = self._ops.silu_mul(F.linear(x, self.gate_up, self.gate_up_bias))
-        return F.linear(inner, self.down, self.down_bias)
+        inner = self._ops.silu_mul(linear(x, self.gate_up, self.gate_up_bias))
+        return linear(inner, self.down, self.down_bias)
 
     def slots(self, prefix: str) -> Iterator[Slot]:
         gate, up = self.gate_up.chunk(2)
@@ -57,8 +66,9 @@ class Layer:
     """The weights of one block, q/k/v and gate/up each in one matrix."""
 
     def __init__(
-        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device, ops: ModuleType
-    ) -> None:
+        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device, ops: ModuleType,
+        quantised: bool,
+    ) -> None:  # fmt: skip
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
@@ -67,18 +77,18 @@ class Layer:
         self._dim = dim
         width = sum(self._heads) * dim
         self.input_norm = empty(hidden)
-        self.qkv = empty(width, hidden)
+        self.qkv = empty_matrix(width, hidden, dtype, device, quantised)
         self.qkv_bias = empty(width) if config.qkv_bias else None
         # One row per head, so that queries and keys are normed in one go.
         self.qk_norm = empty(config.num_heads + config.num_kv_heads, dim) if config.qk_norm else None
-        self.output = empty(hidden, config.num_heads * dim)
+        self.output = empty_matrix(hidden, config.num_heads * dim, dtype, device, quantised)
         self.output_bias = empty(hidden) if config.output_bias else None
         self.post_norm = empty(hidden)
         self.mlp: DenseMLP | Experts
         if config.experts is not None and config.experts.layers[index]:
             self.mlp = Experts(config.experts, hidden, dtype, device, ops)
         else:
-            self.mlp = DenseMLP(config, dtype, device, ops)
+            self.mlp = DenseMLP(config, dtype, device, ops, quantised)
 
     def slots(self, prefix: str) -> Iterator[Slot]:
         sizes = [heads * self._dim for heads in self._heads]
@@ -108,14 +118,17 @@ class Decoder:
         device: torch.device,
         max_positions: int,
         ops: ModuleType = torch_ops,
+        quantised: bool = False,
     ) -> None:
-        """`max_positions`: as many have cos and sin; `ops`: a module with the functions of engine/model/ops.py."""
+        """`max_positions`: as many have cos and sin; `ops`: a module with the functions of engine/model/ops.py;
+        `quantised`: matrices are int8, everything else is of `dtype`."""
         self.config = config
         self._ops = ops
-        self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = [Layer(config, i, dtype, device, ops) for i in range(config.num_layers)]
+        vocabulary = (config.vocab_size, config.hidden_size, dtype, device, quantised)
+        self.embedding = empty_matrix(*vocabulary)
+        self.layers = [Layer(config, i, dtype, device, ops, quantised) for i in range(config.num_layers)]
         self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        self.head = self.embedding if config.tie_word_embeddings else torch.empty_like(self.embedding)
+        self.head = self.embedding if config.tie_word_embeddings else empty_matrix(*vocabulary)
         table = rope_table(config.rope, config.head_dim, max_positions, config.max_position)
         self.rope_table = table.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
 
@@ -128,24 +141,24 @@ class Decoder:
         """
         ops, eps = self._ops, self.config.rms_norm_eps
         rope = ops.rope_rows(self.rope_table, meta.positions)
-        residual = F.embedding(token_ids, self.embedding)
+        residual = embed(token_ids, self.embedding)
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
             keys, values = pool.keys[i], pool.values[i]
-            qkv = F.linear(x, layer.qkv, layer.qkv_bias)
+            qkv = linear(x, layer.qkv, layer.qkv_bias)
             q = ops.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, meta.slot_mapping)
             x = attention.run(i, q, keys, values)
             if i == last and meta.logit_rows is not None:  # nothing after this depends on other tokens
                 x, residual = x.index_select(0, meta.logit_rows), residual.index_select(0, meta.logit_rows)
-            x = F.linear(x, layer.output, layer.output_bias)
+            x = linear(x, layer.output, layer.output_bias)
             x = layer.mlp(ops.add_rms_norm(x, residual, layer.post_norm, eps))
             x = ops.add_rms_norm(x, residual, self.norm if i == last else self.layers[i + 1].input_norm, eps)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [s, H] -> [s, V]."""
-        return F.linear(hidden, self.head)
+        return linear(hidden, self.head)
 
     def slots(self) -> Iterator[Slot]:
         """Every tensor a checkpoint of this model holds, and where it goes."""

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from engine.config import read_json
 from engine.errors import CheckpointError
+from engine.model.linear import Int8Weight, Matrix, quantise
 
 Progress = Callable[[dict[str, Any]], None]  # {"stage": str, "done": int, "total": int, "text": str}
 
@@ -28,7 +29,7 @@ class Slot:
     """A tensor of the checkpoint, `name`, and the slice of a parameter that it fills."""
 
     name: str
-    view: torch.Tensor
+    view: Matrix
     repeated: bool = False  # the checkpoint holds one row, of which every row of the view is a copy
     parts: tuple[Slot, ...] = ()  # what the checkpoint may hold instead: tensors that fill the view together
 
@@ -150,17 +151,24 @@ def _check(wanted: dict[str, Slot], files: list[Path], directory: Path, tied: bo
     return total
 
 
-def _check_tied(embedding: torch.Tensor, files: list[Path]) -> None:
+def _check_tied(embedding: Matrix, files: list[Path]) -> None:
     for path in files:
         with _opened(path) as file:
             if "lm_head.weight" not in file.keys():  # noqa: SIM118 (not a dict)
                 continue
-            head = _read(file, "lm_head.weight", path).to(embedding.dtype)
-            if list(head.shape) != list(embedding.shape) or not torch.equal(head, embedding.to(head.device)):
+            head = _read(file, "lm_head.weight", path)
+            if list(head.shape) != list(embedding.shape) or not _equal(head, embedding):
                 raise CheckpointError(
                     f"{path} has an lm_head.weight that differs from the embedding, though config.json ties the two: "
                     "set tie_word_embeddings to false"
                 )
+
+
+def _equal(tensor: torch.Tensor, parameter: Matrix) -> bool:
+    """Whether the parameter, of whatever type, is what the tensor becomes when it is loaded."""
+    if isinstance(parameter, Int8Weight):
+        return torch.equal(quantise(tensor)[0].to(parameter.device), parameter.values)
+    return torch.equal(tensor.to(parameter.device, parameter.dtype), parameter)
 
 
 def _opened(path: Path) -> Any:

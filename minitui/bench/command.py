@@ -103,17 +103,18 @@ def _measure(
     llm = LLM(
         str(directory), dummy_weights=dummy, load_tokenizer=False, device=options.device,
         enforce_eager=options.enforce_eager, overlap=options.overlap, attention_backend=options.attention_backend,
-        cpu_threads=options.threads, **sizes,
+        cpu_threads=options.threads, quantization=options.quantization, **sizes,
     )  # fmt: skip
     info = llm.info
     notes = list(llm.engine.runner.memory.notes)  # type: ignore[attr-defined]
+    quantised = info["quantization"] == "int8"
     say(
-        f"{info['parameters'] / 1e9:.2f} billion parameters in {info['dtype']}, attention {info['attention']}, "
+        f"{info['parameters'] / 1e9:.2f} billion parameters in {'int8' if quantised else info['dtype']}, attention {info['attention']}, "
         f"{info['num_blocks']:,} blocks of {info['block_size']} tokens, overlap {'on' if info['overlap'] else 'off'}, "
         f"ready in {info['load_seconds']:.1f} s",
         *notes, sep="\n",
     )  # fmt: skip
-    work = Work.of(config, getattr(torch, info["dtype"]).itemsize)
+    work = Work.of(config, getattr(torch, info["dtype"]).itemsize, weight_itemsize=1 if quantised else None)
     if on_gpu:
         references = H200.get(label, {}) if "H200" in torch.cuda.get_device_name() else {}
         found = GpuRows(llm, work, limits, references).all()
@@ -139,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dummy-weights", action="store_true", help="random weights: only config.json is read")
     parser.add_argument("--shape", action="append", choices=["0.6B", "8B"], help="a built-in shape; may be repeated")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--quantization", default="none", choices=["none", "int8"], help="int8: on a CPU")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--overlap", default="auto", choices=["auto", "on", "off"])
     parser.add_argument("--attention-backend", default="auto")

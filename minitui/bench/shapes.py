@@ -44,17 +44,17 @@ class Work:
     head: int  # of the output matrix
     kv_bytes: int  # of one token's keys and values, all layers
     attention: int  # operations of one query meeting one key, all layers
-    itemsize: int
+    itemsize: int  # of a weight
 
     @staticmethod
-    def of(config: ModelConfig, itemsize: int) -> Work:
-        """The work of a model whose weights and cache take `itemsize` bytes a number."""
+    def of(config: ModelConfig, itemsize: int, weight_itemsize: int | None = None) -> Work:
+        """The work of a model whose cache, and weights unless told otherwise, take `itemsize` bytes a number."""
         c, d = config, config.head_dim
         layer = c.hidden_size * (2 * c.num_heads + 2 * c.num_kv_heads) * d + 3 * c.hidden_size * c.intermediate_size
         return Work(
             body=c.num_layers * layer, head=c.vocab_size * c.hidden_size,
             kv_bytes=2 * c.num_layers * c.num_kv_heads * d * itemsize,
-            attention=4 * c.num_layers * c.num_heads * d, itemsize=itemsize,
+            attention=4 * c.num_layers * c.num_heads * d, itemsize=weight_itemsize or itemsize,
         )  # fmt: skip
 
     def prefill(self, limits: Limits, lengths: list[int], cached: int = 0) -> float:

@@ -23,9 +23,9 @@ TURNS = 6
 CHATS = 40
 
 
-def answers_of(model: Path) -> Answer:
+def answers_of(model: Path, quantization: str = "none") -> Answer:
     """A function that answers chats greedily, all of them in one batch of the engine."""
-    llm = LLM(str(model))
+    llm = LLM(str(model), quantization=quantization)
 
     def answer(chats: Sequence[Chat]) -> list[str]:
         outputs = llm.chat([list(chat) for chat in chats], SamplingParams(temperature=0.0, max_tokens=300), False)
@@ -67,12 +67,13 @@ def main() -> None:
     """Prints the measurements."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=model_dir(), help="checkpoint directory")
+    parser.add_argument("--quantization", default="none", help="none or int8")
     parser.add_argument("--set", default="evaluation.jsonl", help="evaluation.jsonl or development.jsonl")
     parser.add_argument("--wrong", action="store_true", help="also print each wrong answer")
     parser.add_argument("--write", action="store_true", help="store the questions answered right beside the weights")
     args = parser.parse_args()
     items = load_items()
-    answer = answers_of(args.model)
+    answer = answers_of(args.model, args.quantization)
     checks: list[Check] = load_checks(args.set)
     for name, system in (("the default", DEFAULT_SYSTEM_PROMPT), ("a foreign", FOREIGN_SYSTEM_PROMPT), ("no", None)):
         verdicts = score(checks, answer, system)

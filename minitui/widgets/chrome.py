@@ -101,7 +101,8 @@ def describe_engine(info: dict[str, object]) -> str:
     if not info:
         return ""
     dot = f" {glyphs().middot} "
-    known = [str(info[name]) for name in ("model", "device", "dtype") if name in info]
+    weights = "dtype" if info.get("quantization", "none") == "none" else "quantization"
+    known = [str(info[name]) for name in ("model", "device", weights) if name in info]
     if "num_blocks" in info:  # a server of another make does not tell
         known.append(f"{info['num_blocks']:,} blocks of {info['block_size']}")
     return dot.join(known)

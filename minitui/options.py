@@ -1,0 +1,79 @@
+"""The engine's options on the command line: names, defaults and help in one place, for every command that runs one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+
+DType = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+KvBlocks = Annotated[int | None, typer.Option(help="KV blocks in the pool. A small pool (64) fills before your eyes.")]
+
+
+def _options(
+    dummy_weights: Annotated[
+        bool,
+        typer.Option("--dummy-weights", help="Random weights: only config.json is read. For looking, not for talking."),
+    ] = False,
+    kv_blocks: KvBlocks = None,
+    block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 16,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Token budget of a step.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
+    dtype: DType = "auto",
+    quantization: Annotated[
+        str,
+        typer.Option(help="none or int8: 8-bit weights on a CPU: a quarter of the memory, 2-3 times the speed."),
+    ] = "none",
+    device: Device = "auto",
+    attention_backend: Annotated[str, typer.Option(help="auto, torch or triton.")] = "auto",
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the device's memory to use.")] = 0.9,
+    no_prefix_caching: Annotated[
+        bool, typer.Option("--no-prefix-caching", help="Compute every prompt from its first token.")
+    ] = False,
+) -> None:
+    """What engine_config takes, as typer reads it."""
+
+
+PARAMETERS = [
+    parameter.replace(annotation=get_type_hints(_options, include_extras=True)[name], kind=parameter.KEYWORD_ONLY)
+    for name, parameter in inspect.signature(_options).parameters.items()
+]
+
+
+def engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with the engine's options after its own; it gets them as a dictionary, `engine`."""
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        engine = {parameter.name: given.pop(parameter.name) for parameter in PARAMETERS}
+        command(**given, engine=engine)
+
+    hints = get_type_hints(command, include_extras=True)
+    own = [
+        parameter.replace(annotation=hints[name], kind=parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(command).parameters.items()
+        if name != "engine"
+    ]
+    run.__signature__ = inspect.Signature([*own, *PARAMETERS])  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *PARAMETERS)}
+    return run
+
+
+def engine_config(model: str, **options: Any) -> EngineConfig:
+    """An EngineConfig from options of the command line."""
+    from engine.config import EngineConfig
+
+    if "kv_blocks" in options:
+        options["num_blocks"] = options.pop("kv_blocks")
+    if "no_prefix_caching" in options:
+        options["enable_prefix_caching"] = not options.pop("no_prefix_caching")
+    return EngineConfig(model=model, **options)
