@@ -109,7 +109,8 @@ def _measure(
     notes = list(llm.engine.runner.memory.notes)  # type: ignore[attr-defined]
     quantised = info["quantization"] == "int8"
     say(
-        f"{info['parameters'] / 1e9:.2f} billion parameters in {'int8' if quantised else info['dtype']}, attention {info['attention']}, "
+        f"{info['parameters'] / 1e9:.2f} billion parameters in {info['quantization' if quantised else 'dtype']}, "
+        f"attention {info['attention']}, "
         f"{info['num_blocks']:,} blocks of {info['block_size']} tokens, overlap {'on' if info['overlap'] else 'off'}, "
         f"ready in {info['load_seconds']:.1f} s",
         *notes, sep="\n",
