@@ -22,7 +22,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "submit": ("request", "group", "prompt_tokens", "max_total"),  # joins the end of the waiting queue
     "refuse": ("group", "reason"),  # never became a request; changes nothing
     "wait": ("request", "reason"),  # head of the queue, not admitted; told once per change of reason
-    "order": ("queue",),  # the queue was sorted (policy longest-prefix): all waiting requests, in their new order
+    "order": ("queue",),  # the head of the queue was sorted (policy longest-prefix): its requests, in their new order
     "admit": ("request", "row", "reason"),  # leaves the queue, gets a row; reason: "new" or "resumed"
     "match": ("request", "tokens", "stop", "at", "detail"),  # prefix match at admission or before a chunk: tokens taken
     #   from the tree by it, and why it stopped: "whole" (all that may be shared is), "differs" (at token `at`),

@@ -135,7 +135,7 @@ class State:
         self.queue.append(id)
 
     def _order(self, queue: list[int]) -> None:
-        self.queue = list(queue)
+        self.queue[: len(queue)] = queue
 
     def _admit(self, id: int, row: int, reason: str) -> None:
         request = self.requests[id]

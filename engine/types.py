@@ -173,6 +173,7 @@ class Request:
     cached_tokens: int = 0  # prompt tokens taken from the tree at first admission and later matches
     match: tuple[str, int, str] = ("", 0, "")  # why its first prefix match stopped, where, and how far it came
     preemptions: int = 0
+    overtaken: int = 0  # how many younger ones were admitted while it waited (policy longest-prefix)
     prompt_logprobs_given: int = 0  # a resumed prefill computes them again
     # Seconds on the log's clock, and on that which stands while work is held back; 0 until it happens.
     submitted_at: float = 0.0

@@ -1,0 +1,108 @@
+"""Who is admitted next: what sorting the queue by cached prefix gains under memory pressure, and what it may not cost."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from engine import scheduler
+from engine.engine import Engine
+from engine.records import RecordLog
+from engine.scheduler import SchedulerConfig
+from engine.types import Request, SamplingParams
+from minitui.bench.host import NoDevice
+
+STEP_S, TOKEN_S = 4e-3, 5e-5  # a step takes as long as this, and as this for each token of it
+
+
+@dataclass
+class Outcome:
+    """Of a run: tokens taken from the tree, mean and worst seconds to the first token, admissions in order."""
+
+    hits: int
+    mean_ttft: float
+    worst_ttft: float
+    admitted: list[int]
+
+
+def make_engine(policy: str, blocks: int = 200) -> tuple[Engine, list[float]]:
+    """An engine on make-believe time: the list holds the present."""
+    now = [0.0]
+    config = SchedulerConfig(512, 8, max_model_len=2048, policy=policy)
+    return Engine(NoDevice(blocks + 1), config, log=RecordLog(clock=lambda: now[0])), now
+
+
+def documents(policy: str, requests: int, every: float = 0.03) -> Outcome:
+    """People ask about 24 documents of 512 tokens, at random; the pool holds the KV of about five of them."""
+    engine, now = make_engine(policy)
+    rng = random.Random(3)
+    texts = [[rng.randrange(1000) for _ in range(512)] for _ in range(24)]
+    arrivals = []
+    at = 0.0
+    for _ in range(requests):
+        at += rng.expovariate(1 / every)
+        arrivals.append((at, [*rng.choice(texts), *(rng.randrange(1000) for _ in range(32))]))
+    came: list[Request] = []
+    first: dict[int, float] = {}
+    while len(came) < requests or engine.has_work:
+        while len(came) < requests and (arrivals[len(came)][0] <= now[0] or not engine.has_work):
+            now[0] = max(now[0], arrivals[len(came)][0])
+            came.append(engine.add_request(arrivals[len(came)][1], SamplingParams(max_tokens=32, ignore_eos=True)))
+        plan = engine.scheduler.plan()
+        assert plan is not None
+        now[0] += STEP_S + TOKEN_S * plan.num_tokens
+        for emitted in engine.scheduler.commit(plan, engine.runner.launch(plan).wait()):
+            first.setdefault(emitted.request.id, now[0])
+    engine.check()
+    waits = [first[request.id] - arrivals[i][0] for i, request in enumerate(came)]
+    admitted = [record[3] for record in engine.log.drain() if record[2] == "admit" and record[5] == "new"]
+    return Outcome(sum(r.cached_tokens for r in came), sum(waits) / len(waits), max(waits), admitted)
+
+
+def overtakings(admitted: list[int]) -> int:
+    """How often the most unlucky request saw a younger one admitted before it."""
+    return max(sum(other > id for other in admitted[:i]) for i, id in enumerate(admitted))
+
+
+def test_sorting_by_prefix_takes_more_from_the_tree_and_answers_sooner_when_the_pool_is_short() -> None:
+    in_order, sorted_ = documents("fcfs", 240), documents("longest-prefix", 240)
+    assert in_order.admitted == sorted(in_order.admitted)
+    assert sorted_.hits > 2 * in_order.hits
+    assert sorted_.mean_ttft < 0.4 * in_order.mean_ttft and sorted_.worst_ttft < in_order.worst_ttft
+    assert 0 < overtakings(sorted_.admitted) <= scheduler.OVERTAKES + 8
+
+
+def test_nobody_is_overtaken_for_ever() -> None:
+    """One asks about something else, while questions about a cached text never end."""
+    engine, _ = make_engine("longest-prefix")
+    rng = random.Random(1)
+    text = [rng.randrange(1000) for _ in range(256)]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+
+    def ask() -> None:
+        while len(engine.scheduler.waiting) < 30:
+            engine.add_request([*text, *(rng.randrange(1000) for _ in range(20))], params)
+
+    ask()
+    for _ in range(10):
+        engine.step()
+    stranger = engine.add_request([rng.randrange(1000) for _ in range(300)], params)
+    before = 0
+    while not stranger.admitted_at and before < 1000:
+        ask()
+        engine.step()
+        before += sum(record[2] == "admit" and record[3] > stranger.id for record in engine.log.drain())
+    assert 10 < before <= scheduler.OVERTAKES + engine.scheduler.config.max_num_seqs
+
+
+def test_a_step_compares_so_many_and_no_more() -> None:
+    """A queue of thousands must not be matched against the tree in every step."""
+    engine, _ = make_engine("longest-prefix")
+    rng = random.Random(2)
+    for _ in range(500):
+        engine.add_request([rng.randrange(1000) for _ in range(40)], SamplingParams(max_tokens=200, ignore_eos=True))
+    looked = []
+    look_up = engine.cache.look_up
+    engine.cache.look_up = lambda request: looked.append(request.id) or look_up(request)  # type: ignore
+    engine.step()
+    assert len(set(looked)) <= scheduler.CANDIDATES
