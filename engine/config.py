@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import CheckpointError, EngineError
+from engine.types import POLICIES
 
 if TYPE_CHECKING:
     import torch  # at run time only where tensors are made: a client describes an engine without loading torch
@@ -385,6 +386,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise EngineError(f"{name} is {value}: it must be at least 1")
+        if self.scheduling_policy not in POLICIES:
+            raise EngineError(f"scheduling_policy is {self.scheduling_policy!r}: it must be {', '.join(POLICIES)}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise EngineError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}: it must be above 0 and at most 1"

@@ -24,9 +24,8 @@ import numpy as np
 from engine.errors import InvalidRequest
 from engine.kv.cache import KVCache
 from engine.records import RecordLog
-from engine.types import Request, RequestState, SamplingParams, StepPlan, StepResult, TokenLogprobs
+from engine.types import POLICIES, Request, RequestState, SamplingParams, StepPlan, StepResult, TokenLogprobs
 
-POLICIES = ("fcfs", "longest-prefix", "static")
 CANDIDATES = 64  # longest-prefix: so many of the eldest are compared in a step
 OVERTAKES = 64  # longest-prefix: as often may younger requests be admitted before an older one
 

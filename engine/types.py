@@ -19,6 +19,7 @@ import numpy as np
 
 from engine.errors import InvalidRequest
 
+POLICIES = ("fcfs", "longest-prefix", "static")  # of the scheduler
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 

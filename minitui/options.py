@@ -36,6 +36,14 @@ def _options(
     attention_backend: Annotated[str, typer.Option(help="auto, torch or triton.")] = "auto",
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the device's memory to use.")] = 0.9,
+    scheduling_policy: Annotated[
+        str,
+        typer.Option(
+            help="Who of those who wait runs next: fcfs, first come first served; longest-prefix, who finds most of "
+            "the prompt in the tree (pays when many share long prefixes and the pool is short; nobody is overtaken "
+            "for ever); static, nobody until the whole batch has ended."
+        ),
+    ] = "fcfs",
     no_prefix_caching: Annotated[
         bool, typer.Option("--no-prefix-caching", help="Compute every prompt from its first token.")
     ] = False,
