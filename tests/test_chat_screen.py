@@ -67,7 +67,19 @@ async def press(pilot: Pilot[Any], *keys: str) -> None:
         character = key if len(key) == 1 else characters.get(key)
         pilot.app.post_message(events.Key(key, character))
         await asyncio.sleep(0.1 if key == "escape" else 0.002)
+        await arrived(pilot)
     await asyncio.sleep(0.08)
+
+
+async def arrived(pilot: Pilot[Any]) -> None:
+    """However busy the machine: a key has gone from the application to the widget and back."""
+    for _ in range(3):
+        for pump in (pilot.app, pilot.app.screen, pilot.app.focused):
+            if pump is not None and pump.is_attached:
+                done = asyncio.Event()
+                pump.call_later(done.set)
+                with contextlib.suppress(TimeoutError):  # it is going
+                    await asyncio.wait_for(done.wait(), 2)
 
 
 async def type_text(pilot: Pilot[Any], text: str) -> None:
