@@ -4,6 +4,7 @@
     minitui bench --model DIR         a checkpoint (with --dummy-weights a directory that holds only config.json)
     minitui bench --shape 8B --json   one shape, as JSON
     minitui bench --host              what the host alone does for a step, and the radix tree at 1,000 to 100,000 blocks
+    minitui bench --app               what the application costs: folding, Inspect, Chat, memory over hours
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from engine.errors import EngineError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_args(arguments)
-    if options.host:
-        return _host(options)
+    if options.host or options.app:
+        return _without_model(options)
     import torch
 
     from minitui.bench.limits import measure_limits
@@ -52,10 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _host(options: argparse.Namespace) -> int:
-    from minitui.bench.host import measure_host
+def _without_model(options: argparse.Namespace) -> int:
+    """The host's part of a step, or the application's cost."""
+    say = _say_nothing if options.json else print
+    if options.host:
+        from minitui.bench.host import measure_host
 
-    report = measure_host(_say_nothing if options.json else print)
+        report = measure_host(say)
+    else:
+        from minitui.bench.app import measure_app
+
+        report = measure_app(say, options.seconds, options.hours)
     if options.json:
         print(json.dumps(report, indent=2))
     return 0
@@ -151,6 +159,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-watching", action="store_true", help="skip what watching costs")
     parser.add_argument("--pairs", type=int, default=8, help="pairs of runs with records on and off")
     parser.add_argument("--host", action="store_true", help="measure the host's part of a step; no model is loaded")
+    parser.add_argument("--app", action="store_true", help="measure the application; the engine is made believe")
+    parser.add_argument("--seconds", type=float, default=15.0, help="with --app: how long each screen is watched")
+    parser.add_argument("--hours", type=float, default=2.0, help="with --app: hours that are fast-forwarded")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     return parser
 

@@ -1,0 +1,67 @@
+"""What watching costs: a record is folded in microseconds, and hours of watching leave no more behind than one."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import pytest
+
+from minitui.bench import app
+from minitui.stress import SMALL, Stress
+from minitui.view import View
+from minitui.view.history import Steps
+from minitui.view.travel import Past
+
+LOAD = replace(SMALL, chats=6, step_ms=12.0)
+
+
+def long_run(view: View, stress: Stress, steps: int) -> int:
+    """So many steps folded, a frame at a time; the bytes of the view after them."""
+    last = stress.steps_run + steps
+    while stress.steps_run < last:
+        stress.run_steps(25)
+        view.fold(stress.drain(), stress.now)
+        view.frame(stress.now)
+        view.tree.refresh(view.board, stress.now, force=True)
+    return app.bytes_reached(view)
+
+
+@pytest.fixture
+def watched() -> tuple[View, Stress]:
+    """A view with short histories, so that they fill within seconds."""
+    stress, view = Stress(LOAD), View()
+    view.ids_to_text = stress.words.decode
+    view.reset(app.blank(LOAD).snapshot())
+    view.steps = Steps(400)
+    view.past = Past(kept=2_000, every=400)
+    view.past.begin(view.live)
+    view.events.items = deque(maxlen=300)
+    return view, stress
+
+
+def test_a_long_run_leaves_no_more_behind_than_a_short_one(watched: tuple[View, Stress]) -> None:
+    view, stress = watched
+    early = max(long_run(view, stress, 500) for _ in range(3))
+    late = max(long_run(view, stress, 500) for _ in range(6))
+    assert view.live.state.seq > 12_000 and view.steps.last - view.steps.first < 400
+    assert late < 1.15 * early
+
+
+def test_what_a_history_keeps_for_ever_would_be_seen(watched: tuple[View, Stress]) -> None:
+    view, stress = watched
+    view.past = Past(kept=10**9, every=400)  # a ring that never forgets
+    view.past.begin(view.live)
+    early = max(long_run(view, stress, 500) for _ in range(2))
+    assert long_run(view, stress, 1_500) > 1.15 * early
+
+
+def test_folding_is_measured() -> None:
+    cost = app.fold_cost(LOAD, seconds=3.0, folds=1)
+    assert cost.records > 100 and 0 < cost.state_us < cost.view_us < 500
+
+
+def test_bytes_are_counted_once_and_code_is_not_counted() -> None:
+    shared = [0] * 1000
+    assert app.bytes_reached([shared, shared]) < 8_000 + 8_000
+    assert app.bytes_reached([app, View, len]) < 200
