@@ -55,10 +55,18 @@ def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> B
             max_num_batched_tokens=limits.max_num_batched_tokens, max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len, chunked_prefill=config.enable_chunked_prefill,
             policy=config.scheduling_policy,
+            speculative_tokens=config.speculative_tokens if config.speculation != "off" else 0,
         ),
         overlap=overlap, prefix_caching=config.enable_prefix_caching, eos_ids=eos_ids,
         grammars=Grammars(tokenizer, model.vocab_size) if tokenizer is not None else None,
     )  # fmt: skip
+    notes = list(limits.notes)
+    speculation = None
+    if config.speculation != "off":
+        speculation = {"method": config.speculation, "tokens": config.speculative_tokens}
+        notes.append(
+            "speculation: steps are not overlapped, because what a step computes depends on the tokens of the last"
+        )
     info = {
         "model": _short_name(config.model, directory), "model_dir": str(directory), "architecture": model.architecture,
         "parameters": model.num_parameters, "device": runner.device_name,
@@ -66,10 +74,11 @@ def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> B
         "num_blocks": runner.num_blocks - 1, "block_size": runner.block_size, "max_model_len": limits.max_model_len,
         "max_num_seqs": limits.max_num_seqs, "max_num_batched_tokens": limits.max_num_batched_tokens,
         "vocab_size": model.vocab_size, "eos_ids": sorted(eos_ids), "attention": runner.attention_name,
-        "overlap": overlap, "kv_bytes_per_token": model.kv_bytes_per_token(limits.dtype),
+        "overlap": engine.delay > 0, "kv_bytes_per_token": model.kv_bytes_per_token(limits.dtype),
         "prefix_caching": config.enable_prefix_caching, "dummy_weights": config.dummy_weights,
         "generation": tokenizer.generation if tokenizer is not None else {},
-        "load_seconds": round(time.perf_counter() - started, 3), "notes": list(limits.notes),
+        "load_seconds": round(time.perf_counter() - started, 3), "notes": notes,
+        "speculation": speculation,
     }  # fmt: skip
     logger.info("ready: %s", info)
     return Built(engine, tokenizer, info)
@@ -97,6 +106,11 @@ def make_runner(
             logger.warning("triton is not installed (%s): plain torch kernels are used", error)
         else:
             if not supports(model, limits.dtype):
+                if config.speculation != "off" and not config.enforce_eager:
+                    raise EngineError(
+                        f"speculation {config.speculation} has not been enabled for CUDA graphs, which this GPU would "
+                        "use: add --enforce-eager, or leave speculation off"
+                    )
                 return GraphRunner(model, config, directory, on_progress)
     from engine.runner import Runner
 

@@ -349,6 +349,10 @@ def _eos_ids(*tables: dict[str, Any]) -> tuple[int, ...]:
     return tuple(ids)
 
 
+SPECULATION = ("off", "prompt-lookup")
+MOST_SPECULATIVE_TOKENS = 32
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How the engine is to run a model. None and "auto" are decided by `resolve`, from the model and the device."""
@@ -370,6 +374,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"  # longest-prefix: the best cached first; static: one batch after the other
+    speculation: str = "off"  # prompt-lookup: drafts from the request's own text (engine/speculation.py)
+    speculative_tokens: int = 8  # the longest draft, with speculation
     overlap: str = "auto"  # plan step n+1 while n runs: "on", "off"; auto: where the device is not the CPU
     seed: int = 0  # of the requests that bring none, and of dummy weights
     tensor_parallel_size: int = 1
@@ -381,6 +387,12 @@ class EngineConfig:
             raise EngineError(f"dtype is {self.dtype!r}: it must be auto, {', '.join(DTYPES)}")
         if self.quantization not in ("none", "int8"):
             raise EngineError(f"quantization is {self.quantization!r}: it must be none or int8")
+        if self.speculation not in SPECULATION:
+            raise EngineError(f"speculation is {self.speculation!r}: it must be {' or '.join(SPECULATION)}")
+        if not 1 <= self.speculative_tokens <= MOST_SPECULATIVE_TOKENS:
+            raise EngineError(
+                f"speculative_tokens is {self.speculative_tokens}: it must be from 1 to {MOST_SPECULATIVE_TOKENS}"
+            )
         sizes = ("block_size", "num_blocks", "kv_tokens", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
         for name in sizes:
             value = getattr(self, name)

@@ -39,8 +39,7 @@ class CPURunner(Runner):
 
     def launch(self, plan: StepPlan) -> Launched:
         """Run a step; it is over when this returns."""
-        n = len(plan.rows)
-        if self._decode is None or plan.num_decodes < n or n > MOST_SEQUENCES or not plan.samples.all():
+        if self._decode is None or plan.num_decoding < len(plan.rows) or plan.num_tokens > MOST_SEQUENCES:
             return super().launch(plan)
         started = time.perf_counter()
         with torch.inference_mode():
@@ -51,24 +50,33 @@ class CPURunner(Runner):
             return self._finish(plan, inputs, drawn, {}, started, None)
 
     def decode(self, plan: StepPlan) -> tuple[torch.Tensor, Inputs]:
-        """Logits [n, V] of a plan of decodes, and what the sampler has to know of it."""
+        """Logits [T, V] of a plan of decodes, and what the sampler has to know of it. A token with drafts behind it and
+        those drafts are columns like the others; only attention has to know that they are one sequence."""
         assert self._decode is not None
-        size, lengths, tokens = self.block_size, plan.starts + 1, plan.token_ids
-        blocks, offsets = np.divmod(plan.starts, size)
-        slots = self._host_table[plan.rows, blocks] * np.int64(size) + offsets
+        size, tokens, samples, rows, positions = self.block_size, plan.token_ids, self._count, plan.rows, plan.starts
+        lengths = plan.starts + plan.q_lens
+        table = self._host_table[rows, : -(-int(lengths.max()) // size)]
+        if plan.num_drafted:
+            bounds = np.concatenate((samples[:1], np.cumsum(plan.q_lens)))
+            self.attention.plan_arrays(table, lengths, bounds, plan.num_decodes)
+            samples = np.repeat(samples[: len(rows)], plan.q_lens)
+            rows, positions = rows[samples], (lengths - bounds[1:])[samples] + np.arange(len(tokens))
+            lengths = positions + 1
+        else:
+            self.attention.plan_decodes(table, lengths)
+        blocks, offsets = np.divmod(positions, size)
+        slots = self._host_table[rows, blocks] * np.int64(size) + offsets
         if (tokens < 0).any():
-            tokens = np.where(tokens < 0, self.last_token.numpy()[plan.rows], tokens)
-        self.attention.plan_decodes(self._host_table[plan.rows, : -(-int(lengths.max()) // size)], lengths)
-        logits = self._decode.logits(tokens, plan.starts, slots, self.attention)
-        rows, positions = torch.from_numpy(plan.rows.astype(np.int64)), torch.from_numpy(lengths.astype(np.int64))
+            tokens = np.where(tokens < 0, self.last_token.numpy()[rows], tokens)
+        logits = self._decode.logits(tokens, positions, slots, self.attention)
         return logits, Inputs(
             token_ids=torch.from_numpy(tokens),
             meta=None,
-            samples=self._count[: len(tokens)],
-            rows=plan.rows,
+            samples=samples[: len(tokens)],
+            rows=rows,
             positions=lengths,
-            device_rows=rows,
-            device_positions=positions,
+            device_rows=torch.from_numpy(rows.astype(np.int64)),
+            device_positions=torch.from_numpy(lengths.astype(np.int64)),
             sampled_hidden=None,
             prompt_hidden={},
         )

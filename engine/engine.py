@@ -9,7 +9,8 @@
     6 detokenize   after:  text for whoever listens (engine/output.py), off the step's critical path
 
 A step is *planned* on the host, *launched* on the device and *committed* on the host. With `overlap` the engine
-commits step n-1 and plans n+1 while n runs; that is an order of calls, not another loop.
+commits step n-1 and plans n+1 while n runs; that is an order of calls, not another loop. Steps whose lengths depend on
+the ids just drawn (speculation) are not overlapped.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class Engine:
         self.scheduler = Scheduler(config, self.cache, self.log)
         self.gate = Gate(self.log)
         self.eos_ids = eos_ids
-        self.delay = 1 if overlap else 0  # steps launched but not committed when step() returns
+        # Steps launched but not committed when step() returns. With speculation none: how many of its drafts a row
+        # keeps, and what it drafts next, depends on the ids of the step before.
+        self.delay = 1 if overlap and not config.speculative_tokens else 0
         self._grammars = grammars  # engine.structured.Grammars, if replies can be constrained
         self._flight: deque[InFlight] = deque()
         self._next_id = 1

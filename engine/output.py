@@ -55,6 +55,7 @@ class _Open:
     request: Request
     text: TextStream | None
     held: str = ""  # decoded, but it may be the beginning of a stop string
+    drawn: int = 0  # tokens told; the request may have drawn more in the same step
 
 
 class OutputProcessor:
@@ -77,7 +78,7 @@ class OutputProcessor:
         state = self._open.pop(request_id, None)
         if state is None:
             return None
-        return Delta(request_id, _rest(state), [], reason, self._metrics(state.request))
+        return Delta(request_id, _rest(state), [], reason, self._metrics(state))
 
     def process(self, emitted: list[Emitted]) -> tuple[list[Delta], list[int]]:
         """The deltas of one commit, and the ids of requests that met a stop string and must be ended."""
@@ -88,6 +89,7 @@ class OutputProcessor:
             if state is None:
                 continue  # it met a stop string, or was aborted, while this token was in flight
             delta = Delta(item.request.id, "", [] if item.token_id is None else [item.token_id], item.finish_reason)
+            state.drawn += len(delta.ids)
             if item.logprobs is not None:
                 delta.logprobs = [item.logprobs]
             delta.prompt_logprobs = item.prompt_logprobs or []
@@ -95,7 +97,7 @@ class OutputProcessor:
                 stopped.append(item.request.id)
                 delta.finish_reason = "stop"
             if delta.finish_reason:
-                delta.metrics = self._metrics(item.request)
+                delta.metrics = self._metrics(state)
                 del self._open[item.request.id]
             deltas.append(delta)
         return deltas, stopped
@@ -119,12 +121,11 @@ class OutputProcessor:
         delta.text, state.held = text[: len(text) - keep], text[len(text) - keep :]
         return False
 
-    def _metrics(self, request: Request) -> dict[str, Any]:
+    def _metrics(self, state: _Open) -> dict[str, Any]:
         """What the line under an answer says: milliseconds (of work: a closed gate and slow motion do not count), and
         tokens per second of the decode part.
         """
-        now = self._log.worked()
-        drawn = len(request.ids) - request.prompt_len
+        request, drawn, now = state.request, state.drawn, self._log.worked()
         submitted = request.submitted_work
         first, admitted = request.first_token_work or now, request.admitted_work or now
         stop, at, detail = request.match
@@ -138,6 +139,8 @@ class OutputProcessor:
             "decode_tok_s": (drawn - 1) / (now - first) if drawn > 1 and now > first else 0.0,
             "match": {"stop": stop, "at": at, "detail": detail},
             "preemptions": request.preemptions,
+            "drafted_tokens": request.drafted_tokens,
+            "accepted_tokens": request.accepted_tokens,
             "seed": request.seed,
         }
 

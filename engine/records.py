@@ -45,6 +45,9 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "step": ("step", "prefills", "joined", "left", "tokens", "waiting"),  # planned. prefills: [(request, start, n,
     #   samples)]; `tokens` of the budget are used; `waiting` requests stay queued
     "fail": ("step", "error"),  # its requests have finished with an error
+    # --- speculation; neither is written for a step without drafts
+    "draft": ("step", "drafts"),  # while it is planned: [(request, tokens)] computed behind the token that it decodes
+    "accept": ("step", "drafts"),  # at its commit: [(request, drafted, accepted)]; it advances by those accepted, too
     # --- control
     "gate": ("state", "reason"),  # "open" | "closed", and why
     "pace": ("factor",),  # slow motion: every step stretched by this factor (1: off)

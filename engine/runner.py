@@ -40,7 +40,7 @@ class Inputs:
 
     token_ids: torch.Tensor  # int64 [T]
     meta: ForwardMeta | None  # None where a runner has a way of its own to the logits
-    samples: np.ndarray  # int64 [s]  the entries that sample
+    samples: np.ndarray  # int64 [s]  the entries that sample; one with drafts stands here once for each of its tokens
     rows: np.ndarray  # int64 [s]  their rows
     positions: np.ndarray  # int64 [s]  where the token drawn will stand
     device_rows: torch.Tensor  # int64 [s]
@@ -64,6 +64,7 @@ class Launched:
     device_ms: float | None
     events: tuple[Any, Any] | None  # CUDA: where the step begins and ends
     outcome: Any  # int64 [s] on the host (an array, or pinned and good when `events` have passed): ids, −1 − id if bad
+    drafted: range = range(0)  # the entries with drafts
 
     def wait(self) -> StepResult:
         """The step's outcome, on the host."""
@@ -72,18 +73,23 @@ class Launched:
             self.device_ms = self.events[0].elapsed_time(self.events[1])
         result = StepResult([-1] * self.entries, device_ms=self.device_ms)
         drawn = self.outcome.tolist()
-        if len(drawn) == self.entries and min(drawn, default=0) >= 0:  # everyone drew, nobody badly
+        plain = len(drawn) == self.entries and not self.drafted
+        if plain and min(drawn, default=0) >= 0:  # everyone drew once, nobody badly
             result.ids = drawn
         else:
             for entry, token in zip(self.samples.tolist(), drawn, strict=True):
+                if entry in self.drafted:
+                    result.checked.setdefault(entry, []).append(max(token, -1))
+                    continue
                 result.ids[entry] = token if token >= 0 else -1 - token
                 if token < 0:
                     result.bad.append(entry)
         if self.drawn.logprobs is not None:
-            entries = self.samples[self.drawn.logprob_rows].tolist()
-            tokens = [result.ids[entry] for entry in entries]
+            rows = self.drawn.logprob_rows
+            tokens = [token if token >= 0 else -1 - token for token in self.outcome[rows].tolist()]
             listed = self.drawn.logprobs.listed(tokens, self.logprob_counts)
-            result.logprobs = dict(zip(entries, listed, strict=True))
+            for entry, found in zip(self.samples[rows].tolist(), listed, strict=True):
+                result.logprobs.setdefault(entry, []).append(found)
         for entry, (logprobs, tokens, top) in self.prompt_logprobs.items():
             result.prompt_logprobs[entry] = logprobs.listed(tokens, [top] * len(tokens))
         return result
@@ -200,11 +206,14 @@ class Runner:
             bounds_ = self._upload(np.concatenate((self._count[:1], ends)).astype(np.int32))
         blocks, offsets = np.divmod(positions, size)
         slots = self._host_table[token_rows, blocks] * np.int64(size) + offsets
-        samples, draw_rows, draw_positions = self._count[:n], rows, seq_lens
-        if not plan.samples.all():
+        samples, drawing = self._count[:n], ends - 1
+        if plan.num_drafted:
+            samples, drawing = _drawing_tokens(plan, ends)
+        elif not plan.samples.all():
             samples = np.flatnonzero(plan.samples)
-            draw_rows, draw_positions = rows[samples], seq_lens[samples]
-        wanted, sampled_hidden, prompt_hidden = _logit_rows(plan, ends, samples)
+            drawing = drawing[samples]
+        draw_rows, draw_positions = rows[samples], positions[drawing] + 1
+        wanted, sampled_hidden, prompt_hidden = _logit_rows(plan, ends, drawing)
         every = len(wanted) == tokens
         token_ids, positions_, slots_, draw_rows_, draw_positions_, wanted_ = self._upload_together(
             plan.token_ids, positions, slots, draw_rows, draw_positions, wanted[:0] if every else wanted
@@ -288,7 +297,10 @@ class Runner:
                 entry: (found.fetched(), tokens, top) for entry, (found, tokens, top) in prompt_logprobs.items()
             }
             events = (begin, self._mark())
-        return Launched(len(plan.rows), inputs.samples, drawn, counts, prompt_logprobs, device_ms, events, outcome)
+        drafted = range(plan.num_decodes, plan.num_decoding)
+        return Launched(
+            len(plan.rows), inputs.samples, drawn, counts, prompt_logprobs, device_ms, events, outcome, drafted
+        )
 
     def _mark(self) -> Any:
         """A point in the compute stream whose time can be read later; None on a CPU."""
@@ -405,13 +417,20 @@ def _device_name(device: torch.device) -> str:
     return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
+def _drawing_tokens(plan: StepPlan, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of a plan with drafts: the entries that draw, one with drafts once for each of its tokens, and those tokens."""
+    counts = plan.samples.astype(np.int64)
+    counts[plan.num_decodes : plan.num_decoding] = plan.q_lens[plan.num_decodes : plan.num_decoding]
+    samples, last = np.repeat(np.arange(len(counts)), counts), np.cumsum(counts)
+    return samples, np.repeat(ends - last, counts) + np.arange(len(samples))
+
+
 def _logit_rows(
-    plan: StepPlan, ends: np.ndarray, samples: np.ndarray
+    plan: StepPlan, ends: np.ndarray, last: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray | None, dict[int, int]]:
-    """Which tokens' logits are wanted; which of those are the sampling entries' (None: all are); and for each entry
-    that wants logprobs of its prompt, where among them its own begin."""
-    last = ends[samples] - 1
-    chunks = range(plan.num_decodes, len(plan.rows))
+    """Which tokens' logits are wanted, those `last` that draw among them; which of them draw (None: all); and for each
+    entry that wants logprobs of its prompt, where among them its own begin."""
+    chunks = range(plan.num_decoding, len(plan.rows))
     firsts = {
         entry: int(ends[entry] - plan.q_lens[entry])
         for entry in chunks

@@ -8,6 +8,10 @@ youngest request is preempted, its full blocks staying in the tree until somebod
 `plan()` decides step n+1 and may be called while step n runs: lengths are known before the ids are. `commit()` takes
 the ids of the oldest step not yet committed. Between the two a request may have finished, been aborted or failed:
 then its entry in the plan is void and is skipped.
+
+With speculation (engine/speculation.py) requests that decode are given draft tokens out of what is left of the budget
+when decodes and prefill have had theirs. How far such a request comes is known only at commit, so it sits out until
+then.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import numpy as np
 from engine.errors import InvalidRequest
 from engine.kv.cache import KVCache
 from engine.records import RecordLog
+from engine.speculation import PromptLookup
 from engine.types import POLICIES, Request, RequestState, SamplingParams, StepPlan, StepResult, TokenLogprobs
 
 CANDIDATES = 64  # longest-prefix: so many of the eldest are compared in a step
@@ -41,6 +46,7 @@ class SchedulerConfig:
     chunked_prefill: bool = True  # off: a prompt is prefilled in one step, over the budget if need be
     policy: str = "fcfs"  # longest-prefix: the best cached first; static: a batch runs to its end before the next
     max_waiting: int = 4096
+    speculative_tokens: int = 0  # the longest draft of a row and step; 0: no speculation
 
 
 Entry = tuple[Request, int, int]  # who, from which position, how many tokens
@@ -88,6 +94,7 @@ class Scheduler:
         self._joins: list[Request] = []
         self._last_wait: tuple[int, str] | None = None
         self._watermark = int(config.watermark * cache.allocator.total)
+        self._lookup = PromptLookup(config.speculative_tokens) if config.speculative_tokens else None
 
     # ---- the queue
 
@@ -166,12 +173,14 @@ class Scheduler:
         num_decodes = len(entries)
         budget = self.config.max_num_batched_tokens - num_decodes
         budget = self._plan_prefills(entries, budget)
+        drafts: dict[int, list[int]] = {}
         if not preempted:
-            self._admit(entries, budget)
+            budget = self._admit(entries, budget)
+            drafts = self._plan_drafts(entries, num_decodes, budget)
         if not entries:
             self.step -= 1
             return None
-        return self._arrays(entries, num_decodes)
+        return self._arrays(entries, num_decodes, drafts)
 
     def _plan_decodes(self, entries: list[Entry]) -> bool:
         """One token for each request that is past its prompt, the eldest first. True if anybody was preempted."""
@@ -183,6 +192,8 @@ class Scheduler:
                 continue  # inside its prompt; or its last token is in flight
             if request.grammar is not None and request.in_flight:
                 continue  # a grammar must see a token before the next
+            if request.drafted:
+                continue  # how far it comes is not known before its step has committed
             if len(entries) >= budget:
                 break
             if start >= len(request.table) * size:
@@ -196,6 +207,29 @@ class Scheduler:
             entries.append((request, start, 1))
             request.planned = start + 1
         return preempted
+
+    def _plan_drafts(self, entries: list[Entry], num_decodes: int, budget: int) -> dict[int, list[int]]:
+        """Draft tokens by request, for those that decode, the eldest first; their entries move behind the others'.
+
+        For drafts the tree may be evicted, as for any token, but nobody is preempted.
+        """
+        drafts: dict[int, list[int]] = {}
+        if self._lookup is None:
+            return drafts
+        size = self.cache.block_size
+        for i, (request, start, _) in enumerate(entries[:num_decodes]):
+            draft = self._lookup.draft(request, start, budget)
+            if draft and not self.cache.grow(request, start + 1 + len(draft)):
+                draft = draft[: len(request.table) * size - start - 1]
+            if draft:
+                drafts[request.id] = draft
+                request.drafted = len(draft)
+                entries[i] = (request, start, 1 + len(draft))
+                budget -= len(draft)
+        if drafts:
+            entries[:num_decodes] = sorted(entries[:num_decodes], key=lambda entry: entry[2] > 1)
+            self.log.append("draft", self.step, [(id, len(draft)) for id, draft in drafts.items()])
+        return drafts
 
     def _plan_prefills(self, entries: list[Entry], budget: int) -> int:
         """Chunks for the requests that are inside their prompt; returns what is left of the budget."""
@@ -235,10 +269,10 @@ class Scheduler:
                 request.match = (match.stop, match.at, detail)
             self.log.append("match", request.id, gained, match.stop, match.at, detail)
 
-    def _admit(self, entries: list[Entry], budget: int) -> None:
-        """Take requests from the queue while budget, rows and blocks last."""
+    def _admit(self, entries: list[Entry], budget: int) -> int:
+        """Take requests from the queue while budget, rows and blocks last; returns what is left of the budget."""
         if self.config.policy == "static" and self.running:
-            return
+            return budget
         by_prefix = self.config.policy == "longest-prefix" and budget > 0 and bool(self._rows)
         if by_prefix:
             self._sort_by_prefix()
@@ -263,6 +297,7 @@ class Scheduler:
             budget -= self._chunk(request, entries, budget)
         if by_prefix:
             self._count_overtaken()
+        return budget
 
     def _obstacle(self, request: Request, budget: int) -> str:
         """Why the head of the queue is not admitted now; empty if it is."""
@@ -318,31 +353,35 @@ class Scheduler:
         for request in islice(self.waiting, CANDIDATES):
             request.overtaken += len(admitted) - bisect(admitted, request.id)
 
-    def _arrays(self, entries: list[Entry], num_decodes: int) -> StepPlan:
+    def _arrays(self, entries: list[Entry], num_decoding: int, drafts: dict[int, list[int]]) -> StepPlan:
         """Write the plan down."""
-        step = self.step
+        step, num_decodes = self.step, num_decoding - len(drafts)
         requests, starts, q_lens = zip(*entries, strict=True)
         for request in requests:
             request.last_step = step
-        decodes = requests[:num_decodes]
-        token_ids = [request.ids[-1] if len(request.ids) == request.planned else -1 for request in decodes]
+        decodes = requests[:num_decoding]
+        token_ids = [
+            request.ids[-1] if len(request.ids) == request.planned else -1 for request in decodes[:num_decodes]
+        ]
+        for request in decodes[num_decodes:]:
+            token_ids += [request.ids[-1], *drafts[request.id]]
         prefills: list[tuple[int, int, int, bool]] = []
-        for request, start, q in entries[num_decodes:]:
+        for request, start, q in entries[num_decoding:]:
             token_ids += request.ids[start : start + q]
             request.decoding = start + q == len(request.ids)
             prefills.append((request.id, start, q, request.decoding))
         joined, left = self._who_decodes(decodes)
         self.log.append("step", step, prefills, joined, left, len(token_ids), len(self.waiting))
         batch = self._batch
-        if prefills or batch is None or requests != batch.requests:
+        if prefills or drafts or batch is None or requests != batch.requests:
             batch = _Batch(
                 requests,
                 rows=np.array([request.row for request in requests], np.int32),
                 q_lens=np.array(q_lens, np.int32),
-                samples=np.array([True] * num_decodes + [samples for *_, samples in prefills], bool),
+                samples=np.array([True] * num_decoding + [samples for *_, samples in prefills], bool),
                 epochs=[request.epoch for request in requests],
             )
-            self._batch = None if prefills else batch
+            self._batch = None if prefills or drafts else batch
         table_rows, table_columns, table_blocks = self.cache.take_table_changes()
         return StepPlan(
             step=step,
@@ -352,6 +391,7 @@ class Scheduler:
             samples=batch.samples,
             token_ids=np.array(token_ids, np.int32),
             num_decodes=num_decodes,
+            num_drafted=len(drafts),
             table_rows=table_rows,
             table_columns=table_columns,
             table_blocks=table_blocks,
@@ -378,6 +418,7 @@ class Scheduler:
     def _requeue(self, request: Request, clock: int) -> None:
         self.cache.release(request, clock)
         request.decoding = False
+        request.drafted = 0
         request.preemptions += 1
         request.state = RequestState.PREEMPTED
         self.waiting.appendleft(request)
@@ -392,12 +433,19 @@ class Scheduler:
         size, running = self.cache.block_size, RequestState.RUNNING
         bad, extras = set(result.bad), bool(result.logprobs or result.prompt_logprobs)
         ends, samples = (plan.starts + plan.q_lens).tolist(), plan.samples.tolist()
+        checked = self._accept_drafts(plan, result) if plan.num_drafted else {}
         entries = zip(plan.requests, plan.epochs, ends, samples, result.ids, strict=True)
         for i, (request, epoch, end, sampled, drawn) in enumerate(entries):
             if request.epoch != epoch:
                 continue  # void: it ended while this step was in flight
             token: int | None = None
             reason = ""
+            if i in checked:
+                *accepted, drawn = checked[i]
+                emitted += self._append_accepted(request, accepted, result.logprobs.get(i))
+                end = len(request.ids)
+                if drawn < 0:
+                    bad.add(i)
             if sampled and i not in bad:
                 token = drawn
                 request.ids.append(token)
@@ -417,10 +465,43 @@ class Scheduler:
             if token is not None or reason or extras:
                 item = Emitted(request, token, reason)
                 if extras:
-                    item.logprobs = result.logprobs.get(i)
+                    item.logprobs = result.logprobs[i][-1] if i in result.logprobs else None
                     item.prompt_logprobs = _new_prompt_logprobs(request, int(plan.starts[i]), result, i)
                 emitted.append(item)
         return emitted
+
+    def _accept_drafts(self, plan: StepPlan, result: StepResult) -> dict[int, list[int]]:
+        """By entry with drafts, what it has drawn: the drafts that are its own draws, up to the first that is not or
+        that ends the reply, and then that draw."""
+        assert self._lookup is not None
+        checked: dict[int, list[int]] = {}
+        told: list[tuple[int, int, int]] = []
+        for entry, draft in plan.drafts():
+            request, draws = plan.requests[entry], result.checked[entry]
+            if request.epoch != plan.epochs[entry]:
+                continue
+            wrong = (i for i, token in enumerate(draft) if token != draws[i] or token in request.stop_ids)
+            accepted = next(wrong, len(draft))
+            checked[entry] = draws[: accepted + 1]
+            if entry in result.logprobs:
+                del result.logprobs[entry][accepted + 1 :]
+            request.drafted = 0
+            self._lookup.learn(request, len(draft), accepted)
+            if request.state is RequestState.RUNNING:
+                told.append((request.id, len(draft), accepted))
+        if told:
+            self.log.append("accept", plan.step, told)
+        return checked
+
+    @staticmethod
+    def _append_accepted(request: Request, accepted: list[int], logprobs: list[TokenLogprobs] | None) -> list[Emitted]:
+        """Drafts that were right are tokens like others: known, computed, and told one by one."""
+        request.ids += accepted
+        if request.state is RequestState.RUNNING:
+            request.planned += len(accepted)
+        return [
+            Emitted(request, token, logprobs=logprobs[i] if logprobs else None) for i, token in enumerate(accepted)
+        ]
 
     def fail(self, plan: StepPlan, error: str) -> list[Emitted]:
         """End the requests of a step that raised; withdraw what it published and requeue those who relied on it."""

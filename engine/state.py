@@ -242,6 +242,10 @@ class State:
         for id, start, n, _samples in prefills:
             self.requests[id].base = start + n
 
+    def _accept(self, step: int, drafts: list[tuple[int, int, int]]) -> None:
+        for id, _drafted, accepted in drafts:
+            self.requests[id].base += accepted
+
     def _stop_decoding(self, request: RequestView) -> None:
         request.base = self.computed(request)
         request.joined_at = -1
@@ -277,7 +281,8 @@ class State:
     _HANDLERS: ClassVar[dict[str, Callable[..., None]]] = {
         "submit": _submit, "order": _order, "admit": _admit, "match": _match, "preempt": _preempt, "requeue": _preempt,
         "finish": _finish, "alloc": _alloc, "hold": _hold, "insert": _insert, "extend": _extend, "split": _split,
-        "evict": _evict, "settle": _settle, "withdraw": _withdraw, "step": _step, "gate": _gate, "pace": _pace,
+        "evict": _evict, "settle": _settle, "withdraw": _withdraw, "step": _step, "accept": _accept, "gate": _gate,
+        "pace": _pace,
     }  # fmt: skip
 
     # ---- snapshots

@@ -11,6 +11,7 @@ The scheduler sees lengths, never a tensor; the model sees tensors, never a Requ
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -183,6 +184,10 @@ class Request:
     admitted_work: float = 0.0
     first_token_work: float = 0.0
     grammar: Any = None  # engine.structured.Grammar, advanced at commit
+    lookup: Any = None  # engine.speculation.Lookup, once it has been drafted for
+    drafted: int = 0  # draft tokens of the step in flight
+    drafted_tokens: int = 0  # of all steps that have committed
+    accepted_tokens: int = 0  # of those, how many were what it drew
 
     @property
     def in_flight(self) -> int:
@@ -202,14 +207,15 @@ class Request:
 class StepPlan:
     """One step, as plain arrays: it can be sent to other ranks or copied to a device as it stands.
 
-    Entries are ordered: those that decode one token first (`num_decodes` of them), then the prefill chunks.
+    Entries are ordered: those that decode one token first (`num_decodes` of them), then those that decode with drafts
+    behind it (`num_drafted`: every one of their tokens draws the next), then the prefill chunks.
     """
 
     step: int
     rows: np.ndarray  # int32 [n]  the request's row in the persistent batch state
     starts: np.ndarray  # int32 [n]  position of the first token computed; everything before it is in the KV cache
     q_lens: np.ndarray  # int32 [n]  tokens computed
-    samples: np.ndarray  # bool  [n]  draws a token from the logits of its last position
+    samples: np.ndarray  # bool  [n]  draws a token from the logits of its last position; with drafts, of all
     token_ids: np.ndarray  # int32 [sum q_lens]; -1: the token this row drew last, known only to the device so far
     num_decodes: int
     # Changes to the persistent block table, to be applied before the step: table[row, column] = block.
@@ -219,10 +225,23 @@ class StepPlan:
     joins: list[Request]  # requests whose row begins with this step: their sampling settings are set up
     requests: list[Request]  # the n requests (host only)
     epochs: list[int]  # their epochs when planned: work of an older epoch is void
+    num_drafted: int = 0
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_decoding(self) -> int:
+        """Entries that decode, with drafts or without; the prefill chunks come after them."""
+        return self.num_decodes + self.num_drafted
+
+    def drafts(self) -> Iterator[tuple[int, list[int]]]:
+        """(entry, its draft tokens) of those that have any."""
+        end = self.num_decodes
+        for entry in range(self.num_decodes, self.num_decoding):
+            begin, end = end, end + int(self.q_lens[entry])
+            yield entry, self.token_ids[begin + 1 : end].tolist()
 
 
 @dataclass(slots=True)
@@ -241,7 +260,9 @@ class StepResult:
 
     ids: list[int]
     bad: list[int] = field(default_factory=list)  # entries whose logits were NaN or infinite
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by entry
+    checked: dict[int, list[int]] = field(default_factory=dict)  # by entry with drafts: the draw at each of its tokens,
+    #   whether or not those before it were accepted; -1 where the logits were NaN or infinite
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by entry, one for each draw
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by entry, this chunk's positions
     sample_ms: float = 0.0  # the part of the step spent on sampling, where it is known
     device_ms: float | None = None  # None where it is not known (yet)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from engine.errors import EngineError
+
 if TYPE_CHECKING:
     from engine.config import EngineConfig
 
@@ -47,6 +49,13 @@ def _options(
     no_prefix_caching: Annotated[
         bool, typer.Option("--no-prefix-caching", help="Compute every prompt from its first token.")
     ] = False,
+    speculation: Annotated[
+        str,
+        typer.Option(
+            help="off; prompt-lookup, or prompt-lookup:K for drafts of up to K tokens: guess what follows from the "
+            "request's own text and check it in one step. The same answers, in fewer steps where text repeats."
+        ),
+    ] = "off",
 ) -> None:
     """What engine_config takes, as typer reads it."""
 
@@ -77,9 +86,16 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def engine_config(model: str, **options: Any) -> EngineConfig:
-    """An EngineConfig from options of the command line."""
+    """An EngineConfig from options of the command line; EngineError says which of them cannot be."""
     from engine.config import EngineConfig
 
+    if "speculation" in options:
+        text = options["speculation"]
+        options["speculation"], _, tokens = text.partition(":")
+        if tokens and not tokens.isdecimal():
+            raise EngineError(f"speculation is {text!r}: after the colon stands a number, as in prompt-lookup:8")
+        if tokens:
+            options["speculative_tokens"] = int(tokens)
     if "kv_blocks" in options:
         options["num_blocks"] = options.pop("kv_blocks")
     if "no_prefix_caching" in options:

@@ -3,6 +3,9 @@
 Every slot remembers which token at which position was written to it. Before a token is "drawn", the whole context is
 read back through the block table, and any slot that does not hold what it should raises. The token drawn is a hash of
 that context, so two runs agree exactly if and only if every request always read its own tokens.
+
+With `echo` it is a model that likes to repeat: three times of four it goes on as the context did when its last two
+tokens last stood together. Which of a request's drafts are right is then as good as random, and the same in every run.
 """
 
 from __future__ import annotations
@@ -17,7 +20,11 @@ from engine.types import StepPlan, StepResult
 class SimulatedRunner:
     synchronous = True
 
-    def __init__(self, num_blocks: int, block_size: int, max_rows: int, vocab_size: int = 50, max_blocks: int = 4096):
+    def __init__(
+        self, num_blocks: int, block_size: int, max_rows: int, vocab_size: int = 50, max_blocks: int = 4096,
+        echo: bool = False,
+    ) -> None:  # fmt: skip
+        self.echo = echo
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
         self.table = np.full((max_rows, max_blocks), -1, np.int64)
         self.last_token = np.full(max_rows, -1, np.int64)
@@ -52,6 +59,7 @@ class SimulatedRunner:
             at += n
         drawn = [-1] * len(plan.rows)
         bad = []
+        checked: dict[int, list[int]] = {}
         for i, (row, start, n) in enumerate(zip(plan.rows, plan.starts, plan.q_lens, strict=True)):
             end = int(start + n)
             read = self.slots[self._slots(row, np.arange(end))]
@@ -59,12 +67,19 @@ class SimulatedRunner:
             request = plan.requests[i]
             have = min(end, len(request.ids))
             assert read[:have, 1].tolist() == request.ids[:have], f"r{request.id} read another request's KV"
-            if plan.samples[i]:
-                drawn[i] = token_after(read[:, 1], request.seed, self.vocab_size)
+            if plan.num_decodes <= i < plan.num_decoding:
+                checked[i] = [self._draw(read[: start + j + 1, 1], request.seed) for j in range(n)]
+                if self.bad_request == request.id:
+                    checked[i][-1] = -1
+            elif plan.samples[i]:
+                drawn[i] = self._draw(read[:, 1], request.seed)
                 self.last_token[row] = drawn[i]
                 if self.bad_request == request.id:
                     bad.append(i)
-        return SimulatedLaunch(self, plan, StepResult(drawn, bad=bad))
+        return SimulatedLaunch(self, plan, StepResult(drawn, bad=bad, checked=checked))
+
+    def _draw(self, context: np.ndarray, seed: int) -> int:
+        return token_after(context, seed, self.vocab_size, self.echo)
 
     def _slots(self, row: int, positions: np.ndarray) -> np.ndarray:
         return self.table[row, positions // self.block_size] * self.block_size + positions % self.block_size
@@ -80,17 +95,27 @@ class SimulatedLaunch:
         return self.result
 
 
-def token_after(context: np.ndarray, seed: int, vocab_size: int) -> int:
-    """The simulated model: the next token is a hash of all before it."""
+def token_after(context: np.ndarray, seed: int, vocab_size: int, echo: bool = False) -> int:
+    """The simulated model: the next token is a hash of all before it, or what that hash says is repeated."""
     weights = np.arange(1, len(context) + 1) * 2654435761 % 1000003
-    return int((int((context + 7) @ weights) + seed * 7919) % vocab_size)
+    digest = int((context + 7) @ weights) + seed * 7919
+    if echo:
+        digest = digest * 0x9E3779B97F4A7C15 % 2**64 >> 20
+        before = np.flatnonzero((context[:-2] == context[-2:-1]) & (context[1:-1] == context[-1:]))
+        if len(before) and digest // vocab_size % 4:
+            return int(context[before[-1] + 2])
+        if digest // vocab_size % 16:  # few words, so that two of them meet again
+            return digest % 6
+    return digest % vocab_size
 
 
-def alone(prompt: list[int], seed: int, n: int, vocab_size: int = 50, stop: frozenset[int] = frozenset()) -> list[int]:
+def alone(
+    prompt: list[int], seed: int, n: int, vocab_size: int = 50, stop: frozenset[int] = frozenset(), echo: bool = False
+) -> list[int]:
     """What a request draws when nothing else runs."""
     ids = list(prompt)
     for _ in range(n):
-        ids.append(token_after(np.array(ids, np.int64), seed, vocab_size))
+        ids.append(token_after(np.array(ids, np.int64), seed, vocab_size, echo))
         if ids[-1] in stop:
             break
     return ids[len(prompt) :]

@@ -127,12 +127,12 @@ def test_logprobs_are_reported_by_entry(directory: Path) -> None:
     assert list(driver.result.logprobs) == [2]
     driver.run([(requests[0], 1, True), (requests[1], 15, True), (requests[2], 1, True)])  # decodes are put first
     assert sorted(driver.result.logprobs) == [1, 2]
-    greedy = driver.result.logprobs[2]
+    greedy = driver.result.logprobs[2][0]
     assert greedy.token_id == requests[1].ids[-1]
     assert greedy.rank == 1
     assert greedy.top[0] == (greedy.token_id, pytest.approx(greedy.logprob))
     assert len(greedy.top) == 3
-    assert driver.result.logprobs[1].top == []
+    assert driver.result.logprobs[1][0].top == []
 
 
 @pytest.mark.parametrize("chunks", [[20], [7, 1, 12], [19, 1]])

@@ -85,8 +85,12 @@ class TorchAttention:
         self._positions = np.arange(0)
 
     def plan(self, meta: ForwardMeta) -> None:
-        self._num_decodes = n = meta.num_decodes
         table, lengths, bounds = (part.cpu().numpy() for part in (meta.block_table, meta.seq_lens, meta.cu_seqlens_q))
+        self.plan_arrays(table, lengths, bounds, meta.num_decodes)
+
+    def plan_arrays(self, table: np.ndarray, lengths: np.ndarray, bounds: np.ndarray, num_decodes: int) -> None:
+        """`plan` where block table [n, columns], lengths [n] and the n + 1 bounds of their tokens are on the host."""
+        self._num_decodes = n = num_decodes
         self._plans = {}
         for window in set(self._windows):
             decodes = self._plan_decodes(table[:n], lengths[:n], window) if n else None
