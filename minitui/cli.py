@@ -203,13 +203,13 @@ def replay(
     trace: Annotated[Path, typer.Argument(help="A file written with --record.")],
     speed: Annotated[float, typer.Option(help="1 is the engine's own speed; 0.1 ten times slower.")] = 1.0,
     export: Annotated[
-        str | None, typer.Option(help="perfetto, json, md or svg: write a file instead of playing.")
+        str | None, typer.Option(help="perfetto, json, md, svg or png: write a file instead of playing.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="The file to write; default: beside the trace.")
     ] = None,
-    step: Annotated[int | None, typer.Option(help="The step that an SVG shows; default: the last.")] = None,
-    size: Annotated[str, typer.Option(help="Columns x rows of an SVG.")] = "120x36",
+    step: Annotated[int | None, typer.Option(help="The step that a picture shows; default: the last.")] = None,
+    size: Annotated[str, typer.Option(help="Columns x rows of a picture.")] = "120x36",
     fps: Annotated[int | None, typer.Option(min=1, max=60, help="Frames a second.")] = None,
     theme: Annotated[str | None, typer.Option(help="dark, light or projector.")] = None,
     ascii: Annotated[bool | None, typer.Option("--ascii/--unicode", help="Draw with ASCII only.")] = None,
@@ -221,6 +221,7 @@ def replay(
       minitui replay class.trace                     space freezes, p pauses, n steps, ( ) jump, { } bookmarks
       minitui replay class.trace --export perfetto   opens at ui.perfetto.dev
       minitui replay class.trace --export svg --step 40 --size 160x48
+      minitui replay class.trace --export png --theme light    drawn by an installed Chromium
     """
     from minitui import launch
 

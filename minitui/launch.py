@@ -289,17 +289,17 @@ def run_replay(path: Path, speed: float, looks: dict[str, Any]) -> int:
 
 def run_export(trace: Path, kind: str, out: Path | None, step: int | None, size: str, theme: str | None) -> Path:
     """`minitui replay FILE --export KIND`; returns the file written."""
-    if kind != "svg":
-        from minitui.export import export
+    from minitui.export import PICTURES, export
 
+    if kind not in PICTURES:
         return export(trace, kind, out)
-    from minitui.export.svg import write_svg
+    from minitui.export.svg import write_picture
 
     columns, _, rows = size.partition("x")
     if not (columns.isdigit() and rows.isdigit() and int(columns) >= 40 and int(rows) >= 12):
         raise EngineError(f"the size is {size!r}: it must be columns x rows, at least 40x12, as in 120x36")
     name = f"minitui-{(theme or 'dark').removeprefix('minitui-')}"
-    return write_svg(str(trace), out, step, (int(columns), int(rows)), name)
+    return write_picture(str(trace), kind, out, step, (int(columns), int(rows)), name)
 
 
 def run_tail(trace: str | None, kv_blocks: int | None) -> int:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import re
-import shutil
-import subprocess
+import io
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,13 +20,20 @@ from typing import Any
 from textual import events
 
 from minitui.app import MinituiApp
-from minitui.launch import live_source
+from minitui.demo import DEMOS, tell_plainly
+from minitui.export.png import find_browser, write_png
+from minitui.export.svg import offline
+from minitui.launch import lesson_source, live_source, recorded
+from minitui.lessons import lesson as find_lesson
+from minitui.lessons.app import LessonApp
 from minitui.models import choose_model, load_codec
+from minitui.replay import ReplaySource
+from minitui.replay_app import ReplayApp
+from minitui.screens.lessons import LessonScreen
 from minitui.sessions import Chats, Sampling
 from minitui.settings import Settings
 
-FONTS = "'DejaVu Sans Mono', 'Liberation Mono', Menlo, Consolas, 'Cascadia Mono', monospace"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+DEFAULTS: dict[str, Any] = {"kv_blocks": None, "no_prefix_caching": False}
 FOLLOW_UPS = (
     "What is a block table?",
     "What is continuous batching?",
@@ -45,7 +50,9 @@ class Scene:
     columns: int = 120
     rows: int = 36
     theme: str = "dark"
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # the engine's
+    lesson: int | None = None  # instead of the chat: this lesson
+    demo: str = ""  # instead of the chat: a recording of this demo
 
 
 async def until(true: Callable[[], Any], seconds: float = 60.0) -> None:
@@ -60,7 +67,7 @@ async def until(true: Callable[[], Any], seconds: float = 60.0) -> None:
 async def press(app: MinituiApp, *keys: str) -> None:
     """Keys, as a terminal would send them."""
     for key in keys:
-        app.post_message(events.Key(key, key if len(key) == 1 else None))
+        app.post_message(events.Key(key, " " if key == "space" else key if len(key) == 1 else None))
         await asyncio.sleep(0.15)
 
 
@@ -128,53 +135,140 @@ async def four_share(app: MinituiApp) -> None:
 
 
 async def lecture(app: MinituiApp) -> None:
-    """Two new chats with one system prompt come at once: the second shares what the first is still computing."""
-    await ask(app, "What is a token?")
-    await app.source.control("clear_cache")
+    """While one chat decodes, two new ones with one system prompt come: the second shares what the first computes."""
     await app.source.control("pause")
-    for question in ("What is a KV cache?", "Why is decode slow?"):
-        session = app.chats.new(app.system)
+    questions = ("What is a token?", "What is a KV cache?", "Why is decode slow?")
+    sessions = [app.session, app.chats.new(app.system), app.chats.new(app.system)]
+    app.chats.set_system(sessions[0], "")
+    for session, question in zip(sessions, questions, strict=True):
         app.chats.rename(session, question.rstrip("?"))
-        app.chats.send(session, question)
-    app.view.select(None)
+    app.chats.send(sessions[0], questions[0])
     await asyncio.sleep(0.2)
+    await steps(app, 12)
+    for session, question in zip(sessions[1:], questions[1:], strict=True):
+        app.chats.send(session, question)
+        await asyncio.sleep(0.1)  # the queue's order is theirs
+    app.view.select(None)
     await steps(app, 1)
     app.switch_mode("lecture")
     await asyncio.sleep(0.3)
 
 
+async def lesson(app: MinituiApp) -> None:
+    """The radix lesson, its third page: six chats with one system prompt, predicted and then counted."""
+    assert isinstance(app, LessonApp)
+    await until(lambda: isinstance(app.screen, LessonScreen) and app.screen.reading is not None)
+    screen = app.screen
+    assert isinstance(screen, LessonScreen) and screen.reading is not None
+    await press(app, "right", "right", "a", "enter")
+    await until(lambda: screen.reading is not None and screen.reading.at in screen.reading.seen)
+
+
+async def code(app: MinituiApp) -> None:
+    """The same page with its code open."""
+    await lesson(app)
+    await press(app, "v")
+
+
+async def replayed(app: MinituiApp) -> None:
+    """A recording stands at its first preemption, narrated."""
+    assert isinstance(app, ReplayApp)
+    await app.replay.control("pause")
+    step = next(step for step, text in app.replay.trace.bookmarks if "preemption" in text)
+    await app.seek(step)
+    await until(lambda: app.replay.step == step)
+
+
+async def helped(app: MinituiApp) -> None:
+    """What the screen is about, and every key."""
+    await four_share(app)
+    await press(app, "question_mark")
+
+
+async def commands(app: MinituiApp) -> None:
+    """Every command, searched."""
+    await four_share(app)
+    await press(app, "colon", *"pre")
+
+
+async def completed(app: MinituiApp) -> None:
+    """A question is begun, and the prompt completes it from those that the model knows."""
+    await ask(app, "What is a token?")
+    app.focus_prompt()
+    await press(app, *"how", "space", *"does", "space")
+
+
 SMALL = {"kv_blocks": 80, "max_num_batched_tokens": 64}
 BUSY = {"kv_blocks": 160, "max_num_seqs": 5}
+SCHOOL = SMALL | {"max_num_batched_tokens": 256}
 SCENES = {
     "chat": Scene(chat, 140, 40, options=BUSY),
-    "inspect": Scene(four_share, 160, 48, options=SMALL),
-    "lecture": Scene(lecture, 120, 36, options=SMALL | {"max_num_batched_tokens": 256}),
-    "lecture-80x24": Scene(lecture, 80, 24, options=SMALL | {"max_num_batched_tokens": 256}),
-    "chat-80x24": Scene(chat, 80, 24, options=BUSY),
-    "inspect-80x24": Scene(four_share, 80, 24, options=SMALL),
     "chat-light": Scene(chat, 140, 40, "light", BUSY),
+    "chat-projector": Scene(chat, 100, 30, "projector", BUSY),
+    "chat-80x24": Scene(chat, 80, 24, options=BUSY),
+    "prompt": Scene(completed, 100, 30, options=BUSY),
+    "inspect": Scene(four_share, 160, 48, options=SMALL),
     "inspect-light": Scene(four_share, 160, 48, "light", SMALL),
     "inspect-projector": Scene(four_share, 120, 36, "projector", SMALL),
+    "inspect-80x24": Scene(four_share, 80, 24, options=SMALL),
+    "lecture": Scene(lecture, 120, 36, options=SCHOOL),
+    "lecture-light": Scene(lecture, 120, 36, "light", SCHOOL),
+    "lecture-projector": Scene(lecture, 80, 24, "projector", SCHOOL),
+    "lecture-80x24": Scene(lecture, 80, 24, options=SCHOOL),
+    "lesson": Scene(lesson, 140, 40, lesson=8),
+    "lesson-light": Scene(lesson, 140, 40, "light", lesson=8),
+    "lesson-projector": Scene(lesson, 100, 30, "projector", lesson=8),
+    "lesson-80x24": Scene(lesson, 80, 24, lesson=8),
+    "lesson-code": Scene(code, 140, 40, lesson=8),
+    "replay": Scene(replayed, 140, 40, demo="preemption"),
+    "replay-light": Scene(replayed, 140, 40, "light", demo="preemption"),
+    "help": Scene(helped, 120, 36, options=SMALL),
+    "commands": Scene(commands, 120, 36, options=SMALL),
 }
 
 
 @contextlib.asynccontextmanager
 async def application(scene: Scene) -> AsyncIterator[MinituiApp]:
-    """The application on an engine of its own, ready."""
-    choice = choose_model(None)
-    source = live_source(choice, {"kv_blocks": None, "no_prefix_caching": False} | scene.options)
-    app = MinituiApp(
-        source,
-        Chats(source, sampling=Sampling(temperature=0.0)),
-        Settings(theme=f"minitui-{scene.theme}"),
-        system=choice.system,
-        known_questions=choice.known_questions,
-        speaker=choice.speaker,
-        load_codec=load_codec,
-    )
-    async with app.run_test(size=(scene.columns, scene.rows)):
-        await until(lambda: app.feed.live and app.progress is None)
-        yield app
+    """The scene's application, ready: with an engine of its own, or over a recording of a demo."""
+    with tempfile.TemporaryDirectory() as folder:
+        app = await make(scene, Path(folder))
+        async with app.run_test(size=(scene.columns, scene.rows)):
+            await until(lambda: app.feed.live and app.progress is None)
+            yield app
+
+
+async def make(scene: Scene, folder: Path) -> MinituiApp:
+    """The application of a scene, not yet running."""
+    settings = Settings(theme=f"minitui-{scene.theme}")
+    if scene.demo:
+        trace = folder / "demo.trace"
+        await record(scene.demo, trace)
+        recording = ReplaySource(str(trace))
+        return ReplayApp(recording, Chats(recording), settings, system="", speaker="model")
+    restart: Any = None
+    if scene.lesson is None:
+        choice = choose_model(None)
+        source = live_source(choice, DEFAULTS | scene.options)
+    else:
+        choice, source, restart = lesson_source(scene.lesson)
+    shared: dict[str, Any] = {
+        "system": choice.system,
+        "known_questions": choice.known_questions,
+        "speaker": choice.speaker,
+        "load_codec": load_codec,
+    }
+    if scene.lesson is None:
+        return MinituiApp(source, Chats(source, sampling=Sampling(temperature=0.0)), settings, **shared)
+    chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=60))
+    return LessonApp(source, chats, settings, lesson=find_lesson(scene.lesson), restart=restart, **shared)
+
+
+async def record(name: str, trace: Path) -> None:
+    """Play a demo without a screen, and keep what its engine did."""
+    demo, choice = DEMOS[name], choose_model(None)
+    source = recorded(live_source(choice, DEFAULTS | demo.options), trace)
+    with contextlib.redirect_stdout(io.StringIO()):
+        await tell_plainly(demo, source, choice.system, Sampling(temperature=0.0, max_tokens=demo.max_tokens))
 
 
 async def take(name: str, directory: Path) -> Path:
@@ -184,46 +278,8 @@ async def take(name: str, directory: Path) -> Path:
         await settled(app)
         svg = app.export_screenshot(title="minitui")
     path = directory / f"{name}.svg"
-    path.write_text(local_fonts(svg), encoding="utf-8")
+    path.write_text(offline(svg), encoding="utf-8")
     return path
-
-
-def local_fonts(svg: str) -> str:
-    """Without the web font: an SVG must look right offline."""
-    svg = re.sub(r"@font-face\s*\{[^}]*\}", "", svg)
-    return re.sub(r"font-family:\s*Fira Code[^;]*;", f"font-family: {FONTS};", svg)
-
-
-def to_png(svg: Path, browser: str) -> Path:
-    """By a headless Chromium, at twice the size; other converters misplace Textual's spaces and corners."""
-    box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg.read_text(encoding="utf-8"))
-    if box is None:
-        raise ValueError(f"{svg} has no viewBox")
-    width, height = (int(float(n)) + 1 for n in box.groups())
-    png = svg.with_suffix(".png")
-    with tempfile.TemporaryDirectory() as profile:
-        page = Path(profile) / "page.html"
-        style = "body{margin:0;background:transparent}svg{display:block}"
-        page.write_text(f"<style>{style}</style>{svg.read_text(encoding='utf-8')}", encoding="utf-8")
-        subprocess.run(
-            [
-                browser,
-                "--headless",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--hide-scrollbars",
-                f"--user-data-dir={profile}",
-                "--default-background-color=00000000",
-                "--force-device-scale-factor=1.5",
-                f"--window-size={width},{height}",
-                f"--screenshot={png}",
-                page.as_uri(),
-            ],
-            check=True,
-            capture_output=True,
-            timeout=120,
-        )
-    return png
 
 
 def main() -> None:
@@ -235,10 +291,12 @@ def main() -> None:
     if unknown := set(options.names) - set(SCENES):
         parser.error(f"there is no scene {', '.join(sorted(unknown))}")
     options.directory.mkdir(parents=True, exist_ok=True)
-    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    browser = find_browser()
     for name in options.names or SCENES:
         path = asyncio.run(take(name, options.directory))
-        print(path if browser is None else to_png(path, browser))
+        if browser is not None:
+            path = write_png(path.read_text(encoding="utf-8"), path.with_suffix(".png"), browser)
+        print(path)
 
 
 if __name__ == "__main__":

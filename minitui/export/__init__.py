@@ -1,4 +1,4 @@
-"""A recording in other formats: Perfetto's JSON, plain JSON, a narration in Markdown, a screen as SVG."""
+"""A recording in other formats: Perfetto's JSON, plain JSON, a narration in Markdown, a screen as SVG or PNG."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ WRITERS: dict[str, tuple[str, Callable[[TraceReader, Path], None]]] = {
     "json": (".json", write_json),
     "md": (".md", write_markdown),
 }
-FORMATS = (*WRITERS, "svg")
+PICTURES = ("svg", "png")
+FORMATS = (*WRITERS, *PICTURES)
 
 
 def export(trace: str | Path, kind: str, out: str | Path | None = None) -> Path:

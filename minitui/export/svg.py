@@ -1,4 +1,4 @@
-"""A screen of a recording as an SVG that looks right without a network."""
+"""A screen of a recording as an SVG that looks right without a network, or as the PNG of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import re
 from pathlib import Path
 
+from minitui.export.png import NO_BROWSER, find_browser, write_png
 from minitui.trace import TraceError
 
 FONTS = "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, 'Liberation Mono', monospace"
@@ -41,10 +42,17 @@ def offline(svg: str) -> str:
     return re.sub(r'font-family="[^"]*Fira Code[^"]*"', f'font-family="{FONTS}"', svg)
 
 
-def write_svg(trace: str, out: str | Path | None, step: int | None, size: tuple[int, int], theme: str) -> Path:
-    """Write the picture beside the trace, or to `out`; returns the file."""
-    path = Path(out) if out is not None else Path(trace).with_name(Path(trace).name.split(".")[0] + ".svg")
+def write_picture(
+    trace: str, kind: str, out: str | Path | None, step: int | None, size: tuple[int, int], theme: str
+) -> Path:
+    """Write the picture, "svg" or "png", beside the trace, or to `out`; returns the file."""
+    path = Path(out) if out is not None else Path(trace).with_name(f"{Path(trace).name.split('.')[0]}.{kind}")
+    browser = find_browser()
+    if kind == "png" and browser is None:
+        raise TraceError(NO_BROWSER)
     svg = asyncio.run(screen_svg(trace, step, size, theme))
+    if kind == "png":
+        return write_png(svg, path, browser)
     try:
         path.write_text(svg, encoding="utf-8")
     except OSError as error:
