@@ -21,7 +21,7 @@ from minitui.export.png import NO_BROWSER, find_browser, write_png
 from minitui.export.svg import offline
 from minitui.screenshots import Scene, make, until
 
-LOOKS_A_SECOND = 4
+LOOKS_A_SECOND = 2.5
 COLOURS = 64
 LAST_STANDS_S = 6.0
 
@@ -111,8 +111,8 @@ def main() -> None:
     parser.add_argument("file", nargs="?", default="screenshots/shared-prefix.gif", type=Path)
     parser.add_argument("--demo", default="shared-prefix", choices=DEMOS)
     parser.add_argument("--size", default="110x34", help="columns x rows of the terminal")
-    parser.add_argument("--beat", default=0.7, type=float, help="scales the pauses for reading")
-    parser.add_argument("--scale", default=0.8, type=float, help="device pixels to a unit of the SVG")
+    parser.add_argument("--beat", default=1.0, type=float, help="scales the pauses for reading")
+    parser.add_argument("--scale", default=0.75, type=float, help="device pixels to a unit of the SVG")
     options = parser.parse_args()
     browser = find_browser()
     if browser is None:

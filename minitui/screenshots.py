@@ -155,12 +155,12 @@ async def lecture(app: MinituiApp) -> None:
 
 
 async def lesson(app: MinituiApp) -> None:
-    """The radix lesson, its third page: six chats with one system prompt, predicted and then counted."""
+    """The radix lesson, its fourth page: six chats with one system prompt, predicted and then counted."""
     assert isinstance(app, LessonApp)
     await until(lambda: isinstance(app.screen, LessonScreen) and app.screen.reading is not None)
     screen = app.screen
     assert isinstance(screen, LessonScreen) and screen.reading is not None
-    await press(app, "right", "right", "a", "enter")
+    await press(app, "right", "right", "right", "a", "enter")
     await until(lambda: screen.reading is not None and screen.reading.at in screen.reading.seen)
 
 

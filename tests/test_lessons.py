@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 import time
@@ -31,11 +32,13 @@ from tests.fake_client import ByteCodec, FakeSource
 RIGHT = {  # what each experiment must prove, by lesson and page title
     (0, "One question, step by step"): "5: the prompt's step draws the first token",
     (1, "Reading weights is what costs"): "several times as long as one token of the prompt",
+    (2, "What a token costs"): "4,096 bytes: 4 KiB",
     (2, "Two tables"): "mixed: each took what was free when it needed one",
     (2, "Four states"): "the full ones stay as cache, until somebody needs room",
     (3, "From position to slot"): "those of every token so far",
     (3, "Causal, also after a hit"): "everything cached, and itself",
     (4, "Chance without dice"): "the same, token for token",
+    (5, "Joining and leaving"): "40: as many as the longest takes",
     (5, "A long prompt"): "61",
     (5, "Waiting, with a reason"): "in the step after one of the others has ended",
     (6, "Byte by byte"): "nothing yet",
@@ -129,7 +132,11 @@ def test_it_runs_to_its_end_and_proves_what_it_teaches(number: int, outcome: Cal
 
 def test_the_radix_lesson_counts_the_share_that_was_saved(outcome: Callable[[int], Taught]) -> None:
     text = outcome(8).seen["All at the same time"].text
-    cached, total = (int(n.replace(",", "")) for n in text.split(": ")[1].split(" prompt tokens")[0].split(" of "))
+    total, computed, cached = (
+        int(re.search(pattern, text)[1].replace(",", ""))  # type: ignore[index]
+        for pattern in (r"of ([\d,]+) prompt tokens", r"computed ([\d,]+)", r"shared ([\d,]+)")
+    )
+    assert computed + cached == total
     assert f"{cached / total:.0%} of the prefill saved" in text and cached / total > 0.5
 
 

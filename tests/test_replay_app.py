@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import struct
 import xml.etree.ElementTree as ElementTree
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ from textual.pilot import Pilot
 
 from engine.errors import EngineError
 from minitui.demo import DEMOS, play_in_app
+from minitui.export import png
+from minitui.export.png import find_browser
 from minitui.export.svg import screen_svg
 from minitui.launch import run_export
 from minitui.narrate import narrate
@@ -102,6 +105,26 @@ async def test_a_screen_of_a_recording_is_a_picture_without_a_network() -> None:
     text = "".join(root.itertext()).replace("\xa0", " ")
     assert "Radix tree" in text and re.search(r"step 40 of 139", text)
     assert "http" not in svg.replace("http://www.w3.org", "") and "monospace" in svg
+
+
+@pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed")
+def test_a_picture_of_a_recording_is_drawn_by_the_browser(tmp_path: Path) -> None:
+    path = run_export(GOLDEN, "png", tmp_path / "a.png", 40, "80x24", "light")
+    head = path.read_bytes()[:24]
+    width, height = struct.unpack(">II", head[16:])
+    assert head.startswith(b"\x89PNG\r\n\x1a\n") and 1200 < width < 1800 and 700 < height < 1200
+
+
+def test_a_png_without_a_browser_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(png, "BROWSERS", ("chromium", str(tmp_path / "chrome")))
+    with pytest.raises(TraceError, match=r"headless Chromium.*install one, or use --export svg"):
+        run_export(GOLDEN, "png", tmp_path / "a.png", None, "80x24", None)
+    broken = tmp_path / "chrome"
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.chmod(0o755)
+    with pytest.raises(TraceError, match="exit code 3"):
+        png.write_png('<svg viewBox="0 0 10 10"/>', tmp_path / "a.png")
 
 
 def test_exports_that_cannot_be_made_are_refused(tmp_path: Path) -> None:

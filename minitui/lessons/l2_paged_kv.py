@@ -39,6 +39,24 @@ async def _write(stage: Stage, steps: int) -> list[Session]:
     return sessions
 
 
+async def cost(stage: Stage) -> Seen:
+    """What the pool of this engine is made of, and what one chat takes of it."""
+    info = stage.source.info
+    size, token = info["block_size"], info["kv_bytes_per_token"]
+    session = stage.chat(max_tokens=4, whole=True)
+    stage.show(session)
+    await stage.ask(session, "What is the KV cache?")
+    await stage.step(1)
+    blocks = len(stage.request(session).table)
+    return Seen(
+        f"A token needs {token:,} bytes here, a block of {size} tokens {token * size:,}, and the pool of "
+        f"{info['num_blocks']} blocks {token * size * info['num_blocks']:,}. The chat that has just begun, with a "
+        f"prompt of {stage.request(session).prompt_tokens} tokens, holds {blocks} blocks: "
+        f"{blocks * size * token:,} bytes.",
+        {512: 0, 4096: 1}.get(token, 2),
+    )
+
+
 async def give_back(stage: Stage) -> Seen:
     """A reply ends: what becomes of its blocks?"""
     session = stage.chat(max_tokens=20, whole=True)
@@ -91,13 +109,33 @@ LESSON = Lesson(
             How long a reply will be nobody knows. If each request got one piece of memory, long enough for the
             longest reply, most of it would stay empty, and what is left between the pieces would fit nobody. So the
             memory is cut into blocks of equal size (16 tokens here), and a request takes one block more whenever
-            its last one is full. They may lie anywhere. At most one block of each request is partly empty. The idea
-            is that of pages in an operating system; vLLM brought it to inference.
+            its last one is full. They may lie anywhere: any free block is as good as any other, no gap is too
+            small. What is wasted is the empty end of each request's last block, 15 tokens at most. The idea is that
+            of pages in an operating system; vLLM brought it to inference.
 
             Each request has a block table: logical block 0, 1, 2 … of its text, and the physical block in which
             each lies.
             """,
             code="engine.kv.pool:KVPool",
+        ),
+        Page(
+            "What a token costs",
+            """
+            Every layer keeps one key and one value for each key head:
+
+              bytes per token  =  2  x  layers  x  key heads  x  head size  x  bytes per number
+
+            The 2 is for key and value; query heads are not kept. For Qwen3-8B in 16 bits that is
+            2 x 36 x 8 x 128 x 2 = 147,456 bytes, 144 KiB a token. A chat of 8,192 tokens needs 1.2 GB: beside 16 GB
+            of weights, a GPU of 24 GB has room for six. So memory, more than computing, decides how many requests
+            can run at once.
+            """,
+            code="engine.config:ModelConfig.kv_bytes_per_token",
+            run=cost,
+            predict=Prediction(
+                "This small model: 4 layers, 2 key heads of size 64; numbers of 4 bytes on a CPU. A token needs …",
+                ("512 bytes", "4,096 bytes: 4 KiB", "24,576 bytes: 24 KiB"),
+            ),
         ),
         Page(
             "Two tables",

@@ -47,7 +47,7 @@ async def look_at_logits(stage: Stage) -> Seen:
 
 async def same_seed(stage: Stage) -> Seen:
     """The same seed alone, in a crowd, and other seeds."""
-    hot: dict[str, Any] = {"temperature": 1.8, "max_tokens": 10, "ignore_eos": True}
+    hot: dict[str, Any] = {"temperature": 2.5, "max_tokens": 9, "ignore_eos": True}
     alone, _ = await draw(stage, **hot, seed=7)
     crowd = [stage.chat(max_tokens=30, whole=True) for _ in range(3)]
     for session in crowd:

@@ -7,6 +7,7 @@ from minitui.scenarios import paste
 from minitui.sessions import Session
 from minitui.stage import Stage
 
+LENGTHS = (5, 10, 20, 40, 15, 15)  # of replies, in tokens
 WRITERS = ("What is prefill?", "What is decode?", "What is a token budget?")
 
 
@@ -45,6 +46,33 @@ async def long_paste(stage: Stage) -> Seen:
     )
 
 
+def static_steps(rows: int) -> int:
+    """How many steps LENGTHS would take in batches of `rows` that end with their longest."""
+    return sum(max(LENGTHS[i : i + rows]) for i in range(0, len(LENGTHS), rows))
+
+
+async def join_and_leave(stage: Stage) -> Seen:
+    """Six replies of different lengths on four rows."""
+    sessions = [stage.chat("", max_tokens=n, whole=True) for n in LENGTHS]
+    stage.show(sessions[0])
+    ids = [await stage.ask(session, "What is decode?") for session in sessions]
+    await stage.step(max(LENGTHS) + 10, seconds=0.12)
+    await stage.until("the end of the last reply", lambda: not stage.state().requests)
+    figures = stage.figures()
+    began = {event.request: event.step for event in stage.events("admit")}
+    first = min(began.values())
+    rows, tokens = stage.source.info["max_num_seqs"], sum(LENGTHS)
+    late = " and ".join(f"r{id} in step {began[id] - first + 1}" for id in ids[4:])
+    static = static_steps(rows)
+    return Seen(
+        f"{figures.steps} steps. The two that waited took over rows that had become free: {late}, counted from the "
+        f"first. {tokens} tokens in {figures.steps} steps of {rows} rows: {tokens / figures.steps / rows:.0%} of the "
+        f"rows were used. Static batches would take {static} steps ({tokens / static / rows:.0%}): that is counted on "
+        "paper here, and measured in the demo `batching`.",
+        0 if figures.steps < static else 1,
+    )
+
+
 async def fifth_waits(stage: Stage) -> Seen:
     """More requests than rows."""
     await _writers(stage, 12)
@@ -54,13 +82,14 @@ async def fifth_waits(stage: Stage) -> Seen:
     event = stage.events("wait")[-1]
     waited_for = stage.view.steps.last
     await stage.run_until("finish")
+    ended = stage.events("finish")[0]
     await stage.step(1)
     admitted = next(e for e in stage.view.events.items if e.kind == "admit" and e.request == ids[1])
     return Seen(
         f"r{ids[0]} got the fourth row. r{event.request} had to wait; the record says why: “{event.record[4]}”. That "
         f"was step {waited_for}; "
-        f"it was admitted in step {admitted.step}, the first one after a writer had ended.",
-        1,
+        f"it was admitted in step {admitted.step}, the first one after a writer had ended in step {ended.step}.",
+        0 if admitted.step <= waited_for else 1 if admitted.step == ended.step + 1 else 2,
     )
 
 
@@ -100,14 +129,35 @@ LESSON = Lesson(
               2 prompts begun before   the next chunk of each
               3 the queue              first come, first served; those preempted before new ones
 
-            All of it is one forward pass. New requests join and finished ones leave at every step: this is
-            continuous batching. The other way, static batching, keeps a batch until its longest reply has ended,
-            with empty rows towards the end (see the demo `batching`).
+            All of it is one forward pass. A prompt longer than what is left of the budget is computed in chunks,
+            over several steps, so that it never holds up those who are writing.
 
             The scheduler knows lengths, not texts; so it can plan a step before the tokens of the last one are
             known.
             """,
             code="engine.scheduler:Scheduler.plan",
+        ),
+        Page(
+            "Joining and leaving",
+            f"""
+            Static batching fills a batch, computes it until its longest reply has ended, then takes the next. A row
+            whose reply is short stands empty, and who comes late waits for everybody. Continuous batching decides
+            anew at every step: a reply that has ended leaves its row at once, and the next in the queue takes it
+            in the following step, whatever the others are doing.
+
+            This engine has four rows. Replies of {", ".join(map(str, LENGTHS[:4]))} tokens begin; two more, of
+            {LENGTHS[4]} tokens each, wait.
+            """,
+            panel="lanes",
+            run=join_and_leave,
+            predict=Prediction(
+                "After how many steps are all six done? (A reply of n tokens takes n steps.)",
+                (
+                    f"{max(LENGTHS)}: as many as the longest takes",
+                    f"{static_steps(4)}: the two begin when the first four are done",
+                    f"{sum(LENGTHS)}: one reply after the other",
+                ),
+            ),
         ),
         Page(
             "A long prompt",
@@ -148,7 +198,8 @@ LESSON = Lesson(
             A decode step may need a new block. If none is free, cached blocks are evicted. If there are none of
             those either, the youngest running request is preempted: it gives back row and blocks and goes to the
             head of the queue. Its full blocks stay in the tree as long as nobody needs them, so it often resumes
-            cheaply. Nothing it has written is lost or written twice.
+            cheaply. What is gone by then is computed again, the prompt and the reply so far in one go, like a
+            prompt. The text it has written is kept, and goes on where it stood.
 
             A prompt that can never fit is refused when it is submitted, with the numbers, and blocks nobody. A
             reply that would outgrow the whole pool ends with the reason `length`.

@@ -24,8 +24,8 @@ async def byte_by_byte(stage: Stage) -> Seen:
         text = stream.push([token])
         if raw[:1] == b"\xf0" and answer is None:
             answer = 0 if not text else 1 if "\ufffd" in text else 2
-        lines.append(f"   token {token:>5}   bytes {raw.hex(' '):<12} emitted {text!r}")
-    lines.append(f"   at the end                       {stream.flush()!r}")
+        lines.append(f"   token {token:>5}   bytes {raw.hex(' '):<12} emitted “{text}”")
+    lines.append(f"   at the end                       “{stream.flush()}”")
     return Seen("\n".join(lines), answer)
 
 
@@ -54,8 +54,8 @@ async def held_back(stage: Stage) -> Seen:
     return Seen(
         f"Without a stop string the reply goes “{' '.join(words[:9])} …”. With stop={stop!r} it ends with reason "
         f"“{reason}” after "
-        f"“{cut}”, in {len(stopped)} deltas of which {sum(not piece for piece in stopped)} carried no text: it was "
-        "held back.",
+        f"“{cut}”, in {len(stopped)} deltas. {sum(not piece for piece in stopped)} of them carried no text: what had "
+        "come could still have become the stop string, and was held back.",
         1 if stop not in cut and text.startswith(cut) else 0,
     )
 

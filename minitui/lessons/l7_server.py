@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.state import ACTIVE, CACHED, FREE
+from engine.state import ACTIVE, CACHED, FREE, SHARED
 from minitui.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.stage import Stage
 
@@ -15,7 +15,9 @@ async def hang_up(stage: Stage) -> Seen:
         await stage.ask(session, question)
     await stage.step(12, seconds=0.15)
     gone = stage.request(sessions[1])
+    other = stage.request(sessions[0])
     held, step = len(gone.table), stage.state().step
+    shared = len(set(gone.table) & set(other.table))
     before = stage.state().counts[FREE]
     await stage.pause(1)
     stage.chats.cancel(sessions[1])
@@ -23,11 +25,12 @@ async def hang_up(stage: Stage) -> Seen:
     state = stage.state()
     later = state.step - step
     return Seen(
-        f"r{gone.id} held {held} blocks when its client hung up. {later} steps later it was gone (reason “abort”), its "
-        "row was free, "
-        f"{state.counts[FREE] - before} blocks were free at once and {state.counts[CACHED]} stayed as cache. "
-        f"r{sessions[0].request} goes on: "
-        "nothing of it was touched.",
+        f"r{gone.id} held {held} blocks when its client hung up, {shared} of them, the system prompt's, together with "
+        f"r{other.id}. "
+        f"{'Before another step' if not later else f'{later} step later'} it was gone (reason “abort”) and its row was "
+        f"free. Of its own {held - shared} blocks {state.counts[FREE] - before} became free, and "
+        f"{state.counts[CACHED]}, which had been full, stayed as cache. The shared ones are r{other.id}'s alone now; "
+        "it goes on, and nothing of it was touched.",
         0 if later <= 1 else 1,
     )
 
@@ -143,10 +146,10 @@ LESSON = Lesson(
             lambda stage: f"r{stage.state().queue[0]}" if stage.state().queue else "nobody",
         ),
         Check(
-            "How many blocks are active, with how many requests?",
+            "How many blocks have one holder, how many have several?",
             "occupancy",
             "the line of the KV pool: active blocks have one holder, shared ones several.",
-            lambda stage: f"{stage.state().counts[ACTIVE]} active and {stage.state().counts[2]} shared",
+            lambda stage: f"{stage.state().counts[ACTIVE]} are active, {stage.state().counts[SHARED]} shared",
         ),
     ),
     {"kv_blocks": 64, "max_num_seqs": 4},

@@ -6,6 +6,7 @@ from engine.state import FREE, SHARED
 from minitui.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.scenarios import QUESTIONS, VOICES, leaves, paste_of
 from minitui.stage import Stage
+from minitui.view.log import stop_text
 
 
 async def replay(stage: Stage) -> Seen:
@@ -24,9 +25,9 @@ async def replay(stage: Stage) -> Seen:
     return Seen(
         f"r{id} took {record[4]} of its {lane.prompt_tokens} prompt tokens from the tree, {record[4] // size} whole "
         "blocks, and computed "
-        f"{lane.prompt_tokens - record[4]}. The match stopped as “{record[5]}” at token {record[6]}: the block in "
-        "which the questions begin "
-        "to differ cannot be shared, nor can half of it.",
+        f"{lane.prompt_tokens - record[4]}: {record[4] / lane.prompt_tokens:.0%} of its prefill saved. Why not more? "
+        f"The engine says: {stop_text(record[5], record[6])}. The block in which the questions begin to differ cannot "
+        "be shared, nor can half of it.",
         1 if 0 < record[4] < lane.prompt_tokens else 0,
     )
 
@@ -48,9 +49,9 @@ async def shared_system_prompt(stage: Stage) -> Seen:
     ]
     return Seen(
         "All six came in the same moment, and none was computed before. Still the system prompt was computed once: "
-        f"{figures.cached:,} of "
-        f"{figures.prompt_tokens:,} prompt tokens were shared, {figures.share_cached:.0%} of the prefill saved, "
-        "counted from the records. "
+        f"of {figures.prompt_tokens:,} prompt tokens the engine computed {figures.computed:,} and shared "
+        f"{figures.cached:,}, {figures.share_cached:.0%} of the prefill saved. Both are counted from the records, step "
+        "by step and hit by hit; the first of the six, which paid for all, is included. "
         f"{shared} blocks were held by several at once.\n\n{stage.bars(rows)}",
         2 if figures.share_cached > 0.5 else 0,
     )
@@ -104,11 +105,21 @@ LESSON = Lesson(
     "How does a prompt find what others have computed before?",
     (
         Page(
-            "A tree of blocks",
+            "What can be shared",
             """
             Keys and values of a token depend on all tokens before it and on nothing else. So two prompts that begin
             alike have, for that beginning, the same keys and values, to the bit. It is enough to compute them once.
 
+            A passage in the middle of two prompts that begin differently cannot be shared, even if it is the same
+            word for word: what stands before it is part of its keys and values.
+
+            What sharing saves is prefill: the first token comes sooner, and the device has more time for others.
+            Once a reply is being written, it is not written faster; and it is the same reply as without the cache.
+            """,
+        ),
+        Page(
+            "A tree of blocks",
+            """
             The engine keeps a tree of what is in the pool. A node is a run of whole blocks with their token ids;
             its children are found by the ids of their first block. To look up a prompt means to walk down: one
             dictionary access for each node. Where a prompt leaves a node in the middle, the node is split at the
