@@ -133,7 +133,7 @@ LESSON = Lesson(
             code="engine.config:ModelConfig.kv_bytes_per_token",
             run=cost,
             predict=Prediction(
-                "This small model: 4 layers, 2 key heads of size 64; numbers of 4 bytes on a CPU. A token needs …",
+                "This model: 4 layers, 2 key heads of 64, 4 bytes a number. A token needs …",
                 ("512 bytes", "4,096 bytes: 4 KiB", "24,576 bytes: 24 KiB"),
             ),
         ),
