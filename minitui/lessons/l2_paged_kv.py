@@ -123,17 +123,16 @@ LESSON = Lesson(
             """
             Every layer keeps one key and one value for each key head:
 
-              bytes per token  =  2  x  layers  x  key heads  x  head size  x  bytes per number
+              bytes per token = 2 x layers x key heads x head size x bytes per number
 
-            The 2 is for key and value; query heads are not kept. For Qwen3-8B in 16 bits that is
-            2 x 36 x 8 x 128 x 2 = 147,456 bytes, 144 KiB a token. A chat of 8,192 tokens needs 1.2 GB: beside 16 GB
-            of weights, a GPU of 24 GB has room for six. So memory, more than computing, decides how many requests
-            can run at once.
+            The 2 is for key and value; query heads are not kept. For Qwen3-8B in 16 bits:
+            2 x 36 x 8 x 128 x 2 = 147,456 bytes, 144 KiB. A chat of 8,192 tokens needs 1.2 GB; a GPU of 24 GB that
+            holds 16 GB of weights has room for six. So memory, more than computing, decides how many run at once.
             """,
             code="engine.config:ModelConfig.kv_bytes_per_token",
             run=cost,
             predict=Prediction(
-                "This model: 4 layers, 2 key heads of 64, 4 bytes a number. A token needs …",
+                "Here, with 4 layers, 2 key heads of 64 and 4 bytes, a token needs …",
                 ("512 bytes", "4,096 bytes: 4 KiB", "24,576 bytes: 24 KiB"),
             ),
         ),
