@@ -30,6 +30,7 @@ from minitui.settings import Settings
 from minitui.source import Source
 from minitui.terminal import TerminalGuard
 from minitui.theme import THEMES, use_ascii
+from minitui.thrift import Thrift
 from minitui.view import View
 
 Script = Callable[["MinituiApp"], Coroutine[Any, Any, None]]
@@ -89,6 +90,7 @@ class MinituiApp(App[int]):
         self.known_questions = known_questions or []
         self.view = View()
         self.feed = Feed(source, self.view)
+        self.thrift = Thrift()
         self.commands = Commands(self)
         self.progress: dict[str, Any] | None = {"text": "starting the engine"}
         self.replays: list[str] = []  # ids of chats whose hit is announced when they are answered
@@ -163,6 +165,8 @@ class MinituiApp(App[int]):
             self._names = self.view.group_names = names
             if hasattr(self.source, "name_groups"):  # it is being recorded
                 self.source.name_groups(names)
+        if not (self.is_headless or self.thrift.draws()):
+            return
         if not self.feed.frozen:
             self.view.frame(time.monotonic())
         for screen in reversed(self.screen_stack):  # under an overlay the screen goes on

@@ -31,6 +31,7 @@ from minitui.screens.inspect import InspectScreen
 from minitui.screens.lecture import LectureScreen
 from minitui.stress import LOADS, Load, Stress
 from minitui.theme import THEMES
+from minitui.thrift import Thrift
 from minitui.view import View
 
 BATCH_SECONDS = 0.01  # of engine time that travel together, as they do from the engine's process
@@ -143,6 +144,7 @@ class StressApp(App[None]):
         self.settings = SimpleNamespace(keys={}, ascii=False)
         self.commands = SimpleNamespace(run=self._run)
         self.session = None
+        self.thrift = Thrift()
         self._cpu: list[float] = []  # seconds of CPU time for each frame's fold and paint
         self._backlog = 0
 
@@ -184,11 +186,12 @@ class StressApp(App[None]):
         """One frame: drain, fold, paint."""
         begin = time.process_time()
         self.feed.pump()
-        if not self.feed.frozen:
-            self.view.group_names = dict(self.source.stress.group_names)
-            self.view.frame(self.clock())
-        if isinstance(self.screen, (InspectScreen, LectureScreen)):
-            self.screen.paint(self.view)
+        if self.is_headless or self.thrift.draws():
+            if not self.feed.frozen:
+                self.view.group_names = dict(self.source.stress.group_names)
+                self.view.frame(self.clock())
+            if isinstance(self.screen, (InspectScreen, LectureScreen)):
+                self.screen.paint(self.view)
         self._cpu.append(time.process_time() - begin)
         self._backlog = max(self._backlog, self.feed.backlog)
 

@@ -9,6 +9,7 @@ import pytest
 
 from minitui.bench import app
 from minitui.stress import SMALL, Stress
+from minitui.thrift import Thrift
 from minitui.view import View
 from minitui.view.history import Steps
 from minitui.view.travel import Past
@@ -65,3 +66,22 @@ def test_bytes_are_counted_once_and_code_is_not_counted() -> None:
     shared = [0] * 1000
     assert app.bytes_reached([shared, shared]) < 8_000 + 8_000
     assert app.bytes_reached([app, View, len]) < 200
+
+
+def test_every_second_frame_is_left_out_while_drawing_costs_too_much() -> None:
+    now, spent = [0.0], [0.0]
+    thrift = Thrift(lambda: now[0], lambda: spent[0])
+
+    def drawn(share: float, seconds: float = 3.0) -> int:
+        """Of the frames of the last second, how many were drawn, with this share of a core used."""
+        frames = []
+        for _ in range(round(seconds * 20)):
+            now[0] += 0.05
+            spent[0] += 0.05 * share
+            frames.append(thrift.draws())
+        return sum(frames[-20:])
+
+    assert drawn(0.10) == 20
+    assert drawn(0.30) == 10
+    assert drawn(0.15) == 10, "with half the frames this is no reason to draw them all again"
+    assert drawn(0.05) == 20
