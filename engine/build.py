@@ -30,12 +30,16 @@ class Built:
     engine: Engine
     tokenizer: Tokenizer | None
     info: dict[str, Any]
+    close: Callable[[], None]  # ends the processes of other ranks, if there are any
 
 
-def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> Built:
+def build_engine(
+    config: EngineConfig, on_progress: Progress | None = None, on_lost: Callable[[str], None] | None = None
+) -> Built:
     """Load a model and make an engine for it. Raises EngineError with a sentence for whatever cannot be had.
 
-    `on_progress` is called with {"stage", "done", "total", "text"}; `total` is 0 where the end is not known.
+    `on_progress` is called with {"stage", "done", "total", "text"}; `total` is 0 where the end is not known. `on_lost`
+    is called from another thread, with a sentence, when a rank of several is gone, as soon as that is known.
     """
     from engine.structured import Grammars
 
@@ -46,7 +50,7 @@ def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> B
     model = ModelConfig.from_pretrained(directory)
     limits = resolve(config, model)
     tokenizer = Tokenizer(directory) if config.load_tokenizer else None
-    runner = make_runner(model, config, directory, on_progress=tell)
+    runner = make_runner(model, config, directory, tell, on_lost)
     overlap = limits.device.type != "cpu" if config.overlap == "auto" else config.overlap == "on"
     eos_ids = frozenset(model.eos_ids) | frozenset(tokenizer.eos_ids if tokenizer is not None else ())
     engine = Engine(
@@ -78,14 +82,18 @@ def build_engine(config: EngineConfig, on_progress: Progress | None = None) -> B
         "prefix_caching": config.enable_prefix_caching, "dummy_weights": config.dummy_weights,
         "generation": tokenizer.generation if tokenizer is not None else {},
         "load_seconds": round(time.perf_counter() - started, 3), "notes": notes,
-        "speculation": speculation,
+        "speculation": speculation, "tensor_parallel_size": config.tensor_parallel_size,
     }  # fmt: skip
     logger.info("ready: %s", info)
-    return Built(engine, tokenizer, info)
+    return Built(engine, tokenizer, info, runner.close)
 
 
 def make_runner(
-    model: ModelConfig, config: EngineConfig, directory: Path | None = None, on_progress: Progress | None = None
+    model: ModelConfig,
+    config: EngineConfig,
+    directory: Path | None = None,
+    on_progress: Progress | None = None,
+    on_lost: Callable[[str], None] | None = None,
 ) -> Runner:
     """The runner for the device that `config` asks for: with fused kernels and graphs wherever they can run.
 
@@ -93,6 +101,10 @@ def make_runner(
     may lack: triton, a GPU.
     """
     limits = resolve(config, model)
+    if config.tensor_parallel_size > 1:
+        from engine.parallel.runner import LeadRunner
+
+        return LeadRunner(model, config, directory, on_progress, on_lost)
     if limits.device.type == "cpu":
         from engine.cpu_runner import CPURunner
 

@@ -378,7 +378,7 @@ class EngineConfig:
     speculative_tokens: int = 8  # the longest draft, with speculation
     overlap: str = "auto"  # plan step n+1 while n runs: "on", "off"; auto: where the device is not the CPU
     seed: int = 0  # of the requests that bring none, and of dummy weights
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = 1  # ranks that share the model, each a process with a device of its own
     load_tokenizer: bool = True
     cpu_threads: int | None = None  # None: one fewer than there are cores, at least one
 
@@ -394,7 +394,7 @@ class EngineConfig:
                 f"speculative_tokens is {self.speculative_tokens}: it must be from 1 to {MOST_SPECULATIVE_TOKENS}"
             )
         sizes = ("block_size", "num_blocks", "kv_tokens", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
-        for name in sizes:
+        for name in (*sizes, "tensor_parallel_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise EngineError(f"{name} is {value}: it must be at least 1")
@@ -439,6 +439,10 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
             raise EngineError(f"int8 weights run on a CPU only, and the device is {device}: add --device cpu")
         if name != "float32":
             raise EngineError(f"int8 weights come with float32 activations, and the dtype is {name}: leave it to auto")
+        if config.tensor_parallel_size > 1:
+            raise EngineError(
+                f"int8 weights are for one rank, and tensor_parallel_size is {config.tensor_parallel_size}: use 1"
+            )
         if model.experts is not None:
             raise EngineError(f"int8 weights are for dense models, and {model.architecture} has experts: use none")
     length = config.max_model_len or model.max_context
@@ -449,4 +453,8 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
         )
     sequences = config.max_num_seqs or (64 if cpu else 256)
     budget = config.max_num_batched_tokens or max(512 if cpu else 8192, sequences)
-    return Limits(device, getattr(torch, name), sequences, budget, length)
+    notes: tuple[str, ...] = ()
+    if config.tensor_parallel_size > 1:
+        how = "gloo between processes on the CPU" if cpu else "NCCL; steps are eager, without CUDA graphs"
+        notes = (f"the model is cut over {config.tensor_parallel_size} ranks: {how}",)
+    return Limits(device, getattr(torch, name), sequences, budget, length, notes)

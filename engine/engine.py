@@ -21,7 +21,7 @@ import time
 from collections import deque
 from typing import Any, Protocol
 
-from engine.errors import InvalidRequest
+from engine.errors import DeviceLost, InvalidRequest
 from engine.gate import Gate
 from engine.kv.cache import KVCache
 from engine.records import RecordLog
@@ -49,10 +49,6 @@ class StepRunner(Protocol):
         """A step is over when `launch` returns: device time is part of the launch."""
 
     def launch(self, plan: StepPlan) -> Launched: ...
-
-
-class DeviceLost(RuntimeError):
-    """The device's context is gone (a CUDA error): this process cannot go on and must be started again."""
 
 
 class InFlight:
@@ -172,6 +168,8 @@ class Engine:
         launch_s = step.launch_s
         if self.runner.synchronous and result.device_ms is not None:
             launch_s -= result.device_ms / 1e3  # what is left is the host's own part
+        if result.comm_ms is not None:
+            self.log.append("comm", plan.step, round(result.comm_ms, 3))
         self.log.append(
             "time", plan.step, round(step.plan_s * 1e6), round(launch_s * 1e6), round(commit_s * 1e6),
             round(wall * 1e3, 3), result.device_ms, kind,
@@ -192,6 +190,8 @@ class Engine:
         """A step raised: its requests end with the error, the rest goes on; unless the device itself is lost."""
         logger.exception("step %d failed", plan.step)
         emitted = self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
+        if isinstance(error, DeviceLost):
+            raise error
         if "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError":
             raise DeviceLost(str(error)) from error
         return emitted

@@ -21,3 +21,7 @@ class InvalidRequest(EngineError):
 
 class EngineDead(EngineError):
     """The engine process has ended; every open request ends with this error and it can be started again."""
+
+
+class DeviceLost(RuntimeError):
+    """The device's context (a CUDA error) or a rank is gone: this process cannot go on and must be started again."""

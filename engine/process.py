@@ -24,7 +24,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from engine.errors import EngineError, InvalidRequest
+from engine.errors import DeviceLost, EngineError, InvalidRequest
 from engine.output import Delta, OutputProcessor
 from engine.records import Record
 
@@ -144,6 +144,8 @@ class EngineServer:
         if kind == "start":
             self._successor = message
             return False
+        if kind == "lost":
+            raise DeviceLost(rest[0])
         try:
             if kind == "submit":
                 self._submit(*rest)
@@ -268,7 +270,11 @@ def _serve(config: Any, commands: queue.SimpleQueue[Message], writer: Writer) ->
         from engine.build import build_engine, check_device_error
 
         try:
-            built = build_engine(config, on_progress=lambda progress: writer.send("progress", progress))
+            built = build_engine(
+                config,
+                on_progress=lambda progress: writer.send("progress", progress),
+                on_lost=lambda sentence: _lost(sentence, commands, writer),
+            )
         except Exception as error:
             if not isinstance(error, EngineError):
                 logger.exception("the engine could not start")
@@ -281,8 +287,21 @@ def _serve(config: Any, commands: queue.SimpleQueue[Message], writer: Writer) ->
         return 0, EngineServer(built, commands, writer).run()
     except Exception as error:
         logger.exception("the engine stopped")
-        writer.send("died", f"{type(error).__name__}: {error}")
+        writer.send("died", str(error) if isinstance(error, DeviceLost) else f"{type(error).__name__}: {error}")
         return 1, None
+    finally:
+        built.close()
+
+
+def _lost(sentence: str, commands: queue.SimpleQueue[Message], writer: Writer) -> None:
+    """Called in a thread when a rank is gone: the main thread ends the engine, or it is ended if a collective holds
+    it."""
+    commands.put(("lost", sentence))
+    time.sleep(EXIT_GRACE_S)
+    writer.send("failed", sentence)
+    writer.send("died", sentence)
+    writer.close()
+    os._exit(1)
 
 
 if __name__ == "__main__":

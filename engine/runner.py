@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +25,8 @@ from engine.forward import ForwardMeta
 from engine.kv.pool import KVPool
 from engine.model import ops as torch_ops
 from engine.model.decoder import Decoder
-from engine.model.weights import Progress, dummy_weights, load_weights
+from engine.model.weights import Progress, Slot, dummy_weights, load_weights
+from engine.parallel.group import ALONE, Group, Spent
 from engine.sampling import Drawn, Logprobs, Sampler, pick_logprobs
 from engine.types import StepPlan, StepResult
 from engine.upload import Uploader, to_host
@@ -65,6 +67,7 @@ class Launched:
     events: tuple[Any, Any] | None  # CUDA: where the step begins and ends
     outcome: Any  # int64 [s] on the host (an array, or pinned and good when `events` have passed): ids, −1 − id if bad
     drafted: range = range(0)  # the entries with drafts
+    spent: Spent | None = None  # in collectives
 
     def wait(self) -> StepResult:
         """The step's outcome, on the host."""
@@ -72,6 +75,8 @@ class Launched:
             self.events[1].synchronize()
             self.device_ms = self.events[0].elapsed_time(self.events[1])
         result = StepResult([-1] * self.entries, device_ms=self.device_ms)
+        if self.spent is not None:
+            result.comm_ms = self.spent.ms
         drawn = self.outcome.tolist()
         plain = len(drawn) == self.entries and not self.drafted
         if plain and min(drawn, default=0) >= 0:  # everyone drew once, nobody badly
@@ -114,6 +119,7 @@ class Runner:
     """
 
     ops: ModuleType = torch_ops  # the decoder's small operations
+    group: Group = ALONE  # the ranks that share the model
 
     def __init__(
         self,
@@ -126,12 +132,14 @@ class Runner:
         limits = resolve(engine_config, model_config)
         self.model_config = model_config
         self.config = engine_config
-        self.device, self.dtype = limits.device, limits.dtype
+        self.device, self.dtype = self._own_device(limits.device), limits.dtype
+        self.shard = self._shard(model_config)
         self.max_rows = limits.max_num_seqs
         self.max_num_batched_tokens = limits.max_num_batched_tokens
         self.max_model_len = limits.max_model_len
         if self.device.type == "cpu":
-            torch.set_num_threads(engine_config.cpu_threads or max(1, (os.cpu_count() or 2) - 1))
+            threads = ((os.cpu_count() or 2) - 1) // self.group.size
+            torch.set_num_threads(engine_config.cpu_threads or max(1, threads))
         self.block_size = engine_config.block_size
         self.vocab_size = model_config.vocab_size
         self.device_name = _device_name(self.device)
@@ -139,7 +147,7 @@ class Runner:
             self.model = self._load(model_dir, on_progress)
             self.attention = choose_attention(
                 engine_config.attention_backend,
-                model_config,
+                self.shard,
                 self.block_size,
                 self.dtype,
                 self.device,
@@ -297,9 +305,9 @@ class Runner:
                 entry: (found.fetched(), tokens, top) for entry, (found, tokens, top) in prompt_logprobs.items()
             }
             events = (begin, self._mark())
-        drafted = range(plan.num_decodes, plan.num_decoding)
+        drafted, spent = range(plan.num_decodes, plan.num_decoding), self.group.take()
         return Launched(
-            len(plan.rows), inputs.samples, drawn, counts, prompt_logprobs, device_ms, events, outcome, drafted
+            len(plan.rows), inputs.samples, drawn, counts, prompt_logprobs, device_ms, events, outcome, drafted, spent
         )
 
     def _mark(self) -> Any:
@@ -332,21 +340,36 @@ class Runner:
 
     def _load(self, model_dir: Path | None, on_progress: Progress | None) -> Decoder:
         quantised = self.config.quantization == "int8"
-        model = Decoder(self.model_config, self.dtype, self.device, self.max_model_len, self.ops, quantised)
+        model = Decoder(self.shard, self.dtype, self.device, self.max_model_len, self.ops, quantised, self.group)
+        slots = self._slots(model)
         if self.config.dummy_weights:
-            dummy_weights(model.slots(), self.config.seed)
+            dummy_weights(slots, self.config.seed)
         elif model_dir is None:
             raise EngineError("no model directory was given, and dummy_weights is off: give one of the two")
         else:
-            load_weights(model.slots(), model_dir, self.model_config.tie_word_embeddings, on_progress)
+            load_weights(slots, model_dir, self.model_config.tie_word_embeddings, on_progress)
         return model
+
+    def close(self) -> None:
+        """End what this runner has started: nothing, where there is one rank."""
+
+    # What engine/parallel/runner.py does differently: a rank has a device of its own, and a shard of the model.
+
+    def _own_device(self, device: torch.device) -> torch.device:
+        return device
+
+    def _shard(self, config: ModelConfig) -> ModelConfig:
+        return config
+
+    def _slots(self, model: Decoder) -> Iterable[Slot]:
+        return model.slots()
 
     def _upload_together(self, *parts: np.ndarray) -> tuple[torch.Tensor, ...]:
         """All parts as int64 tensors, in one copy."""
         return self._upload(np.concatenate(parts, dtype=np.int64)).split([len(part) for part in parts])
 
     def _make_pool(self, num_blocks: int) -> KVPool:
-        return KVPool(self.model_config, num_blocks, self.block_size, self.dtype, self.device)
+        return KVPool(self.shard, num_blocks, self.block_size, self.dtype, self.device)
 
     def _count_blocks(self) -> int:
         """Blocks for requests: as configured, else as many as memory allows."""
@@ -354,7 +377,7 @@ class Runner:
             return self.config.num_blocks
         if self.config.kv_tokens is not None:
             return -(-self.config.kv_tokens // self.block_size)
-        per_block = self.block_size * self.model_config.kv_bytes_per_token(self.dtype)
+        per_block = self.block_size * self.shard.kv_bytes_per_token(self.dtype)
         if self.device.type == "cpu":
             enough = CPU_KV_SEQUENCES * -(-self.max_model_len // self.block_size)
             return max(1, min(enough, CPU_KV_BYTES // per_block))

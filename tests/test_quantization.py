@@ -161,6 +161,7 @@ def test_the_bundled_model_answers_as_in_float32() -> None:
         ("qwen3", {"quantization": "int4"}, "must be none or int8"),
         ("qwen3", {"quantization": "int8", "dtype": "bfloat16"}, "the dtype is bfloat16: leave it to auto"),
         ("qwen3_moe", {"quantization": "int8"}, "has experts"),
+        ("qwen3", {"quantization": "int8", "tensor_parallel_size": 2}, "for one rank"),
     ],
 )
 def test_what_cannot_be_rounded_is_refused_in_a_sentence(

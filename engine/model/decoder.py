@@ -18,9 +18,10 @@ from engine.forward import ForwardMeta
 from engine.kv.pool import KVPool
 from engine.model import ops as torch_ops
 from engine.model.experts import Experts
-from engine.model.linear import Int8Weight, Matrix, embed, linear
+from engine.model.linear import Int8Weight, Matrix, linear
 from engine.model.rope import rope_table
 from engine.model.weights import Slot
+from engine.parallel.group import ALONE, Group
 
 
 def empty_matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.device, quantised: bool) -> Matrix:
@@ -119,11 +120,14 @@ class Decoder:
         max_positions: int,
         ops: ModuleType = torch_ops,
         quantised: bool = False,
+        group: Group = ALONE,
     ) -> None:
         """`max_positions`: as many have cos and sin; `ops`: a module with the functions of engine/model/ops.py;
-        `quantised`: matrices are int8, everything else is of `dtype`."""
+        `quantised`: matrices are int8, everything else is of `dtype`; `group`: the ranks that share the model, of which
+        `config` describes this one's shard (engine/parallel/)."""
         self.config = config
         self._ops = ops
+        self._group = group
         vocabulary = (config.vocab_size, config.hidden_size, dtype, device, quantised)
         self.embedding = empty_matrix(*vocabulary)
         self.layers = [Layer(config, i, dtype, device, ops, quantised) for i in range(config.num_layers)]
@@ -139,9 +143,9 @@ class Decoder:
 
         Writes the keys and values of all T tokens to the pool. `attention.plan(meta)` has been called.
         """
-        ops, eps = self._ops, self.config.rms_norm_eps
+        ops, eps, group = self._ops, self.config.rms_norm_eps, self._group
         rope = ops.rope_rows(self.rope_table, meta.positions)
-        residual = embed(token_ids, self.embedding)
+        residual = group.embed(token_ids, self.embedding)
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
@@ -151,14 +155,14 @@ class Decoder:
             x = attention.run(i, q, keys, values)
             if i == last and meta.logit_rows is not None:  # nothing after this depends on other tokens
                 x, residual = x.index_select(0, meta.logit_rows), residual.index_select(0, meta.logit_rows)
-            x = linear(x, layer.output, layer.output_bias)
-            x = layer.mlp(ops.add_rms_norm(x, residual, layer.post_norm, eps))
+            x = group.sum(linear(x, layer.output, layer.output_bias))
+            x = group.sum(layer.mlp(ops.add_rms_norm(x, residual, layer.post_norm, eps)))
             x = ops.add_rms_norm(x, residual, self.norm if i == last else self.layers[i + 1].input_norm, eps)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [s, H] -> [s, V]."""
-        return linear(hidden, self.head)
+        return self._group.gather(linear(hidden, self.head))
 
     def slots(self) -> Iterator[Slot]:
         """Every tensor a checkpoint of this model holds, and where it goes."""

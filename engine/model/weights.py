@@ -7,7 +7,7 @@ than one file mapped or more than one tensor held, so the host needs little beyo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,15 @@ NAMED_AT_MOST = 8  # in an error message
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """Some of a tensor: along `dim`, of extent `whole`, one piece or several equal ones that begin at `starts`."""
+
+    dim: int
+    starts: tuple[int, ...]
+    whole: int
+
+
+@dataclass(frozen=True, slots=True)
 class Slot:
     """A tensor of the checkpoint, `name`, and the slice of a parameter that it fills."""
 
@@ -32,10 +41,28 @@ class Slot:
     view: Matrix
     repeated: bool = False  # the checkpoint holds one row, of which every row of the view is a copy
     parts: tuple[Slot, ...] = ()  # what the checkpoint may hold instead: tensors that fill the view together
+    cut: Cut | None = None  # the view takes some of the tensor only (engine/parallel/shards.py); None: all
 
     @property
     def shape(self) -> list[int]:
-        return list(self.view.shape[1:] if self.repeated else self.view.shape)
+        """Of the tensor in the checkpoint."""
+        shape = list(self.view.shape[1:] if self.repeated else self.view.shape)
+        if self.cut is not None:
+            shape[self.cut.dim] = self.cut.whole
+        return shape
+
+    def take(self, tensor: Any) -> torch.Tensor:
+        """What of the tensor belongs in the view. Of a safetensors slice object, nothing else is read."""
+        if self.cut is None:
+            return tensor[:]
+        dim, extent = self.cut.dim, self.view.shape[self.cut.dim] // len(self.cut.starts)
+        pieces = [tensor[(slice(None),) * dim + (slice(start, start + extent),)] for start in self.cut.starts]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+    @property
+    def scalars(self) -> int:
+        """How many numbers that is."""
+        return (self.view.shape[1:] if self.repeated else self.view.shape).numel()
 
 
 def load_weights(slots: Iterable[Slot], directory: Path, tied: bool, on_progress: Progress | None = None) -> None:
@@ -51,17 +78,16 @@ def load_weights(slots: Iterable[Slot], directory: Path, tied: bool, on_progress
     for path in files:
         with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
-                if _is_derived(name):
-                    continue
-                tensor = _read(file, name, path)
-                if name in wanted:
-                    wanted[name].view.copy_(tensor)
+                slot = wanted.get(name)
+                if slot is not None:
+                    tensor = _read(slot, file, path)
+                    slot.view.copy_(tensor)
                     done += tensor.nbytes
                     if on_progress is not None:
                         text = f"{path.name}: {done / 1e9:.2f} of {total / 1e9:.2f} GB"
                         on_progress({"stage": "weights", "done": done, "total": total, "text": text})
     if tied:
-        _check_tied(wanted["model.embed_tokens.weight"].view, files)
+        _check_tied(wanted["model.embed_tokens.weight"], files)
 
 
 def dummy_weights(slots: Iterable[Slot], seed: int) -> None:
@@ -75,8 +101,10 @@ def dummy_weights(slots: Iterable[Slot], seed: int) -> None:
             generator = torch.Generator(slot.view.device).manual_seed(seed)
         if "norm" in slot.name:
             slot.view.fill_(1)
-        else:
+        elif slot.cut is None:
             slot.view.normal_(0, 0.02, generator=generator)
+        else:  # the numbers of the whole tensor, however many share it
+            slot.view.copy_(slot.take(slot.view.new_empty(slot.shape).normal_(0, 0.02, generator=generator)))
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
@@ -132,10 +160,7 @@ def _check(wanted: dict[str, Slot], files: list[Path], directory: Path, tied: bo
                 elif dtype not in FLOAT_BYTES:
                     misshapen.append(f"{name} is of type {dtype} and should be one of {', '.join(FLOAT_BYTES)}")
                 else:
-                    size = FLOAT_BYTES[dtype]
-                    for extent in shape:
-                        size *= extent
-                    total += size
+                    total += FLOAT_BYTES[dtype] * slot.scalars
     faults = []
     if missing:
         faults.append(f"lacks {_listed(list(missing))}")
@@ -151,13 +176,14 @@ def _check(wanted: dict[str, Slot], files: list[Path], directory: Path, tied: bo
     return total
 
 
-def _check_tied(embedding: Matrix, files: list[Path]) -> None:
+def _check_tied(embedding: Slot, files: list[Path]) -> None:
     for path in files:
         with _opened(path) as file:
             if "lm_head.weight" not in file.keys():  # noqa: SIM118 (not a dict)
                 continue
-            head = _read(file, "lm_head.weight", path)
-            if list(head.shape) != list(embedding.shape) or not _equal(head, embedding):
+            fits = file.get_slice("lm_head.weight").get_shape() == embedding.shape
+            head = replace(embedding, name="lm_head.weight")
+            if not fits or not _equal(_read(head, file, path), embedding.view):
                 raise CheckpointError(
                     f"{path} has an lm_head.weight that differs from the embedding, though config.json ties the two: "
                     "set tie_word_embeddings to false"
@@ -178,11 +204,12 @@ def _opened(path: Path) -> Any:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}): download it again") from error
 
 
-def _read(file: Any, name: str, path: Path) -> torch.Tensor:
+def _read(slot: Slot, file: Any, path: Path) -> torch.Tensor:
+    """What of the tensor belongs in the slot's view."""
     try:
-        return file.get_tensor(name)
+        return file.get_tensor(slot.name) if slot.cut is None else slot.take(file.get_slice(slot.name))
     except (SafetensorError, OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path} cannot be read at {name} ({error}): download it again") from error
+        raise CheckpointError(f"{path} cannot be read at {slot.name} ({error}): download it again") from error
 
 
 def _is_derived(name: str) -> bool:

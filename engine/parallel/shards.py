@@ -1,0 +1,117 @@
+"""What of a model each rank holds, after Megatron-LM (Shoeybi et al. 2019).
+
+Cut by rows, so that every rank computes some of the outputs:   q, k, v (whole heads), gate and up, each expert's gate
+                                                                and up, embedding and output matrix (by vocabulary)
+Cut by columns, so that the ranks' outputs add up:              the attention's output, down, each expert's down
+Whole everywhere:                                               norms, an expert's router
+
+So a block needs two sums over the ranks. Where there are more ranks than key/value heads, several ranks hold the same
+head. The inner size of an MLP may divide unevenly. The vocabulary is dealt out in equal pieces, the last of them
+shorter if it does not divide; a bias behind a sum is rank 0's, and zero elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from engine.config import ModelConfig
+from engine.errors import EngineError
+from engine.model.weights import Cut, Slot
+
+
+def check(config: ModelConfig, size: int) -> None:
+    """Raise EngineError unless the model can be cut over `size` ranks."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    fitting = [n for n in range(2, heads + 1) if _fits(heads, kv_heads, n)]
+    if not _fits(heads, kv_heads, size):
+        raise EngineError(
+            f"tensor_parallel_size is {size}, but {config.architecture} here has {heads} query heads and {kv_heads} "
+            f"key/value heads, which cannot be dealt out evenly: use 1{_or(fitting)}"
+        )
+    for what, extent in _inner_sizes(config).items():
+        if extent < size:
+            raise EngineError(f"tensor_parallel_size is {size}, more than the {what} of this model, {extent}: lower it")
+
+
+def shard_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
+    """The model as one rank sees it: fewer heads, a narrower MLP, a slice of the vocabulary."""
+    experts = config.experts
+    if experts is not None:
+        begin, end = _span(experts.inner_size, rank, size)
+        experts = replace(experts, inner_size=end - begin)
+    begin, end = _span(config.intermediate_size, rank, size)
+    return replace(
+        config,
+        num_heads=config.num_heads // size,
+        num_kv_heads=max(1, config.num_kv_heads // size),
+        intermediate_size=end - begin,
+        vocab_size=-(-config.vocab_size // size),
+        experts=experts,
+    )
+
+
+def shard_slots(slots: Iterable[Slot], config: ModelConfig, rank: int, size: int) -> Iterator[Slot]:
+    """The slots of a decoder of `shard_config`, each with the slice of the whole model's tensor that it takes."""
+    kv_rank = rank * config.num_kv_heads // size if size > config.num_kv_heads else rank
+    dim, pieces = config.head_dim, min(size, config.num_kv_heads)
+    q_width, kv_width = config.num_heads * dim, config.num_kv_heads * dim
+    queries, keys = _span(q_width, rank, size)[0], kv_rank * kv_width // pieces
+    inner = _span(config.intermediate_size, rank, size)[0]
+    experts_inner = config.experts.inner_size if config.experts is not None else 0
+    experts_from = _span(experts_inner, rank, size)[0]
+
+    def cut(slot: Slot) -> Slot:
+        owner, _, leaf = slot.name.rpartition(".")
+        owner, in_expert = owner.rpartition(".")[2], ".experts." in slot.name
+        start, whole = (experts_from, experts_inner) if in_expert else (inner, config.intermediate_size)
+        if leaf == "gate_up_proj":  # all experts in one tensor [E, 2·I, H], gates before ups
+            parts = tuple(map(cut, slot.parts))
+            return replace(slot, parts=parts, cut=Cut(1, (start, whole + start), 2 * whole))
+        if leaf == "down_proj":  # [E, H, I]
+            return replace(slot, parts=tuple(map(cut, slot.parts)), cut=Cut(2, (start,), whole))
+        if owner in ("embed_tokens", "lm_head"):
+            begin = min(rank * len(slot.view), config.vocab_size)
+            slot.view.zero_()  # the last piece may be padded
+            return replace(slot, view=slot.view[: config.vocab_size - begin], cut=Cut(0, (begin,), config.vocab_size))
+        if owner == "q_proj":
+            return replace(slot, cut=Cut(0, (queries,), q_width))
+        if owner in ("k_proj", "v_proj"):
+            return replace(slot, cut=Cut(0, (keys,), kv_width))
+        if owner in ("gate_proj", "up_proj"):
+            return replace(slot, cut=Cut(0, (start,), whole))
+        if owner in ("o_proj", "down_proj"):
+            if leaf == "bias":
+                return slot if rank == 0 else _nothing(slot)
+            return replace(slot, cut=Cut(1, (queries,), q_width) if owner == "o_proj" else Cut(1, (start,), whole))
+        return slot
+
+    return map(cut, slots)
+
+
+def _nothing(slot: Slot) -> Slot:
+    """A tensor of which this rank has zeros, and reads nothing."""
+    slot.view.zero_()
+    return replace(slot, view=slot.view[:0], cut=Cut(0, (0,), len(slot.view)))
+
+
+def _span(extent: int, rank: int, size: int) -> tuple[int, int]:
+    return extent * rank // size, extent * (rank + 1) // size
+
+
+def _fits(heads: int, kv_heads: int, size: int) -> bool:
+    return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+
+def _inner_sizes(config: ModelConfig) -> dict[str, int]:
+    sizes = {"intermediate_size": config.intermediate_size}
+    if config.experts is not None:
+        sizes["moe_intermediate_size"] = config.experts.inner_size
+    return sizes
+
+
+def _or(numbers: list[int]) -> str:
+    if not numbers:
+        return ""
+    listed = [str(n) for n in numbers]
+    return (", " + ", ".join(listed[:-1]) if listed[:-1] else "") + " or " + listed[-1]
