@@ -164,7 +164,7 @@ async def _long_paste(stage: Stage) -> tuple[float, int, int]:
     request = await stage.ask(pasted, paste(40))
     stage.begin_count()
     await stage.step_until(
-        "the first token of the paste", lambda: stage.view.lanes.lanes[request].first_token > 0, seconds=0.3
+        "the first token of the paste", lambda: stage.view.lanes.lanes[request].first_token is not None, seconds=0.3
     )
     figures = stage.figures()
     chunks = sum(

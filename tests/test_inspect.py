@@ -174,7 +174,7 @@ async def test_enter_tells_the_story_and_escape_closes_it(clock):
 
 async def test_c_changes_what_colours_mean(clock):
     async with opened(SMALL, (120, 36), clock) as (app, pilot):
-        for mode in ("owner", "age", "refs", "state"):
+        for mode in ("owner", "age", "refcount", "state"):
             await pilot.press("c")
             await frames(app, pilot, clock)
             assert f"colour by {mode} · c" in "\n".join(lines(app))

@@ -11,11 +11,11 @@ import pytest
 
 from engine.state import ACTIVE, CACHED, FREE, SHARED, State
 from minitui.stress import CLASSROOM, SMALL, Load, Stress
-from minitui.view import View
-from minitui.view.history import BUCKET, Rates, Steps
+from minitui.view import EMPTY, View
+from minitui.view.history import BUCKET, FirstTokens, Rates, Steps
 from minitui.view.lanes import DECODING, FINISHED, NOTHING, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
 from minitui.view.story import tell
-from minitui.view.timing import why_slow
+from minitui.view.timing import summarise, why_slow
 from minitui.view.tree import eviction_order
 from minitui.widgets.alone import stress_view
 
@@ -229,6 +229,25 @@ def test_a_slow_step_is_explained_by_its_prefill():
     assert "prefill tokens" not in why_slow(decode, view.timings)
 
 
+def test_a_slow_step_that_only_decodes_is_explained_by_what_the_records_tell():
+    def explained(rows: int, rest: float, host_us: int = 100) -> str:
+        steps, t = Steps(), 0.0
+        for step in range(21):
+            last = step == 20
+            t += rest if last else 0.001
+            n, wall = (rows, 20.0) if last else (4, 5.0)
+            steps.planned((step, t, "step", step, [], [], [], n, 0))
+            t += wall / 1e3
+            host = host_us if last else 100
+            steps.timed((step + 1, t, "time", step, host, 0, 0, wall, wall - host / 1e3, "decode"))
+        return why_slow(steps.get(20), summarise(steps, FirstTokens(), 20, 99))
+
+    assert explained(9, 0.001) == "+15.0 ms: 9 rows, usually 4"
+    assert explained(4, 2.5) == "+15.0 ms: first after 2.5 s of rest"
+    assert explained(4, 0.001, host_us=15_000) == "+15.0 ms: host 15.0 ms, not 0.8"
+    assert explained(4, 0.001) == "+15.0 ms: 4 rows as usual, no prefill"
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_order_of_eviction_is_the_trees_own(seed):
     stress, view, _ = followed(CLASSROOM, 700 + 50 * seed, seed)
@@ -430,6 +449,25 @@ def test_the_story_of_a_block_leads_to_its_owners_tokens_and_node():
     ):  # fmt: skip
         story = tell(view, kind, id)
         assert story.title and story.lines
+
+
+def test_what_was_held_at_the_gate_does_not_count_as_waiting():
+    view = View()
+    view.reset(EMPTY.snapshot())
+    lanes = view.lanes
+
+    def told(t: float, *records: tuple) -> None:
+        seq = view.live.state.seq
+        view.fold([(seq + 1 + i, t, *record) for i, record in enumerate(records)], t)
+
+    told(1.0, ("submit", 1, "", 20, 40), ("submit", 2, "", 20, 40))
+    told(1.25, ("gate", "closed", "paused"))
+    told(61.25, ("gate", "open", ""))  # a minute of explaining
+    told(61.5, ("admit", 1, 0, "new"), ("match", 1, 0, "empty", 0, ""))
+    assert lanes.lanes[1].waited_ms == pytest.approx(500)
+    admitted = next(event for event in view.events.items if event.kind == "admit")
+    assert view.event_text(admitted).endswith("waited 500 ms")
+    assert lanes.lanes[2].waited_ms is None
 
 
 def test_a_new_view_is_an_empty_engine():

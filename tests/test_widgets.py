@@ -340,6 +340,27 @@ def test_each_way_to_colour_has_glyphs_that_say_it_without_colour(mode):
             assert int(glyph) == sum(age > limit for limit in (1, 5, 15, 60, 300))
 
 
+@pytest.mark.parametrize("ascii_only", [False, True], ids=["unicode", "ascii"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_glyph_of_the_map_stands_in_a_legend_or_is_counted_there(mode, ascii_only):
+    use_ascii(ascii_only)
+    _, view = stress_view(CLASSROOM, 3.0, 30)
+    for width, frame in ((34, "box"), (56, "box"), (56, "none"), (100, "box"), (200, "none")):
+        widget = BlockMap(frame=frame)
+        widget.mode = mode
+        picture = widget.picture(view, width, 16)
+        rows = [plain(row) for row in picture.rows]
+        first = len(rows) - -(-widget.grid.cells // widget.grid.per_row)
+        legend = rows[1] + "  " + "".join(text for text, _ in picture.legend)
+        told = {word.split(" ")[0] for word in re.split(r"  +", legend)}
+        told |= set("23456789") if "2-9" in told else set()
+        missing = set("".join(rows[first:])) - {" "} - told - ({theme.glyphs().filling} if mode == "state" else set())
+        more = re.search(r"\+(\d+) more", legend)
+        assert len(missing) <= (int(more[1]) if more else 0), (width, frame, missing, legend)
+        assert all(cells(row) <= width for row in rows)
+        assert width < 100 or frame == "none" or not missing
+
+
 def test_the_roomiest_grid_that_fits_is_taken():
     assert (grid(64, 80, 10).cell, grid(64, 80, 10).gap) == (2, 2)
     assert grid(640, 60, 12).k == 1
@@ -397,7 +418,7 @@ def test_lanes_show_the_codes_of_their_requests_under_stable_rows():
     stress, view = stress_view(TIGHT, 0.2)
     widget = BatchLanes()
     places: dict[int, tuple[int, int]] = {}
-    seen = set()
+    seen, named = set(), set()
     for _ in range(60):
         stress.run(0.05)
         view.fold(stress.drain(), stress.now)
@@ -413,9 +434,17 @@ def test_lanes_show_the_codes_of_their_requests_under_stable_rows():
                 lane = view.lanes.lanes[id].columns(widget.first_step, k, widget.columns, view.horizon)
                 codes = [max(a, b) for a, b in zip(codes, lane, strict=True)]
             text = rows[2 + i]
-            assert text[widget.label :] == "".join(marks[code] for code in codes).ljust(80 - widget.label)
+            cells = list(text[widget.label :])
+            for id in slot[:-1]:  # where there is room, those that ended before are named behind their ends
+                at = (view.lanes.lanes[id].finish_step - widget.first_step) // k + 1
+                if at > 0 and "".join(cells[at:]).startswith(f"r{id} "):
+                    assert set(codes[at : at + len(str(id)) + 1]) == {NOTHING}
+                    cells[at : at + len(str(id)) + 1] = " " * (len(str(id)) + 1)
+                    named.add(id)
+            assert "".join(cells) == "".join(marks[code] for code in codes).ljust(80 - widget.label)
             seen |= set(codes)
-            assert not slot or text.startswith(f"r{slot[-1]} ")
+            others = f" +{len(slot) - 1}" if len(slot) > 1 else ""
+            assert not slot or text[: widget.label].rstrip() == f"r{slot[-1]}{others}"
         places = {id: (k, i) for i, slot in enumerate(widget.slots) for id in slot}
         shown = {id for slot in widget.slots for id in slot}
         last = view.lanes.ended_since(widget.first_step)
@@ -425,6 +454,18 @@ def test_lanes_show_the_codes_of_their_requests_under_stable_rows():
         title = widget.picture(view, 80, 16).note[0][0]
         assert title == ("1 column = 1 step" if k == 1 else f"1 column = {k} steps")
     assert seen == set(marks)
+    assert named, "nobody was named in the row of another, so this tests little"
+
+
+def test_a_row_goes_by_the_name_of_the_request_that_is_selected_in_it():
+    _, view = stress_view(TIGHT, 3.0)
+    widget = BatchLanes()
+    body(widget, view, 80, 8)
+    slot = next(slot for slot in widget.slots if len(slot) > 2)
+    view.select("request", slot[0])
+    view.frame(view._now)
+    row = body(widget, view, 80, 8)[2 + widget.slots.index(slot)]
+    assert row.startswith(f"r{slot[0]} +{len(slot) - 1} ")
 
 
 def test_the_default_span_of_the_lanes_is_at_least_ten_seconds():

@@ -111,7 +111,7 @@ class View:
         for request in state.requests.values():
             self.lanes.adopt(
                 request.id, request.group, request.prompt_tokens, request.state, request.joined_at >= 0,
-                request.cached_tokens, request.submitted,
+                request.cached_tokens,
             )  # fmt: skip
 
     def fold(self, records: list[Record], now: float = 0.0) -> None:
@@ -168,13 +168,13 @@ class View:
                 events.fold(record, lanes.step, None, computing.get(record[0], -1))
             else:
                 events.fold(record, lanes.step)
-            lanes.fold(record)
+            rates.advance(record[1])
+            lanes.fold(record, rates.now)
             if kind == "match":
                 rates.add("cached", record[4])
             elif kind == "first":
                 self.first_tokens.fold(record)
             elif kind == "gate":
-                rates.advance(record[1])
                 rates.gate(record[3] == "closed")
                 self.gate_reason = record[4]
             elif kind == "pace":

@@ -39,6 +39,7 @@ class StepRow:
     device_ms: float | None
     ended: float | None  # engine seconds at which its timing was told
     end_seq: int  # sequence number of its `time` record; 0: none yet
+    rest: float = 0.0  # seconds between the end of the step before and its plan; 0 also where that is not known
 
     @property
     def prefill_tokens(self) -> int:
@@ -113,6 +114,8 @@ class Steps:
         i = step % self.capacity
         timed = self._end_seq[i] > 0
         device = self._device[i]
+        before = (step - 1) % self.capacity
+        known = self._step[before] == step - 1 and self._end_seq[before] > 0
         return StepRow(
             step=step,
             t=self._t[i],
@@ -127,6 +130,7 @@ class Steps:
             device_ms=None if not timed or device != device else device,
             ended=self._ended[i] if timed else None,
             end_seq=self._end_seq[i],
+            rest=max(0.0, self._t[i] - self._ended[before]) if known else 0.0,
         )
 
     def chunks(self, step: int) -> list[Chunk]:
@@ -178,6 +182,11 @@ class Rates:
         self._pace = 1.0
         self._bucket = 0
         self._slot = 0  # of the bucket, in the columns
+
+    @property
+    def now(self) -> float:
+        """Seconds of work since the history began."""
+        return self._now
 
     @property
     def bucket(self) -> int:

@@ -23,15 +23,16 @@ class Lane:
     id: int
     group: str
     prompt_tokens: int
-    submitted: float  # engine seconds
+    submitted: float | None  # these four in seconds of work: a closed gate and slow motion do not count
     submitted_step: int  # the first step it could have been in
     spans: list[list[int]] = field(default_factory=list)  # [code, first, last]
-    admitted: float = 0.0
-    first_token: float = 0.0
+    admitted: float | None = None
+    first_token: float | None = None
     cached_tokens: int = 0
     computed_tokens: int = 0  # prefilled
     preemptions: int = 0
-    finished: float = 0.0
+    finished: float | None = None
+    running: bool = False  # admitted, and not preempted since
     finish_reason: str = ""
     finish_step: int = OPEN
     output_tokens: int = 0
@@ -79,10 +80,20 @@ class Lane:
     @property
     def tok_s(self) -> float:
         """Tokens per second between its first token and its end; 0 while unknown."""
-        seconds = self.finished - self.first_token
-        if not self.finished or not self.first_token or seconds <= 0 or self.output_tokens < 2:
+        if self.finished is None or self.first_token is None or self.output_tokens < 2:
             return 0.0
-        return (self.output_tokens - 1) / seconds
+        seconds = self.finished - self.first_token
+        return (self.output_tokens - 1) / seconds if seconds > 0 else 0.0
+
+    @property
+    def waited_ms(self) -> float | None:
+        """How long it was queued: as the engine says with the first token, before that as the records say; None if it
+        waits, or came before the history begins."""
+        if self.ttft is not None:
+            return self.ttft[0]
+        if self.submitted is None or self.admitted is None:
+            return None
+        return (self.admitted - self.submitted) * 1e3
 
 
 class Lanes:
@@ -94,15 +105,19 @@ class Lanes:
         self.ended: deque[Lane] = deque()  # the others, in the order of their finish
         self.newest = -1  # the youngest request ever seen
         self.step = -1  # the last step planned
+        self.now = 0.0  # seconds of work, at the record being folded
 
-    def fold(self, record: Record) -> None:
+    def fold(self, record: Record, now: float) -> None:
+        """Take in one record; `now` is its time in seconds of work."""
+        self.now = now
         handler = self._HANDLERS.get(record[2])
         if handler is not None:
             handler(self, record)
 
-    def adopt(self, id: int, group: str, prompt_tokens: int, state: str, decoding: bool, cached: int, t: float) -> None:
+    def adopt(self, id: int, group: str, prompt_tokens: int, state: str, decoding: bool, cached: int) -> None:
         """A request that was there when the view began: its lane starts here."""
-        lane = self.lanes[id] = Lane(id, group, prompt_tokens, t, self.step + 1, cached_tokens=cached)
+        lane = self.lanes[id] = Lane(id, group, prompt_tokens, None, self.step + 1, cached_tokens=cached)
+        lane.running = state == "running"
         self.active[id] = lane
         self.newest = max(self.newest, id)
         if state != "running":
@@ -124,8 +139,8 @@ class Lanes:
         return list(takewhile(lambda lane: lane.finish_step >= step, reversed(self.ended)))
 
     def _submit(self, record: Record) -> None:
-        _seq, t, _kind, id, group, prompt_tokens, _max_total = record
-        lane = self.lanes[id] = self.active[id] = Lane(id, group, prompt_tokens, t, self.step + 1)
+        _seq, _t, _kind, id, group, prompt_tokens, _max_total = record
+        lane = self.lanes[id] = self.active[id] = Lane(id, group, prompt_tokens, self.now, self.step + 1)
         self.newest = id
         lane.mark(QUEUED, self.step + 1, OPEN)
 
@@ -133,7 +148,8 @@ class Lanes:
         lane = self.lanes.get(record[3])
         if lane is not None:
             lane.close(self.step)
-            lane.admitted = lane.admitted or record[1]
+            lane.running = True
+            lane.admitted = self.now if lane.admitted is None else lane.admitted
 
     def _match(self, record: Record) -> None:
         lane = self.lanes.get(record[3])
@@ -165,6 +181,7 @@ class Lanes:
         if lane is None:
             return
         lane.close(self.step)
+        lane.running = False
         lane.preemptions += 1
         lane.mark(PREEMPTED, self.step + 1, self.step + 1)
         lane.mark(QUEUED, self.step + 1, OPEN)
@@ -172,7 +189,7 @@ class Lanes:
     def _first(self, record: Record) -> None:
         lane = self.lanes.get(record[3])
         if lane is not None:
-            lane.first_token = record[1]
+            lane.first_token = self.now
             lane.ttft = (record[4], record[5], record[6])
 
     def _finish(self, record: Record) -> None:
@@ -181,7 +198,7 @@ class Lanes:
             return
         lane.close(self.step)
         lane.mark(FINISHED, max(self.step, 0), max(self.step, 0))
-        lane.finished, lane.finish_reason, lane.output_tokens = record[1], record[4], record[5]
+        lane.finished, lane.finish_reason, lane.output_tokens = self.now, record[4], record[5]
         lane.finish_step = self.step
         self.ended.append(self.active.pop(lane.id))
 

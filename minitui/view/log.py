@@ -120,15 +120,15 @@ def brief(event: Event, lane: Lane | None) -> str:
 
 def describe(event: Event, lane: Lane | None, quote: str = "") -> str:
     """The event in words. `lane` is its request's, if still known; `quote` what text left the tree."""
-    t, kind, fields = event.record[1], event.record[2], event.record[3:]
+    kind, fields = event.record[2], event.record[3:]
     who = f"r{event.request}"
     if kind == "admit":
         if fields[2] == "resumed":
             return f"{who} runs again after its preemption"
         if lane is None:
             return f"{who} runs"
-        waited = max(0.0, t - lane.submitted) * 1e3
-        return f"{who} runs · {lane.prompt_tokens:,} prompt tokens · waited {waited:,.0f} ms"
+        waited = f" · waited {lane.waited_ms:,.0f} ms" if lane.waited_ms is not None else ""
+        return f"{who} runs · {lane.prompt_tokens:,} prompt tokens{waited}"
     if kind == "match":
         _, tokens, stop, at, _detail = fields
         why = stop_text(stop, at)

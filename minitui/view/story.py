@@ -86,7 +86,7 @@ def _group(view: View, group: str) -> Story:
         story.tell("", "it has asked nothing that is remembered")
     for id in reversed(requests[-8:]):
         lane = view.lanes.lanes[id]
-        end = lane.finish_reason or ("runs" if lane.admitted else "waits")
+        end = lane.finish_reason or ("runs" if lane.running else "waits")
         story.tell(f"r{id}", f"{end} · {lane.cached_tokens:,} of {lane.prompt_tokens:,} prompt tokens from the tree"
                    + (f" · {lane.output_tokens:,} tokens" if lane.output_tokens else ""))  # fmt: skip
     return story

@@ -11,6 +11,7 @@ from minitui.view.history import FirstToken, FirstTokens, StepRow, Steps
 WINDOW_SECONDS = 10.0
 MOST_STEPS = 20_000
 RECENT_FIRST_TOKENS = 32
+REST = 0.1  # seconds: a step after a longer rest than this, and than is usual, may owe its length to that
 USUAL = 0.25  # a step longer than the median by less than this share needs no explanation
 
 
@@ -41,6 +42,8 @@ class Timings:
     host_ms: float = 0.0  # mean per step: plan + launch + commit
     device_ms: float | None = None  # mean per step; None: not measured
     device_busy: float = 0.0  # share of the time in which steps were running
+    rows: float = 0.0  # median of the rows of the steps that only decode
+    rest: float = 0.0  # median of the seconds between two steps
     recent: tuple[StepRow, ...] = field(default=())  # the last few, oldest first
 
 
@@ -67,6 +70,7 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
     known = ~np.isnan(device)
     host = steps.column("plan")[at] + steps.column("launch")[at] + steps.column("commit")[at]
     rows = [steps.get(int(n)) for n in numbers[-recent:]]
+    began, ended = steps.column("t")[at], steps.column("ended")[at]
     return Timings(
         decode=_stats(wall[prefills == 0], total),
         mixed=_stats(wall[(prefills > 0) & (decodes > 0)], total),
@@ -80,6 +84,8 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
         host_ms=float(host.mean()),
         device_ms=float(device[known].mean()) if known.any() else None,
         device_busy=min(1.0, float(device[known].sum()) / float(wall[known].sum())) if known.any() else 0.0,
+        rows=float(np.median(decodes[prefills == 0])) if (prefills == 0).any() else 0.0,
+        rest=float(np.median(np.maximum(0.0, began[1:] - ended[:-1]))) if len(at) > 1 else 0.0,
         recent=tuple(row for row in rows if row is not None),
     )
 
@@ -97,7 +103,11 @@ def _stats(wall: np.ndarray, total: float) -> KindStats:
 
 
 def why_slow(row: StepRow, timings: Timings) -> str:
-    """What made this step longer than a usual one that only decodes: "+7.1 ms: 495 prefill tokens"."""
+    """What made this step longer than a usual one that only decodes: "+7.1 ms: 495 prefill tokens".
+
+    Only what the records tell: its prefill, the host's part, more rows than usual, a rest before it; else that it is
+    none of these.
+    """
     if row.wall_ms is None:
         return ""
     usual = timings.decode.p50
@@ -111,8 +121,10 @@ def why_slow(row: StepRow, timings: Timings) -> str:
         cause = f"{row.prefill_tokens:,} prefill tokens"
     elif row.device_ms is not None and host - timings.host_ms > excess / 2:
         cause = f"host {host:.1f} ms, not {timings.host_ms:.1f}"
-    elif row.device_ms is not None and timings.device_ms is not None and row.device_ms - timings.device_ms > excess / 2:
-        cause = f"device {row.device_ms:.1f} ms, no prefill"
+    elif row.decodes >= 1.5 * timings.rows:
+        cause = f"{row.decodes:,} rows, usually {timings.rows:,.0f}"
+    elif row.rest > max(REST, 4 * timings.rest):
+        cause = f"first after {row.rest:,.1f} s of rest"
     else:
-        cause = "no prefill: the machine was busy"
+        cause = f"{row.decodes:,} row{'s' if row.decodes != 1 else ''} as usual, no prefill"
     return f"+{excess:.1f} ms: {cause}"

@@ -23,7 +23,7 @@ from minitui.widgets.base import LinePanel, Opened, Picture, paragraphs
 from minitui.widgets.rows import Line, Row, Run, Runs, runs_width
 
 FILLING = 4
-MODES = ("state", "owner", "age", "refs")
+MODES = {"state": "state", "owner": "owner", "age": "age", "refs": "refcount"}  # and how each is called
 CELL_SHAPES = ((2, 2), (2, 1), (1, 1), (1, 0))  # (width of a cell, gap), the widest that suits is taken
 USED_WIDTH = 0.75  # a shape suits if rows of 8, 16, 24 … of its cells use at least this share of the width
 GLOW_SHARE = 0.25  # of a cell's blocks that must have changed
@@ -72,7 +72,7 @@ class _Layer:
 
     codes: np.ndarray
     looks: list[tuple[str, str]]  # (glyph, style)
-    legend: list[Run]
+    legend: list[list[Run]]  # its entries
     glows: bool = False
 
 
@@ -113,22 +113,18 @@ holders.""")
         self._cells = np.empty((0, 0), np.int64)
         self._cell_rows: list[Runs] = []
         self._looks: list[tuple[str, str]] = []
-        self._legend_room = 0
 
     # ---- the picture
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         board = view.board
-        self._legend_room = width - 4
         head = [tuple(occupancy.bar(board, width))]
-        map_height = height - 1
-        legend = _trim(occupancy.legend(board))
-        legend_row = self.frame == "none" or runs_width(legend) > width - 4
-        if legend_row:  # too long for the frame: half of it, if need be, stays there
-            half = len(legend) // 2 if runs_width(legend) > width else len(legend)
-            head.append(Row().extend(legend[:half]).done(width))
-            legend = legend[half:]
-            map_height -= 1
+        layer = self._layer(view) if self.mode != "state" else None
+        entries = layer.legend if layer is not None else occupancy.entries(board)
+        above, legend = _lay_out(entries, width, 0 if self.frame == "none" else width - 4)
+        if above:
+            head.append(Row().extend(above).done(width))
+        map_height = height - len(head)
         if map_height < 1:
             return Picture(head[:height], legend=[])
         self.grid = self._grid(view, width, map_height)
@@ -136,9 +132,8 @@ holders.""")
         if map_height > 2 and (spaced.k, spaced.cell, spaced.gap) == (self.grid.k, self.grid.cell, self.grid.gap):
             head.append(Row().done(width))  # a line of air, where it costs nothing
             self.grid = spaced
-        layer = self._layer(view)
-        rows = self._map_rows(view, layer, width)
-        note: list[Run] = [("colour by ", "dim"), (self.mode, "ink"), (" · c", "dim")]
+        rows = self._map_rows(view, layer or self._by_state(view), width)
+        note: list[Run] = [("colour by ", "dim"), (MODES[self.mode], "ink"), (" · c", "dim")]
         title = "KV blocks"
         if self.grid.k > 1:
             title += f" · 1 cell = {self.grid.k} blocks"
@@ -149,11 +144,8 @@ holders.""")
             title += f" · {self.grid.first:,} to {self.grid.first + self.grid.blocks - 1:,} of {board.total:,}"
         else:
             title += f" · {board.total:,} blocks of {board.state.block_size}"
-        if self.mode != "state":
-            legend = layer.legend
-        gap: list[Run] = [("  ", "ink")] if legend else []
-        filling: list[Run] = [*gap, (glyphs().filling, "active"), (" filling", "dim")]
-        if self.mode == "state" and self.grid.k == 1 and runs_width([*legend, *filling]) <= width - 4:
+        filling: list[Run] = [("  ", "ink")] * bool(legend) + [(glyphs().filling, "active"), (" filling", "dim")]
+        if layer is None and self.grid.k == 1 and runs_width([*legend, *filling]) <= width - 4:
             legend = [*legend, *filling]
         return Picture([*head, *rows], title=title, note=note, legend=legend)
 
@@ -222,7 +214,7 @@ holders.""")
 
     def _layer(self, view: View) -> _Layer:
         makers: dict[str, Callable[[View], _Layer]] = {
-            "state": self._by_state, "owner": self._by_owner, "age": self._by_age, "refs": self._by_refs,
+            "owner": self._by_owner, "age": self._by_age, "refs": self._by_refs,
         }  # fmt: skip
         return makers[self.mode](view)
 
@@ -235,7 +227,7 @@ holders.""")
                 codes[[block for block in filling if codes[block] == ACTIVE]] = FILLING
         looks = [(occupancy.glyph(code), occupancy.STYLES[code]) for code in (FREE, ACTIVE, SHARED, CACHED)]
         looks.append((glyphs().filling, "active"))
-        return _Layer(codes, looks, [], glows=True)
+        return _Layer(codes, looks, [], glows=True)  # its legend has the counts
 
     def _by_owner(self, view: View) -> _Layer:
         board = view.board
@@ -253,14 +245,11 @@ holders.""")
         letters = [_letter(view.group_name(group), i) for group, i in groups.items()]
         looks += [(letter, f"owner-{i % OWNER_COLOURS}") for i, letter in enumerate(letters)]
         codes = np.where(owner >= 0, owner + 3, np.where(owner == -2, 2, np.where(board.node_of > 0, 1, 0)))
-        legend: list[Run] = []
-        rest: list[Run] = [(g.shared, "shared"), (" several  ", "dim"), (g.cached, "cached"), (" cached", "dim")]
+        legend = [_entry(g.shared, "shared", "several"), _entry(g.cached, "cached", "cached"), _free()]
         for group, i in groups.items():
-            name: list[Run] = [(letters[i], f"owner-{i % OWNER_COLOURS}"), (f" {view.group_name(group)[:12]}  ", "dim")]
-            if runs_width([*legend, *name, *rest]) > self._legend_room:
-                break
-            legend += name
-        legend += rest
+            name = view.group_name(group)
+            named = name.removeprefix(letters[i] + " ")[:16].rstrip()  # its number is the letter
+            legend.append(_entry(letters[i], f"owner-{i % OWNER_COLOURS}", named or "no name"))
         return _Layer(codes, looks, legend)
 
     def _by_age(self, view: View) -> _Layer:
@@ -270,11 +259,8 @@ holders.""")
         codes = np.where(board.codes == FREE, 0, older + 1)
         shades = ("active-glow", "active-warm", "active", "shared", "cached", "dim")
         looks = [(glyphs().free, "free")] + [(DIGITS[i], shades[i]) for i in range(len(AGES) + 1)]
-        words = ("under 1 s", "5 s", "15 s", "1 min", "5 min", "older")
-        legend: list[Run] = []
-        for i, word in enumerate(words):
-            legend += [(DIGITS[i], shades[i]), (f" {word}  ", "dim")]
-        return _Layer(codes, looks, _trim(legend))
+        words = ("changed <1 s ago", "<5 s", "<15 s", "<1 min", "<5 min", "longer ago")
+        return _Layer(codes, looks, [*(_entry(DIGITS[i], shades[i], word) for i, word in enumerate(words)), _free()])
 
     def _by_refs(self, view: View) -> _Layer:
         board = view.board
@@ -283,9 +269,9 @@ holders.""")
         codes = np.where(holders > 0, np.minimum(holders, 10) + 1, np.where(board.node_of > 0, 1, 0))
         looks = [(g.free, "free"), (g.cached, "cached"), ("1", "active")]
         looks += [(DIGITS[i], "shared-glow") for i in range(2, 10)] + [("+", "shared-glow")]
-        legend: list[Run] = [
-            ("1", "active"), (" one request  ", "dim"), ("2", "shared-glow"), (" two  ", "dim"),
-            ("+", "shared-glow"), (" ten or more  ", "dim"), (g.cached, "cached"), (" cached", "dim"),
+        legend = [
+            _entry("1", "active", "one request holds it"), _entry("2-9", "shared-glow", "as many"),
+            _entry("+", "shared-glow", "ten or more"), _entry(g.cached, "cached", "none: cached"), _free(),
         ]  # fmt: skip
         return _Layer(codes, looks, legend)
 
@@ -359,7 +345,8 @@ holders.""")
         self.repaint()
 
     def action_colour(self) -> None:
-        self.mode = MODES[(MODES.index(self.mode) + 1) % len(MODES)]
+        modes = list(MODES)
+        self.mode = modes[(modes.index(self.mode) + 1) % len(modes)]
         self.post_message(self.Coloured(self.mode))
         self.repaint()
 
@@ -403,8 +390,41 @@ def _letter(name: str, index: int) -> str:
     return "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"[number % 62]
 
 
-def _trim(runs: list[Run]) -> list[Run]:
-    return [*runs[:-1], (runs[-1][0].rstrip(), runs[-1][1])] if runs else runs
+def _entry(glyph: str, style: str, word: str) -> list[Run]:
+    """One entry of a legend."""
+    return [(glyph, style), (f" {word}", "dim")]
+
+
+def _free() -> list[Run]:
+    return _entry(glyphs().free, "free", "free")
+
+
+def _lay_out(entries: list[list[Run]], width: int, frame: int) -> tuple[list[Run], list[Run]]:
+    """Entries of a legend: (for a row above the map, for the frame). All in the frame if it has room for them (it has
+    `frame` cells), else as many as fit above and what remains in the frame; those that fit nowhere are counted."""
+
+    def taken(some: list[list[Run]], room: int) -> tuple[list[Run], list[list[Run]]]:
+        runs: list[Run] = []
+        for i, entry in enumerate(some):
+            longer = [*runs, *([("  ", "ink")] if runs else []), *entry]
+            if runs_width(longer) > room:
+                return runs, some[i:]
+            runs = longer
+        return runs, []
+
+    whole, rest = taken(entries, frame)
+    if not rest:
+        return [], whole
+    above, rest = taken(entries, width)
+    below, left = taken(rest, frame)
+    if left:
+        if frame:
+            below, left = taken(rest, frame - 10)
+            below = [*below, (f"  +{len(left)} more" if below else f"+{len(left)} more", "dim")]
+        else:
+            above, left = taken(entries, width - 10)
+            above = [*above, (f"  +{len(left)} more", "dim")]
+    return above, below
 
 
 if __name__ == "__main__":

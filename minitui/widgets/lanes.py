@@ -13,9 +13,9 @@ from textual.binding import Binding
 
 from minitui.theme import glyphs
 from minitui.view import View
-from minitui.view.lanes import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED
+from minitui.view.lanes import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED, Lane
 from minitui.widgets.base import LinePanel, Opened, Picture, paragraphs
-from minitui.widgets.rows import Row, Run, Runs, fit, ms
+from minitui.widgets.rows import Row, Run, Runs, fit, ms, runs_width
 
 SPAN_SECONDS = 10.0
 STEPS_PER_COLUMN = (1, 2, 5, 10, 20, 50, 100, 200, 500)
@@ -32,6 +32,8 @@ class BatchLanes(LinePanel):
 Continuous batching. Each row is a request, each column a few steps. A request first waits, then its prompt is computed
 (prefill: many tokens in a step), then it decodes one token in every step until it is done. Requests come and go between
 any two steps; nobody waits for the slowest of a batch. × means preempted: the pool was full and it had to give way.
+With more requests than rows, a row goes on to the next one when its request has ended: "r9 +2" is the row of r9, in
+which two others ended before it; select one of them, and the row goes by its name.
 
 Up and down choose a request, left and right a step, [ and ] change how many steps a column has, page up goes back.""")
     BINDINGS: ClassVar = [
@@ -63,7 +65,7 @@ Up and down choose a request, left and right a step, [ and ] change how many ste
         named = width >= 84
         lanes = view.lanes.lanes
         widest = len(str(max(lanes))) if lanes else 1
-        self.label = max(8, widest + 2) + (11 if named else 0)
+        self.label = max(8, widest + 5) + (11 if named else 0)
         self.columns = max(1, width - self.label)
         horizon = view.horizon
         self._choose_k(view, horizon)
@@ -74,7 +76,7 @@ Up and down choose a request, left and right a step, [ and ] change how many ste
         rows: list[Runs] = [self._scale(view, width, horizon), self._slowest(view, width, horizon)]
         rows += [self._row(view, slot, width, horizon, named) for slot in self.slots]
         rows.append(self._rest(view, width, end))
-        return Picture(rows, title="Batch lanes · requests over steps", note=self._note(), legend=_legend())
+        return Picture(rows, title="Batch lanes · requests over steps", note=self._note(), legend=self._legend(width))
 
     def _place(self, view: View, room: int, end: int) -> None:
         """Give every request a row and let it keep it. While there are rows for all, each has its own; after that a
@@ -104,6 +106,14 @@ Up and down choose a request, left and right a step, [ and ] change how many ste
         placed = any(selected in slot for slot in self.slots)
         if selected in lanes and not placed and self.slots and lanes[selected].finish_step >= start:
             self.slots[-1] = [selected]  # what is selected is always shown
+
+    def _legend(self, width: int) -> list[Run]:
+        runs = _marks_named()
+        if any(len(slot) > 1 for slot in self.slots):
+            several: list[Run] = [("+2", "ink"), (" and two that ended before", "dim")]
+            if runs_width([*runs, *several]) + 2 <= width - 4:
+                return [*several, ("  ", "dim"), *runs]
+        return runs
 
     def _note(self) -> list[Run]:
         steps = "1 column = 1 step" if self.k == 1 else f"1 column = {self.k} steps"
@@ -166,19 +176,23 @@ Up and down choose a request, left and right a step, [ and ] change how many ste
         return row.add(text, "step").done(width)
 
     def _row(self, view: View, slot: list[int], width: int, horizon: int, named: bool) -> Runs:
-        """One row: the requests that had it, one after the other, under the name of the last."""
+        """One row: the requests that had it, one after the other, under the name of the last (or of the selected
+        one). How many others it shows stands behind the name; each of them is named where it ended, if there is room.
+        """
         lanes = view.lanes.lanes
         seen = [lanes[id] for id in slot if lanes[id].submitted_step <= horizon + 1]
         if not seen:
             return Row().done(width)
-        lane = seen[-1]
-        lit = lane.id in view.links.requests
+        owner = next((lane for lane in reversed(seen) if lane.id in view.links.requests), seen[-1])
+        lit = owner.id in view.links.requests
         ground = " on select" if lit else ""
-        live = lane.finish_step > horizon
-        row = Row(f"r{lane.id}", ("bold accent" if lit else "ink" if live else "dim") + ground)
+        live = owner.finish_step > horizon
+        row = Row(f"r{owner.id}", ("bold accent" if lit else "ink" if live else "dim") + ground)
+        if len(seen) > 1:
+            row.add(f" +{len(seen) - 1}", "dim" + ground)
         if named:
             row.to(self.label - 11, " ", "ink" + ground)
-            row.add(fit(view.group_name(lane.group), 10), ("ink" if lit else "dim") + ground)
+            row.add(fit(view.group_name(owner.group), 10), ("ink" if lit else "dim") + ground)
         row.to(self.label, " ", "ink" + ground)
         cells = [(NOTHING, False)] * self.columns
         for lane in seen:
@@ -190,14 +204,28 @@ Up and down choose a request, left and right a step, [ and ] change how many ste
             x = (view.links.step - self.first_step) // self.k
             if 0 <= x < self.columns:
                 cells[x] = (cells[x][0], True)
+        words = self._names(cells, [lane for lane in seen if lane is not owner and lane.finish_step <= horizon])
         marks = _marks()
         start = 0
         for x in range(1, self.columns + 1):
-            if x == self.columns or cells[x] != cells[start]:
-                code, lit = cells[start]
-                row.add(marks[code] * (x - start), STYLES[code] + (" on select" if lit else ""))
-                start = x
+            if x < self.columns and cells[x] == cells[start] and x not in words and start not in words:
+                continue
+            if x < self.columns and start in words and x - start < len(words[start]):
+                continue
+            code, lit = cells[start]
+            text = words.get(start) or marks[code] * (x - start)
+            row.add(text, ("dim" if start in words else STYLES[code]) + (" on select" if lit else ""))
+            start = x
         return row.done(width)
+
+    def _names(self, cells: list[tuple[int, bool]], ended: list[Lane]) -> dict[int, str]:
+        """Names of requests that ended in a row that goes by another's name: {column behind the end: name}."""
+        words = {}
+        for lane in ended:
+            at, name = (lane.finish_step - self.first_step) // self.k + 1, f"r{lane.id}"
+            if at > 0 and at + len(name) < self.columns and {*cells[at : at + len(name) + 1]} == {(NOTHING, False)}:
+                words[at] = name
+        return words
 
     def _rest(self, view: View, width: int, end: int) -> Runs:
         """What the rows above do not show, by what it is doing."""
@@ -298,7 +326,7 @@ def _marks() -> dict[int, str]:
     }  # fmt: skip
 
 
-def _legend() -> list[Run]:
+def _marks_named() -> list[Run]:
     marks = _marks()
     runs: list[Run] = []
     for code, word in (

@@ -43,15 +43,16 @@ def bar(board: Board, width: int) -> list[Run]:
     return [(glyph(code) * cells[code], STYLES[code]) for code in ORDER if cells[code]]
 
 
-def legend(board: Board, numbers: bool = True) -> list[Run]:
+def entries(board: Board) -> list[list[Run]]:
     """Glyph, word and count of each state."""
-    runs: list[Run] = []
-    for code in ORDER:
-        runs += [(glyph(code), STYLES[code]), (f" {WORDS[code]} ", "dim")]
-        if numbers:
-            runs.append((f"{board.counts[code]:,}", "ink"))
-            runs.append(("  ", "ink"))
-    return runs
+    return [
+        [(glyph(code), STYLES[code]), (f" {WORDS[code]} ", "dim"), (f"{board.counts[code]:,}", "ink")] for code in ORDER
+    ]
+
+
+def legend(board: Board) -> list[Run]:
+    """All of them in one line."""
+    return [run for entry in entries(board) for run in (*entry, ("  ", "ink"))]
 
 
 class Occupancy(LinePanel, can_focus=False):
