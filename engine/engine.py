@@ -162,8 +162,8 @@ class Engine:
         wall = arrived - max(step.started, self._device_free_at)
         self._device_free_at = arrived
         plan = step.plan
-        prefills = len(plan.requests) - plan.num_decodes
-        kind = "decode" if not prefills else "mixed" if plan.num_decodes else "prefill"
+        prefills = len(plan.requests) - plan.num_decoding
+        kind = "decode" if not prefills else "mixed" if plan.num_decoding else "prefill"
         commit_s = time.perf_counter() - arrived
         launch_s = step.launch_s
         if self.runner.synchronous and result.device_ms is not None:

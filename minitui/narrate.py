@@ -27,6 +27,7 @@ def narrate(view: View, step: int) -> str:
     told += _evictions(events)
     told += _chunks(view, row, joined)
     told += _decodes(view, row)
+    told += _drafts(row)
     told += _waiting(events)
     told += _finishes(view, events)
     return " ".join(told)
@@ -138,6 +139,30 @@ def _decodes(view: View, row: StepRow) -> list[str]:
     if row.decodes == 1:
         return [f"r{lanes[0]} decodes one token{_new_blocks(view, row, lanes)}."]
     return [f"{_list([f'r{id}' for id in sorted(lanes)])} decode one token each{_new_blocks(view, row, lanes)}."]
+
+
+def _drafts(row: StepRow) -> list[str]:
+    """What was guessed beside the decoded tokens, and what came of it."""
+    if not row.drafts:
+        return []
+    if len(row.drafts) > 1:
+        who = "They" if len(row.drafts) == row.decodes else f"{len(row.drafts)} of them"
+        told = f"{who} have {row.drafted:,} draft tokens checked as well"
+        if not row.end_seq:
+            return [f"{told}."]
+        return [f"{told}: {row.accepted:,} are right, so they come {_tokens(len(row.drafts) + row.accepted)} further."]
+    request, drafted, accepted = row.drafts[0]
+    told = f"r{request} has {_tokens(drafted)} checked as well, which followed when its last ones stood there before"
+    if accepted < 0:
+        return [f"{told}."]
+    if accepted == 0:
+        return [f"{told}: already the first is not what it draws."]
+    right = "all are" if accepted == drafted else f"the first {accepted} are" if accepted > 1 else "the first is"
+    return [f"{told}: {right} what it draws, so it comes {_tokens(1 + accepted)} further."]
+
+
+def _tokens(n: int) -> str:
+    return f"{n:,} token" + ("" if n == 1 else "s")
 
 
 def _new_blocks(view: View, row: StepRow, decoding: list[int]) -> str:

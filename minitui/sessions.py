@@ -590,6 +590,8 @@ def describe_answer(message: Message) -> list[tuple[str, str]]:
     parts.append((f"{cached:,} of {total:,} prompt tokens from cache", "hit" if cached else "dim"))
     if why := describe_match(m.get("match") or {}, total - cached):
         parts.append((why, "dim"))
+    if m.get("drafted_tokens"):
+        parts.append((f"{m['accepted_tokens']:,} of {m['drafted_tokens']:,} draft tokens right", "dim"))
     if m.get("preemptions"):
         parts.append((f"preempted {m['preemptions']}×", "bad"))
     if gone := m.get("diverged"):

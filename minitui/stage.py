@@ -40,6 +40,8 @@ class Figures:
     preemptions: int
     slowest_ms: float
     prefill_ms: float  # of the steps that computed prompts
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -106,7 +108,9 @@ class Stage:
             steps=len(steps),
             computed=sum(row.prefill_tokens for row in steps),
             cached=sum(event.record[4] for event in self.events("hit")),
-            decoded=sum(row.decodes for row in steps),
+            decoded=sum(row.decodes + row.accepted for row in steps),
+            drafted=sum(row.drafted for row in steps),
+            accepted=sum(row.accepted for row in steps),
             evicted_blocks=sum(event.record[4] for event in self.events("evict")),
             preemptions=len(self.events("preempt")),
             slowest_ms=max((row.wall_ms or 0.0 for row in steps), default=0.0),

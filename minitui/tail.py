@@ -54,6 +54,8 @@ class _Run:
     last: StepRow
     t: float
     tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
     total_ms: float = 0.0
     worst_ms: float = 0.0
     worst_step: int = -1
@@ -121,7 +123,9 @@ class Teller:
         if run is None:
             run = self._run = _Run(row, row, row.ended or row.t)
         run.last = row
-        run.tokens += row.tokens
+        run.tokens += row.decodes + row.accepted
+        run.drafted += row.drafted
+        run.accepted += row.accepted
         wall = row.wall_ms or 0.0
         run.total_ms += wall
         if wall > run.worst_ms:
@@ -138,6 +142,8 @@ class Teller:
         who = _count(run.last.decodes, "request")
         each = "decodes one token a step" if run.last.decodes == 1 else "decode one token a step"
         text = f"steps {run.first.step:,} to {run.last.step:,}  {who} {each} · {run.tokens:,} tokens"
+        if run.drafted:
+            text += f" · {run.accepted:,} of {run.drafted:,} drafts right"
         if run.total_ms:
             text += f" · {run.total_ms / n:.1f} ms a step"
             if run.worst_ms > 2 * run.total_ms / n:
@@ -156,6 +162,8 @@ def step_text(row: StepRow, view: View) -> str:
         parts.append(", ".join(named))
     if row.decodes:
         parts.append(f"{_count(row.decodes, 'request')} {'decodes' if row.decodes == 1 else 'decode'} one token each")
+    if row.drafted:
+        parts.append(f"{_count(row.drafted, 'draft token')} checked, {row.accepted:,} right")
     text = "; ".join(parts) + f" · {row.tokens:,} of {view.live.state.budget:,} tokens"
     if row.waiting:
         text += f" · {row.waiting:,} waiting"

@@ -248,6 +248,7 @@ class Glyphs:
     spark: str = "▁▂▃▄▅▆▇█"
     rule: str = "─"
     decode: str = "─"
+    gaining: str = "═"  # decoding, several tokens in a step
     prefill: str = "█"
     queued: str = "·"
     preempted: str = "×"
@@ -282,6 +283,7 @@ ASCII = Glyphs(
     spark="_.:-=+*#",
     rule="-",
     decode="-",
+    gaining="=",
     prefill="#",
     queued=".",
     preempted="x",

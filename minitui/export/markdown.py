@@ -57,6 +57,10 @@ def _figures(reader: TraceReader, lanes: dict[int, Lane]) -> list[str]:
         if kind == "step":
             prefill = sum(chunk[2] for chunk in record[4])
             steps, computed, decoded = steps + 1, computed + prefill, decoded + record[7] - prefill
+        elif kind == "draft":
+            decoded -= sum(draft[1] for draft in record[4])
+        elif kind == "accept":
+            decoded += sum(draft[2] for draft in record[4])
         elif kind == "match":
             cached += record[4]
         elif kind == "evict":

@@ -48,6 +48,7 @@ class _Converter:
         self.stages: list[tuple[float, float, str, dict[str, Any]]] = []  # begin, end, name, args
         self.device_until = 0.0
         self.planned: dict[int, tuple[float, Record]] = {}  # steps not yet timed
+        self.drafts: dict[int, dict[str, int]] = {}  # of those, by step
 
     def events(self) -> Iterator[Event]:
         yield from self._names()
@@ -98,6 +99,10 @@ class _Converter:
             yield from self._step(record, t)
         elif kind == "time":
             yield from self._time(record, t)
+        elif kind == "draft":
+            self.drafts[fields[0]] = {"draft tokens": sum(n for _, n in fields[1]), "accepted": 0}
+        elif kind == "accept":
+            self.drafts.setdefault(fields[0], {})["accepted"] = sum(n for _, _, n in fields[1])
         elif kind == "evict":
             yield self._mark(HOST, 1, f"evict {fields[1]} blocks", t, {"node": fields[0], "reason": fields[2]})
         elif kind == "fail":
@@ -158,6 +163,7 @@ class _Converter:
             return
         at, (_, _, _, _, prefills, _, _, tokens, _) = planned
         args = {"step": step, "kind": kind, "tokens": tokens, "prefill tokens": sum(chunk[2] for chunk in prefills)}
+        args |= self.drafts.pop(step, {})
         commit = t - commit_us / 1e6
         launched = at + launch_us / 1e6
         stages = [("plan", at - plan_us / 1e6, at), ("launch", at, min(launched, commit)), ("commit", commit, t)]

@@ -30,6 +30,9 @@ class Meters:
         self.hits = Counter("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache.")
         self.prompt_tokens = Counter("vllm:prompt_tokens_total", "Prompt tokens of requests that drew a token.")
         self.generated = Counter("vllm:generation_tokens_total", "Tokens drawn.")
+        self.drafts = Counter("vllm:spec_decode_num_drafts_total", "Drafts checked, one a request and step.")
+        self.draft_tokens = Counter("vllm:spec_decode_num_draft_tokens_total", "Draft tokens checked.")
+        self.accepted_tokens = Counter("vllm:spec_decode_num_accepted_tokens_total", "Draft tokens that were right.")
         self.success = Counter(
             "vllm:request_success_total", "Requests that finished, by reason.", "finished_reason", REASONS
         )
@@ -78,6 +81,11 @@ class Meters:
         elif kind == "admit":
             if fields[0] not in self._resumed:
                 self.queries.add(state.requests[fields[0]].prompt_tokens)
+        elif kind == "accept":
+            for _, drafted, accepted in fields[1]:
+                self.drafts.add()
+                self.draft_tokens.add(drafted)
+                self.accepted_tokens.add(accepted)
         elif kind == "first":
             request = state.requests.get(fields[0])
             queue_ms, prefill_ms, sample_ms = fields[1:]

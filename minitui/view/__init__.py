@@ -42,6 +42,8 @@ class Frame:
     last: int = -1
     tokens: float = 0.0
     decodes: float = 0.0
+    drafted: float = 0.0
+    accepted: float = 0.0
     prefill_tokens: float = 0.0
     chunks: float = 0.0
     peak_tokens: int = 0
@@ -96,8 +98,8 @@ class View:
         at, wall = at[~np.isnan(wall)], wall[~np.isnan(wall)]
         recent = np.cumsum(wall[::-1])[::-1] <= 1000.0  # the steps that make up the last second
         at, seconds = at[recent], float(wall[recent].sum()) / 1e3
-        decodes = int(self.steps.column("decodes")[at].sum())
-        tokens = decodes if what == "decode" else int(self.steps.column("tokens")[at].sum()) - decodes
+        decodes, accepted = (int(self.steps.column(name)[at].sum()) for name in ("decodes", "accepted"))
+        tokens = decodes + accepted if what == "decode" else int(self.steps.prefilled(at).sum())
         return tokens / seconds if seconds else 0.0
 
     # ---- feeding
@@ -159,8 +161,18 @@ class View:
             if kind == "step":
                 rates.advance(record[1])
                 prefill = steps.planned(record, rates.bucket)
-                rates.planned(record[7] - prefill, prefill)
+                rates.planned(steps.decoded(record[3]), prefill)
                 lanes.fold_step(record)
+                continue
+            if kind == "draft":
+                steps.drafting(record)
+                continue
+            if kind == "accept":
+                drafted, accepted = steps.accepted(record)
+                rates.add("drafted", drafted)
+                rates.add("accepted", accepted)
+                rates.add("decode", accepted)
+                lanes.fold(record)
                 continue
             if kind == "evict":
                 events.fold(record, lanes.step, evicted.get(record[0]))
@@ -212,8 +224,9 @@ class View:
         if not len(at):
             return Frame()
         tokens = self.steps.column("tokens")[at]
-        decodes = self.steps.column("decodes")[at]
-        chunks = sum(len(self.steps.chunks(int(step))) for step in self.steps.column("step")[at][tokens > decodes])
+        decodes, drafted = self.steps.column("decodes")[at], self.steps.column("drafted")[at]
+        prefilled = self.steps.prefilled(at)
+        chunks = sum(len(self.steps.chunks(int(step))) for step in self.steps.column("step")[at][prefilled > 0])
         peak = int(tokens.argmax())
         n = len(at)
         return Frame(
@@ -222,7 +235,9 @@ class View:
             last=last,
             tokens=float(tokens.mean()),
             decodes=float(decodes.mean()),
-            prefill_tokens=float((tokens - decodes).mean()),
+            drafted=float(drafted.mean()),
+            accepted=float(self.steps.column("accepted")[at].mean()),
+            prefill_tokens=float(prefilled.mean()),
             chunks=chunks / n,
             peak_tokens=int(tokens[peak]),
             peak_step=int(self.steps.column("step")[at][peak]),

@@ -16,7 +16,7 @@ from engine.state import ACTIVE, CACHED, FREE, SHARED, NodeView, RequestView, St
 
 STATE_NAMES = {FREE: "free", ACTIVE: "active", SHARED: "shared", CACHED: "cached"}
 LONG_AGO = -1e9
-_PLANNING = frozenset({"admit", "hold", "match", "alloc", "evict", "preempt", "wait", "step"})
+_PLANNING = frozenset({"admit", "hold", "match", "alloc", "evict", "preempt", "wait", "draft", "step"})
 GROUPS_KEPT = 512
 EVICTED_IDS_KEPT = 40  # of an evicted run of tokens, so that the event can quote it
 

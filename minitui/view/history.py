@@ -19,6 +19,7 @@ BUCKETS_KEPT = 2048
 FIRST_TOKENS_KEPT = 256
 
 Chunk = tuple[int, int, int, bool]  # request, start, tokens, draws a token
+Draft = tuple[int, int, int]  # request, tokens drafted, accepted (-1: not told yet)
 KINDS = ("", "decode", "mixed", "prefill")
 
 
@@ -40,10 +41,21 @@ class StepRow:
     ended: float | None  # engine seconds at which its timing was told
     end_seq: int  # sequence number of its `time` record; 0: none yet
     rest: float = 0.0  # seconds between the end of the step before and its plan; 0 also where that is not known
+    drafts: tuple[Draft, ...] = ()
+
+    @property
+    def drafted(self) -> int:
+        """Draft tokens computed beside those that decode."""
+        return sum(draft[1] for draft in self.drafts)
+
+    @property
+    def accepted(self) -> int:
+        """Of those, how many were right: so many tokens more than `decodes` were drawn."""
+        return sum(max(0, draft[2]) for draft in self.drafts)
 
     @property
     def prefill_tokens(self) -> int:
-        return self.tokens - self.decodes
+        return self.tokens - self.decodes - self.drafted
 
     @property
     def kind(self) -> str:
@@ -63,6 +75,8 @@ class Steps:
         self._t = array("d", [0.0]) * capacity
         self._tokens = array("q", [0]) * capacity
         self._decodes = array("q", [0]) * capacity
+        self._drafted = array("q", [0]) * capacity
+        self._accepted = array("q", [0]) * capacity
         self._waiting = array("q", [0]) * capacity
         self._wall = array("d", [0.0]) * capacity  # ms; NaN: unknown
         self._plan = array("d", [0.0]) * capacity
@@ -73,7 +87,23 @@ class Steps:
         self._end_seq = array("q", [0]) * capacity
         self._bucket = array("q", [0]) * capacity  # of Rates, in which it was planned
         self._chunks: list[list[Chunk] | None] = [None] * capacity
+        self._drafts: dict[int, tuple[Draft, ...]] = {}  # by step, of those with any
         self._nan = float("nan")
+
+    def drafting(self, record: Record) -> None:
+        """Fold a `draft` record: of the step whose `step` record follows."""
+        _seq, _t, _kind, step, drafts = record
+        self._drafts[step] = tuple((request, tokens, -1) for request, tokens in drafts)
+
+    def accepted(self, record: Record) -> tuple[int, int]:
+        """Fold an `accept` record; (tokens drafted, tokens accepted)."""
+        _seq, _t, _kind, step, drafts = record
+        drafted, accepted = sum(draft[1] for draft in drafts), sum(draft[2] for draft in drafts)
+        if step in self:
+            told = {draft[0]: tuple(draft) for draft in drafts}
+            self._drafts[step] = tuple(told.get(draft[0], draft) for draft in self._drafts.get(step, ()))
+            self._accepted[step % self.capacity] = accepted
+        return drafted, accepted
 
     def planned(self, record: Record, bucket: int = 0) -> int:
         """Fold a `step` record, planned in this bucket of Rates. Returns its prefill tokens."""
@@ -82,7 +112,9 @@ class Steps:
         prefill_tokens = 0
         for chunk in prefills:
             prefill_tokens += chunk[2]
-        decodes = tokens - prefill_tokens
+        drafted = sum(draft[1] for draft in self._drafts[step]) if step in self._drafts else 0
+        decodes = tokens - prefill_tokens - drafted
+        self._drafted[i], self._accepted[i] = drafted, 0
         self._step[i], self._t[i], self._tokens[i], self._decodes[i] = step, t, tokens, decodes
         self._waiting[i], self._wall[i], self._device[i], self._end_seq[i] = waiting, self._nan, self._nan, 0
         self._chunks[i], self._bucket[i] = prefills or None, bucket
@@ -91,6 +123,8 @@ class Steps:
         self.last = step
         if step - self.first >= self.capacity:
             self.first = step - self.capacity + 1
+            if self._drafts:
+                self._drafts.pop(self.first - 1, None)
         return prefill_tokens
 
     def timed(self, record: Record) -> None:
@@ -131,6 +165,7 @@ class Steps:
             ended=self._ended[i] if timed else None,
             end_seq=self._end_seq[i],
             rest=max(0.0, self._t[i] - self._ended[before]) if known else 0.0,
+            drafts=self._drafts.get(step, ()),
         )
 
     def chunks(self, step: int) -> list[Chunk]:
@@ -149,6 +184,14 @@ class Steps:
         """A whole column as numpy sees it; index it with `indices`."""
         store = getattr(self, f"_{name}")
         return np.frombuffer(store, np.float64 if store.typecode == "d" else np.int64)
+
+    def prefilled(self, at: np.ndarray) -> np.ndarray:
+        """Prompt tokens computed in the steps at these positions."""
+        return self.column("tokens")[at] - self.column("decodes")[at] - self.column("drafted")[at]
+
+    def decoded(self, step: int) -> int:
+        """Requests that decoded in a kept step."""
+        return self._decodes[step % self.capacity]
 
     def since(self, t: float, last: int) -> int:
         """The first kept step planned at `t` or later, not after `last` (+1: none)."""
@@ -169,7 +212,7 @@ class Rates:
     the engine and not of the lesson.
     """
 
-    SUMS = ("decode", "prefill", "cached", "steps", "device_ms", "host_ms")
+    SUMS = ("decode", "prefill", "cached", "steps", "drafted", "accepted", "device_ms", "host_ms")
     LEVELS = ("running", "waiting", "used")  # the last value in each bucket
 
     def __init__(self) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from engine.records import Record
 
-NOTHING, QUEUED, DECODING, PREFILLING, FINISHED, PREEMPTED = range(6)  # the larger wins in a column
+NOTHING, QUEUED, DECODING, GAINING, PREFILLING, FINISHED, PREEMPTED = range(7)  # the larger wins in a column;
+#   gaining: a step of decoding in which drafts were accepted
 OPEN = 1 << 60  # the last step of a span that still goes on
 
 
@@ -26,6 +27,7 @@ class Lane:
     submitted: float | None  # these four in seconds of work: a closed gate and slow motion do not count
     submitted_step: int  # the first step it could have been in
     spans: list[list[int]] = field(default_factory=list)  # [code, first, last]
+    gains: list[list[int]] = field(default_factory=list)  # [first, last]: steps in which drafts were accepted
     admitted: float | None = None
     first_token: float | None = None
     cached_tokens: int = 0
@@ -36,6 +38,8 @@ class Lane:
     finish_reason: str = ""
     finish_step: int = OPEN
     output_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
     stop: str = ""  # why its last match stopped
     stop_at: int = 0
     ttft: tuple[float, float, float] | None = None  # queue, prefill, sample, in ms
@@ -55,6 +59,13 @@ class Lane:
         else:
             spans.append([code, first, last])
 
+    def gain(self, step: int) -> None:
+        """Drafts of this step were accepted."""
+        if self.gains and self.gains[-1][1] == step - 1:
+            self.gains[-1][1] = step
+        else:
+            self.gains.append([step, step])
+
     def code_at(self, step: int, code: int) -> bool:
         """Did it do this in that step?"""
         return any(kind == code and first <= step <= last for kind, first, last in self.spans)
@@ -63,7 +74,8 @@ class Lane:
         """`n` codes, one for each `k` steps from `first_step` on; nothing after step `until`."""
         out = [NOTHING] * n
         end = min(until, first_step + k * n - 1)
-        for code, first, last in self.spans:
+        gains = takewhile(lambda gain: gain[1] >= first_step, reversed(self.gains))
+        for code, first, last in chain(self.spans, ((GAINING, *gain) for gain in gains)):
             if last < first_step or first > end:
                 continue
             left = max(0, (first - first_step) // k)
@@ -202,7 +214,16 @@ class Lanes:
         lane.finish_step = self.step
         self.ended.append(self.active.pop(lane.id))
 
+    def _accept(self, record: Record) -> None:
+        for id, drafted, accepted in record[4]:
+            lane = self.lanes.get(id)
+            if lane is not None:
+                lane.drafted += drafted
+                lane.accepted += accepted
+                if accepted:
+                    lane.gain(record[3])
+
     _HANDLERS = {  # noqa: RUF012  a table of methods, never changed
         "submit": _submit, "admit": _admit, "match": _match, "step": fold_step, "preempt": _preempt,
-        "requeue": _preempt, "first": _first, "finish": _finish,
+        "requeue": _preempt, "first": _first, "finish": _finish, "accept": _accept,
     }  # fmt: skip

@@ -48,7 +48,9 @@ def _request(view: View, id: int) -> Story:
         computed = state.computed(request)
         doing = {"waiting": "waits in the queue", "preempted": "was preempted and waits"}.get(request.state)
         if doing is None:
-            doing = "decodes: one token a step" if request.joined_at >= 0 else "prefills its prompt"
+            drafting = lane is not None and lane.drafted
+            each = "a token a step, and drafts that are right" if drafting else "one token a step"
+            doing = f"decodes: {each}" if request.joined_at >= 0 else "prefills its prompt"
         story.tell("now", f"{doing}; {computed:,} tokens have their KV, it may grow to {request.max_total:,}")
         if request.state != "running" and id in state.queue:
             story.tell("queue", f"place {state.queue.index(id) + 1} of {len(state.queue)}")
@@ -63,6 +65,8 @@ def _request(view: View, id: int) -> Story:
             queue, prefill, sample = lane.ttft
             parts = f"queue {queue:.1f} + prefill {prefill:.1f} + sample {sample:.1f}"
             story.tell("first token", f"{queue + prefill + sample:.1f} ms = {parts}")
+        if lane.drafted:
+            story.tell("drafts", f"{lane.accepted:,} of {lane.drafted:,} were right: so many steps were saved")
         if lane.preemptions:
             story.tell("preempted", f"{lane.preemptions} times")
     if request is not None and request.table:
@@ -163,13 +167,17 @@ def _step(view: View, step: int) -> Story:
     if row is None:
         return Story(f"Step {step:,}", [("", "it is older than the history kept here")])
     story = Story(f"Step {step:,} · {row.kind}")
-    parts = f"{row.decodes} decodes, {row.prefill_tokens:,} prefill"
+    drafts = f"{row.drafted:,} drafts, " if row.drafted else ""
+    parts = f"{row.decodes} decodes, {drafts}{row.prefill_tokens:,} prefill"
     story.tell("tokens", f"{row.tokens:,} of {view.board.state.budget:,}: {parts}")
     for i, (request, start, n, samples) in enumerate(row.chunks[:8]):
         lane = view.lanes.lanes.get(request)
         of = f" of {lane.prompt_tokens:,}" if lane is not None else ""
         done = "; its first token is drawn" if samples else ""
         story.tell("prefill" if i == 0 else "", f"r{request}: tokens {start:,} to {start + n - 1:,}{of}{done}")
+    for i, (request, drafted, accepted) in enumerate(row.drafts[:8]):
+        right = "" if accepted < 0 else f", {accepted} right"
+        story.tell("drafts" if i == 0 else "", f"r{request}: {drafted} tokens{right}")
     if row.wall_ms is not None:
         story.tell("took", f"{row.wall_ms:.2f} ms · {why_slow(row, view.timings)}")
         host = f"plan {row.plan_ms:.2f}, launch {row.launch_ms:.2f}, commit {row.commit_ms:.2f} ms"

@@ -45,6 +45,9 @@ class Timings:
     rows: float = 0.0  # median of the rows of the steps that only decode
     rest: float = 0.0  # median of the seconds between two steps
     recent: tuple[StepRow, ...] = field(default=())  # the last few, oldest first
+    drafted: int = 0  # draft tokens computed
+    accepted: int = 0  # of those, how many were right
+    per_row: float = 1.0  # tokens that a request drew in a step of its own, drafts accepted included
 
 
 def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent: int = 8) -> Timings:
@@ -62,7 +65,8 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
     timed = ~np.isnan(wall)
     at, wall = at[timed], wall[timed]
     decodes = steps.column("decodes")[at]
-    prefills = steps.column("tokens")[at] - decodes
+    prefills = steps.prefilled(at)
+    drafted, accepted = int(steps.column("drafted")[at].sum()), int(steps.column("accepted")[at].sum())
     total = float(wall.sum()) or 1.0
     numbers = steps.column("step")[at]
     worst = steps.get(int(numbers[int(wall.argmax())])) if len(wall) else None
@@ -87,6 +91,9 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
         rows=float(np.median(decodes[prefills == 0])) if (prefills == 0).any() else 0.0,
         rest=float(np.median(np.maximum(0.0, began[1:] - ended[:-1]))) if len(at) > 1 else 0.0,
         recent=tuple(row for row in rows if row is not None),
+        drafted=drafted,
+        accepted=accepted,
+        per_row=1 + accepted / int(decodes.sum()) if decodes.any() else 1.0,
     )
 
 
@@ -119,6 +126,8 @@ def why_slow(row: StepRow, timings: Timings) -> str:
     host = (row.plan_ms or 0) + (row.launch_ms or 0) + (row.commit_ms or 0)
     if row.prefill_tokens:
         cause = f"{row.prefill_tokens:,} prefill tokens"
+    elif row.drafted:
+        cause = f"{row.drafted:,} draft tokens"
     elif row.device_ms is not None and host - timings.host_ms > excess / 2:
         cause = f"host {host:.1f} ms, not {timings.host_ms:.1f}"
     elif row.decodes >= 1.5 * timings.rows:

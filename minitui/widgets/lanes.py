@@ -13,14 +13,15 @@ from textual.binding import Binding
 
 from minitui.theme import glyphs
 from minitui.view import View
-from minitui.view.lanes import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED, Lane
+from minitui.view.lanes import DECODING, FINISHED, GAINING, NOTHING, PREEMPTED, PREFILLING, QUEUED, Lane
 from minitui.widgets.base import LinePanel, Opened, Picture, paragraphs
 from minitui.widgets.rows import Row, Run, Runs, fit, ms, runs_width
 
 SPAN_SECONDS = 10.0
 STEPS_PER_COLUMN = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 STYLES = {
-    NOTHING: "ink", QUEUED: "dim", DECODING: "decode", PREFILLING: "prefill", FINISHED: "good", PREEMPTED: "bad",
+    NOTHING: "ink", QUEUED: "dim", DECODING: "decode", GAINING: "hit", PREFILLING: "prefill", FINISHED: "good",
+    PREEMPTED: "bad",
 }  # fmt: skip
 
 
@@ -76,7 +77,7 @@ Up and down choose a request, left and right a step, [ and ] change how many ste
         rows: list[Runs] = [self._scale(view, width, horizon), self._slowest(view, width, horizon)]
         rows += [self._row(view, slot, width, horizon, named) for slot in self.slots]
         rows.append(self._rest(view, width, end))
-        return Picture(rows, title="Batch lanes · requests over steps", note=self._note(), legend=self._legend(width))
+        return Picture(rows, title="Batch lanes · requests over steps", note=self._note(), legend=self._legend(view, width))
 
     def _place(self, view: View, room: int, end: int) -> None:
         """Give every request a row and let it keep it. While there are rows for all, each has its own; after that a
@@ -107,8 +108,10 @@ Up and down choose a request, left and right a step, [ and ] change how many ste
         if selected in lanes and not placed and self.slots and lanes[selected].finish_step >= start:
             self.slots[-1] = [selected]  # what is selected is always shown
 
-    def _legend(self, width: int) -> list[Run]:
+    def _legend(self, view: View, width: int) -> list[Run]:
         runs = _marks_named()
+        if any(lane.gains for lane in view.lanes.active.values()):
+            runs += [("  ", "dim"), (glyphs().gaining, "hit"), (" drafts right", "dim")]
         if any(len(slot) > 1 for slot in self.slots):
             several: list[Run] = [("+2", "ink"), (" and two that ended before", "dim")]
             if runs_width([*runs, *several]) + 2 <= width - 4:
@@ -321,8 +324,8 @@ Up and down choose a request, left and right a step, [ and ] change how many ste
 def _marks() -> dict[int, str]:
     g = glyphs()
     return {
-        NOTHING: " ", QUEUED: g.queued, DECODING: g.decode, PREFILLING: g.prefill, FINISHED: g.finished,
-        PREEMPTED: g.preempted,
+        NOTHING: " ", QUEUED: g.queued, DECODING: g.decode, GAINING: g.gaining, PREFILLING: g.prefill,
+        FINISHED: g.finished, PREEMPTED: g.preempted,
     }  # fmt: skip
 
 

@@ -20,10 +20,17 @@ def contents(row: StepRow, most: int = 4) -> str:
     parts = []
     if row.decodes:
         parts.append(f"{row.decodes} decode{'s' if row.decodes > 1 else ''}")
+    if row.drafted:
+        parts.append(f"{row.drafted} draft{'s' if row.drafted > 1 else ''}{_outcome(row)}")
     parts += [f"r{chunk[0]} prefill {chunk[2]:,}" for chunk in row.chunks[:most]]
     if len(row.chunks) > most:
         parts.append(f"{len(row.chunks) - most} more chunks")
     return " + ".join(parts)
+
+
+def _outcome(row: StepRow) -> str:
+    """How many of its drafts were right, once that is known."""
+    return f" ({row.accepted} right)" if row.end_seq else ""
 
 
 class StepBar(LinePanel):
@@ -56,6 +63,9 @@ class StepBar(LinePanel):
             (glyphs().active, "decode"), (" decode ", "dim"), (glyphs().active, "prefill"), (" prefill ", "dim"),
             (glyphs().unused, "faint"), (" unused budget", "dim"),
         ]  # fmt: skip
+        if row.drafted if row is not None else view.last_frame.drafted:
+            legend += [(" ", "dim"), (glyphs().active, "hit"), (" drafts, right", "dim")]
+            legend += [(" ", "dim"), (glyphs().active, "waiting"), (" not", "dim")]
         rows = [bar] if height == 1 else [text, bar]
         return Picture(rows, title=title, legend=legend)
 
@@ -92,6 +102,7 @@ def _bar(row: StepRow, width: int, budget: int, view: View) -> Runs:
     slices: list[tuple[float, list[str], str]] = []
     if row.decodes:
         slices.append((row.decodes, [f"D{glyphs().times}{row.decodes}"], "decode"))
+    slices += _drafts(row.drafted, row.accepted)
     lit = view.links.requests
     for i, (request, _start, n, _samples) in enumerate(row.chunks):
         style = ("prefill", "prefill-2")[i % 2]
@@ -99,11 +110,19 @@ def _bar(row: StepRow, width: int, budget: int, view: View) -> Runs:
     return _slices(slices, row.tokens, width, budget)
 
 
+def _drafts(drafted: float, accepted: float) -> list[tuple[float, list[str], str]]:
+    """Slices of the drafts that were right and of the others."""
+    wrong = drafted - accepted
+    right = (accepted, [f"+{accepted:.0f} right", f"+{accepted:.0f}", ""], "hit")
+    return [part for part in (right, (wrong, [f"{wrong:.0f} wrong", f"{wrong:.0f}", ""], "waiting")) if part[0] > 0]
+
+
 def _mean_bar(view: View, width: int, budget: int) -> Runs:
     frame = view.last_frame
     slices: list[tuple[float, list[str], str]] = []
     if frame.decodes:
         slices.append((frame.decodes, [f"D{glyphs().times}{frame.decodes:.0f}"], "decode"))
+    slices += _drafts(frame.drafted, frame.accepted)
     if frame.prefill_tokens:
         words = f"prefill {frame.prefill_tokens:,.0f}"
         slices.append((frame.prefill_tokens, [f"{words} in {frame.chunks:.1f} chunks", words, ""], "prefill"))

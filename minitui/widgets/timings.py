@@ -37,7 +37,9 @@ opens the slowest step.""")
         rows += [self._kind(label, getattr(t, name), style, width) for label, name, style in KINDS]
         rows.append(self._slowest(t, width))
         rows.append(self._first_token(t, width))
-        if height >= 8:
+        if t.drafted:
+            rows.append(self._drafts(t, width))
+        if height >= len(rows) + 2:
             rows += self._tracks(t, width)
         title = f"Timings · ms, {t.steps:,} steps in {t.seconds:.0f} s" if t.steps else "Timings · ms"
         return Picture(rows[:height], title=title, legend=self._legend(t) if height >= 8 else [])
@@ -105,6 +107,11 @@ opens the slowest step.""")
         if row.width + len(tail) <= width:
             row.add(tail, "dim")
         return row.done(width)
+
+    def _drafts(self, t: Timings, width: int) -> Runs:
+        row = Row("drafts", "dim").to(LABEL).add(f"{100 * t.accepted / t.drafted:.0f} %", "bold ink")
+        row.add(f" of {t.drafted:,} right: ", "dim").add(f"{t.per_row:.1f}", "bold ink")
+        return row.add(" tokens a row and step", "dim").done(width)
 
     def _tracks(self, t: Timings, width: int) -> list[Runs]:
         """Host and device over the last few steps, to one scale."""

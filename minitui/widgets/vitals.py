@@ -45,8 +45,10 @@ def vitals(view: View, n: int) -> list[Vital]:
     p50 = view.timings.decode.p50 or view.timings.mixed.p50 or view.timings.prefill.p50 or last
     waiting = len(board.state.queue)
     running = sum(r.state == "running" for r in board.state.requests.values())
+    each = f"{view.timings.per_row:.1f} a"
+    drafting = (f"tok/s, {each} row and step", f"tok/s, {each} step") if view.timings.drafted else ()
     return [
-        Vital("decode", number(view.speed("decode")), ("tok/s",),
+        Vital("decode", number(view.speed("decode")), (*drafting, "tok/s"),
               rates.series("decode", n, end) / BUCKET, "decode"),
         Vital("prefill", number(view.speed("prefill")), ("tok/s",),
               rates.series("prefill", n, end) / BUCKET, "prefill"),
