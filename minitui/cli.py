@@ -135,7 +135,9 @@ def ask(
 def demo(
     name: Annotated[
         str,
-        typer.Argument(help="Which: shared-prefix, cache, chunked-prefill, eviction, preemption, fork or batching."),
+        typer.Argument(
+            help="Which: shared-prefix, cache, chunked-prefill, eviction, preemption, fork, batching or speculation."
+        ),
     ],
     plain: Annotated[
         bool,

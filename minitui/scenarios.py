@@ -15,6 +15,7 @@ from engine.errors import EngineError
 from engine.state import CACHED, FREE, SHARED, NodeView, State
 from minitui.sessions import Session
 from minitui.stage import Figures, Stage
+from minitui.view import StepRow
 
 
 @dataclass(frozen=True)
@@ -430,6 +431,80 @@ async def batching(stage: Stage) -> None:
     )
 
 
+# ---- speculation
+
+
+async def _asked_again(stage: Stage) -> Session:
+    """A chat that has been answered and has asked the same once more; the engine stands before that prompt's step."""
+    session = stage.chat("", max_tokens=70)
+    stage.show(session)
+    await stage.gate()
+    await stage.ask(session, QUESTIONS[0])
+    stage.look("inspect")
+    await stage.step(3, seconds=0.4)
+    await stage.slow(0.02)
+    await stage.answers([session])
+    await stage.gate()
+    stage.begin_count()
+    await stage.ask(session, QUESTIONS[0])
+    return session
+
+
+async def speculation(stage: Stage) -> None:
+    """The same answer twice, without speculation and with it: what the text says already is guessed, and checked."""
+    stage.tell(
+        "A chat asks a question, and then the same question once more. Its second answer repeats the first, token for "
+        "token; still every token takes a step of its own, for nobody knows the answer before it is drawn."
+    )
+    await stage.pause(3)
+    session = await _asked_again(stage)
+    await stage.slow(0.09)
+    [metrics] = await stage.answers([session])
+    without = stage.figures()
+    tokens = metrics["output_tokens"]
+    stage.tell(f"The second answer has {tokens} tokens and took {without.steps} steps. Now with prompt lookup.")
+    await stage.other_engine(speculation="prompt-lookup")
+    session = await _asked_again(stage)
+    stage.tell(
+        "The last three tokens are looked for in the text before them. What followed there is a guess; the step "
+        "computes the guessed tokens together with the last one, and draws at each place as it would have drawn alone. "
+        "A guess counts only if it is the token drawn. So the answer cannot change, only the number of steps."
+    )
+    await stage.pause(6)
+    await stage.predict(
+        f"the same answer of {tokens} tokens: how many steps does it take now?",
+        [f"{without.steps}, as before", f"{without.steps // 2}, half of them", f"under {without.steps // 4}"],
+    )
+    await stage.step_until("a draft that is right", lambda: _last_step(stage).accepted > 0, seconds=0.5)
+    row = _last_step(stage)
+    request, drafted, accepted = row.drafts[0]
+    stage.tell(
+        f"The moment: step {row.step} computed {row.tokens} tokens for r{request}, its last and {drafted} guesses. "
+        f"{accepted} guesses were right, and the draw after them counts as well: {accepted + 1} tokens in one step."
+    )
+    await stage.pause(4)
+    await stage.slow(0.4)
+    await stage.answers([session])
+    drafting = stage.figures()
+    rows = [
+        ("one by one", without.steps, f"{without.steps} steps, {without.decode_ms:,.0f} ms"),
+        ("with drafts", drafting.steps, f"{drafting.steps} steps, {drafting.decode_ms:,.0f} ms"),
+    ]
+    stage.tell(
+        f"The same {tokens} tokens:\n{stage.bars(rows)}\n"
+        f"{drafting.accepted} of {drafting.drafted} guessed tokens were right. A step that checks several is not much "
+        "longer than one that draws a single token: it reads all weights either way. A text that repeats nothing gains "
+        "nothing; whose guesses fail makes fewer of them."
+    )
+
+
+def _last_step(stage: Stage) -> StepRow:
+    stage.state()
+    row = stage.view.steps.get(stage.view.steps.last)
+    assert row is not None
+    return row
+
+
 DEMOS = {
     "shared-prefix": Demo("one system prompt, four chats", shared_prefix, 48, {"kv_blocks": 64}),
     "cache": Demo(
@@ -446,4 +521,5 @@ DEMOS = {
         "static against continuous batching", batching, 30,
         {"kv_blocks": 64, "max_num_seqs": 4, "scheduling_policy": "static", "no_prefix_caching": True},
     ),
+    "speculation": Demo("the same answer again, guessed and checked", speculation, 70, {"kv_blocks": 64}),
 }  # fmt: skip

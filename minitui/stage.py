@@ -40,8 +40,9 @@ class Figures:
     preemptions: int
     slowest_ms: float
     prefill_ms: float  # of the steps that computed prompts
-    drafted: int = 0
-    accepted: int = 0
+    decode_ms: float  # of the others
+    drafted: int
+    accepted: int
 
     @property
     def prompt_tokens(self) -> int:
@@ -115,6 +116,7 @@ class Stage:
             preemptions=len(self.events("preempt")),
             slowest_ms=max((row.wall_ms or 0.0 for row in steps), default=0.0),
             prefill_ms=sum(row.wall_ms or 0.0 for row in steps if row.chunks),
+            decode_ms=sum(row.wall_ms or 0.0 for row in steps if not row.chunks),
         )
 
     # ---- telling

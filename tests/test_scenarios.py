@@ -195,3 +195,21 @@ async def test_a_demo_is_told_as_plain_lines(capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert "The moment:" in out and "\x1b" not in out and re.match(r" +\d+\.\d s  ", out)
     assert source.closed
+
+
+def test_speculation_draws_the_same_answer_in_a_fraction_of_the_steps(hear: Callable[[str], Told]) -> None:
+    told = hear("speculation")
+    assert not told.of("draft", 0) and len(told.runs) == 2
+    lengths = [[record[5] for record in told.of("finish", run)] for run in (0, 1)]
+    assert lengths[0] == lengths[1] and lengths[0][0] == lengths[0][1], "the second answer is not the first"
+    steps = [
+        sum(record[3] >= first for record in told.of("step", run))
+        for run in (0, 1)
+        for first in [next(r[3] for r in told.of("step", run) if r[4] and r[4][0][0] == 2)]
+    ]
+    assert steps[1] < steps[0] / 4 and steps[0] == lengths[0][1]
+    drafts = [draft for record in told.of("accept") for draft in record[4] if draft[0] == 2]
+    drafted, accepted = sum(draft[1] for draft in drafts), sum(draft[2] for draft in drafts)
+    assert f"{steps[0]} steps, " in told.text and f"{steps[1]} steps, " in told.text
+    assert f"{accepted} of {drafted} guessed tokens were right" in told.text
+    assert steps[1] + accepted == lengths[1][1]
