@@ -172,7 +172,7 @@ class View:
                 rates.add("drafted", drafted)
                 rates.add("accepted", accepted)
                 rates.add("decode", accepted)
-                lanes.fold(record)
+                lanes.fold(record, rates.now)
                 continue
             if kind == "evict":
                 events.fold(record, lanes.step, evicted.get(record[0]))

@@ -77,7 +77,8 @@ Up and down choose a request, left and right a step, [ and ] change how many ste
         rows: list[Runs] = [self._scale(view, width, horizon), self._slowest(view, width, horizon)]
         rows += [self._row(view, slot, width, horizon, named) for slot in self.slots]
         rows.append(self._rest(view, width, end))
-        return Picture(rows, title="Batch lanes · requests over steps", note=self._note(), legend=self._legend(view, width))
+        legend = self._legend(view, width)
+        return Picture(rows, title="Batch lanes · requests over steps", note=self._note(), legend=legend)
 
     def _place(self, view: View, room: int, end: int) -> None:
         """Give every request a row and let it keep it. While there are rows for all, each has its own; after that a
