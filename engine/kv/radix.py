@@ -29,9 +29,10 @@ GHOSTS = 8192  # evicted prefixes remembered, so that a miss can say when it was
 
 
 class Node:
-    """A run of blocks. `keys[i]` are the tokens of `blocks[i]`; `last_used` is the log's sequence number."""
+    """A run of blocks. `keys[i]` are the tokens of `blocks[i]`, `hashes[i]` is the hash of the whole prefix that ends
+    with them; `last_used` is the log's sequence number."""
 
-    __slots__ = ("blocks", "children", "end_hash", "id", "keys", "last_used", "parent", "users")
+    __slots__ = ("blocks", "children", "hashes", "id", "keys", "last_used", "parent", "users")
 
     def __init__(self, id: int, parent: Node | None, keys: list[Key], blocks: list[int], users: int, clock: int):
         self.id = id
@@ -41,7 +42,12 @@ class Node:
         self.children: dict[Key, Node] = {}
         self.users = users
         self.last_used = clock
-        self.end_hash = 0  # of the whole prefix that ends here
+        self.hashes: list[int] = []
+
+    @property
+    def end_hash(self) -> int:
+        """Of the whole prefix that ends here."""
+        return self.hashes[-1] if self.hashes else 0
 
     @property
     def evictable(self) -> bool:
@@ -104,8 +110,7 @@ class RadixTree:
             if n < len(child.keys):
                 if depth >= limit:
                     return Match(node, child, n, blocks, "whole", depth * size)
-                end = _chain(node.end_hash, child.keys[:n])
-                return self._missed(ids, node, end, depth, key, child, n, blocks)
+                return self._missed(ids, node, child.hashes[n - 1], depth, key, child, n, blocks)
             node = child
         stop = "whole" if limit > 0 else "short"
         return Match(node, None, 0, blocks, stop, depth * size)
@@ -162,11 +167,13 @@ class RadixTree:
         else:
             clock = self.log.append("insert", self._next_id, node.id, request, ids, blocks, step)
             leaf = Node(self._next_id, node, keys, list(blocks), 1, clock)
-            leaf.end_hash = node.end_hash
             node.children[keys[0]] = leaf
             self.nodes[leaf.id] = leaf
             self._next_id += 1
-        leaf.end_hash = _chain(leaf.end_hash, keys)
+        end = leaf.end_hash or node.end_hash
+        for key in keys:
+            end = hash((end, key))
+            leaf.hashes.append(end)
         self.allocator.tree_add(blocks)
         for block in blocks:
             self._node_of[block] = leaf
@@ -181,7 +188,7 @@ class RadixTree:
         assert parent is not None
         self.log.append("split", node.id, self._next_id, n)
         upper = Node(self._next_id, parent, node.keys[:n], node.blocks[:n], node.users, node.last_used)
-        upper.end_hash = _chain(parent.end_hash, upper.keys)
+        upper.hashes, node.hashes = node.hashes[:n], node.hashes[n:]
         self._next_id += 1
         self.nodes[upper.id] = upper
         parent.children[upper.keys[0]] = upper
@@ -203,9 +210,7 @@ class RadixTree:
                 continue  # it was used again, or is gone
             take = min(n - freed, len(node.blocks))
             keep = len(node.blocks) - take
-            assert node.parent is not None
-            end = _chain(node.parent.end_hash, node.keys[:keep])
-            self._remember(hash((end, node.keys[keep])))
+            self._remember(node.hashes[keep])
             self.log.append("evict", node.id, take, reason)
             self._cut(node, keep)
             if keep:
@@ -223,8 +228,7 @@ class RadixTree:
         parent = node.parent
         assert parent is not None and not node.children
         dropped, first = node.blocks[keep:], node.keys[0]
-        node.keys, node.blocks = node.keys[:keep], node.blocks[:keep]
-        node.end_hash = _chain(parent.end_hash, node.keys)
+        del node.keys[keep:], node.blocks[keep:], node.hashes[keep:]
         for block in dropped:
             del self._node_of[block]
             self._pending.pop(block, None)
@@ -304,7 +308,7 @@ class RadixTree:
         while stack:
             node = stack.pop()
             assert self.nodes.get(node.id) is node, f"node {node.id} is not in the index"
-            assert len(node.keys) == len(node.blocks), f"node {node.id} has {len(node.keys)} keys"
+            assert len(node.keys) == len(node.blocks) == len(node.hashes), f"node {node.id} has {len(node.keys)} keys"
             assert node is self.root or node.keys, f"node {node.id} is empty"
             for block in node.blocks:
                 assert block not in seen, f"block {block} stands in two nodes"
@@ -322,12 +326,6 @@ class RadixTree:
         assert self._pending.keys() <= seen.keys(), "a pending block is not in the tree"
         in_tree = sum(self.allocator.in_tree(b) for b in range(self.allocator.num_blocks))
         assert in_tree == len(seen), f"{in_tree} blocks are marked, {len(seen)} stand in the tree"
-
-
-def _chain(start: int, keys: list[Key]) -> int:
-    for key in keys:
-        start = hash((start, key))
-    return start
 
 
 def _common(a: Key, b: Key) -> int:
