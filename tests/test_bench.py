@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from engine.config import ModelConfig
+from engine.kv.allocator import BlockAllocator
+from engine.kv.radix import RadixTree
+from engine.records import RecordLog
 from minitui.bench import command, cpu, host
 from minitui.bench.limits import Limits
 from minitui.bench.rows import Row
@@ -97,3 +101,19 @@ def test_a_step_and_the_tree_grow_with_what_they_must_and_no_faster() -> None:
     small, large = host.tree_cost(400), host.tree_cost(8_000)
     for name in ("match_us", "insert_us", "split_us", "evict_us"):
         assert getattr(large, name) < 8 * getattr(small, name), name
+
+
+def test_evicting_a_long_reply_block_by_block_costs_no_more_a_block_than_a_short_one() -> None:
+    def per_block(blocks: int) -> float:
+        log, allocator = RecordLog(), BlockAllocator(blocks + 1)
+        tree = RadixTree(16, allocator, log)
+        held = allocator.allocate(blocks) or []
+        node = tree.add(tree.root, 1, [(i,) * 16 for i in range(blocks)], held, -1)
+        tree.unlock(node, log.append("finish", 1, "length", 0))
+        allocator.release(held)
+        began = time.perf_counter()
+        for _ in range(blocks):
+            assert tree.evict(1, "the pool is full") == 1
+        return (time.perf_counter() - began) / blocks
+
+    assert per_block(2048) < 5 * min(per_block(64) for _ in range(3))  # it was 28 times as much
