@@ -1,7 +1,7 @@
 """The story of an engine as plain lines of text: for screen readers, for logs, and for pipes.
 
     0.41 s  step 12  r4 runs · 102 prompt tokens · waited 3 ms
-    0.41 s  step 12  r4 takes 96 of 102 tokens from the tree · all that may be shared
+    0.41 s  step 12  r4 takes 96 of 102 tokens from the tree · all that can be shared
     0.41 s  step 12  6 tokens of r4's prompt, 3 requests decode · 9 of 512 tokens · 2.1 ms
     0.52 s  steps 13 to 37  4 requests decode one token each · 100 tokens · 2.0 ms a step
 

@@ -186,7 +186,7 @@ LESSON = Lesson(
             `preemption` show both.
             """,
             panel="occupancy",
-            code="engine.scheduler:Scheduler._plan_decodes",
+            code="engine.scheduler:Scheduler._obstacle",
         ),
     ),
     close,

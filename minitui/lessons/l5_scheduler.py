@@ -149,6 +149,7 @@ LESSON = Lesson(
             {LENGTHS[4]} tokens each, wait.
             """,
             panel="lanes",
+            code="engine.scheduler:Scheduler._admit",
             run=join_and_leave,
             predict=Prediction(
                 "After how many steps are all six done? (A reply of n tokens takes n steps.)",

@@ -46,8 +46,8 @@ Try: ask something, press esc and then r.""",
     "inspect": """\
 Everything on this screen is folded from the engine's own record of what it did, step by step.
 
-  step           what this step computes: decoding requests take one token each, prompts come in chunks
-  KV blocks      the pool: free, cached (only the tree holds it), active (one request), shared (several)
+  step           what it computes: one token of each who decodes, prompts in chunks
+  KV blocks      the pool: free, cached (the tree alone), active (one request), shared (several)
   block table    the selected request's positions → blocks; the last one is partly filled
   radix tree     which text stands in the cache, who uses it, how much it saved, what goes next
   lanes          who waited and who ran, over time

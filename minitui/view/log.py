@@ -89,7 +89,7 @@ _RECORDS = {  # kind of record -> (kind of event, 1 if it belongs to the step be
 def stop_text(stop: str, at: int) -> str:
     """Why a prefix match ended, in words."""
     return {
-        "whole": "all that may be shared",
+        "whole": "all that can be shared",
         "differs": f"differs at token {at:,}",
         "short": "shorter than a block",
         "empty": "nothing in the tree begins like this",
