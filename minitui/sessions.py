@@ -576,6 +576,8 @@ def describe_answer(message: Message) -> list[tuple[str, str]]:
         parts.append((message.error, "bad"))
     if not m:
         return parts
+    if message.state == "cancelled" and not m.get("output_tokens"):
+        return [("cancelled before its first token", "bad")]
     if m.get("ttft_ms") is not None:
         parts.append((f"first token {_ms(m['ttft_ms'])}", "dim"))
     if m.get("decode_tok_s"):
