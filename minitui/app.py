@@ -95,6 +95,7 @@ class MinituiApp(App[int]):
         self.progress: dict[str, Any] | None = {"text": "starting the engine"}
         self.replays: list[str] = []  # ids of chats whose hit is announced when they are answered
         self.session: Session = chats.sessions[-1] if chats.sessions else chats.new(system)
+        self.play_again: Callable[[], Coroutine[Any, Any, None]] | None = None  # set by a demo
         self.story = ""  # what a demo tells, under the top bar
         self._load_codec, self._guard, self._script = load_codec, guard, script
         self._interrupted = 0.0
@@ -269,6 +270,27 @@ class MinituiApp(App[int]):
             settings_file.save(kept)
         except (OSError, EngineError) as error:
             self.say(f"the theme could not be saved: {error}", error=True)
+
+    async def start_over(self) -> None:
+        """Back to an engine that has done nothing yet, in real time; a demo plays again."""
+        self.chats.cancel_all()
+        self.feed.frozen = False
+        self.view.present()
+        try:
+            await self.source.control("resume")
+            await self.source.control("pace", factor=1)
+            for _ in range(300):  # the answers that were cancelled give their blocks back
+                if not self.view.live.state.requests:
+                    break
+                await asyncio.sleep(0.01)
+            await self.source.control("clear_cache")
+            await self.feed.sync()
+            if self.play_again:
+                await self.play_again()
+            else:
+                self.say("everything is as at the beginning: nothing is cached")
+        except EngineError as error:
+            self.say(str(error), error=True)
 
     def restart_engine(self) -> None:
         """Start the engine process again; chats stay."""

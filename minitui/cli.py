@@ -132,6 +132,27 @@ def ask(
 
 
 @app.command()
+def chats(
+    words: Annotated[list[str] | None, typer.Argument(help="Words that must occur in the chat.")] = None,
+    show: Annotated[str | None, typer.Option(help="Print the chat with this id as Markdown.")] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="With --show: write it to this file; as JSON if its name ends in .json.")
+    ] = None,
+) -> None:
+    """The chats that were kept: list them, search in them, print or export one.
+
+    \b
+      minitui chats                          all of them, the newest first
+      minitui chats radix tree               those in which both words occur
+      minitui chats --show 3f2a
+      minitui chats --show 3f2a --export paging.json
+    """
+    from minitui.launch import run_chats
+
+    raise typer.Exit(run_chats(" ".join(words or []), show, export))
+
+
+@app.command()
 def demo(
     name: Annotated[
         str,

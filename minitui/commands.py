@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
+import time
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineError
+from minitui import transcripts
 from minitui.actions import ACTIONS, BY_SLASH, key_label
-from minitui.sessions import Session, transcript_markdown
+from minitui.sessions import Session
 
 if TYPE_CHECKING:
     from minitui.app import MinituiApp
@@ -114,6 +115,44 @@ class Commands:
     def do_retry(self, _: str) -> None:
         self.app.chats.retry(self.session)
 
+    def do_edit(self, text: str) -> None:
+        session = self.session
+        asked = next((m.text for m in reversed(session.messages) if m.role == "user"), None)
+        if asked is None:
+            raise EngineError("there is no question to edit yet: ask something first")
+        if session.busy:
+            raise EngineError("the answer is still being written: Esc cancels it, then edit the question")
+        if text:
+            self._resend(session, text)
+        else:
+            self.app.ask_text("Your last question", asked, lambda t: self._resend(session, t), lines=True)
+
+    def _resend(self, session: Session, text: str) -> None:
+        try:
+            self.app.chats.retry(session, text)
+        except EngineError as error:
+            self.app.say(str(error), error=True)
+
+    def do_search(self, words: str) -> None:
+        store = self.app.chats.store
+        if store is None:
+            raise EngineError("the chats of this run are not kept, so there is nothing to search in")
+        found = store.search(words)
+        if not found:
+            raise EngineError(f"no chat holds {words!r}" if words else "no chat has been kept yet")
+        rows, ids = [], {}
+        for chat in found:
+            name = f"{chat.title[:28]:<28} {time.strftime('%d %b %H:%M', time.localtime(chat.created))}"
+            while name in ids:
+                name += " "
+            ids[name] = chat.id
+            rows.append((name, chat.line[:160]))
+        self.app.choose("Chats that were kept", rows, lambda name: self._open(ids[name]))
+
+    def _open(self, id: str) -> None:
+        self.app.select_session(self.app.chats.reopen(id))
+        self.app.open_mode("chat")
+
     def do_next(self, _: str) -> None:
         self._go(self.app.chats.number(self.session) % len(self.app.chats.sessions) + 1)
 
@@ -181,23 +220,45 @@ class Commands:
             message.unfolded = unfold
             message.touch()
 
-    def do_copy(self, _: str) -> None:
-        text = next((m.text for m in reversed(self.session.messages) if m.role == "assistant" and m.text), "")
-        if not text:
+    def do_copy(self, what: str) -> None:
+        answer = next((m.text for m in reversed(self.session.messages) if m.role == "assistant" and m.text), "")
+        if what == "chat":
+            self._copy("the chat", transcripts.as_markdown(self.session))
+        elif what == "code":
+            blocks = [text for kind, text in transcripts.pieces(self.session.messages) if kind == "code"]
+            if not blocks:
+                raise EngineError("there is no code block in this chat")
+            self._copy("the last code block", blocks[0])
+        elif what:
+            raise EngineError(f"/copy takes nothing, code or chat, not {what!r}; Y lets you choose")
+        elif not answer:
             raise EngineError("there is no answer to copy yet")
+        else:
+            self._copy("the answer", answer)
+
+    def _copy(self, what: str, text: str) -> None:
         self.app.copy_to_clipboard(text)
-        self.app.say("copied, if your terminal allows it (OSC 52)")
+        self.app.say(f"{what} is copied ({len(text):,} characters), if your terminal allows it (OSC 52)")
+
+    def do_pick(self, _: str) -> None:
+        found = transcripts.pieces(self.session.messages)
+        if not found:
+            raise EngineError("there is nothing to copy yet")
+        rows = [(f"{n:>3} {kind:<9}", " ".join(text.split())[:160]) for n, (kind, text) in enumerate(found, 1)]
+        self.app.choose("Copy", rows, lambda row: self._copy(*found[int(row.split()[0]) - 1]))
 
     def do_export(self, name: str) -> None:
-        slug = re.sub(r"[^a-z0-9]+", "-", self.session.title.lower()).strip("-") or "chat"
-        path = Path(name or f"{slug}.md").expanduser()
-        if path.exists():
-            raise EngineError(f"{path} exists already: name another file, /export FILE")
-        try:
-            path.write_text(transcript_markdown(self.session), encoding="utf-8")
-        except OSError as error:
-            raise EngineError(f"{path} cannot be written: {error.strerror}") from None
+        path = Path(name or transcripts.file_name(self.session)).expanduser()
+        transcripts.write(self.session, path)
         self.app.say(f"written to {path.resolve()}")
+
+    def do_attach(self, name: str) -> None:
+        if not name:
+            self.app.focus_prompt("/attach ")
+            return
+        path = Path(name).expanduser()
+        self.app.focus_prompt(transcripts.quoted_file(path))
+        self.app.say(f"{path.name} is in the prompt: ask about it, enter sends both")
 
     # --- the engine
 
@@ -250,6 +311,11 @@ class Commands:
     def do_clear(self, _: str) -> None:
         self._control(self.app.source.control("clear_cache"))
         self.app.say("the radix tree is emptied of everything that no answer holds")
+
+    def do_reset(self, _: str) -> None:
+        if not self.app.feed.live:
+            raise EngineError("the engine is just being started: try again in a moment")
+        self.app.run_worker(self.app.start_over(), group="start", exclusive=True, exit_on_error=False)
 
     def do_restart(self, _: str) -> None:
         if self.app.source.error is None:

@@ -30,6 +30,19 @@ async def play_in_app(demo: Demo, app: MinituiApp, restart: Restart | None, beat
     def say(text: str) -> None:
         app.story = text
 
+    async def again() -> None:
+        """From nothing: no chats, and the engine with the options it had at first."""
+        say("Once more, from the beginning.")
+        app.chats.sessions.clear()
+        app.select_session(app.chats.new(app.system))
+        if restart is not None:
+            app.feed.restart()
+            await restart({})
+            await app.feed.sync()
+        await play_in_app(demo, app, restart, beat)
+
+    app.play_again = again
+
     stage = Stage(
         app.source, app.chats, app.feed, app.system, say, app.select_session, app.switch_mode, restart,
         beat, bar=glyphs().active, held=lambda: app.feed.frozen,
@@ -37,7 +50,7 @@ async def play_in_app(demo: Demo, app: MinituiApp, restart: Restart | None, beat
     app.set_focus(None)
     try:
         await demo.play(stage)
-        app.story += "\nPress 1 for the chats, 2 to inspect, q to quit."
+        app.story += "\nPress 1 for the chats, 2 to inspect, X to see it again, q to quit."
     except EngineError as error:
         app.story = f"The demo stopped: {error}"
 

@@ -195,6 +195,41 @@ def run_ask(
     return asyncio.run(main())
 
 
+def run_chats(words: str, show: str | None, export: Path | None) -> int:
+    """`minitui chats`: what the chat file holds; returns the exit code."""
+    import time
+
+    from minitui import transcripts
+    from minitui.store import Store
+
+    store = Store(settings_file.data_dir() / "chats.sqlite")
+    try:
+        if show is not None:
+            chat = store.load(show)
+            if chat is None:
+                raise EngineError(f"there is not one chat whose id begins with {show!r}: minitui chats lists them")
+            if export is None:
+                print(transcripts.as_markdown(chat), end="")
+            else:
+                transcripts.write(chat, export)
+                print(f"written to {export}")
+            return 0
+        if export is not None:
+            raise EngineError("which chat? --export goes with --show ID; minitui chats lists them")
+        found = store.search(words, most=1000)
+        titles = {one.id: one.title for one in store.search(most=100_000)} if any(one.parent for one in found) else {}
+        for one in found:
+            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.created))
+            fork = f", fork of {titles.get(one.parent, one.parent)}" if one.parent else ""
+            print(f"{one.id}  {when}  {one.title} ({one.messages} messages{', closed' if one.closed else ''}{fork})")
+            print(f"          {one.line[:100]}")
+        if not found:
+            raise EngineError(f"no chat holds {words!r}" if words else "no chat has been kept yet")
+        return 0
+    finally:
+        store.close()
+
+
 def run_demo(name: str, options: dict[str, Any], plain: bool, beat: float, record: Path | None = None) -> int:
     """`minitui demo NAME`; returns the exit code. `options` of the command line come before the scenario's own."""
     from minitui.demo import DEMOS, play_in_app, tell_plainly

@@ -15,7 +15,7 @@ import contextlib
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -298,7 +298,6 @@ LEADS = frozenset(
         "for",
         "from",
         "give",
-        "how",
         "i",
         "in",
         "is",
@@ -317,7 +316,6 @@ LEADS = frozenset(
         "where",
         "which",
         "who",
-        "why",
         "would",
         "you",
         "your",
@@ -326,15 +324,15 @@ LEADS = frozenset(
 
 
 def title_of(question: str) -> str:
-    """What a question is about, in at most 18 characters: its words without the small ones at its beginning."""
+    """What a question is about, in at most 40 characters: its words without the small ones at its beginning."""
     words = question.replace("?", " ").replace("!", " ").split()
     while len(words) > 1 and words[0].lower().rstrip(",.:;'") in LEADS:
         words.pop(0)
     title = ""
     for word in words:
-        if title and len(title) + 1 + len(word) > 18:
+        if title and len(title) + 1 + len(word) > 40:
             break
-        title = f"{title} {word}".strip()[:18]
+        title = f"{title} {word}".strip()[:40]
     return title.rstrip(".,;: ")
 
 
@@ -378,6 +376,18 @@ class Chats:
         self._save(fork, everything=True)
         return fork
 
+    def reopen(self, id: str) -> Session:
+        """Bring a chat of the store back to the list, closed or not; one that is on the list already is that."""
+        session = next((s for s in self.sessions if s.id == id), None)
+        if session is None:
+            chat = self.store.load(id) if self.store else None
+            if chat is None:
+                raise InvalidRequest(f"there is no chat {id!r} in the chat file", "id")
+            session = self._from_store(chat)
+            self.sessions.append(session)
+            self._save(session)
+        return session
+
     def close(self, session: Session) -> None:
         """Cancel its answer and take it off the list; it stays in the store."""
         self.cancel(session)
@@ -402,16 +412,18 @@ class Chats:
     def restore(self) -> int:
         """Bring back the chats that were not closed; returns how many."""
         stored = self.store.open_chats() if self.store else []
-        for chat in stored:
-            known = {k: v for k, v in chat.settings.items() if k in Sampling.__dataclass_fields__}
-            session = Session(chat.id, chat.title, chat.system, Sampling(**known), parent=chat.parent, named=True)
-            session.created = chat.created
-            session.ids = chat.ids if chat.model == self.model else []
-            for m in chat.messages:
-                state = "cancelled" if m.state in ("queued", "running") else m.state  # it ended with the process
-                session.messages.append(Message(m.role, m.text, state, m.error, m.metrics or {}, m.created))
-            self.sessions.append(session)
+        self.sessions += [self._from_store(chat) for chat in stored]
         return len(stored)
+
+    def _from_store(self, chat: StoredChat) -> Session:
+        known = {k: v for k, v in chat.settings.items() if k in Sampling.__dataclass_fields__}
+        session = Session(chat.id, chat.title, chat.system, Sampling(**known), parent=chat.parent, named=True)
+        session.created = chat.created
+        session.ids = chat.ids if chat.model == self.model else []
+        for m in chat.messages:
+            state = "cancelled" if m.state in ("queued", "running") else m.state  # it ended with the process
+            session.messages.append(Message(m.role, m.text, state, m.error, m.metrics or {}, m.created))
+        return session
 
     # --- answers
 
@@ -444,12 +456,12 @@ class Chats:
             self.send(session, text)
         return asked
 
-    def retry(self, session: Session) -> None:
-        """Ask the last question again. Raises InvalidRequest when there is none."""
+    def retry(self, session: Session, text: str = "") -> None:
+        """Ask the last question again, or `text` in its place. Raises InvalidRequest when there is none."""
         last = next((i for i in reversed(range(len(session.messages))) if session.messages[i].role == "user"), None)
         if last is None or session.busy:
             raise InvalidRequest("there is no finished answer to ask for again", "prompt")
-        text = session.messages[last].text
+        text = text.strip() or session.messages[last].text
         del session.messages[last:]
         if self.store:
             self.store.truncate(session.id, last)
@@ -615,12 +627,3 @@ def describe_match(match: dict[str, Any], missed: int) -> str:
 
 def _ms(value: float) -> str:
     return f"{value:,.1f} ms" if value < 10 else f"{value:,.0f} ms" if value < 10_000 else f"{value / 1e3:,.1f} s"
-
-
-def transcript_markdown(session: Session, names: Iterable[str] = ("You", "Assistant")) -> str:
-    """The chat as a Markdown document."""
-    you, assistant = names
-    parts = [f"# {session.title}", f"> {session.system}" if session.system else ""]
-    for m in session.messages:
-        parts.append(f"## {you if m.role == 'user' else assistant}\n\n{m.text}")
-    return "\n\n".join(p for p in parts if p) + "\n"

@@ -9,6 +9,7 @@ ends, however it ends. So a crash loses at most the last second of one answer.
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import time
 from array import array
@@ -78,6 +79,19 @@ class StoredChat:
     model: str
     ids: list[int]
     messages: list[StoredMessage]
+
+
+@dataclass
+class Found:
+    """A chat of the file that fits what was searched for."""
+
+    id: str
+    title: str
+    created: float
+    closed: bool
+    parent: str | None
+    messages: int
+    line: str  # where the words stand, or the last thing said
 
 
 class Store:
@@ -166,6 +180,41 @@ class Store:
             for id, title, system, parent, settings, created, model, ids in rows
         ]
 
+    def load(self, id: str) -> StoredChat | None:
+        """One chat with its messages, closed or not; an unambiguous beginning of its id will do. None: no such chat."""
+        rows = self._db.execute(
+            "SELECT id, title, system, parent, settings, created, model, ids FROM chats WHERE id = ?1 "
+            "OR (length(?1) > 2 AND substr(id, 1, length(?1)) = ?1) ORDER BY id = ?1 DESC LIMIT 2",
+            (id,),
+        ).fetchall()
+        if not rows or (len(rows) > 1 and rows[0][0] != id):
+            return None
+        id, title, system, parent, settings, created, model, ids = rows[0]
+        return StoredChat(
+            id, title, system, parent, json.loads(settings), created, model, _ids(ids), self._messages(id)
+        )
+
+    def search(self, words: str = "", most: int = 200) -> list[Found]:
+        """The chats in whose title or messages every word occurs (small and capital letters alike), newest first."""
+        wanted = words.split()
+        marks = ["%" + re.sub(r"([\\%_])", r"\\\1", word) + "%" for word in wanted]
+        fits = " AND ".join(
+            "(title LIKE ? ESCAPE '\\' OR EXISTS (SELECT 1 FROM messages WHERE chat = chats.id "
+            "AND text LIKE ? ESCAPE '\\'))"
+            for _ in wanted
+        )  # fmt: skip
+        rows = self._db.execute(
+            "SELECT id, title, created, closed, parent FROM chats WHERE "
+            f"EXISTS (SELECT 1 FROM messages WHERE chat = chats.id) {'AND ' + fits if wanted else ''} "
+            "ORDER BY created DESC, rowid DESC LIMIT ?",
+            [*(mark for mark in marks for _ in range(2)), most],
+        ).fetchall()
+        found = []
+        for id, title, created, closed, parent in rows:
+            texts = [m.text for m in self._messages(id)]
+            found.append(Found(id, title, created, closed is not None, parent, len(texts), _line(texts, wanted)))
+        return found
+
     def _messages(self, chat: str) -> list[StoredMessage]:
         rows = self._db.execute(
             "SELECT role, text, state, error, metrics, created FROM messages WHERE chat = ? ORDER BY position", (chat,)
@@ -178,6 +227,18 @@ class Store:
     def close(self) -> None:
         """Close the file."""
         self._db.close()
+
+
+def _line(texts: list[str], words: list[str]) -> str:
+    """The line in which the first of the words that occurs stands, from a little before it; else the last one said."""
+    for word in words:
+        for text in texts:
+            at = text.lower().find(word.lower())
+            if at >= 0:
+                begin = max(text.rfind("\n", 0, at) + 1, at - 30)
+                cut = "…" if begin and text[begin - 1] != "\n" else ""
+                return cut + text[begin:].split("\n")[0].strip()
+    return next((line.strip() for text in reversed(texts) for line in text.split("\n") if line.strip()), "")
 
 
 def _ids(blob: bytes) -> list[int]:

@@ -12,6 +12,7 @@ import pytest
 from textual import events
 from textual.pilot import Pilot
 
+from engine.state import CACHED
 from minitui import theme
 from minitui.app import MinituiApp
 from minitui.screens.chat import ChatScreen
@@ -181,8 +182,7 @@ async def test_ctrl_j_breaks_the_line_and_up_brings_back_what_was_asked():
 
 async def test_letters_act_only_outside_the_prompt_and_the_footer_says_which():
     async with running() as (app, pilot, screen):
-        await asyncio.sleep(0.1)
-        assert screen.query_one(StatusBar).text.startswith(" TYPING ")
+        await until(pilot, lambda: screen.query_one(StatusBar).text.startswith(" TYPING "))
         await type_text(pilot, "of")
         assert len(app.chats.sessions) == 1
         await press(pilot, "escape", "escape")  # the list, then the prompt
@@ -547,3 +547,81 @@ async def test_unknown_commands_and_wrong_arguments_are_sentences():
             await asyncio.sleep(0.02)
             shown = [n.message for n in app._notifications]
             assert any(words in message for message in shown), (command, shown)
+
+
+async def _said(app: MinituiApp, pilot: Pilot[Any], words: str) -> None:
+    await until(pilot, lambda: any(words in n.message for n in app._notifications))
+
+
+async def test_the_last_question_is_edited_and_asked_in_its_place(tmp_path: Path):
+    async with running(store=Store(tmp_path / "chats.sqlite")) as (app, pilot, _screen):
+        await ask(app, pilot, "What is a block?")
+        await ask(app, pilot, "And why?")
+        await press(pilot, "escape", "E")
+        assert isinstance(app.screen, TextDialog)
+        await press(pilot, *"ever", "enter")
+        await until(pilot, lambda: not app.session.busy)
+        asked = [m.text for m in app.session.messages if m.role == "user"]
+        assert asked == ["What is a block?", "And why?ever"]
+        assert len(app.session.messages) == 4
+        kept = app.chats.store.load(app.session.id)
+        assert [m.text for m in kept.messages] == [m.text for m in app.session.messages]
+
+
+async def test_a_closed_chat_is_found_by_its_words_and_comes_back(tmp_path: Path):
+    async with running(store=Store(tmp_path / "chats.sqlite")) as (app, pilot, _screen):
+        await ask(app, pilot, "Tell me of walruses")
+        first = app.session.id
+        app.submit("/close")
+        app.submit("/search walrus")
+        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
+        await press(pilot, "enter")
+        await until(pilot, lambda: app.session.id == first)
+        assert [s.id for s in app.chats.sessions].count(first) == 1
+        await ask(app, pilot, "And now?")
+        assert len(app.session.messages) == 4
+        app.submit("/search walrus")
+        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
+        await press(pilot, "enter")
+        await until(pilot, lambda: not isinstance(app.screen, ChoiceDialog))
+        assert [s.id for s in app.chats.sessions].count(first) == 1, "one that is open is only shown"
+        app.submit("/search nothing-of-the-kind")
+        await _said(app, pilot, "no chat holds")
+
+
+async def test_messages_and_code_are_copied_and_files_attached(tmp_path: Path):
+    async with running() as (app, pilot, screen):
+        app.session.messages += [Message("user", "Show"), Message("assistant", "So:\n```python\nx = 1\n```\ndone")]
+        app.submit("/copy")
+        assert app.clipboard == "So:\n```python\nx = 1\n```\ndone"
+        app.submit("/copy code")
+        assert app.clipboard == "x = 1"
+        app.submit("/pick")
+        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
+        await press(pilot, "down", "down", "enter")
+        await until(pilot, lambda: app.clipboard == "Show")
+        path = tmp_path / "a.json"
+        app.submit(f"/export {path}")
+        assert '"content": "Show"' in path.read_text()
+        notes = tmp_path / "notes.txt"
+        notes.write_text("two\nlines\n")
+        app.submit(f"/attach {notes}")
+        await until(pilot, lambda: screen.prompt.text == "notes.txt:\n```\ntwo\nlines\n```\n")
+        assert screen.prompt.has_focus
+
+
+async def test_one_key_starts_over():
+    source = FakeSource()
+    async with running(source) as (app, pilot, _screen):
+        await ask(app, pilot, "What is a block?")
+        assert app.view.live.state.counts[CACHED] > 0
+        await press(pilot, "escape", "p")
+        await until(pilot, lambda: app.gated)
+        app.ask_question("And another?")
+        await until(pilot, lambda: app.view.live.state.requests)
+        await press(pilot, "3", "X")
+        await _said(app, pilot, "as at the beginning")
+        state = app.view.live.state
+        assert not app.gated and not state.requests and state.counts[CACHED] == 0
+        assert not app.view.lanes.lanes, "the history begins anew"
+        assert app.session.messages[-1].state == "cancelled", "chats stay"

@@ -17,7 +17,6 @@ from minitui.sessions import (
     continue_prompt,
     describe_answer,
     split_thinking,
-    transcript_markdown,
 )
 from minitui.store import Store
 from tests.fake_client import END, START, ByteCodec, FakeSource
@@ -286,11 +285,6 @@ def test_thinking_is_split_off_also_while_its_tag_is_only_half_there():
     assert split_thinking("<think>so it") == ("so it", "", True)
     assert split_thinking("<think>so</think>\nYes.") == ("so", "Yes.", False)
     assert split_thinking("<b>no</b>") == ("", "<b>no</b>", False)
-
-
-def test_a_chat_as_markdown():
-    session = Session("a", "paging", "Be brief.", messages=[Message("user", "Why?"), Message("assistant", "Because.")])
-    assert transcript_markdown(session) == "# paging\n\n> Be brief.\n\n## You\n\nWhy?\n\n## Assistant\n\nBecause.\n"
 
 
 def test_the_rate_is_that_of_the_arrivals_and_not_of_how_often_one_looks():

@@ -112,6 +112,9 @@ class LectureScreen(Screen[None]):
 
     def _hold_back(self, view: View) -> None:
         """When a step has come that is to be predicted, keep the picture at the one before it and ask."""
+        if view.steps.last < max(self._stepping_from, self._asked_from):  # somebody started over
+            self._stepping_from = self._asked_from = -1
+            self._why.question = None
         before = self._stepping_from
         if before < 0 or view.steps.last <= before:
             return

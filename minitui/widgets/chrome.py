@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from minitui.app import MinituiApp
     from minitui.view import View
 
-TITLES = (18, 12, 8, 5)  # letters of a chat's title, by how many chats there are
+TITLES = (32, 24, 18, 12, 8, 5)  # letters of a chat's title, by how many chats there are
 SCREENS = (("chat", "1 Chat"), ("inspect", "2 Inspect"), ("lecture", "3 Lecture"))
 
 
@@ -155,7 +155,7 @@ class SessionStrip(Bar):
         app = host(self.app)
         chosen = session is app.session
         ground = " on empty-chip" if chosen else ""
-        title = session.title[: 18 if chosen else letters].rstrip()
+        title = session.title[: max(18, letters) if chosen else letters].rstrip()
         runs: list[Run] = [(f" {app.chats.number(session)} {title} ", ("bold ink" if chosen else "dim") + ground)]
         state, tone = self._state(session)
         if tone == "decode" and not chosen and letters == TITLES[-1]:
@@ -226,7 +226,7 @@ class StatusBar(Bar):
                 h for h in hints if h[1] not in ("write", "chats", "inspect", "fork", "new")
             ]
         if app.current_mode == "lecture":
-            hints = [("n", "next step"), (",", "back"), ("d", "predict"), ("p", "pause")] + [
+            hints = [("n", "next step"), (",", "back"), ("d", "predict"), ("p", "pause"), ("X", "start over")] + [
                 h for h in hints if h[1] in ("until", "slow motion", "replay", "help", "commands")
             ]
         return hints

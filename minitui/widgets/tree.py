@@ -19,7 +19,7 @@ from minitui.widgets.base import LinePanel, Opened, Picture, paragraphs
 from minitui.widgets.rows import Row, Run, Runs, clean, fit, ordinal, short
 
 ROLE_STYLES = {"sys": "pool", "usr": "hit", "ast": "decode"}
-COLUMNS = (("tokens", 7), ("users", 6), ("saved", 7), ("out", 6))
+COLUMNS = (("tokens", 7), ("users", 6), ("saved", 7), ("out", 7))
 
 
 def _last_children(rows: Sequence[TreeRow]) -> list[bool]:
