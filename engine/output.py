@@ -7,7 +7,8 @@ beginning of a stop string is held back until it is decided.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.records import RecordLog
@@ -36,8 +37,8 @@ class Delta:
     ids: list[int]
     finish_reason: str = ""
     metrics: dict[str, Any] | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
 
     def packed(self) -> tuple[Any, ...]:
         """Its fields, without those at the end that are empty: `Delta(*packed)` is the same again. What travels between
@@ -92,7 +93,8 @@ class OutputProcessor:
             state.drawn += len(delta.ids)
             if item.logprobs is not None:
                 delta.logprobs = [item.logprobs]
-            delta.prompt_logprobs = item.prompt_logprobs or []
+            if item.prompt_logprobs:
+                delta.prompt_logprobs = item.prompt_logprobs
             if self._advance(state, item, delta):
                 stopped.append(item.request.id)
                 delta.finish_reason = "stop"
