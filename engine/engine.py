@@ -168,8 +168,8 @@ class Engine:
         launch_s = step.launch_s
         if self.runner.synchronous and result.device_ms is not None:
             launch_s -= result.device_ms / 1e3  # what is left is the host's own part
-        if result.comm_ms is not None:
-            self.log.append("comm", plan.step, round(result.comm_ms, 3))
+        if result.comm is not None:
+            self.log.append("comm", plan.step, result.comm[0], round(result.comm[1], 3))
         self.log.append(
             "time", plan.step, round(step.plan_s * 1e6), round(launch_s * 1e6), round(commit_s * 1e6),
             round(wall * 1e3, 3), result.device_ms, kind,

@@ -54,6 +54,7 @@ class LLM:
             raise EngineError(f"LLM: {error}; the options are {known}") from None
         built = build_engine(config)
         self.engine, self.tokenizer, self.info = built.engine, built.tokenizer, built.info
+        self.close = built.close  # ends the processes of other ranks now, not when this object is gone
         self._outputs = OutputProcessor(self.tokenizer, self.engine.log)
 
     def generate(

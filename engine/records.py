@@ -54,7 +54,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     # --- timings, not part of the state
     "time": ("step", "plan_us", "launch_us", "commit_us", "wall_ms", "device_ms", "work"),  # work: decode | prefill |
     #   mixed; wall: from plan to commit without the stretch of slow motion; device_ms: None when unknown
-    "comm": ("step", "ms"),  # just before its time, where several ranks share the model: in which they exchanged
+    "comm": ("step", "ranks", "ms"),  # just before its time, where several ranks share the model: how long rank 0 was
+    #   in collectives, waiting for the others included
     "first": ("request", "queue_ms", "prefill_ms", "sample_ms"),  # its first token: the three add up to TTFT
 }
 

@@ -76,7 +76,7 @@ class Launched:
             self.device_ms = self.events[0].elapsed_time(self.events[1])
         result = StepResult([-1] * self.entries, device_ms=self.device_ms)
         if self.spent is not None:
-            result.comm_ms = self.spent.ms
+            result.comm = self.spent.ranks, self.spent.ms
         drawn = self.outcome.tolist()
         plain = len(drawn) == self.entries and not self.drafted
         if plain and min(drawn, default=0) >= 0:  # everyone drew once, nobody badly

@@ -266,4 +266,4 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by entry, this chunk's positions
     sample_ms: float = 0.0  # the part of the step spent on sampling, where it is known
     device_ms: float | None = None  # None where it is not known (yet)
-    comm_ms: float | None = None  # the part of it in which the ranks exchanged, or waited; None: there is one rank
+    comm: tuple[int, float] | None = None  # ranks, and the ms that they exchanged or waited for it; None: one rank

@@ -48,6 +48,7 @@ def examine() -> dict[str, Any]:
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": memory,
         "gpus": gpus,
+        "ranks": _backends(),
         "device": "cuda" if gpus else "cpu",
         "dtype": "bfloat16" if gpus else "float32",
         "modules": {m: _version(m) for m in EXTRAS},
@@ -66,6 +67,8 @@ def report(found: dict[str, Any]) -> list[str]:
     ]
     for g in found["gpus"]:
         lines.append(f"GPU {g['name']}: {g['free_gib']:.0f} of {g['memory_gib']:.0f} GiB free, compute {g['compute']}")
+    if len(found["gpus"]) > 1 and "nccl" in found["ranks"]:
+        lines.append(f"--tensor-parallel-size 2 to {len(found['gpus'])} cuts a model over several of them (NCCL)")
     if not found["gpus"]:
         lines.append("no NVIDIA GPU that torch can use: everything runs on the CPU, in float32")
     lines += ["", "What runs here:", "  the bundled model: yes  (minitui chat)"]
@@ -84,6 +87,16 @@ def report(found: dict[str, Any]) -> list[str]:
     lines += ["", f"Terminal: {size}, {t['colours']} colours, {'UTF-8' if t['utf8'] else 'no UTF-8: use --ascii'}"]
     lines += [f"{what}: {path}" for what, path in found["files"].items()]
     return lines
+
+
+def _backends() -> list[str]:
+    """What ranks that share a model could talk through."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return []
+    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    return [name for name, is_there in there.items() if is_there]
 
 
 def _installed(package: str) -> bool:

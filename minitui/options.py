@@ -35,6 +35,9 @@ def _options(
         typer.Option(help="none or int8: 8-bit weights on a CPU: a quarter of the memory, 2-3 times the speed."),
     ] = "none",
     device: Device = "auto",
+    tensor_parallel_size: Annotated[
+        int, typer.Option(help="Ranks to cut the model over: as many GPUs, or processes on the CPU.")
+    ] = 1,
     attention_backend: Annotated[str, typer.Option(help="auto, torch or triton.")] = "auto",
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the device's memory to use.")] = 0.9,

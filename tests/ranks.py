@@ -70,7 +70,7 @@ class ThreadRanks(Group):
         return min(self._exchange(number))
 
     def take(self) -> Spent | None:
-        return Spent()
+        return Spent(self.size)
 
 
 class ThreadWorkers:

@@ -111,14 +111,16 @@ async def test_the_device_is_drawn_where_its_time_is_known(tmp_path: Path) -> No
             (3, 1.002, "alloc", 1, [1]),
             (4, 1.003, "step", 0, [(1, 0, 8, True)], [], [], 8, 0),
             (5, 1.006, "step", 1, [], [1], [], 1, 0),  # planned while step 0 runs
-            (6, 1.010, "time", 0, 100, 200, 300, 6.5, 6.0, "prefill"),
-            (7, 1.013, "time", 1, 5000, 200, 300, 3.0, 2.5, "decode"),  # planned longer than it can have been
+            (6, 1.010, "comm", 0, 2, 1.5),
+            (7, 1.010, "time", 0, 100, 200, 300, 6.5, 6.0, "prefill"),
+            (8, 1.013, "time", 1, 5000, 200, 300, 3.0, 2.5, "decode"),  # planned longer than it can have been
         ]
     )
     recorder.close()
     found = tracks(json.loads(export(path, "perfetto").read_text())["traceEvents"])
     assert [p["dur"] for p in found[DEVICE, 1]] == pytest.approx([6000, 2500])
     host, device = found[HOST, 1], found[DEVICE, 1]
+    assert [piece["args"].get("exchange between ranks, ms") for piece in device] == [1.5, None]
     plan = next(p for p in host if p["name"] == "plan" and p["args"]["step"] == 1)
     assert device[0]["ts"] < plan["ts"] + plan["dur"] < device[0]["ts"] + device[0]["dur"], "while the step before ran"
     for before, after in pairwise(host):

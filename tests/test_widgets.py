@@ -16,6 +16,7 @@ from minitui.stress import CLASSROOM, LARGE, SMALL, Load
 from minitui.theme import ASCII, COLOURS, UNICODE, Palette, contrast, palette, use_ascii
 from minitui.view import View
 from minitui.view.lanes import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED
+from minitui.view.story import tell
 from minitui.widgets import alone
 from minitui.widgets.alone import Alone, stress_view
 from minitui.widgets.base import LinePanel
@@ -26,11 +27,11 @@ from minitui.widgets.first_token import FirstTokens
 from minitui.widgets.lanes import BatchLanes
 from minitui.widgets.occupancy import Occupancy, shares
 from minitui.widgets.origin import PromptOrigin
-from minitui.widgets.rows import cells, cut, fit, plain
+from minitui.widgets.rows import cells, cut, fit, ms, plain
 from minitui.widgets.step_bar import StepBar
 from minitui.widgets.timings import StepTimings
 from minitui.widgets.tree import RadixTree
-from minitui.widgets.vitals import Vitals
+from minitui.widgets.vitals import Vitals, vitals
 from minitui.widgets.why import Why
 
 PANELS = (BlockMap, BlockTable, BatchLanes, RadixTree, StepTimings, Events, StepBar, Vitals, Occupancy, PromptOrigin)
@@ -618,6 +619,34 @@ def test_timings_show_the_summarys_figures():
     first = view.timings.first_token
     assert "= queue" in rows[5] and f"r{first.request}" in rows[5]
     assert rows[6].startswith("host") and rows[7].startswith("device") and "% busy" in rows[7]
+
+
+def test_timings_and_vitals_show_what_ranks_exchange():
+    stress, view = stress_view(CLASSROOM, 3.0, 30)
+    assert view.timings.ranks == 1 and not any(row.startswith("ranks") for row in body(StepTimings(), view, 90, 9))
+    append = stress.log.append
+
+    def with_exchange(kind, *fields):
+        if kind == "time":
+            append("comm", fields[0], 4, 0.25 * fields[4])
+        return append(kind, *fields)
+
+    stress.log.append = with_exchange
+    for _ in range(150):
+        stress.run(0.1)
+        view.fold(stress.drain(), stress.now)
+    view.frame(stress.now)
+    t = view.timings
+    assert t.ranks == 4 and t.comm_share == pytest.approx(0.25)
+    for height in (7, 9):
+        (row,) = (row for row in body(StepTimings(), view, 90, height) if row.startswith("ranks"))
+        told = f"{ms(t.comm_ms)} ms of a step, 25 % of the time, they exchange or wait"
+        assert row.rstrip().endswith("4 share the model: " + told)
+    assert body(StepTimings(), view, 90, 9)[8].startswith("device")
+    (step,) = (vital for vital in vitals(view, 10) if vital.label == "step")
+    assert step.units[0] == "ms median, 25 % exchange of 4 ranks"
+    story = tell(view, "step", view.steps.last - 2)
+    assert any(label == "exchange" and "between 4 ranks" in text for label, text in story.lines)
 
 
 def test_events_are_the_newest_first_each_with_its_step_kind_and_words():

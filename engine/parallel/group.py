@@ -53,7 +53,8 @@ ALONE = Group()
 class Spent:
     """Milliseconds in collectives: counted by the host, or between events of a GPU that the step's end comes after."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
         self._host_ms = 0.0
         self._events: list[tuple[Any, Any]] = []
 
@@ -93,7 +94,7 @@ class Ranks(Group):
         self.size = size
         self._vocab_size = vocab_size
         self._device = device
-        self._spent = Spent()
+        self._spent = Spent(size)
         self._connected = False
 
     @property
@@ -165,7 +166,7 @@ class Ranks(Group):
         return int(numbers.item())
 
     def take(self) -> Spent | None:
-        spent, self._spent = self._spent, Spent()
+        spent, self._spent = self._spent, Spent(self.size)
         return spent
 
     def _begin(self) -> Any:

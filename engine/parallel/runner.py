@@ -109,7 +109,7 @@ class LeadRunner(RankRunner):
             cause = self._workers.cause() if isinstance(error, RuntimeError) else None
             self.close()
             raise (EngineError(cause) if cause else error) from error
-        self.device_name = f"{size} × {self.device_name}"
+        self.device_name = f"{size} ranks of {self.device_name}"
 
     @property
     def worker_pids(self) -> list[int]:

@@ -111,10 +111,11 @@ def _measure(
     llm = LLM(
         str(directory), dummy_weights=dummy, load_tokenizer=False, device=options.device,
         enforce_eager=options.enforce_eager, overlap=options.overlap, attention_backend=options.attention_backend,
-        cpu_threads=options.threads, quantization=options.quantization, **sizes,
+        cpu_threads=options.threads, quantization=options.quantization,
+        tensor_parallel_size=options.tensor_parallel_size, **sizes,
     )  # fmt: skip
     info = llm.info
-    notes = list(llm.engine.runner.memory.notes)  # type: ignore[attr-defined]
+    notes = [*info["notes"], *llm.engine.runner.memory.notes]  # type: ignore[attr-defined]
     quantised = info["quantization"] == "int8"
     say(
         f"{info['parameters'] / 1e9:.2f} billion parameters in {info['quantization' if quantised else 'dtype']}, "
@@ -138,6 +139,7 @@ def _measure(
         result["watching"], lines = watching(llm, 64 if on_gpu else 4, pairs=options.pairs)
         say(*lines, sep="\n")
     llm.engine.check()
+    llm.close()
     return result
 
 
@@ -150,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", action="append", choices=["0.6B", "8B"], help="a built-in shape; may be repeated")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--quantization", default="none", choices=["none", "int8"], help="int8: on a CPU")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks that share the model")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--overlap", default="auto", choices=["auto", "on", "off"])
     parser.add_argument("--attention-backend", default="auto")

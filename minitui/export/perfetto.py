@@ -47,6 +47,7 @@ class _Converter:
         self.lanes: dict[int, _Lane] = {}
         self.stages: list[tuple[float, float, str, dict[str, Any]]] = []  # begin, end, name, args
         self.device_until = 0.0
+        self.exchanged: dict[int, float] = {}  # step -> ms that ranks exchanged
         self.planned: dict[int, tuple[float, Record]] = {}  # steps not yet timed
         self.drafts: dict[int, dict[str, int]] = {}  # of those, by step
 
@@ -97,6 +98,8 @@ class _Converter:
             }  # fmt: skip
         elif kind == "step":
             yield from self._step(record, t)
+        elif kind == "comm":
+            self.exchanged[fields[0]] = fields[2]
         elif kind == "time":
             yield from self._time(record, t)
         elif kind == "draft":
@@ -164,6 +167,8 @@ class _Converter:
         at, (_, _, _, _, prefills, _, _, tokens, _) = planned
         args = {"step": step, "kind": kind, "tokens": tokens, "prefill tokens": sum(chunk[2] for chunk in prefills)}
         args |= self.drafts.pop(step, {})
+        if step in self.exchanged:
+            args["exchange between ranks, ms"] = self.exchanged.pop(step)
         commit = t - commit_us / 1e6
         launched = at + launch_us / 1e6
         stages = [("plan", at - plan_us / 1e6, at), ("launch", at, min(launched, commit)), ("commit", commit, t)]

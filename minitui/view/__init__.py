@@ -158,6 +158,9 @@ class View:
                 _, _, _, _, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
                 rates.timed(wall_ms, (plan_us + launch_us + commit_us) / 1e3, device_ms)
                 continue
+            if kind == "comm":
+                steps.exchanged(record)
+                continue
             if kind == "step":
                 rates.advance(record[1])
                 prefill = steps.planned(record, rates.bucket)

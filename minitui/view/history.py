@@ -42,6 +42,7 @@ class StepRow:
     end_seq: int  # sequence number of its `time` record; 0: none yet
     rest: float = 0.0  # seconds between the end of the step before and its plan; 0 also where that is not known
     drafts: tuple[Draft, ...] = ()
+    comm_ms: float | None = None  # in which several ranks exchanged, or waited for it
 
     @property
     def drafted(self) -> int:
@@ -83,6 +84,8 @@ class Steps:
         self._launch = array("d", [0.0]) * capacity
         self._commit = array("d", [0.0]) * capacity
         self._device = array("d", [0.0]) * capacity
+        self._comm = array("d", [0.0]) * capacity
+        self.ranks = 1  # that share the model
         self._ended = array("d", [0.0]) * capacity
         self._end_seq = array("q", [0]) * capacity
         self._bucket = array("q", [0]) * capacity  # of Rates, in which it was planned
@@ -117,6 +120,7 @@ class Steps:
         self._drafted[i], self._accepted[i] = drafted, 0
         self._step[i], self._t[i], self._tokens[i], self._decodes[i] = step, t, tokens, decodes
         self._waiting[i], self._wall[i], self._device[i], self._end_seq[i] = waiting, self._nan, self._nan, 0
+        self._comm[i] = self._nan
         self._chunks[i], self._bucket[i] = prefills or None, bucket
         if self.first < 0:
             self.first = step
@@ -138,6 +142,12 @@ class Steps:
         self._device[i] = self._nan if device_ms is None else device_ms
         self._ended[i], self._end_seq[i] = t, seq
 
+    def exchanged(self, record: Record) -> None:
+        """Fold a `comm` record."""
+        _seq, _t, _kind, step, self.ranks, ms = record
+        if step in self:
+            self._comm[step % self.capacity] = ms
+
     def __contains__(self, step: int) -> bool:
         return step >= 0 and self._step[step % self.capacity] == step
 
@@ -147,9 +157,9 @@ class Steps:
             return None
         i = step % self.capacity
         timed = self._end_seq[i] > 0
-        device = self._device[i]
         before = (step - 1) % self.capacity
         known = self._step[before] == step - 1 and self._end_seq[before] > 0
+        device, comm = self._device[i], self._comm[i]
         return StepRow(
             step=step,
             t=self._t[i],
@@ -166,6 +176,7 @@ class Steps:
             end_seq=self._end_seq[i],
             rest=max(0.0, self._t[i] - self._ended[before]) if known else 0.0,
             drafts=self._drafts.get(step, ()),
+            comm_ms=None if comm != comm else comm,
         )
 
     def chunks(self, step: int) -> list[Chunk]:

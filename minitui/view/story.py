@@ -182,6 +182,8 @@ def _step(view: View, step: int) -> Story:
         story.tell("took", f"{row.wall_ms:.2f} ms · {why_slow(row, view.timings)}")
         host = f"plan {row.plan_ms:.2f}, launch {row.launch_ms:.2f}, commit {row.commit_ms:.2f} ms"
         story.tell("host", host + (f"; device {row.device_ms:.2f} ms" if row.device_ms is not None else ""))
+    if row.comm_ms is not None:
+        story.tell("exchange", f"{row.comm_ms:.2f} ms between {view.steps.ranks} ranks, waiting included")
     story.tell("waiting", f"{row.waiting} stay queued" if row.waiting else "nobody")
     told = view.events.of_step(step)
     for i, event in enumerate(told[:10]):

@@ -44,6 +44,9 @@ class Timings:
     device_busy: float = 0.0  # share of the time in which steps were running
     rows: float = 0.0  # median of the rows of the steps that only decode
     rest: float = 0.0  # median of the seconds between two steps
+    ranks: int = 1  # that share the model
+    comm_ms: float = 0.0  # mean per step, in which they exchanged or waited for it
+    comm_share: float = 0.0  # of the time that steps took
     recent: tuple[StepRow, ...] = field(default=())  # the last few, oldest first
     drafted: int = 0  # draft tokens computed
     accepted: int = 0  # of those, how many were right
@@ -72,6 +75,8 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
     worst = steps.get(int(numbers[int(wall.argmax())])) if len(wall) else None
     device = steps.column("device")[at]
     known = ~np.isnan(device)
+    comm = steps.column("comm")[at]
+    exchanged = ~np.isnan(comm)
     host = steps.column("plan")[at] + steps.column("launch")[at] + steps.column("commit")[at]
     rows = [steps.get(int(n)) for n in numbers[-recent:]]
     began, ended = steps.column("t")[at], steps.column("ended")[at]
@@ -90,6 +95,9 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
         device_busy=min(1.0, float(device[known].sum()) / float(wall[known].sum())) if known.any() else 0.0,
         rows=float(np.median(decodes[prefills == 0])) if (prefills == 0).any() else 0.0,
         rest=float(np.median(np.maximum(0.0, began[1:] - ended[:-1]))) if len(at) > 1 else 0.0,
+        ranks=steps.ranks if exchanged.any() else 1,
+        comm_ms=float(comm[exchanged].mean()) if exchanged.any() else 0.0,
+        comm_share=float(comm[exchanged].sum() / (wall[exchanged].sum() or 1.0)) if exchanged.any() else 0.0,
         recent=tuple(row for row in rows if row is not None),
         drafted=drafted,
         accepted=accepted,
@@ -128,6 +136,8 @@ def why_slow(row: StepRow, timings: Timings) -> str:
         cause = f"{row.prefill_tokens:,} prefill tokens"
     elif row.drafted:
         cause = f"{row.drafted:,} draft tokens"
+    elif row.comm_ms is not None and row.comm_ms - timings.comm_ms > excess / 2:
+        cause = f"{row.comm_ms:.1f} ms in exchange between ranks"
     elif row.device_ms is not None and host - timings.host_ms > excess / 2:
         cause = f"host {host:.1f} ms, not {timings.host_ms:.1f}"
     elif row.decodes >= 1.5 * timings.rows:

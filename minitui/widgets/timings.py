@@ -27,6 +27,9 @@ Decoding reads all weights to make one token for each request: memory sets its p
 little. Prefill computes many tokens at once: arithmetic sets its pace. A mixed step does both, and everybody in it
 waits for the longest part: that is why prompts are cut into chunks. p99 is what one step in a hundred exceeds.
 
+Where several ranks share a model, each computes a part of every layer and they add up their parts twice in a layer:
+that exchange, and waiting for the slowest, is time in which nobody computes.
+
 The tracks show host and device in the last steps: while the device computes, the host may plan the next step. Enter
 opens the slowest step.""")
     BINDINGS: ClassVar = [Binding("enter", "open", "slowest step", show=False, id="timings.open")]
@@ -39,10 +42,12 @@ opens the slowest step.""")
         rows.append(self._first_token(t, width))
         if t.drafted:
             rows.append(self._drafts(t, width))
+        if t.ranks > 1:
+            rows.append(self._exchange(t, width))
         if height >= len(rows) + 2:
             rows += self._tracks(t, width)
         title = f"Timings · ms, {t.steps:,} steps in {t.seconds:.0f} s" if t.steps else "Timings · ms"
-        return Picture(rows[:height], title=title, legend=self._legend(t) if height >= 8 else [])
+        return Picture(rows[:height], title=title, legend=self._legend(t) if len(rows) > 7 else [])
 
     def _legend(self, t: Timings) -> list[Run]:
         g = glyphs()
@@ -112,6 +117,12 @@ opens the slowest step.""")
         row = Row("drafts", "dim").to(LABEL).add(f"{100 * t.accepted / t.drafted:.0f} %", "bold ink")
         row.add(f" of {t.drafted:,} right: ", "dim").add(f"{t.per_row:.1f}", "bold ink")
         return row.add(" tokens a row and step", "dim").done(width)
+
+    def _exchange(self, t: Timings, width: int) -> Runs:
+        row = Row("ranks", "dim").to(LABEL).add(f"{t.ranks}", "bold ink").add(" share the model: ", "dim")
+        row.add(f"{ms(t.comm_ms)} ms", "ink").add(" of a step, ", "dim").add(f"{100 * t.comm_share:.0f} %", "bold ink")
+        tail = " of the time, they exchange or wait"
+        return row.add(tail if row.width + len(tail) <= width else " in exchange", "dim").done(width)
 
     def _tracks(self, t: Timings, width: int) -> list[Runs]:
         """Host and device over the last few steps, to one scale."""

@@ -59,8 +59,16 @@ def vitals(view: View, n: int) -> list[Vital]:
         Vital("pool", "<1" if 0 < 1 - free / total < 0.01 else number(100 * (1 - free / total)),
               (f"% used, {held:.0f} % held", f"% · {held:.0f} % held", "%"),
               rates.series("used", n, end), "pool", top=1.0),
-        Vital("step", ms(p50) if p50 else glyphs().dash, ("ms median", "ms"), rates.series("worst_ms", n, end), "step"),
+        Vital("step", ms(p50) if p50 else glyphs().dash, _step_units(view), rates.series("worst_ms", n, end), "step"),
     ]  # fmt: skip
+
+
+def _step_units(view: View) -> tuple[str, ...]:
+    t = view.timings
+    if t.ranks == 1:
+        return "ms median", "ms"
+    share = f"{100 * t.comm_share:.0f} % exchange"
+    return f"ms median, {share} of {t.ranks} ranks", f"ms, {share}", "ms"
 
 
 def _rolling(cached: np.ndarray, computed: np.ndarray, n: int) -> list[float]:
