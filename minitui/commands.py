@@ -146,7 +146,7 @@ class Commands:
             while name in ids:
                 name += " "
             ids[name] = chat.id
-            rows.append((name, chat.line[:160]))
+            rows.append((name, chat.line[:80]))
         self.app.choose("Chats that were kept", rows, lambda name: self._open(ids[name]))
 
     def _open(self, id: str) -> None:
@@ -244,7 +244,7 @@ class Commands:
         found = transcripts.pieces(self.session.messages)
         if not found:
             raise EngineError("there is nothing to copy yet")
-        rows = [(f"{n:>3} {kind:<9}", " ".join(text.split())[:160]) for n, (kind, text) in enumerate(found, 1)]
+        rows = [(f"{n:>3} {kind:<9}", " ".join(text.split())[:100]) for n, (kind, text) in enumerate(found, 1)]
         self.app.choose("Copy", rows, lambda row: self._copy(*found[int(row.split()[0]) - 1]))
 
     def do_export(self, name: str) -> None:
@@ -256,9 +256,7 @@ class Commands:
         if not name:
             self.app.focus_prompt("/attach ")
             return
-        path = Path(name).expanduser()
-        self.app.focus_prompt(transcripts.quoted_file(path))
-        self.app.say(f"{path.name} is in the prompt: ask about it, enter sends both")
+        self.app.focus_prompt(transcripts.quoted_file(Path(name).expanduser()))
 
     # --- the engine
 

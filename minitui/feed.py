@@ -77,6 +77,10 @@ class Feed:
     async def sync(self) -> None:
         """Start from a snapshot: at first, after a gap, and after a restart. Later records are folded on top."""
         self._syncing = True
+        if not self.live:  # what has come so far is older than the snapshot, or of an engine that is gone
+            self.source.drain_records()
+            self._held.clear()
+            self._steps_held = 0
         try:
             self.view.reset(await self.source.snapshot())
             self.live = True

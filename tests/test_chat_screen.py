@@ -373,7 +373,7 @@ async def test_gate_step_pace_and_run_until_reach_the_engine():
         app.screen.set_focus(None)
         await press(pilot, "p")
         await until(pilot, lambda: app.gated)
-        assert "GATED" in screen.query_one(TopBar).text
+        assert "PAUSED" in screen.query_one(TopBar).text
         step = app.view.live.state.step
         await press(pilot, "n")
         await until(pilot, lambda: app.view.live.state.step == step + 1)

@@ -197,7 +197,7 @@ async def test_the_gate_freezing_and_travelling_show_in_the_picture(clock):
         await pilot.press("p")
         await frames(app, pilot, clock)
         gated = app.view.steps.last
-        assert f"GATED at step {gated:,}" in lines(app)[0]
+        assert f"PAUSED at step {gated:,}" in lines(app)[0]
         assert f"step {gated:,}  " in "\n".join(lines(app)), "the bar is exactly this step"
         await pilot.press("n")
         await frames(app, pilot, clock)
@@ -207,7 +207,7 @@ async def test_the_gate_freezing_and_travelling_show_in_the_picture(clock):
         assert f"PAST step {gated - 1:,}, 2 back" in lines(app)[0]
         await pilot.press("full_stop", "full_stop", "p")
         await frames(app, pilot, clock, 4)
-        assert "PAST" not in lines(app)[0] and "GATED" not in lines(app)[0]
+        assert "PAST" not in lines(app)[0] and "PAUSED" not in lines(app)[0]
         await pilot.press("space")
         await frames(app, pilot, clock, 12)  # panels that are painted less often catch up with the last picture
         before = lines(app)[1:-1]

@@ -186,7 +186,7 @@ async def test_the_screen_is_complete_at_its_size(size):
         sentence = narrate(app.view, app.view.horizon)
         shown = " ".join(app.screen.query_one(Why).text.replace("│", " ").split())
         assert sentence in shown
-        for word in ("KV blocks", "Radix tree", " of 128 tokens", "GATED at step", "n next"):
+        for word in ("KV blocks", "Radix tree", " of 128 tokens", "PAUSED at step", "n next"):
             assert word in text
         path = SNAPSHOTS / f"lecture-{size[0]}x{size[1]}.txt"
         if os.environ.get("UPDATE_SNAPSHOTS"):
@@ -199,7 +199,7 @@ async def test_a_remote_steps_forward_and_back_and_its_other_keys_do_no_harm():
         await pilot.press("pagedown")
         await frames()
         at = app.view.steps.last
-        assert app.view.gate_text == f"GATED at step {at:,}"
+        assert app.view.gate_text == f"PAUSED at step {at:,}"
         await pilot.press("pagedown", "pagedown")
         await frames()
         assert app.view.steps.last == at + 2

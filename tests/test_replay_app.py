@@ -59,7 +59,7 @@ async def test_a_recording_plays_stands_steps_and_jumps(playing: tuple[ReplayApp
     await press(pilot, "p")
     stood = app.replay.step
     await pilot.pause(0.3)
-    assert app.replay.step == stood and "REPLAY stands" in text_of(app) and "GATED" in text_of(app)
+    assert app.replay.step == stood and "REPLAY stands" in text_of(app) and "PAUSED" in text_of(app)
     await press(pilot, "n")
     await until(pilot, lambda: app.replay.step == stood + 1 == app.view.live.state.step)
     assert app.story == narrate(app.view, stood + 1) != ""

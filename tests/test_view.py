@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from engine.state import ACTIVE, CACHED, FREE, SHARED, State
+from minitui.feed import Feed
 from minitui.stress import CLASSROOM, SMALL, Load, Stress
 from minitui.view import EMPTY, View
 from minitui.view.history import BUCKET, FirstTokens, Rates, Steps
@@ -535,3 +537,27 @@ def test_a_finished_requests_table_stays_with_what_became_of_its_blocks():
             assert view.board.fate(block, last.seq) == expected
             seen.add(expected)
     assert {"cached", "reused"} <= seen
+
+
+async def test_records_of_an_engine_that_is_gone_do_not_count_as_dropped():
+    stress = Stress(SMALL)
+    stress.run(1.0)
+
+    class Source:
+        """An engine in whose place another has been put: its last records are still on the way."""
+
+        late: ClassVar = stress.drain()
+
+        def drain_records(self) -> list:
+            late, self.late = self.late, []
+            return late
+
+        async def snapshot(self) -> dict:
+            return EMPTY.snapshot()
+
+    feed = Feed(Source(), View())
+    feed.restart()
+    feed.pump()
+    await feed.sync()
+    feed.pump()
+    assert feed.dropped == 0 and feed.backlog == 0 and not feed.view.gap

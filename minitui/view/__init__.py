@@ -363,9 +363,9 @@ class View:
 
     @property
     def gate_text(self) -> str:
-        """"GATED at step 812", or nothing."""
+        """"PAUSED at step 812", or nothing."""
         state = self.live.state
-        return f"GATED at step {state.step:,}" if state.gate == "closed" else ""
+        return f"PAUSED at step {state.step:,}" if state.gate == "closed" else ""
 
     @property
     def pace_text(self) -> str:

@@ -10,7 +10,7 @@ from engine.records import Record
 from minitui.view.lanes import Lane
 
 EVENTS_KEPT = 20_000
-KINDS = ("admit", "hit", "miss", "evict", "preempt", "finish", "wait", "refuse", "fail", "gate")
+KINDS = ("admit", "hit", "miss", "evict", "preempt", "finish", "wait", "refuse", "fail", "pause")
 
 
 class Event(NamedTuple):
@@ -82,7 +82,7 @@ _RECORDS = {  # kind of record -> (kind of event, 1 if it belongs to the step be
     "admit": ("admit", 1, True), "match": ("hit", 1, True), "preempt": ("preempt", 1, True),
     "requeue": ("preempt", 0, True), "evict": ("evict", 1, False), "finish": ("finish", 0, True),
     "wait": ("wait", 1, True), "refuse": ("refuse", 0, False), "fail": ("fail", 0, False),
-    "gate": ("gate", 0, False), "pace": ("gate", 0, False),
+    "gate": ("pause", 0, False), "pace": ("pause", 0, False),
 }  # fmt: skip
 
 
@@ -154,7 +154,9 @@ def describe(event: Event, lane: Lane | None, quote: str = "") -> str:
         return f"step {fields[0]:,} · {fields[1]}"
     if kind == "pace":
         return f"slow motion ×{fields[0]:g}" if fields[0] != 1 else "slow motion off"
-    return f"gate {fields[0]}" + (f" · {fields[1]}" if fields[1] else "")
+    if fields[0] == "open":
+        return "the engine runs on" + (f", {fields[1]}" if fields[1] not in ("", "resumed") else "")
+    return "the engine is paused" + (f" · {fields[1]}" if fields[1] not in ("", "paused") else "")
 
 
 def _blocks(n: int) -> str:

@@ -201,7 +201,7 @@ class StatusBar(Bar):
         dot = glyphs().middot
         feed = app.feed
         numbers = ""  # in the chats the room is the hints', as long as the picture keeps up
-        if app.current_mode != "chat" or feed.backlog or feed.dropped:
+        if app.current_mode not in ("chat", "lecture") or feed.backlog or feed.dropped:
             numbers = f"{view.steps_per_frame:,.0f} steps/frame {dot} backlog {feed.backlog:,} {dot} "
             numbers += f"{feed.dropped:,} dropped "
         room = width - len(numbers) - 1

@@ -39,7 +39,7 @@ class Why(LinePanel, can_focus=False):
         if view.exact:
             keys = (("n", " next  "), (",", " back  "), ("d", " predict first"))
             return [run for key, what in keys for run in ((key, "ink"), (what, "dim"))]
-        return [("p", "ink"), (" stop between two steps", "dim")]
+        return [("p", "ink"), (" pause between two steps", "dim")]
 
     def _sentence(self, view: View) -> tuple[int, str, list[Run]]:
         if view.exact:
