@@ -157,13 +157,14 @@ class Engine:
             return self._failed(step.plan, error)
         arrived = time.perf_counter()
         emitted = self.scheduler.commit(step.plan, result)
-        self._record_first_tokens(emitted, result)
         # The device worked on this step since it was free of the one before.
         wall = arrived - max(step.started, self._device_free_at)
         self._device_free_at = arrived
         plan = step.plan
         prefills = len(plan.requests) - plan.num_decoding
         kind = "decode" if not prefills else "mixed" if plan.num_decoding else "prefill"
+        if prefills:
+            self._record_first_tokens(emitted, result)
         commit_s = time.perf_counter() - arrived
         launch_s = step.launch_s
         if self.runner.synchronous and result.device_ms is not None:

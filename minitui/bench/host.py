@@ -6,6 +6,19 @@
 Every request decodes: its neighbours' lengths differ, so that in each step one row in sixteen takes a new block and
 publishes a full one, as in real life. Times are medians over the steps, the best of several runs: other programs make
 a run slower, never faster.
+
+What paid (2 slow cores, Python 3.11, planned one step ahead, records on; before -> after, in the same minutes):
+
+    rows     us a step       us a row        sent to the listener, us a step
+       1       32 ->   25
+      64      209 ->  146    3.3 -> 2.3       190 ->   68
+     256      726 ->  483    2.8 -> 1.9       750 ->  265
+    1024     3440 -> 2090    3.4 -> 2.0      3900 -> 1200
+
+Lengths in flight are derived, not counted; the arrays of a plan stand while the same requests decode; deltas travel as
+tuples. What is left of a row is one loop in plan (0.3 us), one in commit (0.7, a third of it the `Emitted`), and the
+sixteenth of a block: growing the table 2 us, publishing 5. Taking a long reply's tail out of the tree block by block no
+longer hashes the rest of it each time: 430 -> 4 us a block at 2,048 blocks.
 """
 
 from __future__ import annotations
