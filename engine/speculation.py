@@ -12,6 +12,20 @@ computed and is overwritten by the tokens that come instead; nothing of it is pu
 
 Rows whose draw depends on the drafts before it in the same step, beyond their logits, are not drafted for: penalties
 (they count tokens) and grammars (they advance by tokens).
+
+What it gains depends on the text. The bundled model on one core of a CPU that had other work too, one request at a
+time, drafts of up to 8, with and without them in one run:
+
+    text                                          tokens a step   drafts right   ms a token
+    answers to 12 different questions                      1.00            4 %   6.9 ->  7.0   nothing repeats
+    a question asked again in the same chat                8.62          100 %   7.9 ->  2.3
+    a file of code again, two names changed in it          3.80           59 %   12.4 -> 4.1
+    the same, with a few small edits                       6.83           89 %   23.2 -> 5.1
+
+For the code the model computed everything but its draws were dictated, as a model of this size cannot edit. Drafts of
+up to 4 give 4.92, 2.89 and 4.20 tokens a step instead. There a step that checks 8 drafts takes 1.6 times as long as one
+that decodes. The longest match of 16 places, not just the latest, is worth 20 to 70 % more tokens a step on code;
+3 tokens to match instead of 2 make drafts right in 10 % of the cases instead of 8 % where little repeats, and fewer.
 """
 
 from __future__ import annotations
