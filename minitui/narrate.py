@@ -171,9 +171,10 @@ def _new_blocks(view: View, row: StepRow, decoding: list[int]) -> str:
         return ""
     state = view.board.state
     begun = []
+    drafting = {draft[0] for draft in row.drafts}  # they may have come further than one token
     for id in decoding:
         request = state.requests.get(id)
-        if request is not None and request.joined_at >= 0:
+        if request is not None and request.joined_at >= 0 and id not in drafting:
             computed = state.computed(request)
             if computed % state.block_size == 1 and computed // state.block_size < len(request.table):
                 begun.append((id, request.table[computed // state.block_size]))

@@ -140,6 +140,7 @@ def test_a_sentence_tells_what_was_checked_and_what_came_of_it(played: Run) -> N
     told = narrate(played.view(alone), alone)
     assert f"r{request} has {drafted} token" in told and "which followed when its last ones stood there before" in told
     assert f"so it comes {accepted + 1} tokens further." in told
+    assert f"r{request} begins block" not in told, "not with the token that it decodes"
     several = drafting_step(played, 2)
     row = played.view(several).steps.get(several)
     assert row is not None

@@ -44,10 +44,11 @@ opens the slowest step.""")
             rows.append(self._drafts(t, width))
         if t.ranks > 1:
             rows.append(self._exchange(t, width))
-        if height >= len(rows) + 2:
+        tracks = height >= len(rows) + 2
+        if tracks:
             rows += self._tracks(t, width)
         title = f"Timings · ms, {t.steps:,} steps in {t.seconds:.0f} s" if t.steps else "Timings · ms"
-        return Picture(rows[:height], title=title, legend=self._legend(t) if len(rows) > 7 else [])
+        return Picture(rows[:height], title=title, legend=self._legend(t) if tracks else [])
 
     def _legend(self, t: Timings) -> list[Run]:
         g = glyphs()
