@@ -69,13 +69,15 @@ async def tell_plainly(
         lines = [f"{time.monotonic() - began:5.1f} s  {first}", *(f"         {line}" for line in rest)]
         print("\n".join(lines), flush=True)
 
+    chats = Chats(source, sampling=sampling)
     try:
         await source.start(lambda progress: None)
-        chats = Chats(source, sampling=sampling)
         chats.use(await asyncio.to_thread(load or load_codec, source.info))
         feed = Feed(source, View())
         await feed.sync()
         await demo.play(Stage(source, chats, feed, system, say, restart=restart, beat=beat))
         return 0
     finally:
+        if hasattr(source, "name_groups"):  # it is being recorded
+            source.name_groups({s.id: f"{number} {s.title}" for number, s in enumerate(chats.sessions, 1)})
         await source.close()

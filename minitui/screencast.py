@@ -22,7 +22,7 @@ from minitui.export.svg import offline
 from minitui.screenshots import Scene, make, until
 
 LOOKS_A_SECOND = 2.5
-COLOURS = 64
+COLOURS = 96
 LAST_STANDS_S = 6.0
 
 
@@ -102,7 +102,7 @@ def _palette(pictures: list[Any]) -> Any:
     sheet = Image.new("RGB", (width, height * len(chosen)))
     for number, picture in enumerate(chosen):
         sheet.paste(picture, (0, number * height))
-    return sheet.quantize(COLOURS, method=Image.Quantize.MEDIANCUT)
+    return sheet.quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE)
 
 
 def main() -> None:

@@ -165,9 +165,9 @@ async def lesson(app: MinituiApp) -> None:
 
 
 async def code(app: MinituiApp) -> None:
-    """The same page with its code open."""
-    await lesson(app)
-    await press(app, "v")
+    """Its second page, with the code open: how a prompt is looked up."""
+    await until(lambda: isinstance(app.screen, LessonScreen) and app.screen.reading is not None)
+    await press(app, "right", "v")
 
 
 async def replayed(app: MinituiApp) -> None:
@@ -186,9 +186,9 @@ async def helped(app: MinituiApp) -> None:
 
 
 async def commands(app: MinituiApp) -> None:
-    """Every command, searched."""
+    """Every command."""
     await four_share(app)
-    await press(app, "colon", *"pre")
+    await press(app, "colon")
 
 
 async def completed(app: MinituiApp) -> None:
@@ -282,6 +282,18 @@ async def take(name: str, directory: Path) -> Path:
     return path
 
 
+def shrink(png: Path) -> Path:
+    """Write it again with 256 colours, a third of the bytes, where Pillow is installed."""
+    with contextlib.suppress(ImportError):
+        from PIL import Image
+
+        with Image.open(png) as image:
+            image.convert("RGBA").quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
+                png, optimize=True
+            )
+    return png
+
+
 def main() -> None:
     """Take the pictures asked for, or all."""
     parser = argparse.ArgumentParser(prog="python -m minitui.screenshots", description=(__doc__ or "").split("\n")[0])
@@ -295,7 +307,7 @@ def main() -> None:
     for name in options.names or SCENES:
         path = asyncio.run(take(name, options.directory))
         if browser is not None:
-            path = write_png(path.read_text(encoding="utf-8"), path.with_suffix(".png"), browser)
+            path = shrink(write_png(path.read_text(encoding="utf-8"), path.with_suffix(".png"), browser))
         print(path)
 
 
