@@ -306,12 +306,12 @@ _SMALL = frozenset((b'["w', b'["n', b'["b', b'["e'))
 
 
 def _record(seq: int, row: list[Any]) -> Record:
-    """A record as the engine makes it: its chunks are tuples."""
+    """A record as the engine makes it: its chunks, nodes and drafts are tuples."""
     t, kind, *fields = row
     if kind == "step":
         fields[1] = [tuple(chunk) for chunk in fields[1]]
-    elif kind == "withdraw":
-        fields[1] = [tuple(node) for node in fields[1]]
+    elif kind in ("withdraw", "draft", "accept"):
+        fields[1] = [tuple(part) for part in fields[1]]
     return (seq, t, kind, *fields)
 
 

@@ -17,6 +17,7 @@ from minitui.narrate import narrate
 from minitui.record import Recorder
 from minitui.server.meters import Meters
 from minitui.tail import Teller
+from minitui.trace import TraceReader
 from minitui.view import View
 from minitui.view.lanes import DECODING, GAINING
 from minitui.view.story import tell
@@ -164,6 +165,7 @@ def test_exports_and_metrics_count_drafts(played: Run, tmp_path: Path) -> None:
     recorder.begin(INFO, played.snapshot)
     recorder.feed(played.records)
     recorder.close()
+    assert list(TraceReader(tmp_path / "run.trace").records()) == played.records
     written = json.loads(export(tmp_path / "run.trace", "perfetto", tmp_path / "run.json").read_text())["traceEvents"]
     by_step = {event["args"]["step"]: event["args"] for event in written if "draft tokens" in event.get("args", {})}
     plans = list(by_step.values())
