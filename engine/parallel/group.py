@@ -131,6 +131,8 @@ class Ranks(Group):
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         import torch.distributed as dist
 
+        if not x.numel():  # a step in which nobody samples
+            return x
         begin = self._begin()
         dist.all_reduce(x)
         self._end(begin)
@@ -142,6 +144,8 @@ class Ranks(Group):
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
         import torch.distributed as dist
 
+        if not len(logits):
+            return logits.new_empty(0, self._vocab_size)
         parts = [torch.empty_like(logits) for _ in range(self.size)]
         begin = self._begin()
         dist.all_gather(parts, logits)
@@ -152,6 +156,8 @@ class Ranks(Group):
         """x of rank 0, written to x everywhere."""
         import torch.distributed as dist
 
+        if not x.numel():
+            return x
         begin = self._begin()
         dist.broadcast(x, 0)
         self._end(begin)
