@@ -120,10 +120,12 @@ opens the slowest step.""")
         return row.add(" tokens a row and step", "dim").done(width)
 
     def _exchange(self, t: Timings, width: int) -> Runs:
-        row = Row("ranks", "dim").to(LABEL).add(f"{t.ranks}", "bold ink").add(" share the model: ", "dim")
-        row.add(f"{ms(t.comm_ms)} ms", "ink").add(" of a step, ", "dim").add(f"{100 * t.comm_share:.0f} %", "bold ink")
-        tail = " of the time, they exchange or wait"
-        return row.add(tail if row.width + len(tail) <= width else " in exchange", "dim").done(width)
+        row = Row("ranks", "dim").to(LABEL).add(f"{t.ranks}", "bold ink").add(", exchanging ", "dim")
+        row.add(f"{100 * t.comm_share:.0f} %", "bold ink").add(" of the time", "dim")
+        for tail in (f": {ms(t.comm_ms)} ms of a step", ", waiting included"):
+            if row.width + len(tail) <= width:
+                row.add(tail, "dim")
+        return row.done(width)
 
     def _tracks(self, t: Timings, width: int) -> list[Runs]:
         """Host and device over the last few steps, to one scale."""

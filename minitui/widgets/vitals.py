@@ -67,8 +67,8 @@ def _step_units(view: View) -> tuple[str, ...]:
     t = view.timings
     if t.ranks == 1:
         return "ms median", "ms"
-    share = f"{100 * t.comm_share:.0f} % exchange"
-    return f"ms median, {share} of {t.ranks} ranks", f"ms, {share}", "ms"
+    share = f"{100 * t.comm_share:.0f} %"
+    return f"ms median, {share} exchange", f"ms, {share} comm.", "ms"
 
 
 def _rolling(cached: np.ndarray, computed: np.ndarray, n: int) -> list[float]:
