@@ -247,6 +247,7 @@ class Session:
     sampling: Sampling = field(default_factory=Sampling)
     messages: list[Message] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
+    spelled_by: str = ""  # the checkpoint whose tokens the ids are
     parent: str | None = None
     named: bool = False  # the user chose the title
     note: str = ""  # shown under the transcript: "fork of 1 paging at message 4"
@@ -325,7 +326,7 @@ LEADS = frozenset(
 
 def title_of(question: str) -> str:
     """What a question is about, in at most 40 characters: its words without the small ones at its beginning."""
-    words = question.replace("?", " ").replace("!", " ").split()
+    words = question.strip().split("\n")[0].replace("?", " ").replace("!", " ").split()
     while len(words) > 1 and words[0].lower().rstrip(",.:;'") in LEADS:
         words.pop(0)
     title = ""
@@ -370,7 +371,7 @@ class Chats:
         fork = self.new(session.system, f"fork of {self.number(session)}", session)
         fork.named = False
         fork.messages = [replace(m, state="cancelled" if m.busy else m.state) for m in session.messages]
-        fork.ids = list(session.ids)
+        fork.ids, fork.spelled_by = list(session.ids), session.spelled_by
         fork.parent = session.id
         fork.note = f"forked from {self.number(session)} {session.title}: what stands above is shared, block for block"
         self._save(fork, everything=True)
@@ -419,10 +420,11 @@ class Chats:
         known = {k: v for k, v in chat.settings.items() if k in Sampling.__dataclass_fields__}
         session = Session(chat.id, chat.title, chat.system, Sampling(**known), parent=chat.parent, named=True)
         session.created = chat.created
-        session.ids = chat.ids if chat.model == self.model else []
+        session.ids, session.spelled_by = chat.ids, chat.model
         for m in chat.messages:
-            state = "cancelled" if m.state in ("queued", "running") else m.state  # it ended with the process
-            session.messages.append(Message(m.role, m.text, state, m.error, m.metrics or {}, m.created))
+            cut = m.state in ("queued", "running")  # it ended with the process that showed it
+            state, error = ("cancelled", "cut short: minitui ended while it was written") if cut else (m.state, m.error)
+            session.messages.append(Message(m.role, m.text, state, error, m.metrics or {}, m.created))
         return session
 
     # --- answers
@@ -431,6 +433,11 @@ class Chats:
     def model(self) -> str:
         """The checkpoint's name, which the kept ids belong to."""
         return str(self.source.info.get("model", ""))
+
+    def asked(self) -> list[str]:
+        """Every question of the chats on the list, the oldest first: what the prompt's history begins with."""
+        said = [m for session in self.sessions for m in session.messages if m.role == "user"]
+        return [m.text for m in sorted(said, key=lambda m: m.created)]
 
     def send(self, session: Session, text: str) -> None:
         """Ask. The message is saved first; the answer begins when the engine is ready.
@@ -495,7 +502,8 @@ class Chats:
         if self.codec is None:
             raise EngineError("the tokenizer is not loaded yet")
         rendered = self.codec.apply_chat_template(session.conversation(), add_generation_prompt=True)
-        return continue_prompt(rendered, session.ids, self.codec)
+        kept = session.ids if session.spelled_by == self.model else []
+        return continue_prompt(rendered, kept, self.codec)
 
     async def _answer(self, session: Session, message: Message) -> None:
         try:
@@ -513,7 +521,7 @@ class Chats:
                 message.state = "running"
                 message.text += delta.text
                 reply += delta.ids
-                session.ids = prompt.ids + reply
+                session.ids, session.spelled_by = prompt.ids + reply, self.model
                 session._arrivals.append((now, len(delta.ids)))
                 message.touch()
                 if delta.metrics is not None:
@@ -563,7 +571,7 @@ class Chats:
                 session.parent,
                 dict(vars(session.sampling)),
                 session.created,
-                self.model,
+                session.spelled_by,
                 session.ids,
                 [],
             )
@@ -583,7 +591,7 @@ def describe_answer(message: Message) -> list[tuple[str, str]]:
     m = message.metrics
     parts: list[tuple[str, str]] = []
     if message.state == "cancelled":
-        parts.append(("cancelled", "bad"))
+        parts.append((message.error or "cancelled", "bad"))
     if message.state == "error":
         parts.append((message.error, "bad"))
     if not m:

@@ -47,7 +47,7 @@ def as_markdown(chat: Chat, names: tuple[str, str] = ("You", "Assistant")) -> st
     quoted = "\n".join(f"> {line}".rstrip() for line in chat.system.split("\n"))
     parts = [f"# {chat.title}", quoted if chat.system else ""]
     for m in chat.messages:
-        ended = {"cancelled": "\n\n*(cancelled)*", "error": f"\n\n*({m.error})*"}.get(m.state, "")
+        ended = {"cancelled": f"\n\n*({m.error or 'cancelled'})*", "error": f"\n\n*({m.error})*"}.get(m.state, "")
         parts.append(f"## {names[m.role != 'user']}\n\n{m.text}{ended}")
     return "\n\n".join(p for p in parts if p) + "\n"
 

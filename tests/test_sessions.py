@@ -18,7 +18,7 @@ from minitui.sessions import (
     describe_answer,
     split_thinking,
 )
-from minitui.store import Store
+from minitui.store import Store, StoredChat, StoredMessage
 from tests.fake_client import END, START, ByteCodec, FakeSource
 
 CODEC = ByteCodec()
@@ -207,10 +207,27 @@ async def test_a_chat_taken_up_again_is_token_exact(tmp_path):
     assert again.restore() == 1
     restored = again.sessions[0]
     assert restored.ids == session.ids
+    assert again.prompt(restored).kept == len(session.ids)
+    assert again.asked() == ["What is a block table?"]
     assert [(m.role, m.text, m.state) for m in restored.messages] == [
         (m.role, m.text, m.state) for m in session.messages
     ]
     assert restored.messages[-1].metrics["prompt_tokens"] == session.messages[-1].metrics["prompt_tokens"]
+
+
+async def test_chats_are_restored_before_the_engine_is_known_and_ids_of_another_model_are_not_used(tmp_path):
+    chats = await chats_on(FakeSource(), Store(tmp_path / "chats.sqlite"))
+    session = chats.new(SYSTEM)
+    chats.send(session, "What is a block table?")
+    await answered(session)
+    for model, kept in ((chats.model, len(session.ids)), ("another", 0)):
+        source = FakeSource()
+        again = Chats(source, Store(tmp_path / "chats.sqlite"))
+        again.restore()  # as the command line does it: nothing is loaded yet
+        await source.start(lambda progress: None)
+        source.info["model"] = model
+        again.use(ByteCodec())
+        assert again.prompt(again.sessions[0]).kept == kept
 
 
 async def test_when_the_engine_dies_the_answer_so_far_stays_and_says_so():
@@ -295,3 +312,16 @@ def test_the_rate_is_that_of_the_arrivals_and_not_of_how_often_one_looks():
     assert session.rate(now=1.05) == pytest.approx(20.0)
     assert session.rate(now=3.0) == 0.0
     assert session.rate(window=5.0, now=3.0) == pytest.approx(20.0)
+
+
+def test_an_answer_that_ended_with_the_process_says_so_and_one_that_was_cancelled_too(tmp_path):
+    store = Store(tmp_path / "chats.sqlite")
+    store.save_chat(StoredChat("a", "t", "", None, {}, 1.0, "m", [], []))
+    for position, state in ((1, "running"), (3, "cancelled")):
+        store.save_message("a", position - 1, StoredMessage("user", "q", created=1.0))
+        store.save_message("a", position, StoredMessage("assistant", "half", state, created=1.0))
+    chats = Chats(FakeSource(), store)
+    chats.restore()
+    cut, cancelled = (m for m in chats.sessions[0].messages if m.role == "assistant")
+    assert describe_answer(cut) == [("cut short: minitui ended while it was written", "bad")]
+    assert describe_answer(cancelled) == [("cancelled", "bad")]

@@ -84,6 +84,7 @@ def test_a_file_goes_into_the_prompt_between_fences_that_it_does_not_contain(tmp
         ("What is a radix tree?", "radix tree"),
         ("How does paging work?", "How does paging work"),
         ("Why is decode memory bound, and prefill not, on one machine?", "Why is decode memory bound, and prefill"),
+        ("What is paging?\nIn two lines.", "paging"),
         ("what is", "is"),
     ],
 )

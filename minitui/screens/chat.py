@@ -91,6 +91,7 @@ class ChatScreen(Screen[None]):
         self._rail = list(self.query("#rail LinePanel").results(LinePanel))
         self._glance = list(self.query("#glance LinePanel").results(LinePanel))
         self.prompt.complete = self.complete
+        self.prompt.asked = host(self.app).chats.asked()
         self.transcript.speaker = host(self.app).speaker
         self.transcript.welcome = self._welcome
         self.prompt.focus()

@@ -47,7 +47,7 @@ Left and right move over the blocks, up and down to other requests, enter tells 
         shared = sum(view.board.state.holders[block] > 1 for block in request.table)
         line = Row(f"r{request.id}", "bold accent" if view.selection is not None else "bold ink")
         if request.group:
-            line.add(f" {view.group_name(request.group)[:24]}", "ink")
+            line.add(f" {view.group_name(request.group)[: max(12, width // 4)].rstrip()}", "ink")
         line.add(f"  {len(request.table)} blocks for {computed:,} tokens", "dim")
         if shared:
             line.add(f", {shared} shared with others", "dim")
@@ -79,7 +79,7 @@ Left and right move over the blocks, up and down to other requests, enter tells 
             return Picture([Row(line, "dim").done(width) for line in textwrap.wrap(text, width)], title="Block table")
         fates = [view.board.fate(block, last.seq) for block in last.table]
         kept = sum(fate in ("cached", "held") for fate in fates)
-        line = Row(f"r{lane.id}", "bold ink").add(f" {view.group_name(lane.group)[:24]}")
+        line = Row(f"r{lane.id}", "bold ink").add(f" {view.group_name(lane.group)[: max(12, width // 4)].rstrip()}")
         line.add(f"  has finished: {kept} of its {len(fates)} blocks stay in the tree", "dim")
         size = view.board.state.block_size
         rows = [line.done(width), *self._chips(view, last.table, last.computed, size, width, height - 1, fates)]

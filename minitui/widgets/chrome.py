@@ -202,7 +202,9 @@ class StatusBar(Bar):
         feed = app.feed
         numbers = ""  # in the chats the room is the hints', as long as the picture keeps up
         if app.current_mode not in ("chat", "lecture") or feed.backlog or feed.dropped:
-            numbers = f"{view.steps_per_frame:,.0f} steps/frame {dot} backlog {feed.backlog:,} {dot} "
+            numbers = f"{view.steps_per_frame:,.0f} steps/frame {dot} "
+            if width >= 100 or feed.backlog:
+                numbers += f"backlog {feed.backlog:,} {dot} "
             numbers += f"{feed.dropped:,} dropped "
         room = width - len(numbers) - 1
         for key, what in self._hints(app, typing):
@@ -222,8 +224,9 @@ class StatusBar(Bar):
             return [("enter", "send"), *escape, ("/", "commands"), ("tab", "complete"), ("ctrl+j", "new line")]
         hints = [(key_label(keys.get(a.id, a.key)), a.footer) for a in ACTIONS if a.footer]
         if app.current_mode == "inspect":
-            hints = [("1", "chat"), ("z", "maximise"), ("tab", "panel")] + [
-                h for h in hints if h[1] not in ("write", "chats", "inspect", "fork", "new")
+            first = [("tab", "panel"), *(h for h in hints if h[1] in ("pause", "step", "help"))]
+            hints = [*first, ("z", "maximise"), ("1", "chat")] + [
+                h for h in hints if h not in first and h[1] not in ("write", "chats", "inspect", "fork", "new")
             ]
         if app.current_mode == "lecture":
             hints = [("n", "next step"), (",", "back"), ("d", "predict"), ("p", "pause"), ("X", "start over")] + [

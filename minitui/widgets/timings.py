@@ -131,6 +131,8 @@ opens the slowest step.""")
         """Host and device over the last few steps, to one scale."""
         host, device = Row("host", "dim").to(LABEL), Row("device", "dim").to(LABEL)
         host_text = f" {ms(t.host_ms)} ms a step"
+        if not t.steps:
+            return [host.add(glyphs().dash, "dim").done(width), device.add(glyphs().dash, "dim").done(width)]
         if t.device_ms is None:
             host.add(f"{ms(t.host_ms)} ms a step: plan, launch and commit", "ink")
             device.add("not measured apart: here the launch computes", "dim")
