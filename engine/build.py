@@ -73,7 +73,8 @@ def build_engine(
         )
     info = {
         "model": _short_name(config.model, directory), "model_dir": str(directory), "architecture": model.architecture,
-        "parameters": model.num_parameters, "device": runner.device_name,
+        "parameters": model.num_parameters, "active_parameters": model.active_parameters,
+        "device": runner.device_name,
         "dtype": str(limits.dtype).removeprefix("torch."), "quantization": config.quantization,
         "num_blocks": runner.num_blocks - 1, "block_size": runner.block_size, "max_model_len": limits.max_model_len,
         "max_num_seqs": limits.max_num_seqs, "max_num_batched_tokens": limits.max_num_batched_tokens,

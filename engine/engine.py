@@ -175,6 +175,8 @@ class Engine:
             "time", plan.step, round(step.plan_s * 1e6), round(launch_s * 1e6), round(commit_s * 1e6),
             round(wall * 1e3, 3), result.device_ms, kind,
         )  # fmt: skip
+        if result.expert_load is not None:
+            self.log.append("experts", plan.step, result.expert_load)
         self.gate.committed(wall)
         return emitted
 

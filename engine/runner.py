@@ -7,6 +7,7 @@ remember what was drawn. Each is a method, so that a runner with CUDA graphs rep
 from __future__ import annotations
 
 import gc
+import math
 import os
 import time
 from collections.abc import Iterable
@@ -33,6 +34,7 @@ from engine.upload import Uploader, to_host
 
 CPU_KV_BYTES = 1 << 30  # the pool's default size on a CPU, or 16 sequences of full length if that is less
 CPU_KV_SEQUENCES = 16
+EXPERT_LOAD_SECONDS = 0.25
 LOGPROB_ROWS = 256  # prompt logprobs: positions whose logits exist at once
 
 
@@ -68,6 +70,7 @@ class Launched:
     outcome: Any  # int64 [s] on the host (an array, or pinned and good when `events` have passed): ids, −1 − id if bad
     drafted: range = range(0)  # the entries with drafts
     spent: Spent | None = None  # in collectives
+    expert_load: tuple[list[int], torch.Tensor] | None = None  # layers; int64 [layers, E], on the host like the outcome
 
     def wait(self) -> StepResult:
         """The step's outcome, on the host."""
@@ -97,6 +100,9 @@ class Launched:
                 result.logprobs.setdefault(entry, []).append(found)
         for entry, (logprobs, tokens, top) in self.prompt_logprobs.items():
             result.prompt_logprobs[entry] = logprobs.listed(tokens, [top] * len(tokens))
+        if self.expert_load is not None:
+            layers, load = self.expert_load
+            result.expert_load = list(zip(layers, load.tolist(), strict=True))
         return result
 
 
@@ -168,6 +174,7 @@ class Runner:
             self.num_blocks = self._count_blocks() + 1  # and the null block
             self.pool = self._make_pool(self.num_blocks)
         self.memory.kv_cache = self.pool.nbytes
+        self._expert_load_due = math.inf if model_config.experts is None else 0.0
 
     @property
     def synchronous(self) -> bool:
@@ -291,7 +298,7 @@ class Runner:
         begin: Any,
     ) -> Launched:
         counts = self.sampler.logprob_counts(inputs.rows[drawn.logprob_rows]) if drawn.logprobs is not None else []
-        device_ms, events = None, None
+        device_ms, events, load = None, None, self._take_expert_load()
         outcome: Any
         if begin is None:
             ids, bad = drawn.ids.numpy(), drawn.bad.numpy()
@@ -304,11 +311,22 @@ class Runner:
             prompt_logprobs = {
                 entry: (found.fetched(), tokens, top) for entry, (found, tokens, top) in prompt_logprobs.items()
             }
+            if load is not None:
+                load = load[0], to_host(load[1])
             events = (begin, self._mark())
         drafted, spent = range(plan.num_decodes, plan.num_decoding), self.group.take()
         return Launched(
-            len(plan.rows), inputs.samples, drawn, counts, prompt_logprobs, device_ms, events, outcome, drafted, spent
-        )
+            len(plan.rows), inputs.samples, drawn, counts, prompt_logprobs, device_ms, events, outcome, drafted,
+            spent, load,
+        )  # fmt: skip
+
+    def _take_expert_load(self) -> tuple[list[int], torch.Tensor] | None:
+        """What the experts of a mixture were sent, at most every EXPERT_LOAD_SECONDS: people look at it."""
+        now = time.perf_counter()
+        if now < self._expert_load_due:
+            return None
+        self._expert_load_due = now + EXPERT_LOAD_SECONDS
+        return self.model.take_expert_load()
 
     def _mark(self) -> Any:
         """A point in the compute stream whose time can be read later; None on a CPU."""

@@ -264,6 +264,8 @@ class StepResult:
     #   whether or not those before it were accepted; -1 where the logits were NaN or infinite
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by entry, one for each draw
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by entry, this chunk's positions
+    expert_load: list[tuple[int, list[int]]] | None = None  # now and then: (layer, tokens of each of its experts)
+    #   since the last step that told
     sample_ms: float = 0.0  # the part of the step spent on sampling, where it is known
     device_ms: float | None = None  # None where it is not known (yet)
     comm: tuple[int, float] | None = None  # ranks, and the ms that they exchanged or waited for it; None: one rank

@@ -34,6 +34,20 @@ def test_reading_the_weights_once_bounds_a_decode_step(
     assert extra == pytest.approx((64_000 - 1) * config.num_layers * 2 * 8 * 128 * 2)
 
 
+def test_a_mixture_reads_the_experts_that_its_tokens_want(tmp_path: Path) -> None:
+    config = ModelConfig.from_pretrained(write_config("30B-A3B", tmp_path))
+    assert config.num_parameters == pytest.approx(30.5e9, rel=0.01)
+    assert config.active_parameters == pytest.approx(3.35e9, rel=0.01)
+    work = Work.of(config, 2)
+    alone = config.active_parameters - config.vocab_size * config.hidden_size  # the embedding is looked up, not read
+    assert work.decode(LIMITS, [1]) == pytest.approx(alone * 2 / LIMITS.read, rel=0.01)
+    assert [round(work.experts_wanted(n)) for n in (1, 8, 64, 4096)] == [8, 52, 126, 128]
+    all_of_it = config.num_parameters - config.vocab_size * config.hidden_size
+    assert work.decode(LIMITS, [1] * 256) == pytest.approx(all_of_it * 2 / LIMITS.read, rel=0.02)
+    # A prefill multiplies with what its tokens use, not with all.
+    assert work.prefill(LIMITS, [4096]) < 2 * 2 * config.active_parameters * 4096 / LIMITS.matmul
+
+
 def test_a_prefill_is_bound_by_its_operations_and_a_cached_one_does_less(tmp_path: Path) -> None:
     config = ModelConfig.from_pretrained(write_config("8B", tmp_path))
     work = Work.of(config, 2)

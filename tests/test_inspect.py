@@ -160,7 +160,7 @@ async def test_enter_tells_the_story_and_escape_closes_it(clock):
     async with opened(SMALL, (120, 36), clock) as (app, pilot):
         screen = app.screen
         details = screen.query_one(Details)
-        for panel in screen.PANELS:
+        for panel in [name for name in screen.PANELS if name not in screen.absent]:
             screen.query_one(f"#{panel}").focus()
             await pilot.press("down", "enter")
             await frames(app, pilot, clock)

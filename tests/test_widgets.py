@@ -23,6 +23,7 @@ from minitui.widgets.base import LinePanel
 from minitui.widgets.block_map import MODES, BlockMap, grid
 from minitui.widgets.block_table import BlockTable
 from minitui.widgets.events import Events
+from minitui.widgets.experts import ExpertMap
 from minitui.widgets.first_token import FirstTokens
 from minitui.widgets.lanes import BatchLanes
 from minitui.widgets.occupancy import Occupancy, shares
@@ -34,7 +35,10 @@ from minitui.widgets.tree import RadixTree
 from minitui.widgets.vitals import Vitals, vitals
 from minitui.widgets.why import Why
 
-PANELS = (BlockMap, BlockTable, BatchLanes, RadixTree, StepTimings, Events, StepBar, Vitals, Occupancy, PromptOrigin)
+PANELS = (
+    BlockMap, BlockTable, BatchLanes, RadixTree, StepTimings, Events, StepBar, Vitals, Occupancy, PromptOrigin,
+    ExpertMap,
+)  # fmt: skip
 TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 
@@ -765,6 +769,9 @@ def test_every_theme_has_every_colour():
 def test_panels_look_as_they_did(panel):
     """Readable pictures in tests/snapshots; UPDATE_SNAPSHOTS=1 writes them anew."""
     _, view = stress_view(SMALL, 4.0, 80)
+    if panel is ExpertMap:
+        load = [(layer, [(7 * layer + 13 * expert) ** 2 % 97 for expert in range(64)]) for layer in range(24)]
+        view.experts.fold((0, 1.0, "experts", 0, load))
     path = SNAPSHOTS / f"{panel.__name__}.txt"
     parts = []
     for width, height in ((80, 19), (60, 12), (100, 24)):

@@ -173,13 +173,17 @@ class Decoder:
         if not self.config.tie_word_embeddings:
             yield Slot("lm_head.weight", self.head)
 
-    @property
-    def expert_load(self) -> dict[int, list[int]]:
-        """Layer -> how many tokens each of its experts got in the last pass. Empty without experts.
+    def take_expert_load(self) -> tuple[list[int], torch.Tensor]:
+        """The layers that have experts (at least one), and the tokens that each expert got since this was last called,
+        int64 [layers, E].
 
         The last layer sees only the tokens whose logits were wanted.
         """
-        return {i: layer.mlp.load for i, layer in enumerate(self.layers) if isinstance(layer.mlp, Experts)}
+        loads = {i: layer.mlp.load for i, layer in enumerate(self.layers) if isinstance(layer.mlp, Experts)}
+        taken = torch.stack(list(loads.values()))
+        for load in loads.values():
+            load.zero_()
+        return list(loads), taken
 
     @property
     def nbytes(self) -> int:

@@ -30,16 +30,18 @@ class Experts:
         self.router = torch.empty(config.count, hidden, dtype=dtype, device=device)
         self.gate_up = torch.empty(config.count, 2 * config.inner_size, hidden, dtype=dtype, device=device)
         self.down = torch.empty(config.count, hidden, config.inner_size, dtype=dtype, device=device)
-        self.load = [0] * config.count  # tokens that each expert got when this was last called
+        # Tokens that each expert got since Decoder.take_expert_load was last called.
+        self.load = torch.zeros(config.count, dtype=torch.int64, device=device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] -> [T, H]."""
         weights, chosen = self.route(x)
         each = self._config.per_token
-        self.load = chosen.view(-1).bincount(minlength=self._config.count).tolist()
+        got = chosen.view(-1).bincount(minlength=self._config.count)
+        self.load += got
         order = chosen.view(-1).argsort(stable=True)  # [T·K] places in `chosen`, those of expert 0 first
         outputs = x.new_empty(len(order), x.shape[1])
-        for expert, places in enumerate(order.split(self.load)):
+        for expert, places in enumerate(order.split(got.tolist())):
             if len(places):
                 rows = x.index_select(0, places // each)
                 inner = self._ops.silu_mul(F.linear(rows, self.gate_up[expert]))

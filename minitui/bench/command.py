@@ -75,12 +75,12 @@ def _say_nothing(*lines: object, sep: str = " ") -> None:
 
 def _models(options: argparse.Namespace, folder: Path, on_gpu: bool) -> Iterator[tuple[str, str, bool]]:
     """(label, model, random weights?) of each model that is to be measured."""
-    from minitui.bench.shapes import SIZES, write_config
+    from minitui.bench.shapes import MEASURED, write_config
 
     if options.model:
         yield Path(options.model).name, options.model, options.dummy_weights
     elif options.shape or on_gpu:
-        for size in options.shape or SIZES:
+        for size in options.shape or MEASURED:
             yield size, str(write_config(size, folder)), True
     else:
         from minitui import tutor
@@ -117,9 +117,11 @@ def _measure(
     info = llm.info
     notes = [*info["notes"], *llm.engine.runner.memory.notes]  # type: ignore[attr-defined]
     quantised = info["quantization"] == "int8"
+    used = info["active_parameters"]
+    active = f" ({used / 1e9:.2f} for a token)" if used < info["parameters"] else ""
     say(
-        f"{info['parameters'] / 1e9:.2f} billion parameters in {info['quantization' if quantised else 'dtype']}, "
-        f"attention {info['attention']}, "
+        f"{info['parameters'] / 1e9:.2f} billion parameters{active} "
+        f"in {info['quantization' if quantised else 'dtype']}, attention {info['attention']}, "
         f"{info['num_blocks']:,} blocks of {info['block_size']} tokens, overlap {'on' if info['overlap'] else 'off'}, "
         f"ready in {info['load_seconds']:.1f} s",
         *notes, sep="\n",
@@ -144,12 +146,14 @@ def _measure(
 
 
 def _parser() -> argparse.ArgumentParser:
+    from minitui.bench.shapes import SIZES
+
     parser = argparse.ArgumentParser(
         prog="minitui bench", formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__
     )
     parser.add_argument("--model", help="directory or name of a checkpoint; default: as above")
     parser.add_argument("--dummy-weights", action="store_true", help="random weights: only config.json is read")
-    parser.add_argument("--shape", action="append", choices=["0.6B", "8B"], help="a built-in shape; may be repeated")
+    parser.add_argument("--shape", action="append", choices=list(SIZES), help="a built-in shape; may be repeated")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--quantization", default="none", choices=["none", "int8"], help="int8: on a CPU")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks that share the model")

@@ -16,20 +16,29 @@ QWEN3 = {
     "vocab_size": 151_936, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000,
     "attention_bias": False, "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 151_645,
 }  # fmt: skip
-#             hidden  inner   layers heads tied
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}  # fmt: skip
+#                 hidden inner   layers heads tied
 SIZES = {
     "0.6B": (1_024, 3_072, 28, 16, True),
     "8B": (4_096, 12_288, 36, 32, False),
+    "30B-A3B": (2_048, 6_144, 48, 32, False),
 }
+MEASURED = ("0.6B", "8B")  # unless others are asked for
 
 
 def write_config(size: str, directory: Path) -> Path:
-    """A directory with the config.json of Qwen3-0.6B or Qwen3-8B, which is all that random weights need."""
+    """A directory with the config.json of Qwen3 in one of SIZES, which is all that random weights need."""
     hidden, inner, layers, heads, tied = SIZES[size]
     config = QWEN3 | {
         "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
         "tie_word_embeddings": tied,
     }  # fmt: skip
+    if size == "30B-A3B":
+        config |= MOE
     path = directory / f"Qwen3-{size}"
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -40,19 +49,28 @@ def write_config(size: str, directory: Path) -> Path:
 class Work:
     """Least bytes and operations of a model's steps: each weight read once, each key and value read once."""
 
-    body: int  # weights of all layers' matrices
+    body: int  # weights of all layers' matrices, experts apart
     head: int  # of the output matrix
     kv_bytes: int  # of one token's keys and values, all layers
     attention: int  # operations of one query meeting one key, all layers
     itemsize: int  # of a weight
+    expert_layers: int = 0
+    experts: int = 0  # in each of those layers
+    experts_per_token: int = 0
+    expert: int = 0  # weights of one
 
     @staticmethod
     def of(config: ModelConfig, itemsize: int, weight_itemsize: int | None = None) -> Work:
         """The work of a model whose cache, and weights unless told otherwise, take `itemsize` bytes a number."""
-        c, d = config, config.head_dim
-        layer = c.hidden_size * (2 * c.num_heads + 2 * c.num_kv_heads) * d + 3 * c.hidden_size * c.intermediate_size
+        c, d, e = config, config.head_dim, config.experts
+        mixed = sum(e.layers) if e else 0
+        attention = c.hidden_size * (2 * c.num_heads + 2 * c.num_kv_heads) * d
+        mlps = (c.num_layers - mixed) * 3 * c.hidden_size * c.intermediate_size
+        routers = mixed * c.hidden_size * e.count if e else 0
         return Work(
-            body=c.num_layers * layer, head=c.vocab_size * c.hidden_size,
+            body=c.num_layers * attention + mlps + routers, head=c.vocab_size * c.hidden_size,
+            expert_layers=mixed, experts=e.count if e else 0, experts_per_token=e.per_token if e else 0,
+            expert=3 * c.hidden_size * e.inner_size if e else 0,
             kv_bytes=2 * c.num_layers * c.num_kv_heads * d * itemsize,
             attention=4 * c.num_layers * c.num_heads * d, itemsize=weight_itemsize or itemsize,
         )  # fmt: skip
@@ -76,7 +94,13 @@ class Work:
             total += self.decode(limits, [p + step for p, o in zip(prompts, outputs, strict=True) if o > step])
         return total
 
+    def experts_wanted(self, tokens: int) -> float:
+        """Different experts of a layer that so many tokens want on average, if their router spreads them evenly."""
+        return self.experts * (1 - (1 - self.experts_per_token / self.experts) ** tokens) if self.experts else 0.0
+
     def _seconds(self, limits: Limits, tokens: int, drawn: int, keys: int, pairs: float) -> float:
-        read = (self.body + self.head) * self.itemsize + keys * self.kv_bytes
-        operations = 2 * self.body * tokens + 2 * self.head * drawn + self.attention * pairs
+        weights = self.body + self.head + self.expert_layers * self.experts_wanted(tokens) * self.expert
+        read = weights * self.itemsize + keys * self.kv_bytes
+        used = self.body + self.expert_layers * self.experts_per_token * self.expert
+        operations = 2 * used * tokens + 2 * self.head * drawn + self.attention * pairs
         return max(read / limits.read, operations / limits.matmul)

@@ -15,6 +15,7 @@ from minitui.widgets.block_table import BlockTable
 from minitui.widgets.chrome import StatusBar, TopBar
 from minitui.widgets.details import Details
 from minitui.widgets.events import Events
+from minitui.widgets.experts import ExpertMap
 from minitui.widgets.lanes import BatchLanes
 from minitui.widgets.occupancy import Occupancy
 from minitui.widgets.step_bar import StepBar
@@ -32,7 +33,7 @@ TIMINGS_HEIGHT = 10
 # and in the past, all are painted at once.
 EVERY = {
     "step": (1, 0), "occupancy": (1, 0), "map": (2, 0), "table": (2, 1), "lanes": (4, 1), "events": (4, 3),
-    "tree": (5, 1), "vitals": (5, 2), "timings": (10, 4),
+    "tree": (5, 1), "vitals": (5, 2), "timings": (10, 4), "experts": (5, 3),
 }  # fmt: skip
 
 
@@ -53,6 +54,7 @@ class InspectScreen(Screen[None]):
         & #left { width: 1fr; }
         & #right { width: 1fr; }
         & #lanes, & #tree, & #events { height: 1fr; }
+        & #experts { display: none; }
         & #glance { height: auto; }
         & #timings { height: 10; }
         &.-single #vitals { display: none; }
@@ -60,10 +62,12 @@ class InspectScreen(Screen[None]):
         &.-single #map, &.-single #table, &.-single #timings { height: 1fr; }
     }
     """
-    PANELS: ClassVar = ("map", "table", "lanes", "tree", "timings", "events")
+    LEFT: ClassVar = ("map", "table", "lanes", "experts")
+    PANELS: ClassVar = (*LEFT, "tree", "timings", "events")
 
     def __init__(self) -> None:
         super().__init__()
+        self.absent = {"experts"}  # panels of which this engine has nothing to show
         self.current = "map"
         self.maximised = False
         self._frames = 0
@@ -80,6 +84,7 @@ class InspectScreen(Screen[None]):
                 yield BlockMap(id="map")
                 yield BlockTable(id="table")
                 yield BatchLanes(id="lanes")
+                yield ExpertMap(id="experts")
             with Column(id="right"):
                 yield RadixTree(id="tree")
                 yield StepTimings(id="timings")
@@ -113,9 +118,9 @@ class InspectScreen(Screen[None]):
         self.set_class(single, "-single")
         self.set_class(not single, "-many")
         for name in self.PANELS:
-            self._panels[name].display = not single or name == self.current
-        self._left.display = not single or self.current in self.PANELS[:3]
-        self._right.display = not single or self.current in self.PANELS[3:]
+            self._panels[name].display = name == self.current if single else name not in self.absent
+        self._left.display = not single or self.current in self.LEFT
+        self._right.display = not single or self.current not in self.LEFT
         step = self._panels["step"]
         step.frame = "none" if single else "box"
         step.styles.height = 2 if single else 4
@@ -127,6 +132,7 @@ class InspectScreen(Screen[None]):
         self._panels["map"].styles.height = max(9, round(rows * 0.38))
         self._panels["table"].styles.height = 6 if rows >= 32 else 5
         self._panels["timings"].styles.height = TIMINGS_HEIGHT
+        self._panels["experts"].styles.height = max(5, round(rows * 0.2))
 
     # ---- painting
 
@@ -135,6 +141,11 @@ class InspectScreen(Screen[None]):
         if not hasattr(self, "_panels"):
             return
         self._frames += 1
+        if view.experts.known == ("experts" in self.absent):
+            self.absent = set() if view.experts.known else {"experts"}
+            if self.current in self.absent:
+                self.action_panel(1)
+            self.lay_out()
         moment = (view.version, view.travel_text, view.exact)
         at_once = view.exact or moment != self._painted_moment
         self._painted_moment = moment
@@ -167,8 +178,8 @@ class InspectScreen(Screen[None]):
         """Go to the next or previous panel."""
         if self._details.display:
             self._details.action_close()
-        at = self.PANELS.index(self.current) + by
-        self.current = self.PANELS[at % len(self.PANELS)]
+        there = [name for name in self.PANELS if name not in self.absent or name == self.current]
+        self.current = there[(there.index(self.current) + by) % len(there)]
         self.lay_out()
         panel = self._panels[self.current]
         panel.focus()

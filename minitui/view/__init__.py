@@ -17,6 +17,7 @@ import numpy as np
 from engine.records import Record
 from engine.state import State
 from minitui.view.board import Board
+from minitui.view.experts import ExpertLoads
 from minitui.view.history import STEPS_KEPT, FirstTokens, Rates, StepRow, Steps
 from minitui.view.lanes import Lane, Lanes
 from minitui.view.links import Links, Selection, resolve
@@ -72,6 +73,7 @@ class View:
         self.lanes = Lanes()
         self.events = Events()
         self.first_tokens = FirstTokens()
+        self.experts = ExpertLoads()
         self.tree = Tree()
         self.past = Past()
         self.past.begin(board)
@@ -176,6 +178,9 @@ class View:
                 rates.add("accepted", accepted)
                 rates.add("decode", accepted)
                 lanes.fold(record, rates.now)
+                continue
+            if kind == "experts":
+                self.experts.fold(record)
                 continue
             if kind == "evict":
                 events.fold(record, lanes.step, evicted.get(record[0]))
