@@ -91,6 +91,10 @@ class Feed:
 
     def restart(self) -> None:
         """Forget everything: another engine begins."""
+        self.forget()
+        self.live = False
+
+    def forget(self) -> None:
+        """Forget what has not been folded; what the source has still to say is kept, and folded on the next `sync`."""
         self._held.clear()
         self._steps_held = 0
-        self.live = False

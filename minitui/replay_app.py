@@ -192,7 +192,7 @@ class ReplayApp(MinituiApp):
         """Show the recording as it was when `step` had ended."""
         await self.replay.control("seek", step=step)
         self.view.present()
-        self.feed.restart()
+        self.feed.forget()  # not restart: the records between the snapshot and the step are the panels' history
         await self.feed.sync()
 
 

@@ -88,6 +88,7 @@ async def test_bookmarks_are_visited_and_kept(playing: tuple[ReplayApp, Pilot[An
     await press(pilot, "ctrl+a", "ctrl+k", *"100", "enter")
     await until(pilot, lambda: app.replay.step == 100)
     assert app.view.live.state.step == 100
+    assert app.view.steps.get(60) is not None, "after a jump the panels have a history"
 
 
 async def test_it_takes_no_questions(playing: tuple[ReplayApp, Pilot[Any]]) -> None:
