@@ -38,6 +38,7 @@ async def play_in_app(demo: Demo, app: MinituiApp, restart: Restart | None, beat
         if restart is not None:
             app.feed.restart()
             await restart({})
+            app.feed.replaced()
             await app.feed.sync()
         await play_in_app(demo, app, restart, beat)
 

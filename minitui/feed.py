@@ -77,10 +77,6 @@ class Feed:
     async def sync(self) -> None:
         """Start from a snapshot: at first, after a gap, and after a restart. Later records are folded on top."""
         self._syncing = True
-        if not self.live:  # what has come so far is older than the snapshot, or of an engine that is gone
-            self.source.drain_records()
-            self._held.clear()
-            self._steps_held = 0
         try:
             self.view.reset(await self.source.snapshot())
             self.live = True
@@ -98,3 +94,8 @@ class Feed:
         """Forget what has not been folded; what the source has still to say is kept, and folded on the next `sync`."""
         self._held.clear()
         self._steps_held = 0
+
+    def replaced(self) -> None:
+        """Another engine stands in the place of the one that was: forget what that still sent. Before `sync`."""
+        self.source.drain_records()
+        self.restart()

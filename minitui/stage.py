@@ -264,6 +264,7 @@ class Stage:
             raise EngineError("this engine cannot be started with other options")
         self.feed.restart()
         await self.restart(options)
+        self.feed.replaced()
         await self.feed.sync()
         self._began = (-1, 0)
         for session in self.chats.sessions:
