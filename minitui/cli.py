@@ -297,6 +297,10 @@ def serve(
     api_key: Annotated[list[str] | None, typer.Option(help="Allows everything; better as MINITUI_API_KEY.")] = None,
     chat_key: Annotated[list[str] | None, typer.Option(help="Allows to ask and watch; or MINITUI_CHAT_KEY.")] = None,
     watch_key: Annotated[list[str] | None, typer.Option(help="Allows to watch; or MINITUI_WATCH_KEY.")] = None,
+    record: Record = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="A web page elsewhere that may use this server: https://example.org.")
+    ] = None,
     hide_text: Annotated[bool, typer.Option("--hide-text", help="Keep what people ask out of the telemetry.")] = False,
     served_model_name: Annotated[str, typer.Option(help="The model's name in requests and answers.")] = "",
     max_waiting: Annotated[int, typer.Option(min=0, help="Sequences that may wait; beyond, 429.")] = 128,
@@ -323,6 +327,8 @@ def serve(
         host=host,
         port=port,
         keys=gather_keys(api_key or [], chat_key or [], watch_key or []),
+        record=record,
+        cors_origins=tuple(cors_origin or ()),
         hide_text=hide_text,
         served_name=served_model_name or choice.label,
         max_waiting=max_waiting,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import queue
 import threading
 import time
@@ -22,6 +23,7 @@ from minitui.trace import GZIP, VERSION, PlayClock, TraceError
 if TYPE_CHECKING:
     from minitui.source import Progress, Source, Stream
 
+logger = logging.getLogger("minitui")
 KEYFRAME_EVERY = 12_000  # records
 BATCH = 512  # records in a line
 FLUSH_S = 1.0  # a killed writer loses at most this much
@@ -266,19 +268,75 @@ class _Writer:
             self._member = None
 
 
-class RecordingSource:
-    """Any Source, with everything that passes through it written to a trace.
-
-    When the disk fails, recording stops and `recording_error` says why; the source goes on. When the engine is started
-    again its records begin anew, and go to a file of their own ("run.mtr", "run.2.mtr", …).
+class Recording:
+    """What an engine does, in a trace; after a restart its records begin anew and go to a file of their own
+    ("run.trace", "run.2.trace", …). When the disk fails, recording stops and `error` says why; all else goes on.
     """
+
+    def __init__(self, path: str | Path) -> None:
+        """Opens the first file: TraceError at once for a path that cannot be written."""
+        self.path = Path(path)
+        self.error = ""
+        self._starts = 0
+        self._recorder: Recorder | None = Recorder(self.path)
+
+    @property
+    def waits_for_snapshot(self) -> bool:
+        """There was a gap: `resume` ends it."""
+        return self._recorder is not None and self._recorder.waits_for_snapshot
+
+    def begin(self, info: dict[str, Any], snapshot: dict[str, Any], texts: bool = True) -> None:
+        """An engine is up. Without `texts` only the numbers of tokens are kept."""
+        self._starts += 1
+        if self._starts > 1:
+            self.close()
+            self._recorder = Recorder(self.path.with_suffix(f".{self._starts}{self.path.suffix}"))
+        decode = _decoder(info) if texts else None
+        if self._recorder is not None:
+            self._recorder.decode = decode
+            self._guard(lambda recorder: recorder.begin(info, snapshot))
+
+    def feed(self, records: Iterable[Record]) -> None:
+        """Write what has happened since."""
+        self._guard(lambda recorder: recorder.feed(records))
+
+    def resume(self, snapshot: dict[str, Any]) -> None:
+        """Go on from a snapshot, after a gap."""
+        self._guard(lambda recorder: recorder.resume(snapshot))
+
+    def name(self, names: dict[str, str]) -> None:
+        """Tell what chats are called."""
+        self._guard(lambda recorder: recorder.name(names))
+
+    def close(self) -> None:
+        """Write the end. Idempotent."""
+        self._guard(lambda recorder: recorder.close())
+        self._recorder = None
+
+    def _guard(self, write: Callable[[Recorder], None]) -> None:
+        if self._recorder is None:
+            return
+        try:
+            write(self._recorder)
+        except TraceError as error:
+            self.error = str(error)
+            logger.warning("%s", error)
+            failed, self._recorder = self._recorder, None
+            with contextlib.suppress(TraceError):
+                failed.close()
+
+
+class RecordingSource:
+    """Any Source, with everything that passes through it written to a trace."""
 
     def __init__(self, source: Source, path: str | Path) -> None:
         self.source = source
-        self.path = Path(path)
-        self.recording_error = ""
-        self._starts = 0
-        self._recorder: Recorder | None = Recorder(self.path)  # now: a path that cannot be written is told at once
+        self.recording = Recording(path)
+
+    @property
+    def recording_error(self) -> str:
+        """Why recording has stopped, if it has."""
+        return self.recording.error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.source, name)
@@ -306,26 +364,7 @@ class RecordingSource:
         await self._begin()
 
     async def _begin(self) -> None:
-        self._starts += 1
-        if self._starts > 1:
-            self._close()
-            self._recorder = Recorder(self.path.with_suffix(f".{self._starts}{self.path.suffix}"))
-        snapshot = await self.source.snapshot()
-        decode = _decoder(self.source.info)
-        if self._recorder is not None:
-            self._recorder.decode = decode
-            self._guard(lambda recorder: recorder.begin(self.source.info, snapshot))
-
-    def _guard(self, write: Callable[[Recorder], None]) -> None:
-        if self._recorder is None:
-            return
-        try:
-            write(self._recorder)
-        except TraceError as error:
-            self.recording_error = str(error)
-            failed, self._recorder = self._recorder, None
-            with contextlib.suppress(TraceError):
-                failed.close()
+        self.recording.begin(self.source.info, await self.source.snapshot())
 
     async def ready(self) -> None:
         await self.source.ready()
@@ -338,18 +377,18 @@ class RecordingSource:
 
     async def snapshot(self) -> dict[str, Any]:
         snapshot = await self.source.snapshot()
-        if self._recorder is not None and self._recorder.waits_for_snapshot:
-            self._guard(lambda recorder: recorder.resume(snapshot))
+        if self.recording.waits_for_snapshot:
+            self.recording.resume(snapshot)
         return snapshot
 
     def drain_records(self) -> list[Record]:
         records = self.source.drain_records()
-        self._guard(lambda recorder: recorder.feed(records))
+        self.recording.feed(records)
         return records
 
     def name_groups(self, names: dict[str, str]) -> None:
         """Tell the trace what chats are called."""
-        self._guard(lambda recorder: recorder.name(names))
+        self.recording.name(names)
 
     def on_death(self, callback: Callable[[str], None]) -> None:
         self.source.on_death(callback)
@@ -360,11 +399,7 @@ class RecordingSource:
                 await self.source.snapshot()  # its records have come before its answer
         self.drain_records()
         await self.source.close()
-        self._close()
-
-    def _close(self) -> None:
-        self._guard(lambda recorder: recorder.close())
-        self._recorder = None
+        self.recording.close()
 
 
 def _decoder(info: dict[str, Any]) -> Decode | None:

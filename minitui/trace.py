@@ -25,6 +25,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +263,8 @@ class TraceReader:
             if not line.startswith(b'["r"'):
                 continue
             _, seq, rows = json.loads(line)
+            if seq != keyframe.seq + 1 + len(part.records):
+                break  # a damaged end
             for i, row in enumerate(rows):
                 record = _record(seq + i, row)
                 if clock is None:
@@ -293,16 +296,26 @@ class TraceReader:
                         break
                     taken += len(rest) - len(member.unused_data)
                     rest = member.unused_data or (b"" if member.eof else file.read(CHUNK))
-                lines = b"".join(text).split(b"\n")
-                yield start, lines[:-1]  # the last is empty, or was cut
+                lines = b"".join(text).split(b"\n")[:-1]  # the last is empty, or was cut
                 if not member.eof:
+                    # Damaged bytes may be decompressed to damaged lines before that is noticed.
+                    yield start, list(takewhile(_is_json, lines))
                     return
+                yield start, lines
                 offset += taken
                 rest = rest or file.read(CHUNK)
 
 
 _KEYFRAME = re.compile(rb'\["k",(\d+),(-?\d+),([\d.e+-]+),')
 _SMALL = frozenset((b'["w', b'["n', b'["b', b'["e'))
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def _record(seq: int, row: list[Any]) -> Record:

@@ -78,6 +78,9 @@ class Guard:
         if not self.settings.keys and host and not is_loopback(host):
             raise ApiError(403, f"the Host header says {host!r}; without a key only this machine itself is served")
         origin = headers.get("origin")
+        allowed = self.settings.cors_origins
+        if origin and ("*" in allowed or origin in allowed):
+            return
         if origin and origin != "null" and urlsplit(origin).netloc != headers.get("host"):
             raise ApiError(403, f"requests of pages from {origin!r} are not served")
         if origin == "null" or headers.get("sec-fetch-site") == "cross-site":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from minitui import __version__
@@ -25,4 +26,11 @@ def create_api(service: Service) -> FastAPI:
 
 def create_app(service: Service) -> ASGIApp:
     """What is served."""
-    return Guard(create_api(service), service)
+    guarded = Guard(create_api(service), service)
+    origins = service.settings.cors_origins
+    if not origins:
+        return guarded
+    return CORSMiddleware(
+        guarded, allow_origins=list(origins), allow_methods=["GET", "POST"],
+        allow_headers=["Authorization", "Content-Type"], expose_headers=["Retry-After"],
+    )  # fmt: skip

@@ -19,6 +19,7 @@ from engine.client import EngineClient
 from engine.errors import EngineError
 from engine.records import FIELDS, Record
 from engine.state import State
+from minitui.record import Recording
 from minitui.server.meters import Meters
 from minitui.server.sse import KEEP_ALIVE, event
 
@@ -73,11 +74,13 @@ class Watcher:
 
 
 class Hub:
-    """Drains one engine client. `mask_id`: the token id that stands for every token when texts are hidden."""
+    """Drains one engine client. `mask_id`: the token id that stands for every token when texts are hidden, from those
+    who watch and in the recording."""
 
-    def __init__(self, meters: Meters, mask_id: int | None = None) -> None:
+    def __init__(self, meters: Meters, mask_id: int | None = None, recording: Recording | None = None) -> None:
         self.meters = meters
         self.mask_id = mask_id
+        self.recording = recording
         self.state: State | None = None
         self.watchers: set[Watcher] = set()
         self.began = 0  # raised with every engine: numbers of records begin anew
@@ -92,6 +95,8 @@ class Hub:
         self.meters.engine_began(client.info)
         self.state = State.from_snapshot(await client.snapshot())
         self.began += 1
+        if self.recording is not None:
+            self.recording.begin(client.info, self._masked(self.state.snapshot()), texts=self.mask_id is None)
         self.tell_all(self.greeting("began"))
         self._task = asyncio.create_task(self._run())
 
@@ -101,6 +106,7 @@ class Hub:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+            self.pump()  # its last records
         self._task = self._client = self.state = None
 
     def greeting(self, name: str) -> bytes:
@@ -125,6 +131,8 @@ class Hub:
                 if self.state is None and self._client is not None:
                     self.state = State.from_snapshot(await self._client.snapshot())
                     busy = True
+                    if self.recording is not None:
+                        self.recording.resume(self._masked(self.state.snapshot()))
             except EngineError:
                 return  # it died; the service starts another
             await asyncio.sleep(BUSY_S if busy else IDLE_S)
@@ -149,6 +157,8 @@ class Hub:
             self.meters.observe(record, state)
             state.apply(record)
             news.append(record)
+        if self.recording is not None:
+            self.recording.feed((seq, t, kind, *self._mask(kind, rest)) for seq, t, kind, *rest in news)
         if news and self.watchers:
             frame = self.encode(news)
             for watcher in self.watchers:
@@ -171,9 +181,9 @@ class Hub:
     def snapshot(self) -> dict[str, Any] | None:
         """The state at a record's number: whatever a watcher is sent afterwards follows it without a gap."""
         self.pump()
-        if self.state is None:
-            return None
-        snapshot = self.state.snapshot()
+        return None if self.state is None else self._masked(self.state.snapshot())
+
+    def _masked(self, snapshot: dict[str, Any]) -> dict[str, Any]:
         if self.mask_id is not None:
             for node in snapshot["nodes"].values():
                 node["ids"] = [self.mask_id] * len(node["ids"])

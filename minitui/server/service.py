@@ -23,6 +23,7 @@ from engine.errors import EngineDead, EngineError
 from engine.structured import Grammars
 from engine.tokenizer import Tokenizer
 from engine.types import SamplingParams
+from minitui.record import Recording
 from minitui.server.failures import ApiError
 from minitui.server.hub import Hub
 from minitui.server.meters import Meters
@@ -47,7 +48,8 @@ class Service:
         self.progress = "starting"
         self.draining = False
         self.meters = Meters()
-        self.hub = Hub(self.meters)
+        self.recording = None if settings.record is None else Recording(settings.record)
+        self.hub = Hub(self.meters, recording=self.recording)
         self.open = 0  # sequences admitted and not ended
         self.began = int(time.time())
         self.gate_owner: str | None = None  # the watcher who closed the gate or slowed the engine
@@ -164,6 +166,8 @@ class Service:
                 async with asyncio.timeout(CLOSE_S):
                     await self._client.close()
             self._client.kill()
+        if self.recording is not None:
+            self.recording.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # ---- what there is

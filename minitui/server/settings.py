@@ -7,6 +7,7 @@ import hmac
 import ipaddress
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 
 from engine.errors import EngineError
 
@@ -34,6 +35,8 @@ class ServerSettings:
     port: int = 8000
     keys: dict[str, Role] = field(default_factory=dict, repr=False)  # key -> what its bearer may do
     served_name: str = ""  # the model's name in answers; empty: the engine's
+    record: Path | None = None  # a trace of everything the engine does
+    cors_origins: tuple[str, ...] = ()  # web pages elsewhere that may use this server: "https://example.org", or "*"
     hide_text: bool = False  # token ids of prompts and replies are masked in the telemetry
     max_body: int = 4 << 20
     body_s: float = 30.0  # a request's body must have come by then
@@ -51,6 +54,11 @@ class ServerSettings:
                     f"an API key of {len(key)} characters cannot be used: at least {MIN_KEY_LENGTH} printable ASCII "
                     "characters without spaces are needed, such as those of `openssl rand -hex 16`"
                 )
+        if "*" in self.cors_origins and not self.keys:
+            raise EngineError(
+                "--cors-origin '*' lets every web page that this machine's browser opens use the engine, which needs a "
+                "key: set --api-key (or MINITUI_API_KEY), or name the origins"
+            )
         if not self.keys and not self.loopback:
             raise EngineError(
                 f"listening on {self.host} opens the engine to other machines, which needs a key: set --api-key "

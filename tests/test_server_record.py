@@ -1,0 +1,65 @@
+"""What a server keeps of what its engine does, and which web pages may use it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.errors import EngineError
+from minitui.server.settings import Role, ServerSettings
+from minitui.trace import TraceReader
+from tests.serving import serving
+
+pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
+
+KEY = "a-key-of-the-tests"
+PAGE = "https://class.example"
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_server_records_what_its_engine_does_without_texts_that_are_hidden(tmp_path: Path, hidden: bool) -> None:
+    trace = tmp_path / "server.trace"
+    with serving(
+        tmp_path, record=trace, hide_text=hidden, cors_origins=(PAGE,), keys={KEY: Role.CONTROL}
+    ) as server:  # fmt: skip
+        key = {"Authorization": f"Bearer {KEY}"}
+        body = {"messages": [{"role": "user", "content": "What is paging?"}], "max_tokens": 40, "temperature": 0}
+        assert server.post("/v1/chat/completions", body, headers=key).status_code == 200
+        # Pages: the one that is named, with what it needs to be told before it asks; no other.
+        asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST",
+                 "Access-Control-Request-Headers": "authorization"}  # fmt: skip
+        before = server.http.options("/generate", headers=asked)
+        assert before.status_code == 200
+        assert before.headers["access-control-allow-origin"] == PAGE
+        there = {"Origin": PAGE, "Sec-Fetch-Site": "cross-site"}
+        answer = server.get("/v1/models", headers={**key, **there})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, PAGE)
+        assert server.get("/v1/models", headers=there).status_code == 401, "a named page needs a key all the same"
+        other = server.get("/v1/models", headers={**key, "Origin": "https://other.example"})
+        assert other.status_code == 403
+        assert "access-control-allow-origin" not in other.headers
+        snapshot = server.snapshot()
+    reader = TraceReader(trace)
+    state = reader.final_state()
+    assert state.step == snapshot["step"]
+    assert {id: len(node["ids"]) for id, node in state.snapshot()["nodes"].items()} == {
+        id: len(node["ids"]) for id, node in snapshot["nodes"].items()
+    }
+    ids = [token for node in state.nodes.values() for token in node.ids]
+    assert len(ids) >= 32
+    assert (len(set(ids)) == 1) == hidden
+
+
+def test_every_page_is_let_in_only_with_a_key() -> None:
+    with pytest.raises(EngineError, match="which needs a key: set --api-key"):
+        ServerSettings(cors_origins=("*",))
+    assert ServerSettings(cors_origins=("*",), keys={KEY: Role.CHAT}).cors_origins == ("*",)
+
+
+def test_a_trace_that_cannot_be_written_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    from engine.config import EngineConfig
+    from minitui.server.service import Service
+
+    with pytest.raises(EngineError, match=r"cannot be written.*--record"):
+        Service(EngineConfig(), ServerSettings(record=tmp_path / "no" / "such" / "folder.trace"))
