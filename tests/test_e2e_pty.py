@@ -78,7 +78,6 @@ def test_a_newcomers_first_minutes(chat: Terminal):
     chat.until("2 prefill")
 
     # One key replays the system prompt.
-    chat.type("\x1b")
     chat.until(" KEYS ")
     chat.type("r")
     screen = left(chat.until(lambda s: "replayed:" in left(s) and "computed" in left(s)))
