@@ -161,7 +161,7 @@ class MinituiApp(App[int]):
         """Drain, fold, and paint the visible screen only."""
         if self.feed.pump():
             self.run_worker(self.feed.sync(), group="sync", exclusive=True)
-        names = {s.id: f"{number} {s.title}" for number, s in enumerate(self.chats.sessions, 1)}
+        names = self.chats.names
         if names != self._names:
             self._names = self.view.group_names = names
             if hasattr(self.source, "name_groups"):  # it is being recorded

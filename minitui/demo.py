@@ -65,7 +65,17 @@ async def tell_plainly(
 
     began = time.monotonic()
 
+    def tell_names() -> None:
+        if hasattr(source, "name_groups"):  # it is being recorded
+            source.name_groups(chats.names)
+
+    async def go_on(changes: dict[str, Any]) -> None:
+        assert restart is not None
+        tell_names()  # the other engine is recorded in a file of its own
+        await restart(changes)
+
     def say(text: str) -> None:
+        tell_names()
         first, *rest = text.split("\n")
         lines = [f"{time.monotonic() - began:5.1f} s  {first}", *(f"         {line}" for line in rest)]
         print("\n".join(lines), flush=True)
@@ -76,9 +86,8 @@ async def tell_plainly(
         chats.use(await asyncio.to_thread(load or load_codec, source.info))
         feed = Feed(source, View())
         await feed.sync()
-        await demo.play(Stage(source, chats, feed, system, say, restart=restart, beat=beat))
+        await demo.play(Stage(source, chats, feed, system, say, restart=go_on if restart else None, beat=beat))
         return 0
     finally:
-        if hasattr(source, "name_groups"):  # it is being recorded
-            source.name_groups({s.id: f"{number} {s.title}" for number, s in enumerate(chats.sessions, 1)})
+        tell_names()
         await source.close()

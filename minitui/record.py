@@ -278,6 +278,7 @@ class Recording:
         self.path = Path(path)
         self.error = ""
         self._starts = 0
+        self._names: dict[str, str] = {}
         self._recorder: Recorder | None = Recorder(self.path)
 
     @property
@@ -295,6 +296,7 @@ class Recording:
         if self._recorder is not None:
             self._recorder.decode = decode
             self._guard(lambda recorder: recorder.begin(info, snapshot))
+            self._guard(lambda recorder: recorder.name(self._names))  # chats outlive an engine
 
     def feed(self, records: Iterable[Record]) -> None:
         """Write what has happened since."""
@@ -305,8 +307,11 @@ class Recording:
         self._guard(lambda recorder: recorder.resume(snapshot))
 
     def name(self, names: dict[str, str]) -> None:
-        """Tell what chats are called."""
-        self._guard(lambda recorder: recorder.name(names))
+        """Tell what chats are called; those of earlier calls keep their names."""
+        news = {group: name for group, name in names.items() if self._names.get(group) != name}
+        if news:
+            self._names |= news
+            self._guard(lambda recorder: recorder.name(news))
 
     def close(self) -> None:
         """Write the end. Idempotent."""

@@ -410,6 +410,11 @@ class Chats:
         """Its place in the list, from 1."""
         return self.sessions.index(session) + 1
 
+    @property
+    def names(self) -> dict[str, str]:
+        """What each is called, by the group of its requests."""
+        return {session.id: f"{number} {session.title}" for number, session in enumerate(self.sessions, 1)}
+
     def restore(self) -> int:
         """Bring back the chats that were not closed; returns how many."""
         stored = self.store.open_chats() if self.store else []

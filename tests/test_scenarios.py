@@ -15,10 +15,12 @@ from minitui.cli import engine_config
 from minitui.demo import tell_plainly
 from minitui.feed import Feed
 from minitui.models import choose_model, load_codec
+from minitui.record import RecordingSource
 from minitui.scenarios import DEMOS, LENGTHS, Demo
 from minitui.sessions import Chats
 from minitui.source import LiveSource
 from minitui.stage import Stage, sampling
+from minitui.trace import TraceReader
 from minitui.view import View
 from tests.fake_client import ByteCodec, FakeSource
 
@@ -195,6 +197,30 @@ async def test_a_demo_is_told_as_plain_lines(capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert "The moment:" in out and "\x1b" not in out and re.match(r" +\d+\.\d s  ", out)
     assert source.closed
+
+
+async def test_a_recorded_demo_knows_its_chats_in_the_files_of_all_its_engines(tmp_path: Path) -> None:
+    class Changeable(FakeSource):
+        async def reconfigure(self, config: object) -> None:
+            await self.restart(lambda progress: None)
+
+    async def twice(stage: Stage) -> None:
+        for change in (False, True):
+            if change:
+                await stage.other_engine()
+            chat = stage.chat(title=f"engine {1 + change}")
+            await stage.ask(chat, "What is a block?")
+            await stage.answers([chat])
+
+    source = RecordingSource(Changeable(), tmp_path / "demo.trace")
+    await tell_plainly(
+        Demo("two engines", twice, 8), source, "Answer.", sampling(8), load=lambda info: ByteCodec(),
+        restart=source.reconfigure,
+    )  # fmt: skip
+    for name, chat in (("demo.trace", "1 engine 1"), ("demo.2.trace", "2 engine 2")):
+        reader = TraceReader(tmp_path / name)
+        asked = [record[4] for record in reader.records() if record[2] == "submit"]
+        assert [reader.names.get(group) for group in asked] == [chat]
 
 
 def test_speculation_draws_the_same_answer_in_a_fraction_of_the_steps(hear: Callable[[str], Told]) -> None:

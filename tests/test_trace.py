@@ -228,6 +228,7 @@ async def test_an_engine_put_in_the_place_of_another_gets_a_file_of_its_own(tmp_
     source = RecordingSource(Changeable(), tmp_path / "run.trace")
     await source.start(lambda progress: None)
     for change in (False, True):
+        source.name_groups({"a": "1 paging"})
         if change:
             await source.reconfigure(None)
         async for _ in source.submit(list(range(60)), SamplingParams(max_tokens=5, ignore_eos=True)):
@@ -236,6 +237,7 @@ async def test_an_engine_put_in_the_place_of_another_gets_a_file_of_its_own(tmp_
     for name in ("run.trace", "run.2.trace"):
         reader = TraceReader(tmp_path / name)
         assert reader.complete and next(reader.records())[0] == 1 and reader.last_step == 4
+        assert reader.names == {"a": "1 paging"}, "chats outlive an engine, and so do their names"
 
 
 def test_a_run_of_many_requests_is_recorded_without_a_screen(tmp_path: Path) -> None:
