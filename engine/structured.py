@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, not_installed
 from engine.tokenizer import Tokenizer
 from engine.types import SamplingParams
 
@@ -54,10 +54,8 @@ class Grammars:
         field = "json_schema" if params.json_schema is not None else "regex" if params.regex is not None else "choice"
         try:
             import llguidance
-        except ImportError:
-            raise InvalidRequest(
-                f"{field} constrains the reply, which needs a package: pip install 'minitui[structured]'", field
-            ) from None
+        except ImportError as error:
+            raise InvalidRequest(not_installed(f"a reply constrained by {field}", error, "structured"), field) from None
         try:
             source = _source(llguidance.LLMatcher, params)
         except ValueError as error:

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from engine.errors import EngineError
+from engine.errors import EngineError, not_installed
 
 HOST = "127.0.0.1"
 
@@ -22,7 +22,7 @@ def run_web(port: int, connect: str | None, config: Any, label: str, log_file: P
     try:
         from textual_serve.server import Server
     except ImportError as error:
-        raise EngineError("the browser needs a package: pip install 'minitui[web,serve]'") from error
+        raise EngineError(not_installed("the application in a browser", error, "web,serve")) from error
     from minitui.server.command import listen
 
     listen(HOST, port).close()  # a port in use is said now, as a sentence

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.errors import EngineDead, EngineError, InvalidRequest, not_installed
 from minitui.server.settings import is_loopback
 
 try:
     import httpx
 except ImportError as error:
-    raise EngineError("talking to a server needs a package: pip install 'minitui[serve]'") from error
+    raise EngineError(not_installed("talking to a server", error, "serve")) from error
 
 CONNECT_S = 5.0
 SILENCE_S = 35.0  # servers send at least a comment more often

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.errors import EngineError
+from engine.errors import EngineError, not_installed
 from minitui.server.settings import Role, ServerSettings
 
 try:
@@ -22,9 +22,7 @@ try:
     from minitui.server.application import create_app
     from minitui.server.service import Service
 except ImportError as error:
-    raise EngineError(
-        f"the server needs packages that are not installed ({error.name} is missing): pip install 'minitui[serve]'"
-    ) from error
+    raise EngineError(not_installed("minitui serve", error, "serve")) from error
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BACKLOG = 512
