@@ -24,7 +24,7 @@ class EngineDead(EngineError):
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs an optional part; where minitui is installed, pip takes the extra's packages from it."""
+    """The command that adds an optional part to an installed minitui."""
     return f"pip install 'minitui[{extra}]'"
 
 
