@@ -21,6 +21,10 @@ SILENCE_S = 35.0  # servers send at least a comment more often
 MAX_EVENT = 64 << 20
 
 
+class Overloaded(InvalidRequest):
+    """A server takes no more requests for now (429)."""
+
+
 def normalise(url: str) -> str:
     """A server's base address, as a user may type it. Raises InvalidRequest if it is none."""
     text = url.strip() if "://" in url else f"http://{url.strip()}"
@@ -52,7 +56,8 @@ def open_client(
 
 
 async def check(response: httpx.Response) -> httpx.Response:
-    """The response if it is one of success; else raises its sentence: EngineDead for 503, InvalidRequest for a 400."""
+    """The response if it is one of success; else raises its sentence: EngineDead for 503, Overloaded for 429, and
+    InvalidRequest for a 400."""
     if response.status_code < 400:
         return response
     body = await response.aread()
@@ -64,7 +69,9 @@ async def check(response: httpx.Response) -> httpx.Response:
         pass
     if response.status_code == 503:
         raise EngineDead(message)
-    if response.status_code in (400, 404, 413, 422, 429):
+    if response.status_code == 429:
+        raise Overloaded(message)
+    if response.status_code in (400, 404, 413, 422):
         raise InvalidRequest(message, str(param or "request"))
     raise EngineError(message)
 
