@@ -115,16 +115,13 @@ def make_runner(
         try:
             from engine.attention.triton_backend import supports
             from engine.graphs import GraphRunner
+            from engine.verify_graphs import SpeculativeGraphRunner
         except ImportError as error:
             logger.warning("triton is not installed (%s): plain torch kernels are used", error)
         else:
             if not supports(model, limits.dtype):
-                if config.speculation != "off" and not config.enforce_eager:
-                    raise EngineError(
-                        f"speculation {config.speculation} has not been enabled for CUDA graphs, which this GPU would "
-                        "use: add --enforce-eager, or leave speculation off"
-                    )
-                return GraphRunner(model, config, directory, on_progress)
+                runner = SpeculativeGraphRunner if config.speculation != "off" else GraphRunner
+                return runner(model, config, directory, on_progress)
     from engine.runner import Runner
 
     return Runner(model, config, directory, on_progress)

@@ -16,9 +16,11 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +46,8 @@ EXTEND_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536,
 LAUNCH_SECONDS = 2e-4  # what it takes the host to launch one layer kernel by kernel
 MATMUL_RATE = 5e14  # operations per second at which a step becomes longer than its launches, and padding costs more
 EXTEND_SEQUENCES = 8
+# To be captured: its name, where its graph is kept, under which key, and what it runs.
+Work = tuple[str, dict[Any, torch.cuda.CUDAGraph], Any, Callable[[], None]]
 DRAWABLE = Wants.NOISE | Wants.TOP_K | Wants.TOP_P | Wants.MIN_P  # what the sampling kernels know
 
 
@@ -134,7 +138,7 @@ class GraphRunner(Runner):
         n, tokens = len(plan.rows), plan.num_tokens
         if self._decode and plan.num_decodes == n and n <= self.max_rows:
             return self._launch_decode(plan)
-        if self._extend and n <= EXTEND_SEQUENCES and tokens <= self._extend_sizes[-1]:
+        if self._extend and not plan.num_drafted and n <= EXTEND_SEQUENCES and tokens <= self._extend_sizes[-1]:
             self._join(plan)
             plain = not self.sampler.asked(plan.rows) & ~DRAWABLE
             if plain and all(request.params.prompt_logprobs is None for request in plan.requests):
@@ -257,17 +261,16 @@ class GraphRunner(Runner):
     def _make_buffers(self) -> None:
         rows, device = self.max_rows, self.device
         self._decode_input = Staging(HEADER + 3 * rows + 3 * CHANGES, torch.int32, device)
+        vocab, drawn = self.model_config.vocab_size, self._most_draws()
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._rows = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
-        vocab = self.model_config.vocab_size
-        self._logits = torch.zeros(max(rows, EXTEND_SEQUENCES), vocab, dtype=self.dtype, device=device)
+        self._rows = torch.zeros(drawn, dtype=torch.int32, device=device)
+        self._lengths = torch.zeros(drawn, dtype=torch.int32, device=device)
+        self._logits = torch.zeros(drawn, vocab, dtype=self.dtype, device=device)
         self._settings_input = Staging(rows * (NUM_SETTINGS + 3), torch.int32, device)
         cells = rows * NUM_SETTINGS
         at = self._settings_input.target
         self._settings = at[:cells].view(torch.float32).view(rows, NUM_SETTINGS)
         self._keys, self._top_k = at[cells : cells + 2 * rows].view(rows, 2), at[cells + 2 * rows :]
-        drawn = max(rows, EXTEND_SEQUENCES)
         self._outcome = torch.zeros(drawn, dtype=torch.int64, device=device)
         self._outcome_host = [torch.zeros(drawn, dtype=torch.int64, pin_memory=True) for _ in range(RING)]
         self._outcome_arrays = [buffer.numpy() for buffer in self._outcome_host]
@@ -288,22 +291,12 @@ class GraphRunner(Runner):
         before = torch.cuda.memory_reserved(self.device)
         self._graph_pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self.device)
-        sizes = ladder(self.max_rows)
-        self._decode_bucket = {n: next(b for b in sizes if b >= n) for n in range(1, self.max_rows + 1)}
-        work: list[tuple[str, int, int]] = [("extend", t, 0) for t in reversed(self._extend_sizes)]
-        work += [("decode", n, 0) for n in reversed(sizes)]
-        work += [("sample", n, form) for n in reversed(sizes) for form in range(3)]
-        for done, (kind, size, form) in enumerate(work):
+        work = self._work()
+        for done, (what, graphs, key, run) in enumerate(work):
             if on_progress is not None:
-                text = f"capturing CUDA graphs: {kind} {size}"
+                text = f"capturing CUDA graphs: {what}"
                 on_progress({"stage": "graphs", "done": done, "total": len(work), "text": text})
-            if kind == "decode":
-                self._decode[size] = self._capture(lambda n=size: self._run_decode(n))  # type: ignore[misc]
-            elif kind == "extend":
-                self._extend[size] = self._capture(lambda t=size: self._run_extend(t))  # type: ignore[misc]
-            else:
-                run = lambda n=size, f=form: self._run_sample(n, f)  # noqa: E731
-                self._sample[size, form] = self._capture(run)
+            graphs[key] = self._capture(run)
         torch.cuda.synchronize(self.device)
         self.graph_seconds = time.perf_counter() - started
         self.graph_bytes = torch.cuda.memory_reserved(self.device) - before
@@ -311,6 +304,28 @@ class GraphRunner(Runner):
         note = f"{len(work)} CUDA graphs captured in {self.graph_seconds:.1f} s, {self.graph_bytes / 1e6:,.0f} MB"
         self.memory.notes.append(note)
         logger.info(note)
+
+    def _work(self) -> list[Work]:
+        """All that is to be captured, in that order."""
+        sizes = ladder(self.max_rows)
+        self._decode_bucket = {n: next(b for b in sizes if b >= n) for n in range(1, self.max_rows + 1)}
+        work: list[Work] = []
+        for t in reversed(self._extend_sizes):
+            work.append((f"extend {t}", self._extend, t, partial(self._run_extend, t)))
+        for n in reversed(sizes):
+            work.append((f"decode {n}", self._decode, n, partial(self._run_decode, n)))
+        return work + self._sampling_work(sizes)
+
+    def _sampling_work(self, sizes: Iterable[int]) -> list[Work]:
+        return [
+            (f"sample {n}", self._sample, (n, form), partial(self._run_sample, n, form))
+            for n in sorted(sizes, reverse=True)
+            for form in range(3)
+        ]
+
+    def _most_draws(self) -> int:
+        """As many tokens may be drawn in a step that is captured."""
+        return max(self.max_rows, EXTEND_SEQUENCES)
 
     def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

@@ -85,13 +85,7 @@ class Launched:
         if plain and min(drawn, default=0) >= 0:  # everyone drew once, nobody badly
             result.ids = drawn
         else:
-            for entry, token in zip(self.samples.tolist(), drawn, strict=True):
-                if entry in self.drafted:
-                    result.checked.setdefault(entry, []).append(max(token, -1))
-                    continue
-                result.ids[entry] = token if token >= 0 else -1 - token
-                if token < 0:
-                    result.bad.append(entry)
+            settle(result, self.samples.tolist(), drawn, self.drafted)
         if self.drawn.logprobs is not None:
             rows = self.drawn.logprob_rows
             tokens = [token if token >= 0 else -1 - token for token in self.outcome[rows].tolist()]
@@ -104,6 +98,18 @@ class Launched:
             layers, load = self.expert_load
             result.expert_load = list(zip(layers, load.tolist(), strict=True))
         return result
+
+
+def settle(result: StepResult, samples: list[int], drawn: list[int], drafted: range) -> None:
+    """Enter what was drawn (ids, -1 - id where it is bad) for each of the entries `samples`; those that are `drafted`
+    stand there once for each of their tokens."""
+    for entry, token in zip(samples, drawn, strict=True):
+        if entry in drafted:
+            result.checked.setdefault(entry, []).append(max(token, -1))
+            continue
+        result.ids[entry] = token if token >= 0 else -1 - token
+        if token < 0:
+            result.bad.append(entry)
 
 
 @dataclass(slots=True)
@@ -223,7 +229,7 @@ class Runner:
         slots = self._host_table[token_rows, blocks] * np.int64(size) + offsets
         samples, drawing = self._count[:n], ends - 1
         if plan.num_drafted:
-            samples, drawing = _drawing_tokens(plan, ends)
+            samples, drawing = drawing_tokens(plan, ends)
         elif not plan.samples.all():
             samples = np.flatnonzero(plan.samples)
             drawing = drawing[samples]
@@ -458,7 +464,7 @@ def _device_name(device: torch.device) -> str:
     return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def _drawing_tokens(plan: StepPlan, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def drawing_tokens(plan: StepPlan, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of a plan with drafts: the entries that draw, one with drafts once for each of its tokens, and those tokens."""
     counts = plan.samples.astype(np.int64)
     counts[plan.num_decodes : plan.num_decoding] = plan.q_lens[plan.num_decodes : plan.num_decoding]

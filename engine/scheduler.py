@@ -32,7 +32,6 @@ from engine.speculation import PromptLookup
 from engine.types import POLICIES, Request, RequestState, SamplingParams, StepPlan, StepResult, TokenLogprobs
 
 CANDIDATES = 64  # longest-prefix: so many of the eldest are compared in a step
-NOT_FINITE = "the model's logits were not finite numbers"
 OVERTAKES = 64  # longest-prefix: as often may younger requests be admitted before an older one
 
 
@@ -447,8 +446,7 @@ class Scheduler:
                 end = len(request.ids)
                 if drawn < 0:
                     bad.add(i)
-            failed = request.grammar.failed if sampled and request.grammar is not None else ""
-            if sampled and i not in bad and not failed:
+            if sampled and i not in bad:
                 token = drawn
                 request.ids.append(token)
                 if token in request.stop_ids or (request.grammar is not None and request.grammar.advance(token)):
@@ -456,7 +454,7 @@ class Scheduler:
                 elif len(request.ids) >= request.max_total:
                     reason = "length"
             elif sampled:
-                reason = f"error: {failed or NOT_FINITE}"
+                reason = "error: the model's logits were not finite numbers"
             if end // size > request.shared_blocks and request.state is running:
                 self.cache.publish_committed(request, end)
             if reason:

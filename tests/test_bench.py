@@ -12,7 +12,7 @@ from engine.config import ModelConfig
 from engine.kv.allocator import BlockAllocator
 from engine.kv.radix import RadixTree
 from engine.records import RecordLog
-from minitui.bench import command, cpu, host
+from minitui.bench import command, cpu, host, speculation
 from minitui.bench.limits import Limits
 from minitui.bench.rows import Row
 from minitui.bench.shapes import Work, write_config
@@ -76,6 +76,8 @@ def test_the_command_measures_the_bundled_model_on_a_cpu(
 ) -> None:
     monkeypatch.setattr(cpu, "REPEATS", 1)
     monkeypatch.setattr(cpu, "REPLY", 8)
+    monkeypatch.setattr(speculation, "REPEATS", 1)
+    monkeypatch.setattr(speculation, "CPU_REPLY", 40)
     monkeypatch.setattr(command, "_models", lambda *_: iter([("bundled", _bundled(), False)]))
     assert command.main(["--device", "cpu", "--json", "--no-compare", "--no-watching", "--threads", "1"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -84,6 +86,9 @@ def test_the_command_measures_the_bundled_model_on_a_cpu(
     assert rows["one stream"]["value"] > 0 and rows["8 streams"]["share"] > 0
     cached, cold = rows["first token, 512 cached + 16"], rows["first token, 528 cold"]
     assert cached["value"] < cold["value"], "a cached prefix should make the first token come sooner"
+    edited, random = rows["edited code, 1 with drafts"], rows["nothing repeats, 1 with drafts"]
+    assert edited["value"] < random["value"], "what is guessed right should make tokens come sooner"
+    assert "1.00 tokens a step, no drafts" in random["note"] and "drafts right" in edited["note"]
 
 
 def _bundled() -> str:

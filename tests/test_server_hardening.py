@@ -87,6 +87,140 @@ def test_no_text_can_break_the_framing_or_forge_the_end(server: Running) -> None
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == text
 
 
+# ---- bad input
+
+BAD: list[tuple[str, Any, str | None]] = [
+    *[(CHAT, {**ASK, field: value}, field) for field, values in {
+        "temperature": ["1", -0.1, 101, True, [], float("nan"), float("inf")],
+        "top_p": [0, -1, 1.5, "x", float("nan")],
+        "top_k": [-2, 1.5, "5", True],
+        "min_p": [-0.1, 2],
+        "max_tokens": [0, -5, 1.5, "many", True, 1 << 40],
+        "max_completion_tokens": [0],
+        "n": [0, -1, 1000, "2", 1.0],
+        "seed": ["x", 1 << 70, 1.5],
+        "stop": [["a"] * 17, 5, [""], [5], ""],
+        "stop_token_ids": [[-1], ["a"], [1 << 40], 5],
+        "logit_bias": [{"x": 1}, {"5": "a"}, {"5": 1000}, {"-1": 1}, [5], {"999999": 1}],
+        "presence_penalty": [3, "x"],
+        "frequency_penalty": [-3],
+        "repetition_penalty": [0, -1, 1000],
+        "min_tokens": [-1, 1 << 40],
+        "top_logprobs": [21, -1],
+        "messages": [[], "hi", None, 5, {"role": "user"}],
+        "stream": ["yes", 1],
+        "model": ["gpt-4", 5],
+        "user": [5],
+        "guided_regex": ["(", 5],
+        "guided_choice": [[], [""]],
+        "tools": [[{"type": "magic"}], 5],
+        "stream_options": [{"include_usage": "yes"}],
+        "unheard_of": [1],
+    }.items() for value in values],
+    (CHAT, {"messages": [{"role": "wizard", "content": "hi"}]}, "messages.0.role"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages.0"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, None),
+    (CHAT, {"messages": [{"role": "user", "content": "x " * 9000}]}, "messages"),
+    (CHAT, {**ASK, "response_format": {"type": "json_schema"}}, "response_format"),
+    (CHAT, {**ASK, "tool_choice": "required"}, None),
+    (CHAT, {**ASK, "guided_json": {"type": "no such type"}}, "guided_json"),
+    (CHAT, {**ASK, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    (CHAT, {**ASK, "messages": [{"role": "assistant", "content": "", "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}]}]}, "messages.0.tool_calls"),
+    ("/v1/completions", {"prompt": []}, "prompt"),
+    ("/v1/completions", {"prompt": ""}, "prompt"),
+    ("/v1/completions", {"prompt": [1 << 40]}, "prompt"),
+    ("/v1/completions", {"prompt": [2560]}, "prompt"),
+    ("/v1/completions", {"prompt": [-1]}, "prompt"),
+    ("/v1/completions", {"prompt": [[]]}, "prompt"),
+    ("/v1/completions", {"prompt": [1.5]}, "prompt"),
+    ("/v1/completions", {"prompt": [5] * 4096}, "prompt"),
+    ("/v1/completions", {"prompt": {"a": 1}}, "prompt"),
+    ("/v1/completions", {"prompt": ["a"] * 5}, "n"),
+    ("/generate", {}, "prompt"),
+    ("/generate", {"prompt": ""}, "prompt"),
+    ("/generate", {"prompt": 5}, "prompt"),
+    ("/generate", {"prompt": "x", "max_tokens": None}, "max_tokens"),
+    ("/generate", {"prompt": "x", "rep_penalty": float("nan")}, "rep_penalty"),
+    ("/generate", {"prompt": "x", "max_token": 5}, "max_token"),
+    ("/tokenize", {}, None),
+    ("/tokenize", {"prompt": 5}, "prompt"),
+    ("/detokenize", {"tokens": [2560]}, "tokens"),
+    ("/detokenize", {"tokens": [-1]}, "tokens.0"),
+    ("/minitui/submit", {"tag": "a", "ids": [], "params": {}}, "ids"),
+    ("/minitui/submit", {"tag": "a b", "ids": [1], "params": {}}, "tag"),
+    ("/minitui/submit", {"tag": "a", "ids": [2560], "params": {}}, "ids"),
+    ("/minitui/control", {"action": "dance"}, "action"),
+    ("/minitui/control", {"action": "run_until"}, None),
+    ("/minitui/control", {"action": "pace", "factor": 0.0}, "factor"),
+]  # fmt: skip
+
+
+def test_bad_input_is_refused_by_name_and_never_reaches_the_engine(server: Running) -> None:
+    server.wait_idle()
+    before = server.snapshot()["seq"]
+    for path, body, field in BAD:
+        answer = server.http.post(path, content=json.dumps(body))
+        told = answer.text
+        assert answer.status_code in (400, 404), f"{path} {str(body)[:200]} was answered {answer.status_code}: {told}"
+        error = answer.json()["error"]
+        assert error["message"] and len(told) < 1000 and "Traceback" not in told
+        if field is not None:
+            assert (error["param"] or "").split(".")[0] == field.split(".")[0], f"{path} {str(body)[:200]}: {told}"
+    assert server.snapshot()["seq"] == before, "the engine took note of something"
+
+
+@pytest.mark.parametrize("raw", [
+    b"", b"{", b"null", b"5", b"[]", b'"x"', b"\xff\xfe", b'{"prompt": "\\ud800"}', b"[" * 100_000,
+    b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}", b'{"a":' * 50_000, b'{"prompt": "x"} trailing',
+    b"prompt=hello&max_tokens=5",
+])  # fmt: skip
+def test_a_broken_body_is_a_400(server: Running, raw: bytes) -> None:
+    for path in ("/generate", CHAT, "/minitui/control"):
+        answer = server.http.post(path, content=raw)
+        assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_deeply_nested_and_broken_values_inside_free_fields_are_refused(server: Running) -> None:
+    deep: Any = {}
+    for _ in range(800):
+        deep = {"a": deep}
+    tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
+    lone = b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "tools": [{"type": "function", '
+    lone += b'"function": {"name": "f", "parameters": {"\\ud800": 1}}}]}'
+    for content in (json.dumps({**ASK, "tools": [tool], "max_tokens": 2}).encode(), lone):
+        assert server.http.post(CHAT, content=content).status_code in (200, 400)
+    assert server.get("/health").status_code == 200
+
+
+def test_other_paths_and_methods_are_refused_in_the_same_shape(server: Running) -> None:
+    assert server.get("/nowhere").json()["error"]["type"] == "not_found_error"
+    wrong = server.get(CHAT)
+    assert wrong.status_code == 405 and wrong.headers["allow"] == "POST" and wrong.json()["error"]["message"]
+    assert server.get("/minitui/tokenizer/..%2f..%2fetc%2fpasswd").status_code == 404
+    assert server.get("/minitui/tokenizer/model.safetensors").status_code == 404
+
+
+def test_a_body_that_is_too_large_or_too_slow_is_not_waited_for(server: Running) -> None:
+    large = {"prompt": "x" * (3 << 20)}
+    assert server.post("/generate", large).status_code == 413
+
+    def pieces() -> Iterator[bytes]:
+        for _ in range(40):
+            yield b"x" * 65536
+
+    try:
+        assert server.http.post("/generate", content=pieces()).status_code == 413
+    except Exception as error:  # the answer may come while the client still writes
+        assert type(error).__module__.startswith("http"), error
+    slow = Open(server, {})
+    slow.socket.close()
+    raw = socket.create_connection(("127.0.0.1", server.host.port), timeout=10)
+    raw.sendall(b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 500\r\n\r\n{")
+    assert b"408" in raw.recv(4096)
+    raw.close()
+
+
 # ---- limits
 
 

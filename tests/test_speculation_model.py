@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -209,18 +211,19 @@ def test_what_cannot_be_is_told_in_a_sentence(text: str, words: str) -> None:
         engine_config("", speculation=text)
 
 
-def test_cuda_graphs_and_speculation_are_refused_with_the_way_out(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("speculation", "chosen"), [("off", "plain"), ("prompt-lookup", "with drafts")])
+def test_on_a_gpu_steps_with_drafts_have_graphs_of_their_own(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, speculation: str, chosen: str
 ) -> None:
-    import sys
-    from types import ModuleType
-
-    graphs, triton_backend = ModuleType("engine.graphs"), ModuleType("engine.attention.triton_backend")
-    graphs.GraphRunner = None  # type: ignore[attr-defined]
-    triton_backend.supports = lambda model, dtype: None  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "engine.graphs", graphs)
-    monkeypatch.setitem(sys.modules, "engine.attention.triton_backend", triton_backend)
+    stand_ins = {
+        "engine.graphs": {"GraphRunner": lambda *_: "plain"},
+        "engine.verify_graphs": {"SpeculativeGraphRunner": lambda *_: "with drafts"},
+        "engine.attention.triton_backend": {"supports": lambda model, dtype: ""},
+    }
+    for name, attributes in stand_ins.items():
+        module = ModuleType(name)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    config = EngineConfig(model=str(checkpoint), device="cuda", speculation="prompt-lookup")
-    with pytest.raises(EngineError, match="add --enforce-eager, or leave speculation off"):
-        build.make_runner(ModelConfig.from_pretrained(checkpoint), config, checkpoint)
+    config = EngineConfig(model=str(checkpoint), device="cuda", speculation=speculation)
+    assert build.make_runner(ModelConfig.from_pretrained(checkpoint), config, checkpoint) == chosen

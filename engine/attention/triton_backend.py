@@ -26,10 +26,12 @@ class TritonAttention:
         self._rows = torch.arange(max_rows, dtype=torch.int32, device=device)
         self._meta: ForwardMeta | None = None
         self._padded = False
+        self._splits: int | None = None
 
-    def plan(self, meta: ForwardMeta, padded: bool = False) -> None:
-        """`padded`: q may hold tokens of no sequence; their output is zeros (it is undefined otherwise)."""
-        self._meta, self._padded = meta, padded
+    def plan(self, meta: ForwardMeta, padded: bool = False, splits: int | None = None) -> None:
+        """`padded`: q may hold tokens of no sequence; their output is zeros (it is undefined otherwise). `splits`: over
+        how many programs the keys of a chunk are spread; None: as many as suit a batch without empty sequences."""
+        self._meta, self._padded, self._splits = meta, padded, splits
 
     def run(self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
         meta = self._meta
@@ -47,6 +49,7 @@ class TritonAttention:
             prefill_attention(
                 q, k_cache, v_cache, out, self._prefill, meta.block_table, meta.seq_lens, meta.cu_seqlens_q,
                 self.scale, first=n, max_seq_len=meta.max_seq_len, dense=self._dense(q, k_cache.shape[2]),
+                splits=self._splits,
             )  # fmt: skip
         return out
 

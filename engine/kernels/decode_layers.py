@@ -10,10 +10,13 @@ Decoder.forward (engine/model/decoder.py) is the model; this computes the same f
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
 from engine.attention.triton_backend import TritonAttention
+from engine.forward import ForwardMeta
 from engine.kernels import norms
 from engine.kernels.decode_attention import decode_attention
 from engine.kernels.gemv import gemv
@@ -22,6 +25,7 @@ from engine.kv.pool import KVPool
 from engine.model.decoder import Decoder, DenseMLP, Layer
 
 SPLIT_TOKENS = 64  # up to here a projection's time is reading its weights
+Attend = Callable[[int, Layer, torch.Tensor], torch.Tensor]  # number of the layer, the layer, rows of qkv -> attention
 
 
 class DecodeLayers:
@@ -43,7 +47,18 @@ class DecodeLayers:
         if len(tokens) == 1 and self._plain:
             self._one(residual, rows, seq_lens, out)
         else:
-            torch.mm(self._several(residual, rows, seq_lens), self._model.head.t(), out=out)
+            hidden = self._several(residual, lambda i, layer, qkv: self._attend(i, layer, qkv, rows, seq_lens))
+            torch.mm(hidden, self._model.head.t(), out=out)
+
+    def logits_of_chunks(self, tokens: torch.Tensor, meta: ForwardMeta, out: torch.Tensor) -> None:
+        """The same for a few tokens of each sequence: tokens int64 [T] as `meta` describes them; writes out [T, V].
+
+        `attention.plan(meta)` has been called.
+        """
+        hidden = self._several(
+            F.embedding(tokens, self._model.embedding), lambda i, layer, qkv: self._attend_chunks(i, layer, qkv, meta)
+        )
+        torch.mm(hidden, self._model.head.t(), out=out)
 
     def _one(self, x: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor) -> None:
         model, eps = self._model, self._model.config.rms_norm_eps
@@ -57,13 +72,13 @@ class DecodeLayers:
             x = gemv(inner, mlp.down, residual=x)
         gemv(x, model.head, norm=(model.norm, eps), out=out)
 
-    def _several(self, residual: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+    def _several(self, residual: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The final hidden states [n, H], normed."""
         model, eps = self._model, self._model.config.rms_norm_eps
         layers = model.layers
         x = norms.rms_norm(residual, layers[0].input_norm, eps, pdl=True)
         for i, layer in enumerate(layers):
-            attended = self._attend(i, layer, _linear(x, layer.qkv, layer.qkv_bias), rows, seq_lens)
+            attended = attend(i, layer, _linear(x, layer.qkv, layer.qkv_bias))
             x = _back_to_hidden(attended, layer.output, layer.output_bias)
             x = norms.rms_norm(x, layer.post_norm, eps, residual, pdl=True)
             mlp = layer.mlp
@@ -87,6 +102,12 @@ class DecodeLayers:
             pdl=True,
         )  # fmt: skip
         return out
+
+    def _attend_chunks(self, i: int, layer: Layer, qkv: torch.Tensor, meta: ForwardMeta) -> torch.Tensor:
+        keys, values, eps = self._pool.keys[i], self._pool.values[i], self._model.config.rms_norm_eps
+        rope = self._model.rope_table, meta.positions
+        q = norms.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, meta.slot_mapping, pdl=True)
+        return self._attention.run(i, q, keys, values)
 
 
 def _linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,7 @@ def _measure(
     from minitui.bench.cpu import cpu_rows
     from minitui.bench.gpu import H200, GpuRows
     from minitui.bench.shapes import Work
+    from minitui.bench.speculation import CPU_REPLY, CPU_STREAMS, REPLY, STREAMS, speculation_rows, timed
     from minitui.bench.watching import watching
 
     on_gpu = device.type == "cuda"
@@ -108,12 +110,13 @@ def _measure(
     if on_gpu:
         sizes["max_num_batched_tokens"] = options.max_num_batched_tokens
         sizes["max_model_len"] = min(8192, config.max_context)
-    llm = LLM(
-        str(directory), dummy_weights=dummy, load_tokenizer=False, device=options.device,
+    load = partial(
+        LLM, str(directory), dummy_weights=dummy, load_tokenizer=False, device=options.device,
         enforce_eager=options.enforce_eager, overlap=options.overlap, attention_backend=options.attention_backend,
         cpu_threads=options.threads, quantization=options.quantization,
         tensor_parallel_size=options.tensor_parallel_size, **sizes,
     )  # fmt: skip
+    llm = load()
     info = llm.info
     notes = [*info["notes"], *llm.engine.runner.memory.notes]  # type: ignore[attr-defined]
     quantised = info["quantization"] == "int8"
@@ -140,6 +143,23 @@ def _measure(
     if not options.no_watching:
         result["watching"], lines = watching(llm, 64 if on_gpu else 4, pairs=options.pairs)
         say(*lines, sep="\n")
+    if options.no_speculation:
+        llm.engine.check()
+        llm.close()
+        return result
+    streams, reply = (STREAMS, REPLY) if on_gpu else (CPU_STREAMS, CPU_REPLY)
+    plain = {n: timed(llm, n, reply) for n in streams}
+    llm.engine.check()
+    llm.close()
+    del llm, found  # their memory is that of the next
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+    llm = load(speculation="prompt-lookup")
+    for n in streams:
+        for row in speculation_rows(plain[n], timed(llm, n, reply)):
+            say(row.line())
+            rows.append(row.as_dict())
     llm.engine.check()
     llm.close()
     return result
@@ -164,6 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, help="on a CPU; default: one fewer than there are cores")
     parser.add_argument("--no-compare", action="store_true", help="on a CPU: do not measure transformers")
     parser.add_argument("--no-watching", action="store_true", help="skip what watching costs")
+    parser.add_argument("--no-speculation", action="store_true", help="skip what drafts gain and cost")
     parser.add_argument("--pairs", type=int, default=8, help="pairs of runs with records on and off")
     parser.add_argument("--host", action="store_true", help="measure the host's part of a step; no model is loaded")
     parser.add_argument("--app", action="store_true", help="measure the application; the engine is made believe")

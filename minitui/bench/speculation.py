@@ -1,0 +1,156 @@
+"""What drafts gain and cost: the same replies with and without speculation, the model computing all of both.
+
+Small and random models cannot edit code, so what they draw is dictated: the step runs as always, and when its draws
+reach the host they are replaced by a text. Two texts:
+
+    edited code       a file of this package as the prompt, and as the reply the same with small edits: a name changed
+                      throughout, and every few lines a line that says something else
+    nothing repeats   prompt and reply are random: there is never anything to draft, and what is left is the cost
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from engine import scheduler
+from engine.engine import Launched
+from engine.llm import LLM
+from engine.types import SamplingParams, StepPlan, StepResult
+from minitui.bench.rows import Row, seconds
+
+PROMPT = 600  # tokens, of either text
+LINES_BETWEEN_EDITS = 10
+REPEATS = 3
+STREAMS, REPLY = (1, 8), 512  # on a GPU
+CPU_STREAMS, CPU_REPLY = (1,), 256
+RENAMED, NEW_NAME = "request", "job"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and the reply that will be drawn, whatever the model thinks."""
+
+    name: str
+    prompt: list[int]
+    reply: list[int]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Replies to one text, some at once."""
+
+    streams: int
+    ms_per_token: float  # of each stream
+    tokens_per_step: float
+    drafted: int
+    accepted: int
+
+
+def texts(vocab_size: int, reply: int, seed: int) -> list[Text]:
+    """Both texts, with replies of that many tokens; another seed, other ids: a cache does not know them."""
+    rng = random.Random(seed)
+    ids = rng.sample(range(vocab_size), min(vocab_size, 4096))
+    known: dict[str, int] = {}
+    lines = inspect.getsource(scheduler).splitlines(keepends=True)
+    edited = [
+        re.sub(rf"\b{RENAMED}\b", NEW_NAME, line) if i % LINES_BETWEEN_EDITS else f"    # {rng.random():.6f} is new\n"
+        for i, line in enumerate(lines)
+    ]
+    old, new = (
+        [ids[known.setdefault(word, len(known) % len(ids))] for word in re.findall(r"\w+|\s+|[^\w\s]", "".join(part))]
+        for part in (lines, edited)
+    )
+    noise = [rng.randrange(vocab_size) for _ in range(PROMPT + reply)]
+    return [Text("edited code", old[:PROMPT], new[:reply]), Text("nothing repeats", noise[:PROMPT], noise[PROMPT:])]
+
+
+class Dictated:
+    """A runner whose draws are a text's: that of number `seed` for a request with this seed."""
+
+    def __init__(self, runner: Any, dictated: list[Text]) -> None:
+        self._runner = runner
+        self._texts = [text.prompt + text.reply for text in dictated]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def launch(self, plan: StepPlan) -> Launched:
+        return _Step(self._runner.launch(plan), plan, self._texts)
+
+
+class _Step:
+    def __init__(self, launched: Launched, plan: StepPlan, dictated: list[list[int]]) -> None:
+        self._launched, self._plan, self._texts = launched, plan, dictated
+
+    def wait(self) -> StepResult:
+        result, plan = self._launched.wait(), self._plan
+        for i, (request, start, count) in enumerate(zip(plan.requests, plan.starts, plan.q_lens, strict=True)):
+            text, end = self._texts[request.params.seed or 0], int(start) + int(count)
+            if i in result.checked:
+                drawn = text[start + 1 : end + 1]
+                result.checked[i] = drawn + [0] * (count - len(drawn))  # drafts may reach past the end of the reply
+            elif plan.samples[i]:
+                result.ids[i] = text[end]
+        return result
+
+
+def timed(llm: LLM, streams: int, reply: int) -> dict[str, Timed]:
+    """Each text `streams` times at once, every stream with ids of its own; medians over REPEATS."""
+    vocab = int(llm.info["vocab_size"])
+    found: dict[str, list[Timed]] = {}
+    for repeat in range(REPEATS + 1):
+        sets = [texts(vocab, reply, 1 + stream + streams * repeat) for stream in range(streams)]
+        for dictated in zip(*sets, strict=True):
+            one = _run(llm, list(dictated))
+            if repeat:  # the first warms up
+                found.setdefault(dictated[0].name, []).append(one)
+    return {
+        name: Timed(
+            streams, median(run.ms_per_token for run in runs), median(run.tokens_per_step for run in runs),
+            sum(run.drafted for run in runs), sum(run.accepted for run in runs),
+        )
+        for name, runs in found.items()
+    }  # fmt: skip
+
+
+def speculation_rows(plain: dict[str, Timed], drafting: dict[str, Timed]) -> Iterator[Row]:
+    """The rows with drafts, and beside them what was measured without."""
+    for name, one in drafting.items():
+        before = plain[name].ms_per_token
+        right = f", {one.accepted / one.drafted:.0%} of {one.drafted:,} drafts right" if one.drafted else ", no drafts"
+        note = f"{before:.2f} without: {before / one.ms_per_token:.2f} x; {one.tokens_per_step:.2f} tokens a step"
+        yield Row(f"{name}, {one.streams} with drafts", one.ms_per_token, "ms/token", note=note + right)
+
+
+def _run(llm: LLM, dictated: list[Text]) -> Timed:
+    """Time of the replies without that of the prompts."""
+    engine, runner = llm.engine, llm.engine.runner
+
+    def run(tokens: int) -> float:
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, seed=i) for i in range(len(dictated))
+        ]
+        engine.log.drain()
+        return seconds(llm, [text.prompt for text in dictated], params)
+
+    engine.runner = Dictated(runner, dictated)
+    tokens = len(dictated[0].reply)
+    try:
+        run(1)  # from now on the cache knows the prompts
+        first = run(1)
+        took = run(tokens) - first
+    finally:
+        engine.runner = runner
+    records = engine.log.drain()
+    steps = sum(1 for record in records if record[2] == "step")
+    told = [entry for record in records if record[2] == "accept" for entry in record[4]]
+    return Timed(
+        len(dictated), took / (tokens - 1) * 1e3, (tokens - 1) / (steps - 1), sum(drafted for _, drafted, _ in told),
+        sum(accepted for *_, accepted in told),
+    )  # fmt: skip
