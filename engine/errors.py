@@ -23,5 +23,16 @@ class EngineDead(EngineError):
     """The engine process has ended; every open request ends with this error and it can be started again."""
 
 
+def how_to_install(extra: str) -> str:
+    """The command that adds an optional part to an installed minitui."""
+    return f"pip install 'minitui[{extra}]'"
+
+
+def not_installed(what: str, error: ImportError, extra: str) -> str:
+    """The sentence for a feature (`what`, its subject) whose optional package could not be imported."""
+    package = (error.name or "a package").partition(".")[0]
+    return f"{what} needs {package}, which is not installed: {how_to_install(extra)}"
+
+
 class DeviceLost(RuntimeError):
     """The device's context (a CUDA error) or a rank is gone: this process cannot go on and must be started again."""

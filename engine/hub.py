@@ -77,7 +77,8 @@ def _download(repository: str, on_progress: Progress | None) -> Path:
         import huggingface_hub as hub
         from huggingface_hub.utils import disable_progress_bars  # not an attribute of every version's package
     except ImportError:
-        raise CheckpointError(f"{where}, and downloading needs a package: pip install huggingface_hub") from None
+        what = "huggingface_hub, which is not installed: pip install huggingface_hub"  # no extra: all installs have it
+        raise CheckpointError(f"{where}, and downloading needs {what}") from None
     disable_progress_bars()
     try:
         files = hub.HfApi().model_info(repository, files_metadata=True).siblings or []

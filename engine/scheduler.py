@@ -32,6 +32,7 @@ from engine.speculation import PromptLookup
 from engine.types import POLICIES, Request, RequestState, SamplingParams, StepPlan, StepResult, TokenLogprobs
 
 CANDIDATES = 64  # longest-prefix: so many of the eldest are compared in a step
+NOT_FINITE = "the model's logits were not finite numbers"
 OVERTAKES = 64  # longest-prefix: as often may younger requests be admitted before an older one
 
 
@@ -446,7 +447,8 @@ class Scheduler:
                 end = len(request.ids)
                 if drawn < 0:
                     bad.add(i)
-            if sampled and i not in bad:
+            failed = request.grammar.failed if sampled and request.grammar is not None else ""
+            if sampled and i not in bad and not failed:
                 token = drawn
                 request.ids.append(token)
                 if token in request.stop_ids or (request.grammar is not None and request.grammar.advance(token)):
@@ -454,7 +456,7 @@ class Scheduler:
                 elif len(request.ids) >= request.max_total:
                     reason = "length"
             elif sampled:
-                reason = "error: the model's logits were not finite numbers"
+                reason = f"error: {failed or NOT_FINITE}"
             if end // size > request.shared_blocks and request.state is running:
                 self.cache.publish_committed(request, end)
             if reason:

@@ -11,33 +11,43 @@ from typing import Any
 
 import numpy as np
 
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, not_installed
 from engine.tokenizer import Tokenizer
 from engine.types import SamplingParams
 
+MAX_SYMBOLS = 20_000  # of a grammar: about 0.3 s to compile, in which an engine serves nobody
+
+MAX_REASON = 300  # characters
+
 
 class Grammar:
-    """What one request's reply may still become."""
+    """What one request's reply may still become. `failed`: a sentence once it cannot be followed any further."""
 
     def __init__(self, matcher: Any, words: int) -> None:
+        self.failed = ""
         self._matcher = matcher
         self._words = words
 
     def mask(self) -> np.ndarray:
-        """int32 [ceil(vocab_size / 32)]: bit t % 32 of word t // 32 says whether token t may come next."""
+        """int32 [ceil(vocab_size / 32)]: bit t % 32 of word t // 32 says whether token t may come next.
+
+        A grammar can turn out too costly only now; then it has `failed`, and the mask allows the reply's end alone.
+        """
         mask = np.zeros(self._words, dtype=np.int32)
         found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
+        if self._matcher.is_error():
+            self.failed = f"the reply's grammar cannot be followed any further: {_reason(self._matcher)}"
         mask[: len(found)] = found[: self._words]
         return mask
 
     def advance(self, token_id: int) -> bool:
         """Take a drawn token; True if the reply is complete, so that nothing may follow."""
         self._matcher.consume_token(token_id)
-        return self._matcher.is_stopped()
+        return self.finished
 
     @property
     def finished(self) -> bool:
-        return self._matcher.is_stopped()
+        return self._matcher.is_stopped() and not self._matcher.is_error()
 
 
 class Grammars:
@@ -54,22 +64,36 @@ class Grammars:
         field = "json_schema" if params.json_schema is not None else "regex" if params.regex is not None else "choice"
         try:
             import llguidance
-        except ImportError:
-            raise InvalidRequest(
-                f"{field} constrains the reply, which needs a package: pip install 'minitui[structured]'", field
-            ) from None
+        except ImportError as error:
+            raise InvalidRequest(not_installed(f"a reply constrained by {field}", error, "structured"), field) from None
         try:
             source = _source(llguidance.LLMatcher, params)
         except ValueError as error:
-            raise InvalidRequest(f"{field} cannot be used as a grammar: {error}", field) from error
+            raise InvalidRequest(f"{field} cannot be used as a grammar: {_short(str(error))}", field) from error
         if self._vocabulary is None:
             self._vocabulary = llguidance.LLTokenizer(
                 self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=list(self._tokenizer.eos_ids)
             )
-        matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0)
+        limits = llguidance.LLParserLimits(max_grammar_size=MAX_SYMBOLS, verbose_errors=False)
+        matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
+        grammar = Grammar(matcher, -(-self._vocab_size // 32))
+        if not matcher.is_error():
+            grammar.mask()  # what nothing can satisfy shows here
         if matcher.is_error():
-            raise InvalidRequest(f"{field} cannot be used as a grammar: {matcher.get_error()}", field)
-        return Grammar(matcher, -(-self._vocab_size // 32))
+            raise InvalidRequest(f"{field} cannot be used as a grammar: {_reason(matcher)}", field)
+        return grammar
+
+
+def _reason(matcher: Any) -> str:
+    """Why a matcher is in its error state."""
+    error = matcher.get_error().replace("<non-verbose/>", "")
+    return "no reply can satisfy it" if error.startswith("NoExtension") else _short(error)
+
+
+def _short(error: str) -> str:
+    """One line of it, for it may quote a grammar of any length."""
+    line = " ".join(error.split())
+    return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}…"
 
 
 def _source(matcher: Any, params: SamplingParams) -> str:

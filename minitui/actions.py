@@ -5,6 +5,7 @@ Bindings, slash commands, the palette and the help are made from this table; [ke
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 class Action:
     """`key` in Textual's names, several with commas; `slash` without the slash; `takes` is its argument, for the help.
 
-    `footer` is the word in the bottom line, for those that stand there.
+    `footer` is the word in the bottom line, for those that stand there. `needs` is what an application must have to
+    offer it.
     """
 
     id: str
@@ -23,6 +25,7 @@ class Action:
     takes: str = ""
     group: str = "Application"
     footer: str = ""
+    needs: str = ""
 
 
 ACTIONS = (
@@ -76,6 +79,13 @@ ACTIONS = (
         help="Put the text of a file into the prompt, to ask about it."),
     Action("search", "Search the chats", key="F", slash="search", takes="[words]", group="Chats",
         help="Find a chat by words in it, closed ones too, and open it."),
+    # several servers
+    Action("replicas", "Replicas", key="4", slash="replicas", group="Replicas", footer="replicas", needs="replicas",
+        help="The servers behind the chats: who is up, how busy, how much is found in their caches."),
+    Action("pin", "Pin to a replica", key="P", slash="pin", takes="[N|URL]", group="Replicas", needs="replicas",
+        help="Let one replica answer this chat, and no other."),
+    Action("unpin", "Unpin", key="U", slash="unpin", group="Replicas", needs="replicas",
+        help="Let any replica answer this chat: the one that has its beginning in its cache comes first."),
     # the engine
     Action("freeze", "Freeze the view", key="space", slash="freeze", group="Engine", footer="freeze",
         help="Stop the picture; the engine runs on, and the header says how far behind the picture is."),
@@ -138,8 +148,13 @@ def key_label(key: str) -> str:
     return KEY_NAMES.get(first, first)
 
 
-def complete_slash(text: str) -> list[Action]:
+def offered(features: Container[str] = ()) -> list[Action]:
+    """What an application with these features can do, in the table's order."""
+    return [action for action in ACTIONS if not action.needs or action.needs in features]
+
+
+def complete_slash(text: str, features: Container[str] = ()) -> list[Action]:
     """The slash commands that `text` ("/fo") may become, in the table's order."""
     if not text.startswith("/") or " " in text or "\n" in text:
         return []
-    return [action for action in ACTIONS if action.slash.startswith(text[1:]) and action.slash]
+    return [action for action in offered(features) if action.slash.startswith(text[1:]) and action.slash]

@@ -40,6 +40,7 @@ class MinituiApp(App[int]):
     """Owns the state that outlives a screen. `load_codec` makes the tokenizer from the source's info, in a thread."""
 
     TITLE = "minitui"
+    FEATURES: ClassVar[frozenset[str]] = frozenset()  # what some actions need
     ENABLE_COMMAND_PALETTE = False  # the palette is a list of our own actions
     MODES: ClassVar[dict[str, Any]] = {"chat": ChatScreen, "inspect": InspectScreen, "lecture": LectureScreen}
     DEFAULT_MODE = "chat"
@@ -191,8 +192,8 @@ class MinituiApp(App[int]):
         """Is there nothing that a step could compute?"""
         return not self.view.live.state.requests and not any(session.busy for session in self.chats.sessions)
 
-    def queue_place(self, session: Session) -> int:
-        """Its place in the waiting queue, from 1; 0 when it does not wait."""
+    def queue_place(self, session: Session) -> int | None:
+        """Its place in the waiting queue, from 1; 0 when it does not wait, None when that is not known."""
         state = self.view.live.state
         groups = [state.requests[request].group for request in state.queue]
         return groups.index(session.id) + 1 if session.id in groups else 0

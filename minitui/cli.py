@@ -66,7 +66,11 @@ def chat(
     ascii: Annotated[bool | None, typer.Option("--ascii/--unicode", help="Draw with ASCII only.")] = None,
     record: Record = None,
     connect: Annotated[
-        str | None, typer.Option(help="Address of a server: minitui serve, or any with OpenAI's endpoints.")
+        list[str] | None,
+        typer.Option(
+            help="Address of a server: minitui serve, or any with OpenAI's endpoints. Several (again, or with commas "
+            "between) are replicas: a table of them, and each chat on the one whose cache holds its beginning."
+        ),
     ] = None,
     key: Annotated[str, typer.Option(help="The server's API key; better as MINITUI_KEY.", envvar="MINITUI_KEY")] = "",
     web: Annotated[bool, typer.Option("--web", help="In a browser; every tab on the one engine.")] = False,
@@ -77,6 +81,7 @@ def chat(
     \b
       minitui chat
       minitui chat --connect http://desk:8000     the engine of a server elsewhere (minitui serve)
+      minitui chat --connect http://a:8000 --connect http://b:8000     replicas: each chat on one, or pinned (/pin)
       minitui chat --web                          in a browser, at http://127.0.0.1:8001
       minitui chat --kv-blocks 64                 a pool so small that it fills: evictions, preemptions
       minitui chat --model ./Qwen3-8B --device cuda
@@ -86,14 +91,17 @@ def chat(
 
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_tokens": max_tokens, "seed": seed}
     looks = {"fps": fps, "theme": theme, "ascii": ascii}
+    urls = [url for text in connect or () for url in text.split(",") if url.strip()]
     if web:
         from minitui.launch import run_in_browser
 
-        raise typer.Exit(run_in_browser(model, engine, web_port, connect))
+        raise typer.Exit(run_in_browser(model, engine, web_port, urls))
     if connect is not None:
         from minitui.launch import run_connected
 
-        raise typer.Exit(run_connected(connect, key, model, system, sampling, looks, resume, record))
+        if not urls:
+            raise typer.BadParameter("--connect needs an address, as in http://host:8000")
+        raise typer.Exit(run_connected(urls, key, model, system, sampling, looks, resume, record))
     raise typer.Exit(run_chat(model, system, engine, sampling, looks, resume, record))
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from engine.errors import EngineError
 from minitui import transcripts
-from minitui.actions import ACTIONS, BY_SLASH, key_label
+from minitui.actions import BY_SLASH, key_label, offered
 from minitui.sessions import Session
 
 if TYPE_CHECKING:
     from minitui.app import MinituiApp
+    from minitui.replica_app import ReplicaApp
 
 PACES = (1, 2, 5, 10, 20, 50, 100, 200)
 UNTIL = {
@@ -48,7 +49,7 @@ class Commands:
             self.run("go", name)
             return
         fits = [a for slash, a in BY_SLASH.items() if slash == name] or [
-            a for slash, a in BY_SLASH.items() if name and slash.startswith(name)
+            a for a in offered(self.app.FEATURES) if a.slash and name and a.slash.startswith(name)
         ]
         if len(fits) == 1:
             self.run(fits[0].id, argument)
@@ -258,6 +259,28 @@ class Commands:
             return
         self.app.focus_prompt(transcripts.quoted_file(Path(name).expanduser()))
 
+    # --- several servers
+
+    def do_replicas(self, _: str) -> None:
+        self._several()
+        self.app.open_mode("replicas")
+
+    def do_pin(self, which: str) -> None:
+        app = self._several()
+        if not which and app.current_mode != "replicas":
+            rows = [(f"{r.number} {r.name}", app.replicas.reason_against(r) or r.model) for r in app.replicas.replicas]
+            app.choose("Pin this chat to", rows, lambda row: self.run("pin", row.split()[0]))
+            return
+        app.pin(which)
+
+    def do_unpin(self, _: str) -> None:
+        self._several().unpin()
+
+    def _several(self) -> ReplicaApp:
+        if "replicas" not in self.app.FEATURES:
+            raise EngineError("there is one engine here; minitui chat --connect URL --connect URL has several")
+        return cast("ReplicaApp", self.app)
+
     # --- the engine
 
     def do_freeze(self, _: str) -> None:
@@ -351,15 +374,15 @@ class Commands:
         self.app.show_help()
 
     def do_palette(self, _: str) -> None:
-        offered = {a.title: a for a in ACTIONS if a.id not in ("palette", "slash", "write", "go")}
+        found = {a.title: a for a in offered(self.app.FEATURES) if a.id not in ("palette", "slash", "write", "go")}
         ways = [
-            (key_label(self.app.settings.keys.get(a.id, a.key)), a.slash and f"/{a.slash}") for a in offered.values()
+            (key_label(self.app.settings.keys.get(a.id, a.key)), a.slash and f"/{a.slash}") for a in found.values()
         ]
         rows = [
             (title, f"{' '.join(w for w in way if w):<18} {a.help}")
-            for (title, a), way in zip(offered.items(), ways, strict=True)
+            for (title, a), way in zip(found.items(), ways, strict=True)
         ]
-        self.app.choose("Commands", rows, lambda title: self.run(offered[title].id))
+        self.app.choose("Commands", rows, lambda title: self.run(found[title].id))
 
     def do_quit(self, _: str) -> None:
         self.app.exit()

@@ -11,8 +11,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from engine.errors import how_to_install
+
 EXTRAS = {  # module -> (extra, what it is for)
     "flash_attn": ("flash", "faster attention on NVIDIA GPUs"),
+    "fastapi": ("serve", "minitui serve, and chat --connect to a server"),
+    "textual_serve": ("web", "minitui chat --web: the application in a browser"),
     "llguidance": ("structured", "answers that follow a JSON schema, a regular expression or a choice"),
     "transformers": ("verify", "minitui verify: token-for-token parity with transformers"),
     "triton": ("", "attention kernels for NVIDIA GPUs; comes with torch's CUDA builds"),
@@ -80,7 +84,7 @@ def report(found: dict[str, Any]) -> list[str]:
     lines += ["", "Optional parts:"]
     for module, (extra, purpose) in EXTRAS.items():
         have = found["modules"][module]
-        state = have or (f"not installed: pip install 'minitui[{extra}]'" if extra else "not installed")
+        state = have or (f"not installed: {how_to_install(extra)}" if extra else "not installed")
         lines.append(f"  {module:<13} {state}  ({purpose})")
     t = found["terminal"]
     size = f"{t['columns']}×{t['rows']}" + ("" if t["columns"] >= 80 and t["rows"] >= 24 else ": make it 80×24 or more")
@@ -110,7 +114,7 @@ def _installed(package: str) -> bool:
 def _version(module: str) -> str | None:
     if importlib.util.find_spec(module) is None:
         return None
-    name = {"flash_attn": "flash-attn"}.get(module, module)
+    name = {"flash_attn": "flash-attn", "textual_serve": "textual-serve"}.get(module, module)
     return version(name) if _installed(name) else "unknown version"
 
 

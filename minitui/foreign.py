@@ -1,4 +1,4 @@
-"""A Source that is any OpenAI-compatible server: chats stream from it, vitals come from its Prometheus page.
+"""A Source that is any OpenAI-compatible server: chats stream from it, vitals come from its Prometheus page (pulse.py).
 
 Such a server takes messages, not token ids, and its ids are its own business. The codec here makes ids of texts: each
 text that was ever said is one id, so that conversations are kept and compared as everywhere else. What the server does
@@ -8,25 +8,22 @@ not tell is None, never zero: it has no records, no snapshot, no gate.
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, fields
 from typing import Any
 
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.output import Delta
 from engine.records import Record
 from engine.types import SamplingParams
+from minitui.pulse import Pulse, Vitals
 from minitui.source import Progress
 from minitui.wire import check, httpx, normalise, open_client, parse, server_events, unreachable
 
 ROLES = ("system", "user", "assistant")
 END = len(ROLES)
-POLL_S = 2.0
-MAX_PAGE = 4 << 20
 
 
 class TextCodec:
@@ -66,91 +63,6 @@ class TextCodec:
             elif token > END and said:
                 said[-1]["content"] += self._texts[token]
         return said[:-1] if said and ids[-1] < END else said
-
-
-# ---- vitals
-
-
-@dataclass
-class Vitals:
-    """What a server tells of itself; None is unknown. Shares are from 0 to 1, counters since its start."""
-
-    running: float | None = None
-    waiting: float | None = None
-    cache_use: float | None = None
-    hit_rate: float | None = None
-    prompt_tokens: float | None = None
-    output_tokens: float | None = None
-    tokens_per_s: float | None = None
-    ttft_mean_s: float | None = None
-
-    def describe(self) -> str:
-        """One line for people."""
-
-        def share(value: float | None) -> str:
-            return "unknown" if value is None else f"{value:.0%}"
-
-        def count(value: float | None) -> str:
-            return "unknown" if value is None else f"{value:,.0f}"
-
-        first = "unknown" if self.ttft_mean_s is None else f"{self.ttft_mean_s * 1e3:,.0f} ms"
-        return (
-            f"running {count(self.running)}  waiting {count(self.waiting)}  KV in use {share(self.cache_use)}  "
-            f"prefix hits {share(self.hit_rate)}  {count(self.tokens_per_s)} tok/s  first token {first}"
-        )
-
-
-# The names under which servers tell the same: vLLM's (old and new), SGLang's.
-NAMES: dict[str, tuple[str, ...]] = {
-    "running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
-    "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
-    "cache_use": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"),
-    "hit_rate": ("sglang:cache_hit_rate", "vllm:gpu_prefix_cache_hit_rate"),
-    "prompt_tokens": ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total"),
-    "output_tokens": ("vllm:generation_tokens_total", "sglang:generation_tokens_total"),
-    "tokens_per_s": ("sglang:gen_throughput", "vllm:avg_generation_throughput_toks_per_s"),
-}
-AVERAGED = {"cache_use", "hit_rate"}  # over several engines of one server; the others add up
-HITS = (
-    ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
-    ("vllm:gpu_prefix_cache_hits_total", "vllm:gpu_prefix_cache_queries_total"),
-    ("sglang:cached_tokens_total", "sglang:prompt_tokens_total"),
-)
-FIRST = ("vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds")
-_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?\s+(\S+)")
-
-
-def read_page(text: str, before: Vitals | None = None, seconds: float = 0.0) -> Vitals:
-    """Vitals of a Prometheus page. With those of `seconds` before, the rate of tokens since."""
-    samples: dict[str, list[float]] = {}
-    for line in text.splitlines():
-        found = _SAMPLE.match(line)
-        if found:
-            try:
-                value = float(found[2])
-            except ValueError:
-                continue
-            if value == value:  # a server that knows nothing yet says NaN
-                samples.setdefault(found[1], []).append(value)
-    vitals = Vitals()
-    for field, names in NAMES.items():
-        for name in names:
-            if name in samples:
-                values = samples[name]
-                setattr(vitals, field, sum(values) / (len(values) if field in AVERAGED else 1))
-                break
-    for hits, queries in HITS:
-        if hits in samples and sum(samples.get(queries, ())) > 0:
-            vitals.hit_rate = sum(samples[hits]) / sum(samples[queries])
-            break
-    for name in FIRST:
-        if sum(samples.get(f"{name}_count", ())) > 0:
-            vitals.ttft_mean_s = sum(samples[f"{name}_sum"]) / sum(samples[f"{name}_count"])
-            break
-    drawn, drawn_before = vitals.output_tokens, before.output_tokens if before is not None else None
-    if vitals.tokens_per_s is None and drawn is not None and drawn_before is not None and seconds > 0:
-        vitals.tokens_per_s = max(0.0, (drawn - drawn_before) / seconds)
-    return vitals
 
 
 # ---- the source
@@ -269,16 +181,18 @@ class ForeignStream:
 
 
 class ForeignSource:
-    """One OpenAI-compatible server. `vitals` are those of its last Prometheus page."""
+    """One OpenAI-compatible server. `models`: the names that it lists."""
 
-    def __init__(self, url: str, key: str = "", model: str = "") -> None:
-        """`model`: the name to ask for; by default the first that the server lists."""
+    def __init__(self, url: str, key: str = "", model: str = "", codec: TextCodec | None = None) -> None:
+        """`model`: the name to ask for; by default the first that the server lists. `codec`: shared with others whose
+        conversations are to go on here."""
         self.url = normalise(url)
         self.info: dict[str, Any] = {}
         self.error: str | None = None
-        self.codec = TextCodec()
-        self.vitals = Vitals()
+        self.codec = codec or TextCodec()
+        self.models: list[str] = []
         self.http = open_client(self.url, key)
+        self.pulse = Pulse(self.http)
         self._model = model
         self._answers = 0
         self._ready = asyncio.Event()
@@ -289,45 +203,42 @@ class ForeignSource:
         on_progress({"stage": "connect", "done": 0, "total": 0, "text": f"connecting to {self.url}"})
         self.error = None
         try:
-            response = await self.http.get("/v1/models")
-            names: list[str] = []
-            if response.status_code in (401, 403) or not self._model:
-                await check(response)
-            if response.status_code == 200:  # some list nothing, or fail to, but answer under a model's name
-                names = [str(entry["id"]) for entry in response.json()["data"]]
+            self.models = names = await self.list_models()
             if self._model and names and self._model not in names:
                 raise EngineError(f"{self.url} has no model {self._model!r}; it has {', '.join(names[:8])}")
             if not self._model and not names:
                 raise EngineError(f"{self.url} lists no model: name one with --model")
-        except (httpx.HTTPError, OSError) as error:
-            raise self._failed(unreachable(self.url, error)) from error
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._failed(EngineError(f"{self.url} is no OpenAI-compatible server: /v1/models is odd")) from error
         except EngineError as error:
-            raise self._failed(error) from error
+            self.error = str(error)
+            self._ready.set()
+            raise
         model = self._model or names[0]
         self.info = {"model": model, "device": self.url, "generation": {}, "log_file": "at the server"}
-        self._polling = asyncio.create_task(self._poll())
+        self._polling = asyncio.create_task(self.pulse.run())
         self._ready.set()
 
-    def _failed(self, error: EngineError) -> EngineError:
-        self.error = str(error)
-        self._ready.set()
-        return error
+    async def list_models(self) -> list[str]:
+        """The names of the models that the server offers; none if it fails to list them and a model was named, for some
+        answer all the same. Raises EngineError with a sentence."""
+        try:
+            response = await self.http.get("/v1/models")
+            if response.status_code in (401, 403) or not self._model:
+                await check(response)
+            return [str(entry["id"]) for entry in response.json()["data"]] if response.status_code == 200 else []
+        except (httpx.HTTPError, OSError) as error:
+            raise unreachable(self.url, error) from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"{self.url} is no OpenAI-compatible server: /v1/models is odd") from error
 
-    async def _poll(self) -> None:
-        """Read the Prometheus page again and again; what cannot be read is unknown."""
-        seen = time.monotonic()
-        while True:
-            try:
-                page = await self.http.get("/metrics")
-                now = time.monotonic()
-                usable = page.status_code == 200 and len(page.content) < MAX_PAGE
-                self.vitals = read_page(page.text, self.vitals, now - seen) if usable else Vitals()
-                seen = now
-            except (httpx.HTTPError, OSError):
-                self.vitals = Vitals()
-            await asyncio.sleep(POLL_S)
+    @property
+    def vitals(self) -> Vitals:
+        """What its last Prometheus page told."""
+        return self.pulse.vitals
+
+    @property
+    def connection(self) -> str:
+        """A sentence while it cannot be reached, else empty."""
+        return self.pulse.trouble
 
     async def ready(self) -> None:
         """Return when it can answer; raises EngineDead if it never will."""
@@ -381,8 +292,3 @@ class ForeignSource:
         if self._polling is not None:
             self._polling.cancel()
             await asyncio.gather(self._polling, return_exceptions=True)
-
-
-def unknown(vitals: Vitals) -> list[str]:
-    """Names of what a server does not tell."""
-    return [field.name for field in fields(vitals) if getattr(vitals, field.name) is None]

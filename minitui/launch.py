@@ -64,7 +64,7 @@ def run_chat(
 
 
 def run_connected(
-    url: str,
+    urls: list[str],
     key: str,
     model: str | None,
     system: str | None,
@@ -73,8 +73,7 @@ def run_connected(
     resume: bool,
     record: Path | None = None,
 ) -> int:
-    """`minitui chat --connect URL`; returns the exit code."""
-    from minitui import tutor
+    """`minitui chat --connect URL`, with one address or several; returns the exit code."""
     from minitui.models import PLAIN_SYSTEM_PROMPT
     from minitui.remote import RemoteSource, probe
     from minitui.store import Store
@@ -83,18 +82,50 @@ def run_connected(
     apply_looks(settings, looks)
     need_terminal("minitui chat", FOR_PIPES)
     drawn = make_sampling(sampling, settings.chat)
-    info = probe(url, key)
-    if info is None:
-        return _run_foreign(url, key, model, PLAIN_SYSTEM_PROMPT if system is None else system, settings, drawn)
     wanted = settings.chat.system if system is None else system
-    if info.get("bundled"):
-        prompt = tutor.DEFAULT_SYSTEM_PROMPT if wanted is None else wanted
-        choice = Choice("", "", prompt, "tutor", tutor.known_questions())
-    else:
-        choice = Choice("", "", PLAIN_SYSTEM_PROMPT if wanted is None else wanted, "model")
-    source = recorded(RemoteSource(url, key), record)
+    if len(urls) > 1:
+        if record is not None:
+            raise EngineError("--record keeps what one engine does: connect to one address, or minitui serve --record")
+        return _run_replicas(urls, key, model, wanted, settings, drawn, resume)
+    info = probe(urls[0], key)
+    if info is None:
+        return _run_foreign(urls[0], key, model, PLAIN_SYSTEM_PROMPT if system is None else system, settings, drawn)
+    source = recorded(RemoteSource(urls[0], key), record)
     store = Store(settings_file.data_dir() / "chats.sqlite")
-    return run_app(source, choice, settings, drawn, store, resume)
+    return run_app(source, _served(info, wanted), settings, drawn, store, resume)
+
+
+def _served(info: dict[str, Any], system: str | None) -> Choice:
+    """What a minitui server has, as the application needs it."""
+    from minitui import tutor
+    from minitui.models import PLAIN_SYSTEM_PROMPT
+
+    if info.get("bundled"):
+        prompt = tutor.DEFAULT_SYSTEM_PROMPT if system is None else system
+        return Choice("", "", prompt, "tutor", tutor.known_questions())
+    return Choice("", "", PLAIN_SYSTEM_PROMPT if system is None else system, "model")
+
+
+def _run_replicas(
+    urls: list[str], key: str, model: str | None, system: str | None, settings: settings_file.Settings,
+    sampling: Sampling, resume: bool,
+) -> int:  # fmt: skip
+    """Chats on several servers; kept if all of them are minitui servers, for then their ids mean tokens."""
+    from minitui.remote import probe_all
+    from minitui.replica_app import BlindReplicaApp, ReplicaApp
+    from minitui.replicas import ReplicaSource
+    from minitui.store import Store
+
+    found = probe_all(urls, key)
+    told = [info for info in found if info is not None and not isinstance(info, EngineError)]
+    if not told and None not in found:
+        raise EngineError("; ".join(str(error) for error in found))
+    exact = None not in found
+    source = ReplicaSource(urls, key, model or "", exact)
+    choice = _served(next((info for info in told if info), {}), system)
+    store = Store(settings_file.data_dir() / "chats.sqlite") if exact else None
+    app = ReplicaApp if told else BlindReplicaApp
+    return run_app(source, choice, settings, sampling, store, resume and exact, make=app)
 
 
 def _run_foreign(
@@ -108,7 +139,7 @@ def _run_foreign(
     return run_app(source, Choice("", "", system, "model"), settings, sampling, make=ForeignApp)
 
 
-def run_in_browser(model: str | None, options: dict[str, Any], port: int, connect: str | None) -> int:
+def run_in_browser(model: str | None, options: dict[str, Any], port: int, connect: list[str]) -> int:
     """`minitui chat --web`; returns the exit code."""
     from minitui.options import engine_config
     from minitui.web import run_web

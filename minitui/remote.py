@@ -124,8 +124,13 @@ class RemoteStream:
 class RemoteSource:
     """One minitui server. `connection` is a sentence while there is something to say about it, else empty."""
 
-    def __init__(self, url: str, key: str = "", cache: Path | None = None, give_up_s: float = GIVE_UP_S) -> None:
-        """`cache`: where the tokenizers of servers are kept. Raises InvalidRequest if `url` is none."""
+    def __init__(
+        self, url: str, key: str = "", cache: Path | None = None, give_up_s: float = GIVE_UP_S, watching: bool = True
+    ) -> None:
+        """`cache`: where the tokenizers of servers are kept. Not `watching`, it only asks, until `look` is called.
+
+        Raises InvalidRequest if `url` is none.
+        """
         self.url = normalise(url)
         self.info: dict[str, Any] = {}
         self.error: str | None = None
@@ -133,6 +138,7 @@ class RemoteSource:
         self.http = open_client(self.url, key, client=uuid.uuid4().hex)
         self._cache = cache
         self._give_up_s = give_up_s
+        self._wants_records = watching
         self._ready = asyncio.Event()
         self._hello = asyncio.Event()
         self._callbacks: list[Callable[[str], None]] = []
@@ -153,17 +159,34 @@ class RemoteSource:
         try:
             info = await self._load_info(on_progress)
             directory = await self._load_tokenizer(info)
-            self._watching = asyncio.create_task(self._watch())
-            async with asyncio.timeout(CONNECTED_S):
-                await self._hello.wait()
+            if self._wants_records:
+                await self.look()
         except (httpx.HTTPError, OSError) as error:
             raise self._failed(unreachable(self.url, error)) from error
-        except TimeoutError:
-            raise self._failed(EngineDead(f"{self.url} does not stream its records: {self.connection}")) from None
         except EngineError as error:
             raise self._failed(error) from error
         self.info = {**info, "model_dir": str(directory), "log_file": f"at the server {self.url}"}
         self._ready.set()
+
+    async def look(self) -> None:
+        """Follow its records; returns when they come. Raises EngineDead if they do not, and goes on trying."""
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+        try:
+            async with asyncio.timeout(CONNECTED_S):
+                await self._hello.wait()
+        except TimeoutError:
+            raise EngineDead(f"{self.url} does not stream its records: {self.connection}") from None
+
+    async def look_away(self) -> None:
+        """Follow its records no longer; what this client held of the engine's gate is let go by the server."""
+        watching, self._watching = self._watching, None
+        if watching is not None:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        self._hello.clear()
+        self._records.clear()
+        self.connection = ""
 
     def _failed(self, error: EngineError) -> EngineError:
         self.error = str(error)
@@ -231,11 +254,10 @@ class RemoteSource:
         await self.http.aclose()
 
     async def _stop(self) -> None:
-        tasks = [task for task in [self._watching, *self._tasks] if task is not None]
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._hello.clear()
+        await asyncio.gather(self.look_away(), *tasks, return_exceptions=True)
 
     # ---- records
 
@@ -370,21 +392,37 @@ def probe(url: str, key: str = "") -> dict[str, Any] | None:
     Raises EngineError with a sentence if it cannot be reached or does not let us in. A server that still loads its
     model says nothing yet: {}.
     """
-    url = normalise(url)
+    return asyncio.run(introduce(normalise(url), key))
 
-    async def ask() -> dict[str, Any] | None:
-        async with open_client(url, key) as client:
-            try:
-                response = await client.get("/minitui/info")
-                if response.status_code in (404, 405):
-                    return None
-                return (await check(response)).json()
-            except EngineDead:
-                return {}
-            except (httpx.HTTPError, OSError) as error:
-                raise unreachable(url, error) from error
 
-    return asyncio.run(ask())
+def probe_all(urls: list[str], key: str = "") -> list[dict[str, Any] | EngineError | None]:
+    """`probe` of several servers at once; its error in the place of one. InvalidRequest if one of `urls` is none."""
+    addresses = [normalise(url) for url in urls]
+
+    async def ask(url: str) -> dict[str, Any] | EngineError | None:
+        try:
+            return await introduce(url, key)
+        except EngineError as error:
+            return error
+
+    async def ask_all() -> list[dict[str, Any] | EngineError | None]:
+        return await asyncio.gather(*(ask(url) for url in addresses))
+
+    return asyncio.run(ask_all())
+
+
+async def introduce(url: str, key: str = "") -> dict[str, Any] | None:
+    """See `probe`."""
+    async with open_client(url, key) as client:
+        try:
+            response = await client.get("/minitui/info")
+            if response.status_code in (404, 405):
+                return None
+            return (await check(response)).json()
+        except EngineDead:
+            return {}
+        except (httpx.HTTPError, OSError) as error:
+            raise unreachable(url, error) from error
 
 
 def decode_snapshot(text: str | bytes) -> dict[str, Any]:

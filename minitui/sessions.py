@@ -610,6 +610,8 @@ def describe_answer(message: Message) -> list[tuple[str, str]]:
     parts.append((f"{m.get('output_tokens', 0):,} tokens", "dim"))
     if m.get("finish") == "length":
         parts.append(("stopped at the limit of its length", "dim"))
+    if by := m.get("replica"):
+        parts.append((f"replica {by['number']} ({by['name']})", "dim"))
     total, cached = m.get("prompt_tokens", 0), m.get("cached_tokens", 0)
     if total is None or cached is None:  # a server of another make may not tell
         parts.append(("cache use unknown", "dim"))

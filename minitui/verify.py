@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.errors import EngineError
+from engine.errors import EngineError, not_installed
 
 NEW_TOKENS = 20
 TOP = 20  # log-probabilities compared at each position
@@ -57,9 +57,8 @@ def verify(model: str, dtype: str = "auto", device: str = "auto", as_json: bool 
 
     try:
         import transformers  # noqa: F401
-    except ImportError:
-        sentence = "verify compares with transformers, which is not installed: pip install '.[verify]'"
-        raise EngineError(sentence) from None
+    except ImportError as error:
+        raise EngineError(not_installed("minitui verify", error, "verify")) from None
     directory = resolve_model(model)
     limits = resolve(EngineConfig(model=model, dtype=dtype, device=device), ModelConfig.from_pretrained(directory))
     name = str(limits.dtype).removeprefix("torch.")

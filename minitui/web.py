@@ -12,24 +12,24 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from engine.errors import EngineError
+from engine.errors import EngineError, not_installed
 
 HOST = "127.0.0.1"
 
 
-def run_web(port: int, connect: str | None, config: Any, label: str, log_file: Path) -> int:
-    """Serve the application at `port`, over the server at `connect` or an engine of its own; returns the exit code."""
+def run_web(port: int, connect: list[str], config: Any, label: str, log_file: Path) -> int:
+    """Serve the application at `port`, over the servers at `connect` or an engine of its own; returns the exit code."""
     try:
         from textual_serve.server import Server
     except ImportError as error:
-        raise EngineError("the browser needs a package: pip install 'minitui[web,serve]'") from error
+        raise EngineError(not_installed("the application in a browser", error, "web,serve")) from error
     from minitui.server.command import listen
 
     listen(HOST, port).close()  # a port in use is said now, as a sentence
     engine = None if connect else OwnServer(config, label, log_file)
     try:
-        url = connect or (engine.start() if engine else "")
-        command = shlex.join([sys.executable, "-m", "minitui", "chat", "--connect", url])
+        urls = connect or ([engine.start()] if engine else [])
+        command = shlex.join([sys.executable, "-m", "minitui", "chat", "--connect", ",".join(urls)])
         print(f"minitui is at http://{HOST}:{port}", file=sys.stderr, flush=True)
         Server(command, host=HOST, port=port, title="minitui").serve()
     finally:

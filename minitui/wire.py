@@ -8,17 +8,21 @@ from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.errors import EngineDead, EngineError, InvalidRequest, not_installed
 from minitui.server.settings import is_loopback
 
 try:
     import httpx
 except ImportError as error:
-    raise EngineError("talking to a server needs a package: pip install 'minitui[serve]'") from error
+    raise EngineError(not_installed("talking to a server", error, "serve")) from error
 
 CONNECT_S = 5.0
 SILENCE_S = 35.0  # servers send at least a comment more often
 MAX_EVENT = 64 << 20
+
+
+class Overloaded(InvalidRequest):
+    """A server takes no more requests for now (429)."""
 
 
 def normalise(url: str) -> str:
@@ -52,7 +56,8 @@ def open_client(
 
 
 async def check(response: httpx.Response) -> httpx.Response:
-    """The response if it is one of success; else raises its sentence: EngineDead for 503, InvalidRequest for a 400."""
+    """The response if it is one of success; else raises its sentence: EngineDead for 503, Overloaded for 429, and
+    InvalidRequest for a 400."""
     if response.status_code < 400:
         return response
     body = await response.aread()
@@ -64,7 +69,9 @@ async def check(response: httpx.Response) -> httpx.Response:
         pass
     if response.status_code == 503:
         raise EngineDead(message)
-    if response.status_code in (400, 404, 413, 422, 429):
+    if response.status_code == 429:
+        raise Overloaded(message)
+    if response.status_code in (400, 404, 413, 422):
         raise InvalidRequest(message, str(param or "request"))
     raise EngineError(message)
 

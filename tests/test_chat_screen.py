@@ -343,13 +343,13 @@ async def test_dialogs_ask_and_escape_leaves_everything_as_it_was():
 
 
 async def test_every_command_is_in_the_help_with_its_key_and_in_the_palette():
-    from minitui.actions import ACTIONS, key_label
+    from minitui.actions import key_label, offered
 
     async with running(size=(120, 60)) as (app, pilot, _screen):
         await press(pilot, "escape", "question_mark")
         assert isinstance(app.screen, HelpScreen)
         text = "\n".join(str(s.render()) for s in app.screen.query("Static"))
-        for action in ACTIONS:
+        for action in offered():
             assert action.id in text
             assert not action.slash or f"/{action.slash}" in text
             assert not action.key or key_label(action.key) in text

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,7 @@ from engine.errors import EngineError
 from minitui import __version__, launch
 from minitui.ask import ask
 from minitui.cli import app
-from minitui.doctor import report
+from minitui.doctor import EXTRAS, report
 from minitui.launch import apply_looks, make_sampling
 from minitui.sessions import Sampling
 from minitui.settings import ChatSettings, Settings
@@ -152,18 +154,51 @@ def test_doctor_says_what_runs_here_and_what_to_install():
     found = {
         "minitui": "0.1.0", "python": "3.11", "torch": "2.13", "platform": "Linux", "cpu_cores": 2, "memory_gib": 8.0,
         "gpus": [], "fits": {"Qwen3-0.6B": True, "Qwen3-8B": False}, "models": ["Qwen/Qwen3-0.6B"],
-        "modules": {"flash_attn": None, "llguidance": "1.0", "transformers": None, "triton": None},
+        "modules": {**dict.fromkeys(EXTRAS), "llguidance": "1.0"},
         "terminal": {"columns": 70, "rows": 20, "colours": "256", "utf8": False}, "files": {"Settings": "x"},
     }  # fmt: skip
     text = "\n".join(report(found))
     assert "no NVIDIA GPU" in text
     assert "Qwen3-0.6B   yes, slowly" in text
     assert "Qwen3-8B     no" in text
-    assert "pip install 'minitui[flash]'" in text
+    for extra in ("flash", "serve", "web", "verify"):
+        assert f"pip install 'minitui[{extra}]'" in text
+    assert "minitui[structured]" not in text
     assert "make it 80×24 or more" in text
     assert "use --ascii" in text
     gpu = {"name": "A", "memory_gib": 80.0, "free_gib": 79.0, "compute": "9.0"}
     assert "--tensor-parallel-size 2 to 4" in "\n".join(report({**found, "gpus": [gpu] * 4, "ranks": ["nccl"]}))
+
+
+def _import_again(name):
+    spec = importlib.util.find_spec(name)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def _in_a_browser():
+    from minitui.web import run_web
+
+    run_web(0, None, None, "", Path())
+
+
+def _verify():
+    from minitui.verify import verify
+
+    verify("")
+
+
+@pytest.mark.parametrize(("package", "extra", "use"), [
+    ("uvicorn", "serve", lambda: _import_again("minitui.server.command")),
+    ("httpx", "serve", lambda: _import_again("minitui.wire")),
+    ("textual_serve", "web,serve", _in_a_browser),
+    ("transformers", "verify", _verify),
+])  # fmt: skip
+def test_a_missing_extra_is_one_sentence_with_the_command_that_installs_it(monkeypatch, package, extra, use):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, f"{package}.server", None)
+    said = re.escape(f" needs {package}, which is not installed: pip install 'minitui[{extra}]'")
+    with pytest.raises(EngineError, match=said):
+        use()
 
 
 def test_doctor_as_json(tmp_path):

@@ -50,8 +50,13 @@ sglang:time_to_first_token_seconds_count{model_name="meta-llama/Llama-3.1-8B-Ins
 """
 
 
+def unknown(vitals: Any) -> list[str]:
+    """Names of what a server does not tell."""
+    return [name for name, value in vars(vitals).items() if value is None]
+
+
 def test_the_names_of_vllm_and_sglang_are_both_known() -> None:
-    from minitui.foreign import read_page, unknown
+    from minitui.pulse import read_page
 
     vllm = read_page(VLLM)
     assert (vllm.running, vllm.waiting, vllm.cache_use, vllm.hit_rate) == (12, 2, 0.375, 0.75)
@@ -64,7 +69,7 @@ def test_the_names_of_vllm_and_sglang_are_both_known() -> None:
 
 
 def test_what_a_server_does_not_tell_is_unknown_and_not_zero() -> None:
-    from minitui.foreign import Vitals, read_page, unknown
+    from minitui.pulse import Vitals, read_page
 
     for page in ("", "nonsense", "vllm:num_requests_running NaN", "vllm:num_requests_running{} x", "{} 5"):
         assert len(unknown(read_page(page))) == 8

@@ -404,6 +404,8 @@ def test_a_row_that_sits_a_step_out_leaves_the_decoding_set_and_returns() -> Non
     """Under a grammar a token must be seen before the next is drawn: with overlap, every other step."""
 
     class Anything:
+        failed = ""
+
         def advance(self, token: int) -> bool:
             return False
 
@@ -418,3 +420,28 @@ def test_a_row_that_sits_a_step_out_leaves_the_decoding_set_and_returns() -> Non
         assert state.snapshot() == engine.snapshot()
     assert constrained.output_ids == alone([1, 2, 3], 1, 6) and free.output_ids == alone([4, 5, 6], 2, 12)
     assert engine.runner.steps < 20  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_reply_whose_grammar_cannot_be_followed_ends_with_that_error_and_the_others_go_on(overlap: bool) -> None:
+    class Breaking:
+        """As one whose mask is too costly after three tokens: what is drawn then means nothing."""
+
+        failed = ""
+        seen = 0
+
+        def advance(self, token: int) -> bool:
+            self.seen += 1
+            self.failed = "the grammar is too costly" if self.seen == 3 else ""
+            return False
+
+    engine = make_engine(overlap=overlap)
+    broken = engine.add_request([1, 2, 3], SamplingParams(max_tokens=6, seed=1, ignore_eos=True))
+    broken.grammar = Breaking()
+    free = engine.add_request([4, 5, 6], SamplingParams(max_tokens=12, seed=2, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    assert broken.output_ids == alone([1, 2, 3], 1, 6)[:3]
+    assert broken.finish_reason == "error: the grammar is too costly"
+    assert free.output_ids == alone([4, 5, 6], 2, 12)
+    engine.check()

@@ -29,6 +29,13 @@ SCHEMA = {
     "required": ["name", "size"],
     "additionalProperties": False,
 }
+
+
+def wide(properties: int) -> dict[str, Any]:
+    """A schema any part of whose properties may be there, in this order: as many ways on from each."""
+    return {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(properties)}}
+
+
 PADDING = 37  # ids of the model beyond the tokenizer's
 
 
@@ -119,12 +126,28 @@ def test_the_mask_says_what_may_come_next(tokenizer: Tokenizer, grammars: Gramma
         ({"json_schema": {"type": "no such type"}}, "json_schema"),
         ({"json_schema": "{not json"}, "json_schema"),
         ({"regex": "(unclosed"}, "regex"),
+        ({"regex": "(" * 4000}, "regex"),
+        ({"regex": r"[^\s\S]"}, "regex"),  # nothing is in this class
+        ({"json_schema": {"$ref": "#"}}, "json_schema"),
+        ({"json_schema": wide(3000)}, "json_schema"),
     ],
 )
 def test_what_is_no_grammar_is_refused_at_submission(params: dict[str, Any], field: str, grammars: Grammars) -> None:
     with pytest.raises(InvalidRequest, match=f"{field} cannot be used as a grammar: .") as caught:
         grammars.compile(SamplingParams(**params))
     assert caught.value.field == field
+    assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
+
+
+def test_a_grammar_that_turns_out_too_costly_fails_and_is_not_taken_for_complete(
+    tokenizer: Tokenizer, grammars: Grammars
+) -> None:
+    grammar = grammars.compile(SamplingParams(json_schema=wide(1000)))
+    assert grammar.failed == ""
+    assert grammar.advance(tokenizer.encode("{", add_special_tokens=False)[0]) is False
+    grammar.mask()
+    assert "grammar cannot be followed any further: " in grammar.failed
+    assert not grammar.finished
 
 
 def test_without_the_library_the_message_says_what_to_install(

@@ -99,7 +99,8 @@ class ChatScreen(Screen[None]):
     def complete(self, text: str) -> list[Completion]:
         """What the prompt may become."""
         if text.startswith("/"):
-            return [Completion(f"/{a.slash}", f"{a.takes}  {a.help}".strip()) for a in complete_slash(text)]
+            fits = complete_slash(text, host(self.app).FEATURES)
+            return [Completion(f"/{a.slash}", f"{a.takes}  {a.help}".strip()) for a in fits]
         return complete_question(text, host(self.app).known_questions)
 
     # ---- painting

@@ -12,7 +12,7 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from minitui.actions import ACTIONS, key_label
+from minitui.actions import Action, key_label, offered
 
 ABOUT = {
     "lesson": """\
@@ -64,6 +64,18 @@ One sentence tells what the step did and why; under it the step, the blocks and 
   < and >         slow motion, for watching without stopping
 
 A presenter's remote is safe here: its other keys do nothing.""",
+    "replicas": """\
+Several servers answer these chats. A chat's first question goes to its home: the replica that comes first by a hash of
+the chat's system prompt (without one, of the question). So chats that begin alike meet in one cache. From then on a
+chat stays where its last answer was written, for there lies the whole conversation. A replica with more than 1.25 times
+the mean number of requests, and at least four, is passed over for the next by that hash.
+
+  up, down   choose a replica; under the table stands what there is to know about it
+  enter      let the panels of the other screens follow it (a minitui server; others do not tell)
+  P, U       pin the chat that is shown to it; let any replica answer it again
+
+A dash means that a server does not tell; "ours" are this application's requests. A replica that is away is tried again,
+more and more seldom; what was asked of it goes to the next, or ends with a sentence if an answer had begun to come.""",
 }
 
 
@@ -106,18 +118,22 @@ class HelpScreen(ModalScreen[None]):
                 yield Static(Content(reflow(ABOUT[self._about])))
                 yield Static("The prompt", classes="head")
                 yield Static(PROMPT_HELP)
-                for group in dict.fromkeys(a.group for a in ACTIONS):
+                for group in dict.fromkeys(a.group for a in self._offered):
                     yield Static(f"{group} (keys act outside the prompt; esc leaves it)", classes="head")
                     yield Static(self._table(group))
                 yield Static("Names in the first column are those of settings.toml, table [keys].", classes="foot")
             yield Static("up, down, page keys scroll · esc closes", classes="foot")
+
+    @property
+    def _offered(self) -> list[Action]:
+        return offered(getattr(self.app, "FEATURES", ()))
 
     def on_mount(self) -> None:
         self.query_one(VerticalScroll).focus()
 
     def _table(self, group: str) -> Content:
         rows: list[Content | str | tuple[str, str]] = []
-        for a in (a for a in ACTIONS if a.group == group):
+        for a in (a for a in self._offered if a.group == group):
             key = key_label(self._keys.get(a.id, a.key)) if a.key else ""
             slash = f"/{a.slash} {a.takes}".rstrip() if a.slash else ""
             rows += [(f"{a.id:<10}", "dim"), (f"{key:<7}", "bold"), f"{slash:<19}"]

@@ -1,6 +1,7 @@
 """The HTTP server over one engine process: plain and OpenAI's endpoints, Prometheus metrics, telemetry and control.
 
     settings.py      what the operator chose: address, keys, limits
+    connection.py    before there is a request: a head that does not come, what is no HTTP
     access.py        before a request is read: who asks, from where, how large
     failures.py      every refusal and error, in OpenAI's shape
     service.py       the engine client's owner: loading, restart, admission, drain, tokenising off the loop

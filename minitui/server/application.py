@@ -15,7 +15,7 @@ from minitui.server.service import Service
 def create_api(service: Service) -> FastAPI:
     """The endpoints alone, unguarded; their OpenAPI document is at /openapi.json."""
     api = FastAPI(
-        title="minitui", version=__version__, docs_url=None, redoc_url=None,
+        title="minitui", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False,
         description="An LLM inference engine with its telemetry; OpenAI's endpoints and a plain one.",
     )  # fmt: skip
     failures.install(api)

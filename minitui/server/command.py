@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from engine.config import EngineConfig
-from engine.errors import EngineError
+from engine.errors import EngineError, not_installed
 from minitui.server.settings import Role, ServerSettings
 
 try:
     import uvicorn
 
     from minitui.server.application import create_app
+    from minitui.server.connection import MAX_HEAD, Connection
     from minitui.server.service import Service
 except ImportError as error:
-    raise EngineError(
-        f"the server needs packages that are not installed ({error.name} is missing): pip install 'minitui[serve]'"
-    ) from error
+    raise EngineError(not_installed("minitui serve", error, "serve")) from error
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BACKLOG = 512
@@ -67,6 +67,7 @@ class Host:
         server = _Uvicorn(
             uvicorn.Config(
                 create_app(self.service), lifespan="off", ws="none", log_config=None, access_log=False,
+                http=cast(Any, functools.partial(Connection, self.service)), h11_max_incomplete_event_size=MAX_HEAD,
                 server_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=LAST_WORDS_S, backlog=BACKLOG,
             )
         )  # fmt: skip

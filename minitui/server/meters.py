@@ -7,12 +7,14 @@ stayed to the end. Only generated tokens are counted where they pass.
 from __future__ import annotations
 
 from engine.records import Record
-from engine.state import ACTIVE, CACHED, SHARED, State
+from engine.state import ACTIVE, CACHED, SHARED, RequestView, State
 from minitui.server.prometheus import Counter, Gauge, Histogram, Info, Metric, page
 
 LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+SAMPLES = (1, 2, 5, 10, 20)
+COMPUTED, FOUND = "local_compute", "local_cache_hit"
 REASONS = ("stop", "length", "abort", "error")
 
 
@@ -22,6 +24,12 @@ class Meters:
     def __init__(self) -> None:
         self.running = Gauge("vllm:num_requests_running", "Requests in the running batch.")
         self.waiting = Gauge("vllm:num_requests_waiting", "Requests waiting to be admitted.")
+        self.waiting_for = Gauge(
+            "vllm:num_requests_waiting_by_reason", "Of those: for room (capacity), or held by the gate (deferred).",
+            "reason",
+        )  # fmt: skip
+        self.awake = Gauge("vllm:engine_sleep_state", "1 for what the engine is; absent while there is none.",
+                           "sleep_state")  # fmt: skip
         self.usage = Gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use by requests; 1 is all.")
         self.cached = Gauge("minitui:kv_cache_cached_perc", "Share of KV blocks kept for reuse that no request holds.")
         self.cache_config = Info("vllm:cache_config_info", "How the KV cache is set up.")
@@ -29,10 +37,18 @@ class Meters:
         self.queries = Counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.")
         self.hits = Counter("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache.")
         self.prompt_tokens = Counter("vllm:prompt_tokens_total", "Prompt tokens of requests that drew a token.")
+        self.prompt_cached = Counter("vllm:prompt_tokens_cached_total", "Of those, found in the prefix cache.")
+        self.sources = Counter(
+            "vllm:prompt_tokens_by_source_total", "Prompt tokens by where their KV came from.", "source",
+            (COMPUTED, FOUND),
+        )  # fmt: skip
         self.generated = Counter("vllm:generation_tokens_total", "Tokens drawn.")
         self.drafts = Counter("vllm:spec_decode_num_drafts_total", "Drafts checked, one a request and step.")
         self.draft_tokens = Counter("vllm:spec_decode_num_draft_tokens_total", "Draft tokens checked.")
         self.accepted_tokens = Counter("vllm:spec_decode_num_accepted_tokens_total", "Draft tokens that were right.")
+        self.accepted_at = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos_total", "Of those, by their place in the draft.", "position"
+        )
         self.success = Counter(
             "vllm:request_success_total", "Requests that finished, by reason.", "finished_reason", REASONS
         )
@@ -51,8 +67,17 @@ class Meters:
         self.queued = Histogram("vllm:request_queue_time_seconds", "From submission to admission.", LATENCY)
         self.prefill = Histogram("vllm:request_prefill_time_seconds", "From admission to the first token.", LATENCY)
         self.decode = Histogram("vllm:request_decode_time_seconds", "From the first token to the end.", LATENCY)
+        self.inference = Histogram("vllm:request_inference_time_seconds", "From admission to the end.", LATENCY)
         self.request_prompt = Histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
         self.request_output = Histogram("vllm:request_generation_tokens", "Tokens drawn for a request.", TOKENS)
+        self.request_computed = Histogram(
+            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not in the cache.", TOKENS
+        )
+        self.request_longest = Histogram(
+            "vllm:request_max_num_generation_tokens", "Tokens drawn for the longest sample of a request.", TOKENS
+        )
+        self.params_n = Histogram("vllm:request_params_n", "Samples asked for.", SAMPLES)
+        self.params_max_tokens = Histogram("vllm:request_params_max_tokens", "The max_tokens asked for.", TOKENS)
         self.iteration = Histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", TOKENS)
         self._first_at: dict[int, float] = {}
         self._resumed: set[int] = set()  # preempted once: what they find again says nothing about prompts
@@ -70,6 +95,13 @@ class Meters:
         """An HTTP request was answered with an error."""
         self.refused.add(label_value=str(status))
 
+    def ended(self, samples: int, max_tokens: int | None, longest: int) -> None:
+        """A caller's request has its `samples` for a prompt, `longest` the tokens of the longest of them."""
+        self.params_n.observe(samples)
+        if max_tokens is not None:
+            self.params_max_tokens.observe(max_tokens)
+        self.request_longest.observe(longest)
+
     def observe(self, record: Record, state: State) -> None:
         """Take note of one record; `state` is the one before it."""
         _, t, kind, *fields = record
@@ -86,6 +118,8 @@ class Meters:
                 self.drafts.add()
                 self.draft_tokens.add(drafted)
                 self.accepted_tokens.add(accepted)
+                for place in range(accepted):
+                    self.accepted_at.add(label_value=str(place))
         elif kind == "first":
             request = state.requests.get(fields[0])
             queue_ms, prefill_ms, sample_ms = fields[1:]
@@ -94,7 +128,7 @@ class Meters:
             self.prefill.observe((prefill_ms + sample_ms) / 1e3)
             if request is not None:  # it has not finished with this very token
                 self._first_at[fields[0]] = t
-                self.prompt_tokens.add(request.prompt_tokens)
+                self._prompt_done(request)
         elif kind == "finish":
             self._finished(state, t, *fields)
         elif kind in ("preempt", "requeue"):
@@ -110,8 +144,11 @@ class Meters:
             self.e2e.observe(t - request.submitted)
         self._resumed.discard(request_id)
         first = self._first_at.pop(request_id, None)
+        if output_tokens and request.admitted:
+            self.inference.observe(t - request.admitted)
         if first is None:
-            self.prompt_tokens.add(request.prompt_tokens if output_tokens else 0)
+            if output_tokens:
+                self._prompt_done(request)
         else:
             self.decode.observe(t - first)
             if output_tokens > 1:
@@ -120,15 +157,31 @@ class Meters:
                 self.per_token.observe(between)
                 self.inter_token.observe(between, output_tokens - 1)
 
+    def _prompt_done(self, request: RequestView) -> None:
+        """It has drawn its first token: all of its prompt is in the cache."""
+        found = request.cached_tokens
+        self.prompt_tokens.add(request.prompt_tokens)
+        self.prompt_cached.add(found)
+        self.sources.add(found, FOUND)
+        self.sources.add(request.prompt_tokens - found, COMPUTED)
+        self.request_computed.observe(request.prompt_tokens - found)
+
     def read(self, state: State | None) -> None:
         """Set what stands still between two looks."""
         if state is None:
             for gauge in (self.running, self.waiting, self.usage, self.cached):
                 gauge.set(0.0)
+            self.waiting_for.forget()
+            self.awake.forget()
             return
         waiting = len(state.queue)
         self.running.set(len(state.requests) - waiting)
         self.waiting.set(waiting)
+        held = state.gate != "open"
+        self.waiting_for.set(0 if held else waiting, "capacity")
+        self.waiting_for.set(waiting if held else 0, "deferred")
+        for name in ("awake", "weights_offloaded", "discard_all"):  # the last two are vLLM's ways to sleep
+            self.awake.set(name == "awake", name)
         total = max(1, state.num_blocks - 1)
         self.usage.set((state.counts[ACTIVE] + state.counts[SHARED]) / total)
         self.cached.set(state.counts[CACHED] / total)

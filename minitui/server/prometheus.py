@@ -28,8 +28,20 @@ class Metric:
 
 
 class Gauge(Metric):
-    def set(self, value: float) -> None:
-        self._values[()] = value
+    """What stands now; with a `label`, one value for each of its values that was set."""
+
+    def __init__(self, name: str, about: str, label: str = "") -> None:
+        super().__init__(name, about)
+        self._label = label
+        if label:
+            self._values = {}
+
+    def set(self, value: float, label_value: str = "") -> None:
+        self._values[((self._label, label_value),) if self._label else ()] = value
+
+    def forget(self) -> None:
+        """Nothing is known of it now: it leaves the page."""
+        self._values = {}
 
 
 class Info(Metric):

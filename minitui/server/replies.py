@@ -57,6 +57,7 @@ class Reply:
         self._deadline = asyncio.get_running_loop().time() + service.settings.request_s
         self.stalled_s = service.settings.stalled_reader_s
         self.streams: list[Stream] = []
+        self._params = SamplingParams()
 
     async def submit(
         self, prompts: list[list[int]], params: SamplingParams, group: str = "", field: str = "prompt",
@@ -73,6 +74,7 @@ class Reply:
             raise
         self._service.check_ready()
         client = self._service.client
+        self._params = params
         self.streams = [
             client.submit(ids, params, group, sample_index=sample) for ids in prompts for sample in range(params.n)
         ]
@@ -97,6 +99,7 @@ class Reply:
                 async with asyncio.timeout_at(self._deadline):
                     batch = await anext(source)
             except StopAsyncIteration:
+                self._measure()
                 return
             except TimeoutError:
                 limit = self._service.settings.request_s
@@ -107,6 +110,12 @@ class Reply:
                 if delta.finish_reason.startswith("error"):
                     raise ApiError(500, f"the engine could not finish this request: {delta.finish_reason[7:]}")
             yield batch
+
+    def _measure(self) -> None:
+        samples = self._params.n
+        for first in range(0, len(self.streams), samples):
+            longest = max(len(stream.ids) for stream in self.streams[first : first + samples])
+            self._service.meters.ended(samples, self._params.max_tokens, longest)
 
     async def _one(self) -> AsyncIterator[Batch]:
         stream = self.streams[0]

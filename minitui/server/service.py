@@ -90,7 +90,9 @@ class Service:
         self._answered = time.monotonic()
 
     def _tell_progress(self, progress: dict[str, Any]) -> None:
-        self.progress = str(progress.get("text", ""))
+        text, model = str(progress.get("text", "")), Path(self.config.model)
+        # Callers need not know where on this machine it lies.
+        self.progress = text.replace(str(model), model.name) if model.is_absolute() else text
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

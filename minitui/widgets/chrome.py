@@ -9,7 +9,7 @@ from textual.app import App
 from textual.geometry import Size
 from textual.widgets import TextArea
 
-from minitui.actions import ACTIONS, BY_ID, key_label
+from minitui.actions import BY_ID, key_label, offered
 from minitui.sessions import Session
 from minitui.theme import glyphs
 from minitui.widgets.base import LinePanel, Picture
@@ -171,7 +171,8 @@ class SessionStrip(Bar):
             place = app.queue_place(session)
             if not app.source.info:
                 return "waits for the engine", "waiting"
-            return (f"waiting, {ordinal(place)}" if place else "prefill"), "waiting"
+            told = "asked" if place is None else f"waiting, {ordinal(place)}" if place else "prefill"
+            return told, "waiting"
         if session.state == "running":
             # Arrivals are stretched by slow motion; the figure shown is the real one.
             rate = session.rate(window=max(1.0, app.pace / 5)) * app.pace
@@ -201,7 +202,7 @@ class StatusBar(Bar):
         dot = glyphs().middot
         feed = app.feed
         numbers = ""  # in the chats the room is the hints', as long as the picture keeps up
-        if app.current_mode not in ("chat", "lecture") or feed.backlog or feed.dropped:
+        if app.current_mode not in ("chat", "lecture", "replicas") or feed.backlog or feed.dropped:
             numbers = f"{view.steps_per_frame:,.0f} steps/frame {dot} "
             if width >= 100 or feed.backlog:
                 numbers += f"backlog {feed.backlog:,} {dot} "
@@ -222,11 +223,15 @@ class StatusBar(Bar):
             else:
                 escape = [("esc", "keys")]
             return [("enter", "send"), *escape, ("/", "commands"), ("tab", "complete"), ("ctrl+j", "new line")]
-        hints = [(key_label(keys.get(a.id, a.key)), a.footer) for a in ACTIONS if a.footer]
+        hints = [(key_label(keys.get(a.id, a.key)), a.footer) for a in offered(app.FEATURES) if a.footer]
         if app.current_mode == "inspect":
             first = [("tab", "panel"), *(h for h in hints if h[1] in ("pause", "step", "help"))]
             hints = [*first, ("z", "maximise"), ("1", "chat")] + [
                 h for h in hints if h not in first and h[1] not in ("write", "chats", "inspect", "fork", "new")
+            ]
+        if app.current_mode == "replicas":
+            hints = [("up, down", "choose"), ("enter", "show its panels"), ("P", "pin"), ("U", "unpin")] + [
+                h for h in hints if h[1] in ("write", "new", "chats", "help", "commands")
             ]
         if app.current_mode == "lecture":
             hints = [("n", "next step"), (",", "back"), ("d", "predict"), ("p", "pause"), ("X", "start over")] + [

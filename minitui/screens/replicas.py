@@ -1,0 +1,39 @@
+"""The replicas screen: the table of servers, and where each chat goes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from textual import getters
+from textual.app import ComposeResult
+from textual.screen import Screen
+
+from minitui.widgets.chrome import Bar, SessionStrip, StatusBar, TopBar
+from minitui.widgets.replicas import Replicas
+
+if TYPE_CHECKING:
+    from minitui.view import View
+
+
+class ReplicaScreen(Screen[None]):
+    """Composes; the replicas are in the application's source."""
+
+    DEFAULT_CSS = """
+    ReplicaScreen { layout: vertical; background: $ground; & Replicas { height: 1fr; } }
+    """
+    table = getters.query_one(Replicas)
+
+    def compose(self) -> ComposeResult:
+        yield TopBar()
+        yield SessionStrip()
+        yield Replicas(id="table")
+        yield StatusBar()
+
+    def on_mount(self) -> None:
+        self.table.focus()
+
+    def paint(self, view: View) -> None:
+        """Show everything as it stands; called once a frame while this screen is visible."""
+        for bar in self.query(Bar):
+            bar.paint(view)
+        self.table.paint(view)

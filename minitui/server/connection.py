@@ -1,0 +1,73 @@
+"""What happens on a connection before there is a request: a head that does not come, and what is no HTTP at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from minitui.server.failures import ApiError
+from minitui.server.service import Service
+
+MAX_HEAD = 64 << 10  # bytes of a request's first line and headers
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection, which waits for a head for ever and refuses in plain text; this one does neither."""
+
+    def __init__(self, service: Service, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._service = service
+        self._waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]  # uvicorn says more of it than asyncio
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_head()
+
+    def _watch_head(self) -> None:
+        """From its first byte a head may take as long as a body; between two requests uvicorn's own limit holds."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_waiting()
+        elif self._waiting is None:
+            self._waiting = self.loop.call_later(self._service.settings.body_s, self._give_up)
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    def _give_up(self) -> None:
+        self._waiting = None
+        if self.conn.our_state is h11.IDLE:
+            self._refuse(ApiError(408, f"no request came within {self._service.settings.body_s:g} s"))
+        else:
+            self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP; called where the exception that says so is being handled."""
+        if getattr(sys.exception(), "error_status_hint", 400) == 431:
+            self._refuse(ApiError(431, f"the request's headers are larger than {MAX_HEAD >> 10} KiB"))
+        else:
+            self._refuse(ApiError(400, "what came is no valid HTTP request", code="bad_http"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer, unless an answer is under way, and hang up."""
+        cycle = self.cycle
+        if not self.transport.is_closing() and (cycle is None or cycle.response_complete or not cycle.response_started):
+            body = json.dumps(error.body).encode()
+            head = f"HTTP/1.1 {error.status} \r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+            self.transport.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+            self._service.meters.refusal(error.status)
+        self.transport.close()
