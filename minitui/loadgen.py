@@ -154,8 +154,6 @@ async def send(client: Any, planned: Planned, began: float) -> Outcome:
         async with client.stream("POST", path, json=planned.body) as response:
             if response.status_code == 429:
                 outcome.error = "refused (429)"
-                await response.aread()
-                return outcome
             await check(response)
             async for _, data in server_events(response):
                 if data == "[DONE]":
@@ -169,11 +167,11 @@ async def send(client: Any, planned: Planned, began: float) -> Outcome:
                         outcome.first = outcome.first or time.perf_counter() - started
                     pieces += bool(said)
         if not ended:
-            outcome.error = "cut off"
+            outcome.error, outcome.detail = "cut off", "the answer ended without data: [DONE]"
     except EngineDead as error:
         outcome.error, outcome.detail = "not available", str(error)
     except EngineError as error:
-        outcome.error, outcome.detail = "error", str(error)
+        outcome.error, outcome.detail = outcome.error or "error", str(error)
     except (httpx.HTTPError, OSError) as error:
         outcome.error, outcome.detail = type(error).__name__, str(error)
     finally:
