@@ -66,6 +66,10 @@ def refused(status: int, text: str, *statuses: int) -> dict[str, Any]:
     return error
 
 
+def told(answer: Any) -> tuple[int, str]:
+    return answer.status_code, answer.text
+
+
 def bury(value: Any, depth: int) -> Any:
     for _ in range(depth):
         value = {"a": value}
@@ -126,7 +130,7 @@ def _cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("field", "value"), list(_cases()))
 def test_a_bad_field_is_refused_by_its_name_and_kept_from_the_engine(server: Running, field: str, value: Any) -> None:
     answer = server.http.post(CHAT, content=json.dumps({**ASK, field: value}))
-    error = refused(answer.status_code, answer.text, 400, 404)
+    error = refused(*told(answer), 400, 404)
     assert (error["param"] or "").split(".")[0] == field or (field in WHOLE and field in error["message"]), error
 
 
@@ -172,7 +176,7 @@ OTHERS: list[tuple[str, Any, str | None]] = [
 @pytest.mark.parametrize(("path", "body", "field"), OTHERS, ids=lambda v: str(v)[:48])
 def test_so_is_one_of_the_other_endpoints(server: Running, path: str, body: Any, field: str | None) -> None:
     answer = server.http.post(path, content=json.dumps(body))
-    error = refused(answer.status_code, answer.text, 400)
+    error = refused(*told(answer), 400)
     assert field is None or (error["param"] or "").split(".")[0] == field, error
 
 
@@ -206,14 +210,40 @@ BODIES: dict[str, bytes] = {
 def test_a_broken_body_is_a_400(server: Running, name: str) -> None:
     for path in ("/generate", CHAT, "/minitui/control"):
         answer = server.http.post(path, content=BODIES[name])
-        error = refused(answer.status_code, answer.text, 400)
+        error = refused(*told(answer), 400)
         assert error["type"] == "invalid_request_error"
+
+
+MANY = 10_000
+FAULTS: dict[str, Any] = {
+    "ids": {"tokens": ["5"] * MANY},
+    "prompts": {"prompt": ["5", 5] * MANY},
+    "parts of messages": {"messages": [{"role": "user", "content": [{"type": "x"}] * MANY}]},
+    "unknown fields": {f"f{i}": 1 for i in range(MANY)},
+    "biases": {**ASK, "logit_bias": {str(i): "x" for i in range(MANY)}},
+    "metadata": {**ASK, "metadata": {str(i): 5 for i in range(MANY)}},
+    "unknown fields of messages": {"messages": [{**ASK["messages"][0], **{f"f{i}": 1 for i in range(90)}}] * 4000},
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_of_ten_thousand_faults_few_are_listed(name: str) -> None:
+    """Listing all of them, for a body of 4 MB, would hold up everybody for ten seconds."""
+    from pydantic import ValidationError
+
+    from minitui.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest
+
+    body = FAULTS[name]
+    model = DetokenizeRequest if "tokens" in body else CompletionRequest if "prompt" in body else ChatRequest
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body)
+    assert caught.value.error_count() <= 100
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/xml", "multipart/form-data; boundary=x", "image/png", "/"])
 def test_a_content_type_that_is_not_json_is_a_400_and_no_way_around_the_limits(server: Running, kind: str) -> None:
     answer = server.http.post("/generate", content=b'{"prompt": "x", "max_tokens": 1}', headers={"content-type": kind})
-    refused(answer.status_code, answer.text, 400)
+    refused(*told(answer), 400)
 
 
 @pytest.mark.parametrize(("words", "path"), [
@@ -224,7 +254,7 @@ def test_a_content_type_that_is_not_json_is_a_400_and_no_way_around_the_limits(s
 ], ids=["ids", "one message", "4,000 messages", "control characters and emoji"])  # fmt: skip
 def test_a_prompt_of_100_000_tokens_is_told_how_long_it_is(server: Running, words: Any, path: str) -> None:
     answer = server.post(path, words)
-    error = refused(answer.status_code, answer.text, 400)
+    error = refused(*told(answer), 400)
     assert error["code"] == "context_length_exceeded" and "4,096" in error["message"]
 
 
@@ -246,7 +276,7 @@ def test_a_tool_described_oddly_is_shown_to_the_model_or_refused(server: Running
     deep = f'{{"{key}":' * 800 + "1" + "}" * 800 if key == "a" else f'{{"{key}": 1}}'
     tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {deep}}}}}'
     answer = server.http.post(CHAT, content=f'{json.dumps(ASK)[:-1]}, "tools": [{tool}]}}')
-    assert answer.status_code == 200 or refused(answer.status_code, answer.text, 400)
+    assert answer.status_code == 200 or refused(*told(answer), 400)
 
 
 # ---- grammars: what cannot be satisfied, what never ends, what explodes
@@ -291,7 +321,7 @@ def test_a_bad_schema_is_refused_and_a_costly_one_costs_others_nothing(server: R
     answer = server.post(CHAT, {**ASK, "response_format": wanted})
     assert time.monotonic() - started < 5
     if status != 200:
-        error = refused(answer.status_code, answer.text, status)
+        error = refused(*told(answer), status)
         assert status == 500 or error["param"] == "response_format"
     else:
         assert answer.status_code == 200, answer.text

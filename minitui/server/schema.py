@@ -1,13 +1,16 @@
 """What may be asked, field by field. Types are strict ("5" is no number), unknown fields are refused by name.
 
 Fields that OpenAI's clients send and that change nothing here are accepted; they are listed as such.
+
+A body may have a million faults, and listing them takes longer than any reply: lists end at their first, and objects
+with too many fields are refused for that.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from engine.errors import InvalidRequest
 from engine.types import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
@@ -15,20 +18,43 @@ from engine.types import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
 MAX_SEQUENCES = 128
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
+MAX_FIELDS = 100  # of an object; the largest here knows fewer than half as many
+MAX_BIASES = 1024
+MAX_METADATA = 16
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(allow_inf_nan=False, ge=-100, le=100)]
-Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024)]
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, le=1 << 31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Prompt = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
-Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None
+Stop = StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)] | None
+
+
+def at_most(count: int) -> BeforeValidator:
+    """Refuses a larger object before its values are looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            raise ValueError(f"it has {len(value):,} entries, and {count:,} is the limit")
+        return value
+
+    return BeforeValidator(check)
 
 
 class Strict(BaseModel):
     """A body or a part of one."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_too_many(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"an object of {len(value):,} fields is none that this server knows")
+        return value
 
 
 class Sampled(Strict):
@@ -43,10 +69,10 @@ class Sampled(Strict):
     repetition_penalty: Finite | None = Field(None, gt=0, le=100)
     presence_penalty: Finite | None = Field(None, ge=-2, le=2)
     frequency_penalty: Finite | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], at_most(MAX_BIASES), Field(max_length=MAX_BIASES)] | None = None
     seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
     stop: Stop = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=64)] | None = None
     min_tokens: int | None = Field(None, ge=0, le=1 << 31)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -120,9 +146,9 @@ class ToolCall(Strict):
 
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = Field(None, max_length=256)
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = Field(None, max_length=256)
     reasoning_content: str | None = None
     # Parts of an answer that clients send back; they change nothing.
@@ -197,22 +223,22 @@ class ResponseFormat(Strict):
 class ChatRequest(Sampled):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: int | None = Field(None, ge=1, le=1 << 31)
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     stream_options: StreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # enable_thinking and what else a template knows
     # Accepted for OpenAI's clients; they change nothing here.
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], at_most(MAX_METADATA), Field(max_length=MAX_METADATA)] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -244,9 +270,9 @@ class CompletionRequest(Sampled):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_SEQUENCES)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_SEQUENCES)]
+        | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_SEQUENCES)]
+        | Prompt
+        | Annotated[list[Prompt], Field(fail_fast=True, min_length=1, max_length=MAX_SEQUENCES)]
     )
     max_tokens: int | None = Field(16, ge=1, le=1 << 31)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -284,7 +310,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = Field(None, max_length=512)
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
@@ -299,7 +325,7 @@ class DetokenizeRequest(Strict):
     """POST /detokenize."""
 
     model: str | None = Field(None, max_length=512)
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 # ---- answers

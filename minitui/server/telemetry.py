@@ -27,7 +27,7 @@ from minitui import __version__, tutor
 from minitui.server.failures import RESPONSES, STREAMED, ApiError
 from minitui.server.hub import Watcher, encode_snapshot
 from minitui.server.replies import Reply
-from minitui.server.schema import Finite, Stop, Strict, TokenId
+from minitui.server.schema import Finite, Prompt, Stop, Strict
 from minitui.server.service import Service
 from minitui.server.settings import TOKENIZER_FILES, Role
 from minitui.server.sse import EventStream, event, unless_gone
@@ -59,7 +59,7 @@ class Submission(Strict):
     """`tag` names it for a cancellation; `group` labels it in the records."""
 
     tag: Tag
-    ids: Annotated[list[TokenId], Field(min_length=1)]
+    ids: Prompt
     params: Drawn
     group: str = Field("", max_length=64)
 

@@ -53,7 +53,7 @@ def router(service: Service) -> APIRouter:
         """The text of ids, control tokens included."""
         service.check_model(body.model)
         size = service.info["vocab_size"]
-        if any(token >= size for token in body.tokens):
+        if max(body.tokens, default=0) >= size:
             raise ApiError(400, f"tokens has an id above {size - 1:,}, this model's last", "tokens")
         try:
             text = await service.in_thread(service.tokenizer.decode, body.tokens, False)
