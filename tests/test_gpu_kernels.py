@@ -211,13 +211,15 @@ def test_gemv_equals_a_matrix_product(n: int, k: int) -> None:
     assert error(gemv(x, w[: n // 2 * 2], norm=(weight, 1e-6), gate_up=True), wanted) < 2 * BOUND
 
 
-@pytest.mark.parametrize("m", [2, 16, 33, 64])
-@pytest.mark.parametrize("n,k", [(1024, 3072), (4096, 4096), (200, 256)])
+@pytest.mark.parametrize(
+    "m,n,k",
+    [(m, n, k) for m in (2, 16, 33, 64, 100, 128, 225, 256) for n, k in ((1024, 3072), (4096, 4096), (200, 256))],
+)  # fmt: skip
 def test_split_linear_adds_up_to_a_matrix_product(m: int, n: int, k: int) -> None:
     x, w = normal(m, k), normal(n, k, std=0.02)
-    split = split_linear.parts(n, k)
-    assert split > 0
-    assert error(split_linear.split_linear(x, w, split).sum(0), x.double() @ w.double().T) < 1e-4
+    form = split_linear.form_for(m, n, k)
+    assert form is not None
+    assert error(split_linear.split_linear(x, w, form).sum(0), x.double() @ w.double().T) < 1e-4
 
 
 @pytest.mark.parametrize("vocab", [151_936, 1000])

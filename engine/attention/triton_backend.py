@@ -26,19 +26,19 @@ class TritonAttention:
         self._rows = torch.arange(max_rows, dtype=torch.int32, device=device)
         self._meta: ForwardMeta | None = None
         self._padded = False
+        self._kept: list[torch.Tensor] = []  # the last is in use; captured graphs may know those before it
         self._splits: int | None = None
 
     def plan(self, meta: ForwardMeta, padded: bool = False, splits: int | None = None) -> None:
-        """`padded`: q may hold tokens of no sequence; their output is zeros (it is undefined otherwise). `splits`: over
-        how many programs the keys of a chunk are spread; None: as many as suit a batch without empty sequences."""
+        """`padded`: q may hold tokens of no sequence; their output is finite (it is undefined otherwise). `splits`:
+        over how many programs the keys of a chunk are spread; None: as many as suit a batch without empty sequences."""
         self._meta, self._padded, self._splits = meta, padded, splits
 
     def run(self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
         meta = self._meta
         assert meta is not None, "plan() comes before run()"
         tokens, heads, dim = q.shape
-        empty = torch.zeros if self._padded else torch.empty
-        out = empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
+        out = self._padded_out(q) if self._padded else torch.empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
         n = meta.num_decodes
         if n:
             decode_attention(
@@ -52,6 +52,15 @@ class TritonAttention:
                 splits=self._splits,
             )  # fmt: skip
         return out
+
+    def _padded_out(self, q: torch.Tensor) -> torch.Tensor:
+        """[T, heads * d], one buffer for all layers and steps: rows of padding are never written, so they hold zeros or
+        what an earlier step left there, and no layer has to clear them.
+        """
+        tokens, width = q.shape[0], q.shape[1] * q.shape[2]
+        if not self._kept or len(self._kept[-1]) < tokens:
+            self._kept.append(torch.zeros(tokens, width, dtype=q.dtype, device=q.device))
+        return self._kept[-1][:tokens]
 
     def warm_up(self, pool: KVPool, dtype: torch.dtype) -> None:
         """Run every form of the kernels that a step may need, on padding: none is compiled while somebody waits."""

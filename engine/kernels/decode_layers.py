@@ -20,7 +20,7 @@ from engine.forward import ForwardMeta
 from engine.kernels import norms
 from engine.kernels.decode_attention import decode_attention
 from engine.kernels.gemv import gemv
-from engine.kernels.split_linear import parts, split_linear
+from engine.kernels.split_linear import form_for, split_linear
 from engine.kv.pool import KVPool
 from engine.model.decoder import Decoder, DenseMLP, Layer
 
@@ -114,15 +114,14 @@ def _linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torc
     """x [T, K] -> [T, N]. For few tokens and little to read, where a launch counts, by our own kernel; else by
     cuBLAS.
     """
-    if bias is None and 1 < len(x) <= SPLIT_TOKENS and w.shape[1] <= 2048 and parts(*w.shape):
-        return split_linear(x, w, 1, x.dtype)[0]
-    return F.linear(x, w, bias)
+    form = form_for(len(x), *w.shape) if bias is None and len(x) <= SPLIT_TOKENS and w.shape[1] <= 2048 else None
+    return F.linear(x, w, bias) if form is None else split_linear(x, w, form._replace(parts=1, stages=5), x.dtype)[0]
 
 
 def _back_to_hidden(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [T, K] -> [T, H], or fp32 [parts, T, H] to be summed by the norm that follows."""
-    split = parts(*w.shape) if bias is None and 1 < len(x) <= SPLIT_TOKENS else 0
-    return split_linear(x, w, split) if split > 1 else F.linear(x, w, bias)
+    form = form_for(len(x), *w.shape) if bias is None else None
+    return F.linear(x, w, bias) if form is None or form.parts == 1 else split_linear(x, w, form)
 
 
 def _is_plain(layer: Layer) -> bool:

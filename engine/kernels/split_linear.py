@@ -1,4 +1,4 @@
-"""A linear layer for 2 to 64 tokens whose input dimension is split over programs: fp32 parts, to be summed by the
+"""A linear layer for 2 to 256 tokens whose input dimension is split over programs: fp32 parts, to be summed by the
 norm behind it.
 
 y = x W^T with W read once. Narrow layers (the projections back to the hidden size) have too few output tiles to keep
@@ -6,12 +6,16 @@ all multiprocessors reading, so K is split; instead of a reduction kernel of its
 reads.
 
 Measured on an H200 at M = 64, with the norm behind it, against cuBLAS and the same norm: Qwen3-8B's output projection
-13.1 us for 14.2, its down projection 29.0 for 33.0; Qwen3-0.6B's 5.4 for 8.0 and 6.1 for 8.7.
+13.1 us for 14.2, its down projection 29.0 for 33.0; Qwen3-0.6B's 5.4 for 8.0 and 6.1 for 8.7. At M = 128 8B 15.9 for
+17.0 and no gain, 0.6B 6.2 for 8.1 and 7.2 for 8.8; at 256 8B 20.4 for 22.1 and 44.9 for 46.1 (a whole step 9.32 ms for
+9.43). Elsewhere up to 256 cuBLAS is as fast or faster: `form_for`.
 
 Shapes: x [M, K], W [N, K] row-major, both read by the bulk tensor copy engine; result fp32 [SPLIT_K, M, N].
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -52,29 +56,52 @@ def _split_linear_kernel(
     tl.store(at, acc.to(y.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
 
 
-BLOCK_N, BLOCK_K = 64, 128
+class Form(NamedTuple):
+    """How a product is cut up."""
+
+    parts: int  # of K
+    block_n: int
+    block_k: int
+    stages: int
+    warps: int
 
 
-def parts(n: int, k: int) -> int:
+def form_for(m: int, n: int, k: int) -> Form | None:
+    """The fastest measured for x [m, k] and W [n, k]; None: cuBLAS is."""
+    if m < 2 or m > 256:
+        return None
+    if m <= 64:
+        split = parts(n, k)
+        return Form(split, 64, 128, 5 if split < 4 else 4, 4) if split else None
+    split = parts(n, k, 64)
+    if split < 2:
+        return None
+    if m <= 128:
+        return Form(split, 64, 64, 5, 4) if k <= 4096 else None
+    return Form(split, 64, 64, 5, 4) if m > 224 else None
+
+
+def parts(n: int, k: int, block_k: int = 128) -> int:
     """Into how many parts K is split: as many as keep about 128 programs busy, at most 4; 0: this layer is not for
     it.
     """
     split = 1
-    while split < 4 and split * triton.cdiv(n, BLOCK_N) < 128 and k % (2 * split * BLOCK_K) == 0:
+    while split < 4 and split * triton.cdiv(n, 64) < 128 and k % (2 * split * block_k) == 0:
         split *= 2
-    return split if k % (split * BLOCK_K) == 0 else 0
+    return split if k % (split * block_k) == 0 else 0
 
 
 def split_linear(
-    x: torch.Tensor, w: torch.Tensor, split_k: int, dtype: torch.dtype = torch.float32, *, pdl: bool = True
+    x: torch.Tensor, w: torch.Tensor, form: Form, dtype: torch.dtype = torch.float32, *, pdl: bool = True
 ) -> torch.Tensor:
-    """x [M, K], w [N, K] -> [split_k, M, N]; K must be a multiple of 128 split_k, M at most 64."""
+    """x [M, K], w [N, K] -> [parts, M, N]; K must be a multiple of block_k times parts, M at most 256."""
     (m, k), n = x.shape, w.shape[0]
     block_m = max(16, triton.next_power_of_2(m))
-    y = torch.empty(split_k, m, n, dtype=dtype, device=x.device)
-    tiles_x, tiles_w = (TensorDescriptor.from_tensor(t, [b, BLOCK_K]) for t, b in ((x, block_m), (w, BLOCK_N)))
-    _split_linear_kernel[(triton.cdiv(n, BLOCK_N), split_k)](
-        tiles_x, tiles_w, y, m, n, K=k, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, SPLIT_K=split_k,
-        STAGES=5 if split_k < 4 else 4, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    split, block_n, block_k, stages, warps = form
+    y = torch.empty(split, m, n, dtype=dtype, device=x.device)
+    tiles_x, tiles_w = (TensorDescriptor.from_tensor(t, [b, block_k]) for t, b in ((x, block_m), (w, block_n)))
+    _split_linear_kernel[(triton.cdiv(n, block_n), split)](
+        tiles_x, tiles_w, y, m, n, K=k, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, SPLIT_K=split,
+        STAGES=stages, PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
     return y

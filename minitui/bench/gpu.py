@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
@@ -54,22 +55,31 @@ class GpuRows:
         one = median(seconds(self._llm, prompts([128]), greedy(1)) for _ in range(3))
         self._llm.engine.log.drain()
         took = (seconds(self._llm, prompts([128]), greedy(513)) - one) / 512 * 1e3
-        least = sum(work.decode(self._limits, [128 + step]) for step in range(1, 513)) / 512 * 1e3
+
+        def least(limits: Limits) -> float:
+            return sum(work.decode(limits, [128 + step]) for step in range(1, 513)) / 512 * 1e3
+
         return self._row("batch 1", took, "ms/token", least, self._host(1))
 
     def batch(self, n: int) -> Row:
         """n requests of 128 tokens, 256 tokens of reply each; all tokens of reply by the whole time."""
         self._llm.engine.log.drain()
         took = self._median(lambda: seconds(self._llm, self._prompts([128] * n), greedy(256)))
-        least = self._work.replies(self._limits, [128] * n, [256] * n)
-        return self._row(f"batch {n}", n * 256 / took, "tok/s", n * 256 / least, self._host(n))
+
+        def most(limits: Limits) -> float:
+            return n * 256 / self._work.replies(limits, [128] * n, [256] * n)
+
+        return self._row(f"batch {n}", n * 256 / took, "tok/s", most, self._host(n))
 
     def prefill(self) -> Row:
         """16 prompts of 4,096 tokens, one token of reply each; prompt tokens by time."""
         lengths = [4096] * 16
         took = self._median(lambda: seconds(self._llm, self._prompts(lengths), greedy(1)))
-        least = self._work.prefill(self._limits, lengths)
-        return self._row("prefill 16 x 4,096", sum(lengths) / took, "tok/s", sum(lengths) / least)
+
+        def most(limits: Limits) -> float:
+            return sum(lengths) / self._work.prefill(limits, lengths)
+
+        return self._row("prefill 16 x 4,096", sum(lengths) / took, "tok/s", most)
 
     def mixed(self) -> Row:
         """256 requests at once, prompts and replies uniform in 100 ... 1,024 tokens."""
@@ -78,14 +88,18 @@ class GpuRows:
         params: list[SamplingParams] = [greedy(n) for n in outputs]
         self._llm.engine.log.drain()
         took = seconds(self._llm, self._prompts(lengths), params)
-        least = self._work.replies(self._limits, lengths, outputs)
-        return self._row("mixed 256", sum(outputs) / took, "tok/s", sum(outputs) / least, self._host(256))
+
+        def most(limits: Limits) -> float:
+            return sum(outputs) / self._work.replies(limits, lengths, outputs)
+
+        return self._row("mixed 256", sum(outputs) / took, "tok/s", most, self._host(256))
 
     def first_token_cold(self) -> Row:
         """One prompt nobody has sent before."""
         took = median(seconds(self._llm, self._prompts([2112]), greedy(1)) for _ in range(5)) * 1e3
-        least = self._work.prefill(self._limits, [2112]) * 1e3
-        return self._row("first token, 2,112 cold", took, "ms", least)
+        return self._row(
+            "first token, 2,112 cold", took, "ms", lambda limits: self._work.prefill(limits, [2112]) * 1e3
+        )
 
     def first_token_cached(self) -> Row:
         """A prompt whose first 2,048 tokens the cache holds."""
@@ -94,8 +108,10 @@ class GpuRows:
             (start,), (rest,) = self._prompts([2048]), self._prompts([64])
             seconds(self._llm, [start], greedy(1))
             times.append(seconds(self._llm, [start + rest], greedy(1)))
-        least = self._work.prefill(self._limits, [2112], cached=2048) * 1e3
-        return self._row("first token, 2,048 cached + 64", median(times) * 1e3, "ms", least)
+        return self._row(
+            "first token, 2,048 cached + 64", median(times) * 1e3, "ms",
+            lambda limits: self._work.prefill(limits, [2112], cached=2048) * 1e3,
+        )  # fmt: skip
 
     def _warm_up(self) -> None:
         seconds(self._llm, self._prompts([128] * 8), greedy(8))
@@ -115,6 +131,9 @@ class GpuRows:
         per_row = f", {steps.host_us / rows:.2f} us per row" if rows > 1 else ""
         return f"host {steps.host_us:.0f} us per step{per_row}; device {steps.device_ms:.2f} ms"
 
-    def _row(self, name: str, value: float, unit: str, limit: float, note: str = "") -> Row:
+    def _row(self, name: str, value: float, unit: str, limit: Callable[[Limits], float], note: str = "") -> Row:
+        """`limit`: what the row would be at given limits of the machine."""
         other, goal = self._references.get(name, (None, None))
-        return Row(name, value, unit, limit, goal, other, note)
+        limits = self._limits
+        steady = limit(replace(limits, matmul=limits.sustained)) if limits.sustained else None
+        return Row(name, value, unit, limit(limits), goal, other, note, steady)

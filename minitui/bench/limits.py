@@ -12,6 +12,7 @@ from statistics import median
 import torch
 
 REPEATS = 10
+SUSTAINED_SECONDS = 1.5
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,14 @@ class Limits:
     read: float
     matmul: float
     dtype: str
+    sustained: float | None = None  # of a second and a half of products, where power and heat set the clock; on a GPU
 
     def lines(self) -> list[str]:
         return [
             f"copy    {self.copy / 1e9:10,.0f} GB/s  (read + written)",
             f"read    {self.read / 1e9:10,.0f} GB/s",
             f"matmul  {self.matmul / 1e9:10,.0f} GFLOP/s  ({self.dtype})",
+            *([f"        {self.sustained / 1e9:10,.0f} GFLOP/s  sustained"] if self.sustained else []),
         ]
 
 
@@ -35,10 +38,14 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
     """Median of several runs of each, buffers far larger than the caches."""
     copy, read = _memory(device, (1 << 29) if device.type == "cuda" else (1 << 26))
     n = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.empty(n, n, device=device, dtype=dtype).normal_() for _ in range(2))
-    matmul = 2 * n**3 / _seconds(lambda: a @ b, device)
+    a, b, c = (torch.empty(n, n, device=device, dtype=dtype).normal_() for _ in range(3))
+    once = _seconds(lambda: a @ b, device)
+    matmul, sustained = 2 * n**3 / once, None
+    if device.type == "cuda":
+        times = max(1, int(SUSTAINED_SECONDS / once))
+        sustained = 2 * n**3 * times / _seconds(lambda: [torch.mm(a, b, out=c) for _ in range(times)], device, 1, 0)
     # The copy may beat a plain reduction at reading: the limit is the better of what was seen.
-    return Limits(copy, max(read, copy / 2), matmul, str(dtype).removeprefix("torch."))
+    return Limits(copy, max(read, copy / 2), matmul, str(dtype).removeprefix("torch."), sustained)
 
 
 def _memory(device: torch.device, count: int) -> tuple[float, float]:
@@ -50,12 +57,12 @@ def _memory(device: torch.device, count: int) -> tuple[float, float]:
     return 2 * source.nbytes / copy, source.nbytes / _seconds(lambda: rows.sum(1), device)
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    for _ in range(3):
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int = REPEATS, warm_up: int = 3) -> float:
+    for _ in range(warm_up):
         run()
     if device.type == "cuda":
         times = []
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             run()
@@ -64,7 +71,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
             times.append(begin.elapsed_time(end) / 1e3)
         return median(times)
     times = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         started = time.perf_counter()
         run()
         times.append(time.perf_counter() - started)

@@ -26,16 +26,22 @@ class Row:
     goal: float | None = None
     other: float | None = None
     note: str = ""
+    sustained: float | None = None  # the limit where a card keeps up its products for seconds, see Limits.sustained
 
     @property
     def share(self) -> float | None:
         """Of the limit, 0 to 1."""
-        if not self.limit:
+        return self._share_of(self.limit)
+
+    def _share_of(self, limit: float | None) -> float | None:
+        if not limit:
             return None
-        return self.value / self.limit if self.unit.endswith("/s") else self.limit / self.value
+        return self.value / limit if self.unit.endswith("/s") else limit / self.value
 
     def line(self) -> str:
         share = f"{self.share:6.0%} of limit {_number(self.limit or 0)}" if self.share is not None else " " * 23
+        steady = self._share_of(self.sustained)
+        share += f" ({steady:4.0%} sustained)" if steady is not None else ""
         parts = [f"{self.name:34s} {_number(self.value)} {self.unit:9s} {share}"]
         if self.other is not None:
             parts.append(f"best other {_number(self.other)}")
