@@ -162,7 +162,7 @@ class MinituiApp(App[int]):
         """Drain, fold, and paint the visible screen only."""
         if self.feed.pump():
             self.run_worker(self.feed.sync(), group="sync", exclusive=True)
-        names = self.chats.names
+        names = self.group_names()
         if names != self._names:
             self._names = self.view.group_names = names
             if hasattr(self.source, "name_groups"):  # it is being recorded
@@ -191,6 +191,10 @@ class MinituiApp(App[int]):
     def idle(self) -> bool:
         """Is there nothing that a step could compute?"""
         return not self.view.live.state.requests and not any(session.busy for session in self.chats.sessions)
+
+    def group_names(self) -> dict[str, str]:
+        """What the groups of the requests are called in the panels."""
+        return self.chats.names
 
     def queue_place(self, session: Session) -> int | None:
         """Its place in the waiting queue, from 1; 0 when it does not wait, None when that is not known."""

@@ -231,8 +231,19 @@ def lesson(
 
 @app.command()
 def replay(
-    trace: Annotated[Path, typer.Argument(help="A file written with --record.")],
-    speed: Annotated[float, typer.Option(help="1 is the engine's own speed; 0.1 ten times slower.")] = 1.0,
+    trace: Annotated[
+        str | None,
+        typer.Argument(
+            help="A file written with --record, or a recording that comes along; without it, those are listed.",
+            metavar="[FILE|NAME]",
+        ),
+    ] = None,
+    speed: Annotated[
+        float | None,
+        typer.Option(
+            help="1 is the engine's own speed, 0.1 ten times slower. Default: 1; what comes along lasts about a minute."
+        ),
+    ] = None,
     export: Annotated[
         str | None, typer.Option(help="perfetto, json, md, svg or png: write a file instead of playing.")
     ] = None,
@@ -248,6 +259,7 @@ def replay(
     """Play a recording in the same application, or export it.
 
     \b
+      minitui replay                                 the recordings that come along
       minitui chat --record class.trace
       minitui replay class.trace                     space freezes, p pauses, n steps, ( ) jump, { } bookmarks
       minitui replay class.trace --export perfetto   opens at ui.perfetto.dev
@@ -257,6 +269,8 @@ def replay(
     from minitui import launch
 
     looks = {"fps": fps, "theme": theme, "ascii": ascii}
+    if trace is None:
+        raise typer.Exit(launch.run_list())
     if export is None:
         raise typer.Exit(launch.run_replay(trace, speed, looks))
     print(launch.run_export(trace, export, out, step, size, theme))

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from engine.errors import EngineError
 from minitui import transcripts
-from minitui.actions import BY_SLASH, key_label, offered
+from minitui.actions import ACTIONS, BY_ID, BY_SLASH, key_label, offered
 from minitui.sessions import Session
+from minitui.widgets.chrome import has_chats
 
 if TYPE_CHECKING:
     from minitui.app import MinituiApp
@@ -38,9 +39,14 @@ class Commands:
     def run(self, action: str, argument: str = "") -> None:
         """Do it; what is wrong becomes a sentence on the screen."""
         try:
+            self._check(action)
             getattr(self, f"do_{action}")(argument.strip())
         except EngineError as error:
             self.app.say(str(error), error=True)
+
+    def _check(self, action: str) -> None:
+        if BY_ID[action].group == "Chats" and not has_chats(self.app):
+            raise EngineError("this is a recording: it has no chats; `minitui chat` starts an engine")
 
     def run_slash(self, text: str) -> None:
         """Run "/fork" or "/rename paging"; the shortest unambiguous beginning of a name will do."""
@@ -374,7 +380,10 @@ class Commands:
         self.app.show_help()
 
     def do_palette(self, _: str) -> None:
-        found = {a.title: a for a in offered(self.app.FEATURES) if a.id not in ("palette", "slash", "write", "go")}
+        left_out = {"palette", "slash", "write", "go"}
+        if not has_chats(self.app):
+            left_out |= {a.id for a in ACTIONS if a.group == "Chats"} | {"chat", "clear", "restart"}
+        found = {a.title: a for a in offered(self.app.FEATURES) if a.id not in left_out}
         ways = [
             (key_label(self.app.settings.keys.get(a.id, a.key)), a.slash and f"/{a.slash}") for a in found.values()
         ]

@@ -339,8 +339,20 @@ def run_lesson(number: int, plain: bool) -> int:
     return run_app(source, choice, settings_file.load(), sampling, make=make)
 
 
-def run_replay(path: Path, speed: float, looks: dict[str, Any]) -> int:
-    """`minitui replay FILE`; returns the exit code."""
+def run_list() -> int:
+    """`minitui replay` without a file: the recordings that come along; returns the exit code."""
+    from minitui.recordings import bundled, describe
+    from minitui.trace import TraceReader
+
+    for name, path in bundled().items():
+        print(f"minitui replay {name}\n    {describe(TraceReader(path))}")
+    print("minitui replay FILE\n    one of your own, written with --record FILE")
+    return 0
+
+
+def run_replay(trace: str, speed: float | None, looks: dict[str, Any]) -> int:
+    """`minitui replay FILE|NAME`; returns the exit code."""
+    from minitui.recordings import find_trace, is_bundled, watching_speed
     from minitui.replay import ReplaySource
     from minitui.replay_app import ReplayApp
     from minitui.trace import TraceReader
@@ -348,15 +360,24 @@ def run_replay(path: Path, speed: float, looks: dict[str, Any]) -> int:
     settings = settings_file.load()
     apply_looks(settings, looks)
     need_terminal("minitui replay", "minitui tail FILE or minitui replay FILE --export md")
-    TraceReader(path)  # what is wrong with it is said before the screen is taken
+    path = find_trace(trace)
+    reader = TraceReader(path)  # what is wrong with it is said before the screen is taken
+    if speed is None:
+        speed = watching_speed(reader) if is_bundled(path) else 1.0
     source = ReplaySource(path, speed)
     return run_app(source, Choice("", "", "", "model"), settings, Sampling(), make=ReplayApp)
 
 
-def run_export(trace: Path, kind: str, out: Path | None, step: int | None, size: str, theme: str | None) -> Path:
-    """`minitui replay FILE --export KIND`; returns the file written."""
-    from minitui.export import PICTURES, export
+def run_export(
+    trace: str | Path, kind: str, out: Path | None, step: int | None, size: str, theme: str | None
+) -> Path:
+    """`minitui replay FILE|NAME --export KIND`; returns the file written, beside FILE or in the working directory."""
+    from minitui.export import PICTURES, SUFFIXES, export
+    from minitui.recordings import find_trace, is_bundled
 
+    trace = find_trace(str(trace))
+    if out is None and is_bundled(trace) and kind in SUFFIXES:
+        out = Path(trace.stem + SUFFIXES[kind])
     if kind not in PICTURES:
         return export(trace, kind, out)
     from minitui.export.svg import write_picture
@@ -384,7 +405,9 @@ def run_tail(trace: str | None, kv_blocks: int | None) -> int:
 
         return asyncio.run(watch())
     if trace is not None:
-        return tail_trace(trace, print)
+        from minitui.recordings import find_trace
+
+        return tail_trace(find_trace(trace), print)
     choice = choose_model(None)
     source = live_source(choice, {"kv_blocks": kv_blocks, "no_prefix_caching": False})
     return asyncio.run(tail_live(source, choice.system, Sampling(), sys.stdin, print))

@@ -19,8 +19,11 @@ from typing import Any
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.records import Record
 from engine.types import SamplingParams
 from minitui.record import Recorder
+
+FEW = 1000  # different tokens in the prompts: they mean nothing anyhow, and take half the bytes in the file
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def arrivals(traffic: Traffic, vocab_size: int, max_len: int) -> list[Arrival]:
     rng = random.Random(traffic.seed)
 
     def tokens(n: int) -> list[int]:
-        return [rng.randrange(vocab_size) for _ in range(n)]
+        return [rng.randrange(min(vocab_size, FEW)) for _ in range(n)]
 
     beginnings = [tokens(traffic.prefix) for _ in range(traffic.prefixes)]
     times = sorted(rng.random() * traffic.arrivals_s for _ in range(traffic.requests))
@@ -64,10 +67,37 @@ def arrivals(traffic: Traffic, vocab_size: int, max_len: int) -> list[Arrival]:
     return made
 
 
+class Notable:
+    """The steps of a run that are worth jumping to: the extremes."""
+
+    def __init__(self) -> None:
+        self._most: dict[str, tuple[float, int]] = {}  # (how much, at which step) by what is said of it
+
+    def look(self, records: list[Record]) -> None:
+        """Remember what exceeds what came before."""
+        for record in records:
+            if record[2] == "step":
+                _, _, _, step, prefills, _joined, _left, tokens, _waiting = record
+                prompt = sum(chunk[2] for chunk in prefills)
+                self._offer("the fullest batch, {:,.0f} requests in one step", len(prefills) + tokens - prompt, step)
+                self._offer("most prompt tokens in one step, {:,.0f}", prompt, step)
+            elif record[2] == "time":
+                self._offer("the slowest step, {:,.1f} ms", record[7], record[3])
+
+    def _offer(self, text: str, amount: float, step: int) -> None:
+        if amount > self._most.get(text, (0, 0))[0]:
+            self._most[text] = (amount, step)
+
+    def marks(self) -> list[tuple[int, str]]:
+        """(step, what it is the extreme of)."""
+        return [(step, text.format(amount)) for text, (amount, step) in self._most.items()]
+
+
 def record_run(engine: Engine, info: dict[str, Any], due: list[Arrival], path: Path) -> Recorder:
     """Let the requests come when they are due, run until all have ended, and write everything to `path`."""
     recorder = Recorder(path)
     recorder.begin({**info, "random_text": True}, engine.snapshot())
+    notable = Notable()
     waiting = list(reversed(due))
     began = engine.log.now()
     while waiting or engine.has_work:
@@ -75,12 +105,25 @@ def record_run(engine: Engine, info: dict[str, Any], due: list[Arrival], path: P
             one = waiting.pop()
             engine.add_request(one.ids, one.params, group=one.group)
         engine.step()
-        recorder.feed(engine.log.drain())
+        records = engine.log.drain()
+        notable.look(records)
+        recorder.feed(records)
     engine.drain()
     recorder.feed(engine.log.drain())
     recorder.name({one.group: one.group for one in due})
+    for step, text in notable.marks():
+        recorder.bookmark(text, step)
     recorder.close()
     return recorder
+
+
+def _span(text: str) -> tuple[int, int]:
+    """ "32-512" as (32, 512); argparse turns the ValueError into its message."""
+    low, _, high = text.partition("-")
+    span = (int(low), int(high or low))
+    if not 0 < span[0] <= span[1]:
+        raise ValueError(text)
+    return span
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -95,6 +138,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=None)
     parser.add_argument("--requests", type=int, default=Traffic.requests)
     parser.add_argument("--arrivals", type=float, default=Traffic.arrivals_s, help="seconds in which they come")
+    parser.add_argument("--prefix", type=int, default=Traffic.prefix, help="tokens of a shared beginning")
+    parser.add_argument("--prompt", type=_span, default=Traffic.prompt, help="tokens beyond it, as in 32-512")
+    parser.add_argument("--reply", type=_span, default=Traffic.reply, help="tokens of an answer, as in 32-256")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args(arguments)
     config = EngineConfig(
@@ -110,7 +156,10 @@ def main(arguments: list[str] | None = None) -> None:
         built.engine.step()
     built.engine.clear_cache()
     built.engine.log.drain()
-    traffic = Traffic(requests=chosen.requests, arrivals_s=chosen.arrivals, seed=chosen.seed)
+    traffic = Traffic(
+        requests=chosen.requests, arrivals_s=chosen.arrivals, prefix=chosen.prefix, prompt=chosen.prompt,
+        reply=chosen.reply, seed=chosen.seed,
+    )  # fmt: skip
     due = arrivals(traffic, built.info["vocab_size"], built.info["max_model_len"])
     recorder = record_run(built.engine, built.info, due, chosen.out)
     size = chosen.out.stat().st_size

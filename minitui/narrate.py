@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from minitui.view import Event, Lane, StepRow, View
 from minitui.view.lanes import DECODING
-from minitui.view.log import stop_text
+from minitui.view.log import looked_up, stop_text
 
 NAMED = 3  # requests named one by one; more are counted
 
@@ -94,6 +94,8 @@ def _prompt(view: View, lane: Lane | None, match: Event | None, chunk: tuple[int
         return ", and waits for tokens of the budget"
     _request, start, n, done = chunk
     total = lane.prompt_tokens if lane is not None else start + n
+    if match is not None:
+        total = looked_up(match)
     size = view.board.state.block_size
     if match is not None and match.kind == "hit":
         taken = match.record[4]

@@ -29,6 +29,7 @@ BATCH = 512  # records in a line
 FLUSH_S = 1.0  # a killed writer loses at most this much
 LEVEL = 2  # of compression: a third of the time of the usual one, a fifth more bytes
 MAX_WAITING = 4000  # items that wait to be written
+PRIVATE = ("model_dir", "log_file")  # paths of the machine that recorded: they mean nothing elsewhere
 
 Decode = Callable[[int], bytes]
 
@@ -63,7 +64,7 @@ class Recorder:
         """Write the header and the first keyframe. `t`: the engine's clock at the snapshot, 0 if not known."""
         header = {
             "minitui_trace": VERSION,
-            "info": info,
+            "info": {name: value for name, value in info.items() if name not in PRIVATE},
             "recorded": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "random_text": bool(info.get("dummy_weights") or info.get("random_text")),
         }
@@ -117,10 +118,10 @@ class Recorder:
         if names and self._state is not None:
             self._writer.put(json.dumps(["n", names]))
 
-    def bookmark(self, text: str) -> None:
-        """Mark the last step."""
+    def bookmark(self, text: str, step: int | None = None) -> None:
+        """Mark a step, the last one if it is not named."""
         if self._state is not None:
-            self._writer.put(json.dumps(["b", self._state.step, text]))
+            self._writer.put(json.dumps(["b", self._state.step if step is None else step, text]))
 
     def close(self) -> None:
         """Write the end, and return when everything is in the file. Idempotent."""

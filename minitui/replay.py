@@ -18,6 +18,7 @@ from engine.gate import EVENTS, MAX_PACE, fulfils
 from engine.records import Record
 from engine.state import State
 from engine.types import SamplingParams
+from minitui.recordings import is_bundled
 from minitui.trace import TraceReader
 
 if TYPE_CHECKING:
@@ -183,8 +184,12 @@ class ReplaySource:
         self._until, self._allowed = None, 0
 
     def bookmark(self, text: str) -> None:
-        """Mark the step at the playhead, in the file."""
-        self.trace.add_bookmark(self.step, text)
+        """Mark the step at the playhead, in the file; for as long as this lasts in one that belongs to the program."""
+        if is_bundled(self.path):
+            self.trace.bookmarks.append((self.step, text))
+            self.trace.bookmarks.sort()
+        else:
+            self.trace.add_bookmark(self.step, text)
 
     def next_bookmark(self, direction: int) -> tuple[int, str] | None:
         """The nearest bookmark after (1) or before (-1) the playhead."""

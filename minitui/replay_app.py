@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, NoReturn, cast
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.screen import Screen
 
 from engine.errors import EngineError, InvalidRequest
 from minitui.app import MinituiApp
@@ -15,15 +18,27 @@ from minitui.narrate import narrate
 from minitui.replay import MAX_SPEED, MIN_SPEED, ReplaySource
 from minitui.screens.help import HelpScreen
 from minitui.screens.inspect import InspectScreen
+from minitui.screens.lecture import LectureScreen
 from minitui.theme import glyphs
 from minitui.trace import TraceReader
 from minitui.view import View
 from minitui.widgets.base import Picture
-from minitui.widgets.chrome import Bar
+from minitui.widgets.chrome import SCREENS, Bar
 from minitui.widgets.rows import Row
 
 SPEEDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 JUMP = 0.05  # of the recording
+REST = " … (3 tells more)"
+
+
+def shortened(text: str, width: int, lines: int) -> str:
+    """As many whole sentences as fit into so many lines of `width`, with a word where the others are told."""
+    if len(textwrap.wrap(text, width)) <= lines:
+        return text
+    sentences = re.split(r"(?<=\.) (?=\S)", text)
+    while len(sentences) > 1 and len(textwrap.wrap(" ".join(sentences) + REST, width)) > lines:
+        sentences.pop()
+    return " ".join(sentences) + REST
 
 
 class TraceCodec:
@@ -93,8 +108,8 @@ class ReplayBar(Bar):
         ]  # fmt: skip
 
 
-class ReplayScreen(InspectScreen):
-    """Inspect, with a line for the playhead below."""
+class PlayheadScreen(Screen[None]):
+    """Keys that move the playhead. What is derived from this and another screen names that first: its looks count."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("less_than_sign", "speed(-1)", "slower", show=False, id="replay.slower"),
@@ -106,10 +121,6 @@ class ReplayScreen(InspectScreen):
         Binding("m", "bookmark", "bookmark this step", show=False, id="replay.bookmark"),
         Binding("g", "go", "go to a step", show=False, id="replay.go"),
     ]
-
-    def compose(self) -> ComposeResult:
-        yield from super().compose()
-        yield ReplayBar()
 
     @property
     def _replay(self) -> ReplayApp:
@@ -160,11 +171,28 @@ class ReplayScreen(InspectScreen):
         self._replay.run_worker(self._replay.seek(int(number)), group="seek", exclusive=True)
 
 
+class ReplayScreen(InspectScreen, PlayheadScreen):
+    """Inspect over a recording, with a line for the playhead."""
+
+    def compose(self) -> ComposeResult:
+        yield from super().compose()
+        yield ReplayBar()
+
+
+class ReplayLecture(LectureScreen, PlayheadScreen):
+    """Lecture over a recording, with a line for the playhead."""
+
+    def compose(self) -> ComposeResult:
+        yield from super().compose()
+        yield ReplayBar()
+
+
 class ReplayApp(MinituiApp):
     """The chats are not recorded, so the first screen is Inspect."""
 
-    MODES: ClassVar[dict[str, Any]] = {**MinituiApp.MODES, "inspect": ReplayScreen}
+    MODES: ClassVar[dict[str, Any]] = {"inspect": ReplayScreen, "lecture": ReplayLecture}
     DEFAULT_MODE = "inspect"
+    TABS = tuple(tab for tab in SCREENS if tab[0] != "chat")
 
     def __init__(self, source: ReplaySource, *args: Any, **options: Any) -> None:
         options["load_codec"] = lambda info: TraceCodec(source.trace)
@@ -177,11 +205,42 @@ class ReplayApp(MinituiApp):
         return False
 
     def _frame(self) -> None:
-        if self.replay.reader is not None:
-            self.view.group_names = self._names = self.replay.trace.names
-        # Standing at a step, the recording is told; running, nobody could read it.
-        self.story = narrate(self.view, self.view.horizon) if self.view.exact else ""
+        self.story = self._tell()
         super()._frame()
+
+    def group_names(self) -> dict[str, str]:
+        """Those that were recorded."""
+        return self.replay.trace.names if self.replay.reader is not None else {}
+
+    def _tell(self) -> str:
+        """Standing at a step, the recording is told; running, nobody could read it."""
+        if not self.view.exact:
+            return self._about()
+        if self.current_mode == "lecture":
+            return ""  # it has a panel for that
+        width, height = self.size
+        return shortened(narrate(self.view, self.view.horizon), width - 4, max(3, height // 6))
+
+    def _about(self) -> str:
+        if self.replay.reader is None or not self.replay.trace.header["random_text"]:
+            return ""
+        info = self.source.info
+        weights = "with random weights " if info.get("dummy_weights") else ""
+        return (
+            f"A recording of {info['model']} {weights}on {info['device']}: its steps are real, its text is random and "
+            "not shown. p stands still and tells each step."
+        )
+
+    def switch_mode(self, mode: str) -> Any:
+        """What was said in the chats is not recorded."""
+        if mode == "chat":
+            raise InvalidRequest("this is a recording: it has no chats; `minitui chat` starts an engine")
+        return super().switch_mode(mode)
+
+    async def start_over(self) -> None:
+        """The first step again."""
+        await self.replay.control("resume")
+        await self.seek(self.replay.trace.first_step)
 
     def show_help(self) -> None:
         """Help on the recording, and on the inspector."""

@@ -27,6 +27,7 @@ from minitui.launch import lesson_source, live_source, recorded
 from minitui.lessons import lesson as find_lesson
 from minitui.lessons.app import LessonApp
 from minitui.models import choose_model, load_codec
+from minitui.recordings import bundled
 from minitui.replay import ReplaySource
 from minitui.replay_app import ReplayApp
 from minitui.screens.lessons import LessonScreen
@@ -53,6 +54,7 @@ class Scene:
     options: dict[str, Any] = field(default_factory=dict)  # the engine's
     lesson: int | None = None  # instead of the chat: this lesson
     demo: str = ""  # instead of the chat: a recording of this demo
+    recording: str = ""  # instead of the chat: this recording, which comes along
 
 
 async def until(true: Callable[[], Any], seconds: float = 60.0) -> None:
@@ -179,6 +181,16 @@ async def replayed(app: MinituiApp) -> None:
     await until(lambda: app.replay.step == step)
 
 
+async def at_its_fullest(app: MinituiApp) -> None:
+    """A recording stands at its fullest batch, or else at its last bookmark, narrated."""
+    assert isinstance(app, ReplayApp)
+    await app.replay.control("pause")
+    marks = app.replay.trace.bookmarks
+    step = next((step for step, text in marks if "fullest" in text), marks[-1][0])
+    await app.seek(step)
+    await until(lambda: app.replay.step == step)
+
+
 async def helped(app: MinituiApp) -> None:
     """What the screen is about, and every key."""
     await four_share(app)
@@ -222,6 +234,7 @@ SCENES = {
     "lesson-code": Scene(code, 140, 40, lesson=8),
     "replay": Scene(replayed, 140, 40, demo="preemption"),
     "replay-light": Scene(replayed, 140, 40, "light", demo="preemption"),
+    **{f"replay-{name}": Scene(at_its_fullest, 160, 48, recording=name) for name in bundled()},
     "help": Scene(helped, 120, 36, options=SMALL),
     "commands": Scene(commands, 120, 36, options=SMALL),
 }
@@ -240,9 +253,10 @@ async def application(scene: Scene) -> AsyncIterator[MinituiApp]:
 async def make(scene: Scene, folder: Path) -> MinituiApp:
     """The application of a scene, not yet running."""
     settings = Settings(theme=f"minitui-{scene.theme}")
-    if scene.demo:
-        trace = folder / "demo.trace"
-        await record(scene.demo, trace)
+    if scene.demo or scene.recording:
+        trace = folder / "demo.trace" if scene.demo else bundled()[scene.recording]
+        if scene.demo:
+            await record(scene.demo, trace)
         recording = ReplaySource(str(trace))
         return ReplayApp(recording, Chats(recording), settings, system="", speaker="model")
     restart: Any = None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 from engine.errors import EngineDead
@@ -176,7 +177,7 @@ def _count(n: int, what: str) -> str:
     return f"{n:,} {what}" + ("" if n == 1 else "s")
 
 
-def tail_trace(path: str, out: Callable[[str], None]) -> int:
+def tail_trace(path: str | Path, out: Callable[[str], None]) -> int:
     """`minitui tail FILE`: the whole recording as lines; returns the exit code."""
     from minitui.trace import TraceReader
 

@@ -37,6 +37,7 @@ VERSION = 1
 LONGEST_PAUSE = 1.0  # seconds of play
 GZIP = 31  # zlib's window bits for a gzip member
 CHUNK = 1 << 16
+RANDOM = "random text, not shown"  # stands in its place
 
 
 class TraceError(EngineError):
@@ -192,7 +193,7 @@ class TraceReader:
         """What token ids spell; numbers where the trace does not tell, and nothing of random weights' output."""
         ids = list(ids)
         if self.header["random_text"]:
-            return f"({len(ids)} tokens of random text)"
+            return RANDOM if ids else ""
         if not self.words:
             return " ".join(map(str, ids))
         return b"".join(self.words.get(token, b"\xef\xbf\xbd") for token in ids).decode("utf-8", "replace")

@@ -14,6 +14,7 @@ from engine.records import Record, RecordLog
 from engine.scheduler import SchedulerConfig
 from engine.types import SamplingParams
 from minitui.record import Recorder
+from minitui.trace import TraceReader
 from tests.simulation import SimulatedRunner
 
 GOLDEN = Path(__file__).with_name("golden.trace")
@@ -73,6 +74,16 @@ def untimed(record: Record) -> Record:
     elif kind == "first":
         fields = fields[:1]
     return (seq, 0.0, kind, *fields)
+
+
+def random_trace(path: Path) -> Path:
+    """The golden run as a recording of random text."""
+    reader = TraceReader(GOLDEN)
+    recorder = Recorder(path)
+    recorder.begin({**INFO, "random_text": True, "model_dir": "/somewhere/else"}, reader.part(0).snapshot)
+    recorder.feed(reader.records())
+    recorder.close()
+    return path
 
 
 def main() -> None:

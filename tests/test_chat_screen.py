@@ -453,6 +453,21 @@ async def test_the_screen_fits_every_size_and_keeps_what_matters(size):
                 assert panel.region.right <= size[0]
 
 
+async def test_titles_use_the_room_there_is_and_what_is_cut_has_dots():
+    async with running(size=(80, 24)) as (app, _, screen):
+        app.chats.rename(app.session, "short")
+        for number in range(2, 9):
+            app.chats.new("", f"chat number {number} of eight")
+        everything, strip = list(app.chats.sessions), screen.query_one(SessionStrip)
+        for count, expected in ((4, " 1 short   2 chat number 2 …   3 chat"), (8, "2 chat number 2 of eight   3 ")):
+            app.chats.sessions[:] = everything[:count]
+            app.select_session(everything[1])
+            strip.paint(app.view)
+            line = strip.render_line(0).text
+            assert expected in line and line.rstrip().endswith("+ new") and len(line.rstrip()) > 66
+            assert [n for n in range(1, count + 1) if f" {n} " not in line] == []
+
+
 @pytest.mark.parametrize("name", ["minitui-dark", "minitui-light", "minitui-projector"])
 async def test_every_theme_draws_the_chat(name):
     async with running(theme=name) as (app, pilot, screen):

@@ -8,6 +8,7 @@ import struct
 import xml.etree.ElementTree as ElementTree
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import pytest
@@ -20,9 +21,9 @@ from minitui.export.png import find_browser
 from minitui.export.svg import screen_svg
 from minitui.launch import run_export
 from minitui.narrate import narrate
-from minitui.replay_app import ReplayApp, replay_app
+from minitui.replay_app import ReplayApp, replay_app, shortened
 from minitui.trace import TraceError
-from tests.golden import GOLDEN
+from tests.golden import GOLDEN, random_trace
 
 
 def text_of(app: Any) -> str:
@@ -93,10 +94,39 @@ async def test_bookmarks_are_visited_and_kept(playing: tuple[ReplayApp, Pilot[An
 
 async def test_it_takes_no_questions(playing: tuple[ReplayApp, Pilot[Any]]) -> None:
     app, pilot = playing
-    await press(pilot, "1")
+    for key in ("1", "o", "r", "slash"):
+        await press(pilot, key)
+        assert app.current_mode == "inspect" and len(app.chats.sessions) == 1
+    assert {n.message for n in app._notifications} == {
+        "this is a recording: it has no chats; `minitui chat` starts an engine"
+    }
     app.submit("hello")
     await until(pilot, lambda: app.chats.sessions[0].state == "error")
     assert "recording" in app.chats.sessions[0].messages[-1].error
+    shown = text_of(app)
+    assert "1 Chat" not in shown and "r replay" not in shown and "3 lecture" in shown
+
+
+async def test_random_text_is_said_to_be_random(tmp_path: Path) -> None:
+    app = replay_app(str(random_trace(tmp_path / "a.trace")), speed=0.2)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await until(pilot, lambda: app.feed.live and app.replay.step > 6 and app.story)
+        assert "its text is random and not shown" in text_of(app)
+        await press(pilot, "p")
+        assert "random text, not shown" in text_of(app), "in the tree"
+        await press(pilot, "3")
+        assert app.story == "" and "REPLAY stands" in text_of(app) and "Why" in text_of(app)
+        await app.seek(130)
+        await until(pilot, lambda: app.view.steps.last == 130)
+        await press(pilot, "X")
+        await until(pilot, lambda: not app.gated and app.view.steps.last < 130)
+
+
+def test_of_a_long_narration_whole_sentences_are_shown() -> None:
+    told = "r1 joins: all 20 tokens are computed. " * 30
+    short = shortened(told, 76, 4)
+    assert short.endswith("computed. … (3 tells more)") and len(wrap(short, 76)) == 4
+    assert shortened("r1 decodes one token.", 76, 4) == "r1 decodes one token."
 
 
 async def test_a_screen_of_a_recording_is_a_picture_without_a_network() -> None:

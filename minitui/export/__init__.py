@@ -17,6 +17,7 @@ WRITERS: dict[str, tuple[str, Callable[[TraceReader, Path], None]]] = {
 }
 PICTURES = ("svg", "png")
 FORMATS = (*WRITERS, *PICTURES)
+SUFFIXES = {kind: suffix for kind, (suffix, _) in WRITERS.items()} | {kind: f".{kind}" for kind in PICTURES}
 
 
 def export(trace: str | Path, kind: str, out: str | Path | None = None) -> Path:

@@ -24,7 +24,7 @@ from minitui.view.links import Links, Selection, resolve
 from minitui.view.log import Event, Events, brief, describe
 from minitui.view.timing import Timings, summarise
 from minitui.view.travel import Past
-from minitui.view.tree import Tree, without_markup
+from minitui.view.tree import Tree, quoted, without_markup
 
 __all__ = ["Board", "Event", "Frame", "Lane", "Links", "Selection", "StepRow", "View"]
 
@@ -409,8 +409,7 @@ class View:
                 self._words.clear()
             quote = ""
             if event.evicted:
-                quote = without_markup(self.decode(event.evicted))
-                quote = quote if len(quote) <= QUOTE_WIDTH else quote[: QUOTE_WIDTH - 1] + "…"
+                quote = quoted(without_markup(self.decode(event.evicted)), QUOTE_WIDTH)
             words = self._words[event.seq] = describe(event, self.lanes.lanes.get(event.request), quote)
         return words
 

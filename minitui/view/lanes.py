@@ -165,8 +165,8 @@ class Lanes:
 
     def _match(self, record: Record) -> None:
         lane = self.lanes.get(record[3])
-        if lane is not None:
-            lane.cached_tokens += record[4]
+        if lane is not None and not lane.preemptions:  # its first way through the prompt, as the engine counts it
+            lane.cached_tokens = min(lane.prompt_tokens, lane.cached_tokens + record[4])
             lane.stop, lane.stop_at = record[5], record[6]
 
     def fold_step(self, record: Record) -> None:

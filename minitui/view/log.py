@@ -97,6 +97,11 @@ def stop_text(stop: str, at: int) -> str:
     }.get(stop, stop)
 
 
+def looked_up(event: Event) -> int:
+    """How many tokens a `match` was for: a prompt's, and those of the answer so far if it was preempted."""
+    return int(event.record[7].split(" of ")[1].split()[0].replace(",", ""))
+
+
 def brief(event: Event, lane: Lane | None) -> str:
     """The event in few words, for narrow panels."""
     kind, fields = event.record[2], event.record[3:]
@@ -106,7 +111,7 @@ def brief(event: Event, lane: Lane | None) -> str:
     if kind == "match":
         if fields[1] <= 0:
             return f"{who}: {stop_text(fields[2], fields[3])}"
-        return f"{who}: {fields[1]:,} of {lane.prompt_tokens:,} cached" if lane is not None else f"{who}: {fields[1]:,}"
+        return f"{who}: {fields[1]:,} of {looked_up(event):,} cached"
     if kind == "preempt":
         return f"{who} gives back {_blocks(fields[2])}"
     if kind == "evict":
@@ -134,9 +139,8 @@ def describe(event: Event, lane: Lane | None, quote: str = "") -> str:
         why = stop_text(stop, at)
         if tokens <= 0:
             return f"{who} takes nothing from the tree · {why}"
-        prompt = f" of {lane.prompt_tokens:,}" if lane is not None else ""
         early = f", which r{event.writer} is still computing" if event.writer >= 0 else ""
-        return f"{who} takes {tokens:,}{prompt} tokens from the tree{early} · {why}"
+        return f"{who} takes {tokens:,} of {looked_up(event):,} tokens from the tree{early} · {why}"
     if kind == "preempt":
         return f"{who} gives back {_blocks(fields[2])} and queues again · {fields[1]}"
     if kind == "requeue":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from minitui.view.board import STATE_NAMES
 from minitui.view.log import stop_text
 from minitui.view.timing import why_slow
-from minitui.view.tree import without_markup
+from minitui.view.tree import quoted, without_markup
 
 if TYPE_CHECKING:
     from minitui.view import View
@@ -75,7 +75,8 @@ def _request(view: View, id: int) -> Story:
         path = list(state.path(request.node))[::-1]
         for i, node in enumerate(path):
             role, text = view.tree.text(state, node, view.decode)
-            story.tell("path" if i == 0 else "", f"node {node.id} · {len(node.ids):,} tokens · {role} {text[:60]}")
+            about = f"node {node.id} · {len(node.ids):,} tokens · {role} {quoted(text, 60)}"
+            story.tell("path" if i == 0 else "", about)
         private = len(request.table) - request.shared_blocks
         if private:
             story.tell("private", f"{private} block{'s' if private > 1 else ''} not in the tree yet: "
@@ -118,9 +119,9 @@ def _block(view: View, block: int) -> Story:
         node = state.nodes[node_id]
         index = node.blocks.index(block)
         text = view.decode(node.ids[index * size : (index + 1) * size])
-        story.tell("tokens", without_markup(text)[:QUOTED])
+        story.tell("tokens", quoted(without_markup(text), QUOTED))
         role, begins = view.tree.text(state, node, view.decode)
-        story.tell("node", f"{node_id}: block {index + 1} of {len(node.blocks)} · {role} {begins[:60]}")
+        story.tell("node", f"{node_id}: block {index + 1} of {len(node.blocks)} · {role} {quoted(begins, 60)}")
         if block in state.pending:
             story.tell("pending", f"step {state.pending[block]:,} is writing it; others may share it already")
         saved = int(board.saved[block])
@@ -140,7 +141,7 @@ def _node(view: View, id: int) -> Story:
     if node is None:
         return Story(f"Node {id}", [("", "it is no longer in the tree")])
     role, text = view.tree.text(board.state, node, view.decode)
-    story = Story(f"Node {id} · {role} {text[:40]}")
+    story = Story(f"Node {id} · {role} {quoted(text, 40)}")
     blocks = f"{len(node.blocks)} block{'s' if len(node.blocks) > 1 else ''}"
     story.tell("size", f"{len(node.ids):,} tokens in {blocks}: {_numbers(node.blocks)}")
     users = board.users_of(id)
@@ -153,12 +154,12 @@ def _node(view: View, id: int) -> Story:
     story.tell("saved", f"{board.saved_by(node):,} prompt tokens were not computed because it was here")
     parent = board.state.nodes[node.parent]
     if parent.id:
-        story.tell("follows", f"node {parent.id}: {view.tree.text(board.state, parent, view.decode)[1][:50]}")
+        story.tell("follows", f"node {parent.id}: {quoted(view.tree.text(board.state, parent, view.decode)[1], 50)}")
     else:
         story.tell("follows", "nothing: a prompt can begin here")
     if node.children:
         story.tell("goes on", f"in {len(node.children)} way{'s' if len(node.children) > 1 else ''}")
-    story.tell("text", without_markup(view.decode(node.ids[:400]))[:QUOTED])
+    story.tell("text", quoted(without_markup(view.decode(node.ids[:400])), QUOTED))
     return story
 
 

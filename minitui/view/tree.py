@@ -218,6 +218,8 @@ class Tree:
         before = decode(context + list(node.ids[:common]))
         if not head.startswith(before):
             before = decode(context)  # a character was cut in two: show the node from its beginning
+        if before == head:
+            before = ""  # the text is not told: what is said in its place is shown whole
         half = _PART.search(before)  # the siblings part inside a marker
         start = len(before) - len(half.group()) if half else len(before)
         role = self._end_role(state, node.parent, decode)
@@ -247,6 +249,11 @@ class Tree:
 def without_markup(text: str) -> str:
     """Text on one line, without the marks of a chat template."""
     return " ".join(_MARKUP.sub(" ", text).split())
+
+
+def quoted(text: str, most: int) -> str:
+    """`text` in at most so many characters, with dots where it was cut."""
+    return text if len(text) <= most else text[: most - 1].rstrip() + DOTS
 
 
 def _role(marker: re.Match[str]) -> str:

@@ -19,7 +19,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from minitui.theme import ASCII, Glyphs, Palette, glyphs, palette
-from minitui.widgets.rows import Line, Row, Run, Runs, cells, plain, runs_width
+from minitui.widgets.rows import Line, Row, Run, Runs, cells, clip, plain, runs_width
 
 if TYPE_CHECKING:
     from minitui.view import View
@@ -154,7 +154,7 @@ class LinePanel(Widget, can_focus=True):
         row = Row(corners[0] + rule, line)
         if top:
             title = picture.title or self.TITLE
-            row.add(f" {title} "[: width - 4], "bold accent" if self.has_focus else "bold ink")
+            row.add(clip(f" {title} ", width - 4), "bold accent" if self.has_focus else "bold ink")
         side = picture.note if top else picture.legend
         room = width - row.width - 4
         if side and runs_width(side) <= room:

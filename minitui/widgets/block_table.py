@@ -13,9 +13,10 @@ from textual.binding import Binding
 from minitui.theme import glyphs
 from minitui.view import View
 from minitui.widgets.base import LinePanel, Opened, Picture, paragraphs
-from minitui.widgets.rows import Row, Run, Runs
+from minitui.widgets.rows import Row, Run, Runs, clip
 
 CHIP = 6  # cells of a chip: five for the number, one of space; wider where block numbers are
+NAME = 12  # cells of a chat's name at least
 
 
 class BlockTable(LinePanel):
@@ -46,13 +47,15 @@ Left and right move over the blocks, up and down to other requests, enter tells 
         lane = view.lanes.lanes.get(request.id)
         shared = sum(view.board.state.holders[block] > 1 for block in request.table)
         line = Row(f"r{request.id}", "bold accent" if view.selection is not None else "bold ink")
-        if request.group:
-            line.add(f" {view.group_name(request.group)[: max(12, width // 4)].rstrip()}", "ink")
-        line.add(f"  {len(request.table)} blocks for {computed:,} tokens", "dim")
+        about = Row(f"  {len(request.table)} blocks for {computed:,} tokens", "dim")
         if shared:
-            line.add(f", {shared} shared with others", "dim")
+            about.add(f", {shared} shared with others", "dim")
         if request.state != "running":
-            line.add(f"  {request.state}: it holds no block", "waiting")
+            about.add(f"  {request.state}: it holds no block", "waiting")
+        if request.group:
+            room = max(NAME, width - line.width - about.width - 1)
+            line.add(" " + clip(view.group_name(request.group), room), "ink")
+        line.extend(about.runs)
         title = "Block table · logical " + glyphs().arrow + " physical"
         note: list[Run] = []
         if view.selection is None:
@@ -79,8 +82,10 @@ Left and right move over the blocks, up and down to other requests, enter tells 
             return Picture([Row(line, "dim").done(width) for line in textwrap.wrap(text, width)], title="Block table")
         fates = [view.board.fate(block, last.seq) for block in last.table]
         kept = sum(fate in ("cached", "held") for fate in fates)
-        line = Row(f"r{lane.id}", "bold ink").add(f" {view.group_name(lane.group)[: max(12, width // 4)].rstrip()}")
-        line.add(f"  has finished: {kept} of its {len(fates)} blocks stay in the tree", "dim")
+        about = f"  finished: {kept} of {len(fates)} blocks stay in the tree"
+        line = Row(f"r{lane.id}", "bold ink")
+        line.add(" " + clip(view.group_name(lane.group), max(NAME, width - line.width - len(about) - 1)))
+        line.add(about, "dim")
         size = view.board.state.block_size
         rows = [line.done(width), *self._chips(view, last.table, last.computed, size, width, height - 1, fates)]
         legend: list[Run] = [

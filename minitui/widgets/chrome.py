@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from textual.app import App
 from textual.geometry import Size
@@ -13,19 +13,25 @@ from minitui.actions import BY_ID, key_label, offered
 from minitui.sessions import Session
 from minitui.theme import glyphs
 from minitui.widgets.base import LinePanel, Picture
-from minitui.widgets.rows import Row, Run, ordinal
+from minitui.widgets.rows import Row, Run, cells, clip, ordinal, runs_width
 
 if TYPE_CHECKING:
     from minitui.app import MinituiApp
     from minitui.view import View
 
-TITLES = (32, 24, 18, 12, 8, 5)  # letters of a chat's title, by how many chats there are
+FEWEST_LETTERS = 5  # of a chat's title: fewer say nothing
+OWN_LETTERS = 18  # of the title of the chat that is shown, at least
 SCREENS = (("chat", "1 Chat"), ("inspect", "2 Inspect"), ("lecture", "3 Lecture"))
 
 
 def host(app: App[object]) -> MinituiApp:
     """The running application, with its own type."""
     return cast("MinituiApp", app)
+
+
+def has_chats(app: App[Any]) -> bool:
+    """Can anything be asked here, or is it a recording?"""
+    return "chat" in dict(getattr(app, "TABS", SCREENS))
 
 
 class Bar(LinePanel, can_focus=False):
@@ -67,7 +73,7 @@ class TopBar(Bar):
         if len(about) + 3 <= room:
             row.add("   " + about, "dim")
         elif room > 12:
-            row.add("   " + about[: room - 4] + glyphs().dots, "dim")
+            row.add("   " + clip(about, room - 3), "dim")
         row.to(width - sum(len(text) for text, _ in flags) - 1)
         rows = [row.extend(flags).done(width)]
         for line in self._story(width):
@@ -117,13 +123,12 @@ class SessionStrip(Bar):
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         app = host(self.app)
-        for letters in TITLES:  # shorter titles before fewer chats
-            entries = [(session, self._entry(session, letters)) for session in app.chats.sessions]
-            if sum(len(t) for _, runs in entries for t, _ in runs) + len(entries) <= width - 8:
-                break
+        sessions = app.chats.sessions
+        states = [self._state(session) for session in sessions]
+        entries = list(zip(sessions, self._entries(sessions, states, width - 8), strict=True))
         current = next((i for i, (s, _) in enumerate(entries) if s is app.session), 0)
         first = current
-        sizes = [sum(len(t) for t, _ in runs) + 1 for _, runs in entries]
+        sizes = [runs_width(runs) + 1 for _, runs in entries]
         room = width - (8 if sum(sizes) <= width - 8 else 28)
         used = sizes[current] if sizes else 0
         last = current + 1
@@ -151,15 +156,34 @@ class SessionStrip(Bar):
         self._places.append((start, row.width, None))
         return Picture([row.done(width)])
 
-    def _entry(self, session: Session, letters: int) -> list[Run]:
+    def _entries(self, sessions: list[Session], states: list[tuple[str, str]], room: int) -> list[list[Run]]:
+        """What is written of each. Every title gets as many letters as any other can have; where that is hardly a
+        word, the chat that is shown has a title, then those beside it, and of the others number and sign are left."""
+        titles = [cells(session.title) for session in sessions]
+        numbers = [len(str(i + 1)) + 3 for i in range(len(sessions))]  # and the spaces around
+        whole = sum(numbers) + sum(cells(state) + 1 for state, _ in states if state)
+        for letters in range(max(titles, default=0), FEWEST_LETTERS - 1, -1):
+            if whole + sum(min(title, letters) + 1 for title in titles) <= room:
+                return [self._entry(s, state, letters) for s, state in zip(sessions, states, strict=True)]
+        current = next((i for i, session in enumerate(sessions) if session is host(self.app).session), 0)
+        short = [state if i == current else (_sign(*state), state[1]) for i, state in enumerate(states)]
+        left = room - sum(numbers) - sum(cells(state) + 1 for state, _ in short if state)
+        given = [0] * len(sessions)
+        given[current] = min(titles[current], max(OWN_LETTERS, left - 1))
+        left -= given[current] + 1
+        for i in sorted(range(len(sessions)), key=lambda i: abs(i - current)):
+            if i != current and left > FEWEST_LETTERS:
+                given[i] = min(titles[i], left - 1)
+                left -= given[i] + 1
+        return [self._entry(*one) for one in zip(sessions, short, given, strict=True)]
+
+    def _entry(self, session: Session, doing: tuple[str, str], letters: int) -> list[Run]:
         app = host(self.app)
         chosen = session is app.session
         ground = " on empty-chip" if chosen else ""
-        title = session.title[: max(18, letters) if chosen else letters].rstrip()
-        runs: list[Run] = [(f" {app.chats.number(session)} {title} ", ("bold ink" if chosen else "dim") + ground)]
-        state, tone = self._state(session)
-        if tone == "decode" and not chosen and letters == TITLES[-1]:
-            state = state[:1]  # its speed gives way, too
+        title = f"{clip(session.title, letters)} " if letters else ""
+        runs: list[Run] = [(f" {app.chats.number(session)} {title}", ("bold ink" if chosen else "dim") + ground)]
+        state, tone = doing
         if state:
             runs.append((state + " ", tone + ground))
         return runs
@@ -190,6 +214,11 @@ class SessionStrip(Bar):
                     host(self.app).commands.run("new")
                 else:
                     host(self.app).select_session(session)
+
+
+def _sign(state: str, tone: str) -> str:
+    """What a chat is doing in one letter: its speed or its place in the queue are left out."""
+    return glyphs().middot if tone == "waiting" and len(state) > 1 else state[:1]
 
 
 class StatusBar(Bar):
@@ -237,4 +266,7 @@ class StatusBar(Bar):
             hints = [("n", "next step"), (",", "back"), ("d", "predict"), ("p", "pause"), ("X", "start over")] + [
                 h for h in hints if h[1] in ("until", "slow motion", "replay", "help", "commands")
             ]
+        if not has_chats(app):
+            other = ("3", "lecture") if app.current_mode == "inspect" else ("2", "inspect")
+            hints = [other if what == "chat" else (key, what) for key, what in hints if what != "replay"]
         return hints

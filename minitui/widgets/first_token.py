@@ -26,7 +26,7 @@ class FirstTokens(LinePanel, can_focus=False):
             lane = view.lanes.lanes.get(item.request)
             cached = ""
             if lane is not None:
-                cached = f"{min(lane.cached_tokens, lane.prompt_tokens):,} of {lane.prompt_tokens:,} cached"
+                cached = f"{lane.cached_tokens:,} of {lane.prompt_tokens:,} cached"
             room = max(6, width - name - 8 - 22)
             row = Row(f"r{item.request}", "ink").to(name)
             for value, (_, style) in zip((item.queue_ms, item.prefill_ms, item.sample_ms), PARTS, strict=True):

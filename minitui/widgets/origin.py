@@ -24,7 +24,7 @@ class PromptOrigin(LinePanel, can_focus=False):
             return Picture([Row("no request yet", "dim").done(width)])
         prompt = max(1, lane.prompt_tokens)
         # A preempted request computes again what it lost: the bar shows its first way through the prompt.
-        cached = min(lane.cached_tokens, prompt)
+        cached = lane.cached_tokens
         computed = min(lane.computed_tokens, prompt - cached)
         waiting = prompt - cached - computed
         g = glyphs()

@@ -58,6 +58,11 @@ def fit(text: str, width: int, dots: str = "…") -> str:
     return cut(text, width - len(dots)) + dots
 
 
+def clip(text: str, width: int) -> str:
+    """`text` in at most `width` cells, cut with dots at the end."""
+    return text if cells(text) <= width else fit(text, width, glyphs().dots).rstrip()
+
+
 class Row:
     """Builds one row from left to right; equal neighbours in style are joined into one run."""
 
