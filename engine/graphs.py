@@ -31,6 +31,7 @@ from engine.forward import ForwardMeta
 from engine.kernels import ops as fused_ops
 from engine.kernels.batch_state import HEADER, prepare
 from engine.kernels.decode_layers import DecodeLayers
+from engine.kernels.prefill_attention import BLOCK_M, num_splits
 from engine.kernels.sample import SampleWorkspace, draw
 from engine.model.weights import Progress
 from engine.runner import Inputs, Launched, Runner
@@ -365,9 +366,10 @@ class GraphRunner(Runner):
             logit_rows=logit_rows,
         )
         ids = torch.where(ids < 0, self.last_token.index_select(0, token_rows), ids)
-        self.attention.plan(meta, padded=True)
-        hidden = self.model.forward(ids, meta, self.attention, self.pool)
-        torch.mm(hidden, self.model.head.t(), out=self._logits[:n])
+        # Few of the sequences are there: programs are counted by tokens, not by what the graph has room for.
+        tiles = -(-tokens * self.attention.group // BLOCK_M)
+        self.attention.plan(meta, padded=True, splits=num_splits(tiles, self.shard.num_kv_heads))
+        self._layers.logits_of_chunks(ids, meta, self._logits[:n])
 
     def _run_sample(self, n: int, form: int) -> None:
         draw(

@@ -51,13 +51,15 @@ class DecodeLayers:
             torch.mm(hidden, self._model.head.t(), out=out)
 
     def logits_of_chunks(self, tokens: torch.Tensor, meta: ForwardMeta, out: torch.Tensor) -> None:
-        """The same for a few tokens of each sequence: tokens int64 [T] as `meta` describes them; writes out [T, V].
+        """The same for chunks of sequences: tokens int64 [T] as `meta` describes them; writes out [s, V], the tokens of
+        meta.logit_rows, or [T, V] if that is None.
 
         `attention.plan(meta)` has been called.
         """
         hidden = self._several(
-            F.embedding(tokens, self._model.embedding), lambda i, layer, qkv: self._attend_chunks(i, layer, qkv, meta)
-        )
+            F.embedding(tokens, self._model.embedding), lambda i, layer, qkv: self._attend_chunks(i, layer, qkv, meta),
+            meta.logit_rows,
+        )  # fmt: skip
         torch.mm(hidden, self._model.head.t(), out=out)
 
     def _one(self, x: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor) -> None:
@@ -72,13 +74,15 @@ class DecodeLayers:
             x = gemv(inner, mlp.down, residual=x)
         gemv(x, model.head, norm=(model.norm, eps), out=out)
 
-    def _several(self, residual: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The final hidden states [n, H], normed."""
+    def _several(self, residual: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """The final hidden states, normed: of the tokens `wanted`, else of all."""
         model, eps = self._model, self._model.config.rms_norm_eps
         layers = model.layers
         x = norms.rms_norm(residual, layers[0].input_norm, eps, pdl=True)
         for i, layer in enumerate(layers):
             attended = attend(i, layer, _linear(x, layer.qkv, layer.qkv_bias))
+            if wanted is not None and i + 1 == len(layers):  # nothing after this depends on other tokens
+                attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
             x = _back_to_hidden(attended, layer.output, layer.output_bias)
             x = norms.rms_norm(x, layer.post_norm, eps, residual, pdl=True)
             mlp = layer.mlp

@@ -232,6 +232,14 @@ class PrefillWorkspace:
         self.counters = torch.zeros(MAX_SPLIT_TILES * kv_heads, dtype=torch.int32, device=device)
 
 
+def num_splits(tiles: int, kv_heads: int) -> int:
+    """Over how many programs the keys of a chunk are spread, a power of two: 256 programs keep a GPU busy."""
+    splits = 1
+    while splits < MAX_SPLITS and tiles * kv_heads * splits < 256:
+        splits *= 2
+    return splits
+
+
 def prefill_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor, workspace: PrefillWorkspace,
     block_table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens: torch.Tensor, scale: float, *,
@@ -251,10 +259,7 @@ def prefill_attention(
     if tiles > MAX_SPLIT_TILES:
         splits = 1  # enough programs, and no room for their parts
     elif splits is None:
-        splits = 1
-        if max_seq_len >= 512:
-            while splits < MAX_SPLITS and tiles * kv_heads * splits < 256:
-                splits *= 2
+        splits = num_splits(tiles, kv_heads) if max_seq_len >= 512 else 1
     tile = 64 if head_dim <= 128 else 32
     keys = values = None
     if dense is not None:
