@@ -252,7 +252,8 @@ class StatusBar(Bar):
             else:
                 escape = [("esc", "keys")]
             return [("enter", "send"), *escape, ("/", "commands"), ("tab", "complete"), ("ctrl+j", "new line")]
-        hints = [(key_label(keys.get(a.id, a.key)), a.footer) for a in offered(getattr(app, "FEATURES", ())) if a.footer]
+        there = offered(getattr(app, "FEATURES", ()))
+        hints = [(key_label(keys.get(a.id, a.key)), a.footer) for a in there if a.footer]
         if app.current_mode == "inspect":
             first = [("tab", "panel"), *(h for h in hints if h[1] in ("pause", "step", "help"))]
             hints = [*first, ("z", "maximise"), ("1", "chat")] + [
