@@ -74,7 +74,13 @@ def chat(
     ] = None,
     key: Annotated[str, typer.Option(help="The server's API key; better as MINITUI_KEY.", envvar="MINITUI_KEY")] = "",
     web: Annotated[bool, typer.Option("--web", help="In a browser; every tab on the one engine.")] = False,
+    mirror: Annotated[
+        bool, typer.Option("--mirror", help="With --web: one application, yours; all other tabs watch and cannot type.")
+    ] = False,
     web_port: Annotated[int, typer.Option(min=1, max=65535, help="Port for --web.")] = 8001,
+    web_host: Annotated[
+        str, typer.Option(help="Address for --web; with --mirror also one that others can reach, as 0.0.0.0.")
+    ] = "127.0.0.1",
 ) -> None:
     """Chat, several at once, with everything the engine does beside it.
 
@@ -83,6 +89,7 @@ def chat(
       minitui chat --connect http://desk:8000     the engine of a server elsewhere (minitui serve)
       minitui chat --connect http://a:8000 --connect http://b:8000     replicas: each chat on one, or pinned (/pin)
       minitui chat --web                          in a browser, at http://127.0.0.1:8001
+      minitui chat --web --mirror --web-host 0.0.0.0     a class watches in its browsers what you do in yours
       minitui chat --kv-blocks 64                 a pool so small that it fills: evictions, preemptions
       minitui chat --model ./Qwen3-8B --device cuda
       minitui chat --model Qwen/Qwen3-8B --dummy-weights    the shape without the download of weights
@@ -94,8 +101,12 @@ def chat(
     urls = [url for text in connect or () for url in text.split(",") if url.strip()]
     if web:
         from minitui.launch import run_in_browser
+        from minitui.web import WebSettings
 
-        raise typer.Exit(run_in_browser(model, engine, web_port, urls))
+        settings = WebSettings(web_host, web_port, tuple(urls), mirror=mirror)
+        raise typer.Exit(run_in_browser(model, engine, settings, key, looks))
+    if mirror:
+        raise typer.BadParameter("--mirror goes with --web: it is for browsers")
     if connect is not None:
         from minitui.launch import run_connected
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineError
 from minitui import settings as settings_file
@@ -13,6 +14,9 @@ from minitui.models import Choice, choose_model, load_codec
 from minitui.sessions import Chats, Sampling
 from minitui.source import LiveSource
 from minitui.terminal import need_terminal
+
+if TYPE_CHECKING:
+    from minitui.web import WebSettings
 
 FOR_PIPES = 'minitui ask "What is a KV cache?"'
 
@@ -139,13 +143,21 @@ def _run_foreign(
     return run_app(source, Choice("", "", system, "model"), settings, sampling, make=ForeignApp)
 
 
-def run_in_browser(model: str | None, options: dict[str, Any], port: int, connect: list[str]) -> int:
+def run_in_browser(
+    model: str | None, options: dict[str, Any], web: WebSettings, key: str, looks: dict[str, Any]
+) -> int:
     """`minitui chat --web`; returns the exit code."""
     from minitui.options import engine_config
     from minitui.web import run_web
 
     choice = choose_model(model)
-    return run_web(port, connect, engine_config(choice.name, **options), choice.label, log_path())
+    if key:
+        os.environ["MINITUI_KEY"] = key  # for the applications that are started
+    passed = [f"--{name}={looks[name]}" for name in ("theme", "fps") if looks[name] is not None]
+    if looks["ascii"] is not None:
+        passed.append("--ascii" if looks["ascii"] else "--unicode")
+    web = replace(web, options=tuple(passed))
+    return run_web(web, engine_config(choice.name, **options), choice.label, log_path())
 
 
 def apply_looks(settings: settings_file.Settings, looks: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """`minitui chat --web`: the application in a browser. Every tab is an application of its own, all on one engine.
 
 textual-serve starts `minitui chat --connect` for each tab. It has no keys, so that it listens on the loopback only.
+With `--mirror` there is one application, which every tab watches (minitui/mirror_web.py).
 """
 
 from __future__ import annotations
@@ -9,29 +10,50 @@ import asyncio
 import shlex
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError, not_installed
 
-HOST = "127.0.0.1"
+
+@dataclass(frozen=True)
+class WebSettings:
+    """`connect`: servers elsewhere, none for an engine of our own. `options`: what applications are started with."""
+
+    host: str = "127.0.0.1"
+    port: int = 8001
+    connect: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    mirror: bool = False
 
 
-def run_web(port: int, connect: list[str], config: Any, label: str, log_file: Path) -> int:
-    """Serve the application at `port`, over the servers at `connect` or an engine of its own; returns the exit code."""
+def run_web(settings: WebSettings, config: Any, label: str, log_file: Path) -> int:
+    """Serve the application until it is told to stop; returns the exit code. Raises EngineError."""
     try:
         from textual_serve.server import Server
     except ImportError as error:
         raise EngineError(not_installed("the application in a browser", error, "web,serve")) from error
     from minitui.server.command import listen
+    from minitui.server.settings import is_loopback
 
-    listen(HOST, port).close()  # a port in use is said now, as a sentence
-    engine = None if connect else OwnServer(config, label, log_file)
+    host, port = settings.host, settings.port
+    if not settings.mirror and not is_loopback(host):
+        raise EngineError(
+            f"--web-host {host} would let everybody on the network use this engine and its chats, for there are no "
+            "keys: only with --mirror, where others can do no more than watch"
+        )
+    listen(host, port).close()  # a port in use is said now, as a sentence
+    engine = None if settings.connect else OwnServer(config, label, log_file)
     try:
-        urls = connect or ([engine.start()] if engine else [])
-        command = shlex.join([sys.executable, "-m", "minitui", "chat", "--connect", ",".join(urls)])
-        print(f"minitui is at http://{HOST}:{port}", file=sys.stderr, flush=True)
-        Server(command, host=HOST, port=port, title="minitui").serve()
+        urls = settings.connect or ((engine.start(),) if engine else ())
+        command = [sys.executable, "-m", "minitui", "chat", "--connect", ",".join(urls), *settings.options]
+        if settings.mirror:
+            from minitui.mirror_web import run_mirror
+
+            return run_mirror(host, port, command)
+        print(f"minitui is at http://{host}:{port}", file=sys.stderr, flush=True)
+        Server(shlex.join(command), host=host, port=port, title="minitui").serve()
     finally:
         if engine is not None:
             engine.stop()

@@ -176,9 +176,9 @@ def _import_again(name):
 
 
 def _in_a_browser():
-    from minitui.web import run_web
+    from minitui.web import WebSettings, run_web
 
-    run_web(0, None, None, "", Path())
+    run_web(WebSettings(port=0), None, "", Path())
 
 
 def _verify():

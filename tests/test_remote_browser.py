@@ -1,4 +1,4 @@
-"""The application in a real browser: a headless Chromium types a question and reads the answer."""
+"""The application in a real browser: a headless Chromium types a question and reads the answer, or watches."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pyte
 import pytest
+
+from tests.serving import Running
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -32,7 +34,7 @@ class Browser:
         self._channel = channel
         self._next = 0
         self._answers: dict[int, asyncio.Future[Any]] = {}
-        self.screen = b""  # what the page's terminal has been sent
+        self._clear()
         self._reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
@@ -43,7 +45,12 @@ class Browser:
             elif told.get("method") == "Network.webSocketFrameReceived":
                 frame = told["params"]["response"]
                 data = frame["payloadData"].encode()
-                self.screen += base64.b64decode(data) if frame["opcode"] == 2 else data
+                self._sent.append(base64.b64decode(data) if frame["opcode"] == 2 else data)
+
+    def _clear(self) -> None:
+        self._sent: list[bytes] = []  # what the page's terminal has been sent and we have not read
+        self._terminal = pyte.Screen(240, 80)  # larger than the page's: positions are absolute
+        self._reader = pyte.Stream(self._terminal)
 
     async def call(self, method: str, **params: Any) -> Any:
         self._next += 1
@@ -51,10 +58,20 @@ class Browser:
         await self._channel.send_str(json.dumps({"id": self._next, "method": method, "params": params}))
         return await asyncio.wait_for(answer, 30)
 
+    async def open(self, url: str) -> None:
+        """Another page in the place of this one."""
+        await self.call("Page.navigate", url="about:blank")
+        self._clear()
+        await self.call("Page.navigate", url=url)
+
     async def type(self, text: str) -> None:
         for character in text:
             await self.call("Input.dispatchKeyEvent", type="keyDown", text=character, key=character)
             await self.call("Input.dispatchKeyEvent", type="keyUp", key=character)
+
+    async def focus(self) -> None:
+        """Go where keys are taken."""
+        await self.call("Runtime.evaluate", expression="document.querySelector('.xterm-helper-textarea').focus()")
 
     async def enter(self) -> None:
         for kind in ("keyDown", "keyUp"):
@@ -64,10 +81,10 @@ class Browser:
     @property
     def words(self) -> str:
         """What stands on the page's terminal."""
-        terminal = pyte.Screen(240, 80)  # larger than the page's: positions are absolute
-        data = re.sub(rb"\x1b\[[?>=<][0-9;]*[a-zA-Z$]+", b"", self.screen).decode("utf-8", "replace")
-        pyte.Stream(terminal).feed(data)
-        return "\n".join(line.rstrip() for line in terminal.display)
+        data = re.sub(rb"\x1b\[[?>=<][0-9;]*[a-zA-Z$]+", b"", b"".join(self._sent)).decode("utf-8", "replace")
+        self._sent.clear()
+        self._reader.feed(data)
+        return "\n".join(line.rstrip() for line in self._terminal.display)
 
     async def until(self, text: str, seconds: float = 40.0) -> None:
         deadline = time.monotonic() + seconds
@@ -108,28 +125,59 @@ async def browser(url: str, profile: Path) -> AsyncIterator[Browser]:
         process.wait()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(170)
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
-async def test_a_browser_types_a_question_and_reads_the_answer(tmp_path: Path) -> None:
-    for package in ("textual_serve", "fastapi", "httpx"):
-        pytest.importorskip(package, reason="the extras 'web' and 'serve' are not installed")
+@contextlib.contextmanager
+def web(directory: Path, name: str, *options: str) -> Iterator[tuple[int, Callable[[], str]]]:
+    """`minitui chat --web` with these options, on a free port: that, and what the command has said."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {**os.environ, "MINITUI_DATA": str(tmp_path / "data"), "MINITUI_CONFIG": str(tmp_path / "none.toml")}
-    command = [sys.executable, "-m", "minitui", "chat", "--web", "--web-port", str(port)]
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    data = {"MINITUI_DATA": str(directory / f"{name} data"), "MINITUI_CONFIG": str(directory / "none.toml")}
+    command = [sys.executable, "-m", "minitui", "chat", "--web", "--web-port", str(port), *options]
+    log = directory / name
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, env={**os.environ, **data}, stdout=file, stderr=file)
+
+    def said() -> str:
+        assert process.poll() is None, log.read_text()
+        return log.read_text()
+
     try:
-        deadline = time.monotonic() + 60
-        while "minitui is at" not in (told := (tmp_path / "log").read_text()) or not _open(port):
-            assert process.poll() is None and time.monotonic() < deadline, told
-            await asyncio.sleep(0.1)
+        yield port, said
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family = psutil.Process(process.pid).children(recursive=True)
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+        process.kill()
+    _, alive = psutil.wait_procs([p for p in family if p.is_running()], timeout=5)
+    assert not alive, f"{[p.cmdline() for p in alive]} outlived the command"
+
+
+async def until_said(said: Callable[[], str], port: int, words: str) -> str:
+    """What a command has said, once these words are among it and its port is open."""
+    deadline = time.monotonic() + 60
+    while words not in said() or not _open(port):
+        assert time.monotonic() < deadline, said()
+        await asyncio.sleep(0.1)
+    return said()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(170)
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+async def test_a_browser_types_a_question_and_reads_the_answer_and_another_watches(
+    server: Running, tmp_path: Path
+) -> None:
+    for package in ("textual_serve", "fastapi", "httpx"):
+        pytest.importorskip(package, reason="the extras 'web' and 'serve' are not installed")
+    mirrored = web(tmp_path, "mirror", "--mirror", "--connect", server.url)
+    with web(tmp_path, "web") as (port, said), mirrored as (mirror_port, mirror_said):
+        await until_said(said, port, "minitui is at")
         async with browser(f"http://127.0.0.1:{port}", tmp_path / "profile") as page:
             await page.until("Ask, or / for commands")
             await page.until("blocks of")  # the engine's facts have come over the wire
-            await page.call("Runtime.evaluate", expression="document.querySelector('.xterm-helper-textarea').focus()")
+            await page.focus()
             await page.type("What is the KV cache?")
             await page.enter()
             try:
@@ -140,15 +188,28 @@ async def test_a_browser_types_a_question_and_reads_the_answer(tmp_path: Path) -
                 picture = await page.call("Page.captureScreenshot", format="png")
                 target = Path(os.environ.get("MINITUI_BROWSER_PICTURE", tmp_path / "browser.png"))
                 target.write_bytes(base64.b64decode(picture["data"]))
-    finally:
-        family = [process, *psutil.Process(process.pid).children(recursive=True)]
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-        process.kill()
-    left = [p for p in family[1:] if isinstance(p, psutil.Process) and p.is_running()]
-    _, alive = psutil.wait_procs(left, timeout=5)
-    assert not alive, f"{[p.cmdline() for p in alive]} outlived the command"
+            told = await until_said(mirror_said, mirror_port, "you type at")
+            await watch(page, f"http://127.0.0.1:{mirror_port}", told.rpartition("/")[2].strip())
+
+
+async def watch(page: Browser, url: str, secret: str) -> None:
+    """The page watches what a presenter elsewhere types, and types in vain."""
+    import aiohttp
+
+    async with aiohttp.ClientSession() as http, http.ws_connect(f"{url}/ws/{secret}") as presenter:
+        await page.open(url)
+        await page.until("Ask, or / for commands")
+        await page.focus()
+        await page.type("in vain")
+        await page.enter()
+        for key in (*"What is prefill?", "\r"):
+            await presenter.send_json(["stdin", key])
+        await page.until("Prefill is the first phase")
+        await page.until("prompt tokens from cache")
+        assert "in vain" not in page.words
+        columns = "Math.floor(document.querySelector('.xterm-screen').offsetWidth / 120)"
+        width = await page.call("Runtime.evaluate", expression=columns)
+        assert width["result"]["value"] >= 4, "the letters do not fit"
 
 
 def _open(port: int) -> bool:
