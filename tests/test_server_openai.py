@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import json
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 
+from minitui.server.settings import Role
 from tests.serving import Running
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed (extra 'dev')")
@@ -53,12 +56,16 @@ def test_a_conversation_is_continued_and_its_second_turn_comes_from_the_cache(cl
 
 
 def test_a_stream_says_the_same_as_the_whole_and_ends_with_the_usage(client: Any) -> None:
-    whole = ask(client, temperature=0)
-    chunks = list(ask(client, temperature=0, stream=True, stream_options={"include_usage": True}))
+    messages = [{"role": "developer", "content": "Answer in one sentence, of what is cached and why."}, *QUESTION]
+    whole = ask(client, messages=messages, temperature=0)
+    options = {"include_usage": True}
+    chunks = list(ask(client, messages=messages, temperature=0, stream=True, stream_options=options))
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
     assert sum(bool(c.choices) for c in chunks) > 5, "it came in one piece"
-    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    usage = chunks[-1].usage
+    assert usage.completion_tokens == whole.usage.completion_tokens
+    assert 0 < usage.prompt_tokens_details.cached_tokens <= usage.prompt_tokens == whole.usage.prompt_tokens
     assert len({c.id for c in chunks}) == 1
 
 
@@ -186,6 +193,55 @@ def test_errors_arrive_as_the_clients_own_with_the_field_at_fault(client: Any) -
             ask(client, **options)
         assert caught.value.body["param"] == field, caught.value.body
         assert caught.value.body["message"]
+
+
+def test_a_model_of_pydantic_comes_back_filled_in(client: Any) -> None:
+    from pydantic import BaseModel, Field
+
+    class Count(BaseModel):
+        kind: Literal["free", "cached"]
+        tags: Annotated[list[Literal["a", "b"]], Field(max_length=3)]
+
+    answer = client.chat.completions.parse(
+        model="tutor", messages=QUESTION, response_format=Count, max_tokens=60, temperature=1.0
+    )
+    assert isinstance(answer.choices[0].message.parsed, Count)
+
+
+def test_a_wrong_key_and_a_full_queue_are_the_clients_own_errors(
+    client: Any, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = server.service.settings
+    monkeypatch.setattr(server.service, "settings", dataclasses.replace(settings, keys={"the-right-key": Role.CHAT}))
+    with pytest.raises(openai.AuthenticationError, match="API key"):
+        ask(client)
+    right = openai.OpenAI(base_url=f"{server.url}/v1", api_key="the-right-key", max_retries=0)
+    assert ask(right, max_tokens=1).choices
+    monkeypatch.setattr(server.service, "settings", settings)
+    monkeypatch.setattr(server.service, "open", server.service.capacity)
+    with pytest.raises(openai.RateLimitError, match="try again later") as caught:
+        ask(client, stream=True)
+    assert int(caught.value.response.headers["retry-after"]) >= 1 and caught.value.code == "queue_full"
+
+
+def test_an_error_in_mid_stream_is_raised_by_the_client(client: Any, server: Running, monkeypatch: Any) -> None:
+    limited = dataclasses.replace(server.service.settings, request_s=0.3)
+    monkeypatch.setattr(server.service, "settings", limited)
+    with pytest.raises(openai.APIError, match=r"longer than 0\.3 s"):
+        list(ask(client, stream=True, max_tokens=3000, extra_body={"ignore_eos": True}))
+    server.wait_idle()
+
+
+async def test_a_cancelled_task_of_the_async_client_frees_its_blocks(server: Running) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+        long = ask(client, max_tokens=3000, extra_body={"ignore_eos": True})
+        task = asyncio.create_task(long)
+        while not await asyncio.to_thread(lambda: server.snapshot()["requests"]):
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.to_thread(server.wait_idle)
 
 
 def test_cancelling_a_stream_frees_its_blocks(client: Any, server: Running) -> None:
