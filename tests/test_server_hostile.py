@@ -159,6 +159,8 @@ OTHERS: list[tuple[str, Any, str | None]] = [
     ("/tokenize", {}, None),
     ("/tokenize", {"prompt": 5}, "prompt"),
     ("/tokenize", {"prompt": "x", "messages": []}, "messages"),
+    ("/tokenize", {"prompt": "x" * 1_000_001}, None),
+    ("/tokenize", {"messages": [{"role": "user", "content": "x" * 500_001}] * 2}, None),
     ("/detokenize", {"tokens": [2560]}, "tokens"),
     ("/detokenize", {"tokens": [-1]}, "tokens"),
     ("/minitui/submit", {"tag": "a", "ids": [], "params": {}}, "ids"),
@@ -244,6 +246,24 @@ def test_of_ten_thousand_faults_few_are_listed(name: str) -> None:
 def test_a_content_type_that_is_not_json_is_a_400_and_no_way_around_the_limits(server: Running, kind: str) -> None:
     answer = server.http.post("/generate", content=b'{"prompt": "x", "max_tokens": 1}', headers={"content-type": kind})
     refused(*told(answer), 400)
+
+
+def test_of_a_prompt_that_is_far_too_long_the_beginning_is_looked_at(server: Running, monkeypatch: Any) -> None:
+    seen: list[int] = []
+    encode = server.service.tokenizer.encode
+
+    def watched(text: str, **options: Any) -> list[int]:
+        seen.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(server.service.tokenizer, "encode", watched)
+    digits = "5," * 1_000_000
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"a": [5] * 500_000}}}
+    for path, body in (("/generate", {"prompt": digits}), (CHAT, {**ASK, "tools": [tool]}),
+                       (CHAT, {"messages": [{"role": "user", "content": digits}]})):  # fmt: skip
+        error = refused(*told(server.post(path, body)), 400)
+        assert error["code"] == "context_length_exceeded" and "more than 4,096 tokens" in error["message"]
+    assert seen == [4096 * 8] * 3
 
 
 @pytest.mark.parametrize(("words", "path"), [

@@ -5,6 +5,7 @@
     access.py        before a request is read: who asks, from where, how large
     failures.py      every refusal and error, in OpenAI's shape
     service.py       the engine client's owner: loading, restart, admission, drain, tokenising off the loop
+    prompts.py       texts and conversations to ids
     replies.py       one HTTP request's sequences, gathered or streamed, cancelled when the caller is gone
     sse.py           server-sent events
     schema.py        what may be asked, validated by name

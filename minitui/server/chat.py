@@ -12,16 +12,16 @@ from fastapi.responses import Response
 
 from engine.errors import InvalidRequest
 from engine.output import Delta
-from engine.tokenizer import Tokenizer
 from engine.types import SamplingParams
 from minitui.server.failures import RESPONSES, STREAMED, ApiError
 from minitui.server.logprobs import chat_logprobs
+from minitui.server.prompts import conversation
 from minitui.server.replies import Gathered, Reply, respond, usage_of
-from minitui.server.schema import Answer, ChatMessage, ChatRequest, NamedTool
+from minitui.server.schema import Answer, ChatRequest, NamedTool
 from minitui.server.service import Service
 from minitui.server.sse import DONE, event
 from minitui.server.thinking import THINK, ForcedCallParser, Parts, ReplyParser
-from minitui.server.tools import as_plain_messages, call_schema, on_one_line, with_parsed_arguments
+from minitui.server.tools import call_schema, on_one_line
 
 
 def router(service: Service) -> APIRouter:
@@ -38,21 +38,6 @@ def router(service: Service) -> APIRouter:
         return await respond(request, answer.reply, answer.prepare(), answer.whole, frames)
 
     return routes
-
-
-def conversation(tokenizer: Tokenizer, messages: list[ChatMessage], tools: list[dict[str, Any]] | None, generate: bool,
-                 values: dict[str, Any]) -> list[int]:  # fmt: skip
-    """The ids of a conversation. Takes as long as it is: call it in a thread. Raises InvalidRequest."""
-    plain = with_parsed_arguments([message.plain() for message in messages])
-    template = tokenizer.chat_template or ""
-    if tools and "tools" in template:
-        values = {**values, "tools": tools}
-    elif tools or "tool" not in template:
-        plain = as_plain_messages(plain, tools)
-    try:
-        return tokenizer.apply_chat_template(plain, add_generation_prompt=generate, **values)
-    except (RecursionError, ValueError, TypeError, ArithmeticError, LookupError) as error:
-        raise InvalidRequest(f"these messages cannot be made a prompt ({type(error).__name__})", "messages") from error
 
 
 class ChatAnswer:
@@ -83,7 +68,7 @@ class ChatAnswer:
         if body.reasoning_effort == "none":
             values.setdefault("enable_thinking", False)
         ids = await self.service.in_thread(
-            conversation, self.tokenizer, body.messages, self.tools or None, True, values
+            conversation, self.tokenizer, body.messages, self.tools or None, True, values, self.service.longest
         )
         opening = self.tokenizer.decode(ids[-8:], skip_special_tokens=False)
         self.thinking = not self.forced and opening.rstrip().endswith(THINK)

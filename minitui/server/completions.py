@@ -14,10 +14,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from engine.errors import InvalidRequest
-from engine.tokenizer import Tokenizer
 from minitui.server.failures import RESPONSES, STREAMED, ApiError
 from minitui.server.logprobs import completion_logprobs
+from minitui.server.prompts import encode
 from minitui.server.replies import Gathered, Reply, respond, usage_of
 from minitui.server.schema import Answer, CompletionRequest, Generated, GenerateRequest
 from minitui.server.service import Service
@@ -44,7 +43,7 @@ def router(service: Service) -> APIRouter:
         reply = Reply(service, 1)
 
         async def prepare() -> None:
-            ids = await service.in_thread(encode, service.tokenizer, body.prompt, True)
+            ids = await service.in_thread(encode, service.tokenizer, body.prompt, True, service.longest)
             info = service.info
             await reply.submit([ids], body.sampled().params(body.max_tokens, info["generation"], info["vocab_size"]))
 
@@ -65,14 +64,6 @@ def router(service: Service) -> APIRouter:
         return await respond(request, reply, prepare(), whole, frames() if body.stream else None)
 
     return routes
-
-
-def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """The ids of a prompt whose control tokens count. Takes as long as it is: call it in a thread."""
-    try:
-        return tokenizer.encode(text, allow_special=True, add_special_tokens=add_special_tokens)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"the prompt cannot be encoded: {error}", "prompt") from error
 
 
 def _refuse_abort(finish_reason: str) -> None:
@@ -102,7 +93,9 @@ class CompletionAnswer:
     async def prepare(self) -> None:
         """Encode, submit."""
         prompts = [
-            await self.service.in_thread(encode, self.tokenizer, given, self.body.add_special_tokens)
+            await self.service.in_thread(
+                encode, self.tokenizer, given, self.body.add_special_tokens, self.service.longest
+            )
             if isinstance(given, str) else given
             for given in self.given
         ]  # fmt: skip

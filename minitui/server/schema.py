@@ -21,6 +21,7 @@ MAX_TOOLS = 128
 MAX_FIELDS = 100  # of an object; the largest here knows fewer than half as many
 MAX_BIASES = 1024
 MAX_METADATA = 16
+MAX_TOKENIZED = 1_000_000  # characters, for /tokenize: a second or two, and 200 MB
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -318,6 +319,9 @@ class TokenizeRequest(Strict):
     def _one_of_them(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("either prompt or messages is needed")
+        size = sum(len(m.plain()["content"]) for m in self.messages or ()) + len(self.prompt or "")
+        if size > MAX_TOKENIZED:
+            raise ValueError(f"a text of {size:,} characters is more than the {MAX_TOKENIZED:,} that are taken at once")
         return self
 
 

@@ -27,6 +27,7 @@ from minitui.record import Recording
 from minitui.server.failures import ApiError
 from minitui.server.hub import Hub
 from minitui.server.meters import Meters
+from minitui.server.prompts import too_long
 from minitui.server.settings import ServerSettings
 
 logger = logging.getLogger("minitui.server")
@@ -220,6 +221,11 @@ class Service:
         if self.state != "ready" or self.stalled_s:
             raise EngineDead("the engine is not there")
 
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt and its reply together, at most."""
+        return int(self.info["max_model_len"])
+
     # ---- admission
 
     @property
@@ -268,16 +274,13 @@ class Service:
 
     async def check(self, prompts: list[list[int]], params: SamplingParams, field: str) -> None:
         """Refuse, by the name of the field, what the engine could not run. Raises ApiError or InvalidRequest."""
-        vocabulary, longest = int(self.info["vocab_size"]), int(self.info["max_model_len"])
+        vocabulary, longest = int(self.info["vocab_size"]), self.longest
         params.validate(vocabulary)
         for ids in prompts:
             if not ids:
                 raise ApiError(400, f"{field} is empty: at least one token is needed", field)
             if len(ids) >= longest:
-                raise ApiError(
-                    400, f"{field} has {len(ids):,} tokens; this model's context is {longest:,}, the reply included: "
-                    "shorten it", field, "context_length_exceeded",
-                )  # fmt: skip
+                raise too_long(field, len(ids), longest)
             if not 0 <= min(ids) <= max(ids) < vocabulary:
                 raise ApiError(400, f"{field} has an id outside of 0 to {vocabulary - 1:,}, this model's ids", field)
         if params.structured and self._grammars is not None:

@@ -8,9 +8,8 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
 from engine.errors import InvalidRequest
-from minitui.server.chat import conversation
-from minitui.server.completions import encode
 from minitui.server.failures import RESPONSES, ApiError
+from minitui.server.prompts import conversation, encode
 from minitui.server.schema import DetokenizeRequest, ModelCard, ModelList, Text, TokenizeRequest, Tokens
 from minitui.server.service import Service
 
