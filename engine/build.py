@@ -17,6 +17,7 @@ from engine.scheduler import SchedulerConfig
 from engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from engine.parallel.runner import FollowRunner, LeadRunner
     from engine.runner import Runner
 
 logger = logging.getLogger("engine")
@@ -64,7 +65,7 @@ def build_engine(
         overlap=overlap, prefix_caching=config.enable_prefix_caching, eos_ids=eos_ids,
         grammars=Grammars(tokenizer, model.vocab_size) if tokenizer is not None else None,
     )  # fmt: skip
-    notes = list(limits.notes)
+    notes = [*limits.notes, *runner.notes]
     speculation = None
     if config.speculation != "off":
         speculation = {"method": config.speculation, "tokens": config.speculative_tokens}
@@ -103,28 +104,47 @@ def make_runner(
     """
     limits = resolve(config, model)
     if config.tensor_parallel_size > 1:
-        from engine.parallel.runner import LeadRunner
-
-        return LeadRunner(model, config, directory, on_progress, on_lost)
+        return rank_runners(model, config)[0](model, config, directory, on_progress, on_lost)
     if limits.device.type == "cpu":
         from engine.cpu_runner import CPURunner
 
         return CPURunner(model, config, directory, on_progress)
-    graphs = model.experts is None  # how many tokens an expert gets is known on the host only when it has asked
-    if graphs and limits.device.type == "cuda" and config.attention_backend in ("auto", "triton"):
-        try:
-            from engine.attention.triton_backend import supports
-            from engine.graphs import GraphRunner
-            from engine.verify_graphs import SpeculativeGraphRunner
-        except ImportError as error:
-            logger.warning("triton is not installed (%s): plain torch kernels are used", error)
-        else:
-            if not supports(model, limits.dtype):
-                runner = SpeculativeGraphRunner if config.speculation != "off" else GraphRunner
-                return runner(model, config, directory, on_progress)
+    if _graphs_fit(model, config):
+        from engine.graphs import GraphRunner
+        from engine.verify_graphs import SpeculativeGraphRunner
+
+        runner = SpeculativeGraphRunner if config.speculation != "off" else GraphRunner
+        return runner(model, config, directory, on_progress)
     from engine.runner import Runner
 
     return Runner(model, config, directory, on_progress)
+
+
+def rank_runners(model: ModelConfig, config: EngineConfig) -> tuple[type[LeadRunner], type[FollowRunner]]:
+    """The runner of rank 0, and that of the other ranks."""
+    if config.speculation == "off" and _graphs_fit(model, config):
+        from engine.parallel.graphs import FollowGraphRunner, LeadGraphRunner
+
+        return LeadGraphRunner, FollowGraphRunner
+    from engine.parallel.runner import FollowRunner, LeadRunner
+
+    return LeadRunner, FollowRunner
+
+
+def _graphs_fit(model: ModelConfig, config: EngineConfig) -> bool:
+    """Can engine/graphs.py run this model on the device that `config` asks for?"""
+    limits = resolve(config, model)
+    if limits.device.type != "cuda" or config.attention_backend not in ("auto", "triton"):
+        return False
+    if model.experts is not None:  # how many tokens an expert gets is known on the host only when it has asked
+        return False
+    try:
+        import engine.graphs  # noqa: F401
+        from engine.attention.triton_backend import supports
+    except ImportError as error:
+        logger.warning("triton is not installed (%s): plain torch kernels are used", error)
+        return False
+    return not supports(model, limits.dtype)
 
 
 def _short_name(asked: str, directory: Path) -> str:

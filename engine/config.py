@@ -458,6 +458,6 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
     budget = config.max_num_batched_tokens or max(512 if cpu else 8192, sequences)
     notes: tuple[str, ...] = ()
     if config.tensor_parallel_size > 1:
-        how = "gloo between processes on the CPU" if cpu else "NCCL; steps are eager, without CUDA graphs"
+        how = "gloo between processes on the CPU" if cpu else "NCCL between GPUs"
         notes = (f"the model is cut over {config.tensor_parallel_size} ranks: {how}",)
     return Limits(device, getattr(torch, name), sequences, budget, length, notes)

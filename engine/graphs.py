@@ -9,6 +9,11 @@ What is captured, each at a ladder of sizes and replayed with padding up to the 
 Everything a graph reads lies at a fixed address. The host writes only pinned staging buffers, each guarded by the
 event of the copy out of it; the device's state (block table, last token, settings) changes in stream order alone. So
 a step may be launched while the one before it runs. Steps that fit no graph take the way of engine/runner.py.
+
+Where several ranks share the model (engine/parallel/), their collectives are captured with the rest. Every rank
+captures the same graphs in the same order, and takes the one that the plan asks for. Each draws from its own piece of
+the vocabulary and the best of all pieces is elected; with truncation, which needs the whole, the logits are gathered
+and all ranks draw the same. So what was drawn is everywhere, and the host tells nobody.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ from engine.kernels.decode_layers import DecodeLayers
 from engine.kernels.prefill_attention import BLOCK_M, num_splits
 from engine.kernels.sample import SampleWorkspace, draw
 from engine.model.weights import Progress
+from engine.parallel.group import Spent
 from engine.runner import Inputs, Launched, Runner
 from engine.sampling import NUM_SETTINGS, Wants
 from engine.types import StepPlan, StepResult
@@ -61,12 +67,15 @@ class Drawing:
     samples: np.ndarray | None  # bool [entries]; None: all sample
     begin: torch.cuda.Event
     end: torch.cuda.Event
+    spent: Spent | None = None  # in collectives
 
     def wait(self) -> StepResult:
         """The step's outcome, on the host."""
         self.end.synchronize()
         ids = self.outcome.tolist()
         result = StepResult(ids, device_ms=self.begin.elapsed_time(self.end))
+        if self.spent is not None:
+            result.comm = self.spent.ranks, self.spent.ms
         if self.samples is not None:
             drawn = self.samples.tolist()
             result.ids = ids = [token if is_drawn else -1 for token, is_drawn in zip(ids, drawn, strict=True)]
@@ -176,6 +185,7 @@ class GraphRunner(Runner):
             self._decode_input.send(at)
             bucket = self._decode_bucket[n]
             self._decode[bucket].replay()
+            self.group.replayed(self.shard.num_layers, bucket)
             asked = self.sampler.asked(plan.rows)
             if asked & ~DRAWABLE:
                 return self._sample_eagerly(plan, started, begin)
@@ -207,6 +217,7 @@ class GraphRunner(Runner):
             tail[4, :n] = np.where(plan.samples, seq_lens, 0)  # 0: draws nothing
             self._extend_input.send(total)
             self._extend[bucket].replay()
+            self.group.replayed(self.shard.num_layers, bucket)
             return self._draw(EXTEND_SEQUENCES, self.sampler.asked(plan.rows), n, plan.samples, begin)
 
     def _draw(self, bucket: int, asked: int, n: int, samples: np.ndarray | None, begin: torch.cuda.Event) -> Drawing:
@@ -215,25 +226,26 @@ class GraphRunner(Runner):
             self._send_settings()
         form = 2 if asked & ~Wants.NOISE else 1 if asked else 0
         self._sample[bucket, form].replay()
+        self.group.redrew(bucket, gathered=form > 1)
         slot = self._outcome_slot
         self._outcome_slot = (slot + 1) % RING
         self._outcome_host[slot][:n].copy_(self._outcome[:n], non_blocking=True)
         everything = samples is None or bool(samples.all())
-        return Drawing(n, self._outcome_arrays[slot][:n], None if everything else samples, begin, self._mark())
+        return Drawing(
+            n, self._outcome_arrays[slot][:n], None if everything else samples, begin, self._mark(), self.group.take()
+        )
 
     def _sample_eagerly(self, plan: StepPlan, started: float, begin: torch.cuda.Event) -> Launched:
         """Rows with penalties, masks or logprobs: the decode graph's logits, then the sampler of engine/sampling.py."""
         n = len(plan.rows)
         entries, positions = np.arange(n), plan.starts.astype(np.int64) + 1
-        rows = self._rows[:n].long()
-        drawn = self.sampler.sample(
-            self._logits[:n].float(), plan.rows, positions, rows, self._lengths[:n].long(), plan.requests.__getitem__
-        )
-        self.last_token.index_copy_(0, rows, drawn.ids)
+        rows, lengths = self._rows[:n].long(), self._lengths[:n].long()
         inputs = Inputs(
             token_ids=self._tokens[:n], meta=None, samples=entries, rows=plan.rows,
-            positions=positions, device_rows=rows, device_positions=rows, sampled_hidden=None, prompt_hidden={},
+            positions=positions, device_rows=rows, device_positions=lengths, sampled_hidden=None, prompt_hidden={},
         )  # fmt: skip
+        drawn = self.sample(plan, inputs, self.group.gather(self._logits[:n]).float())
+        self.last_token.index_copy_(0, rows, drawn.ids)
         return self._finish(plan, inputs, drawn, {}, started, begin)
 
     def _join(self, plan: StepPlan) -> None:
@@ -266,7 +278,7 @@ class GraphRunner(Runner):
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._rows = torch.zeros(drawn, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(drawn, dtype=torch.int32, device=device)
-        self._logits = torch.zeros(drawn, vocab, dtype=self.dtype, device=device)
+        self._logits = torch.zeros(drawn, self.shard.vocab_size, dtype=self.dtype, device=device)
         self._settings_input = Staging(rows * (NUM_SETTINGS + 3), torch.int32, device)
         cells = rows * NUM_SETTINGS
         at = self._settings_input.target
@@ -275,12 +287,13 @@ class GraphRunner(Runner):
         self._outcome = torch.zeros(drawn, dtype=torch.int64, device=device)
         self._outcome_host = [torch.zeros(drawn, dtype=torch.int64, pin_memory=True) for _ in range(RING)]
         self._outcome_arrays = [buffer.numpy() for buffer in self._outcome_host]
+        self._scores = torch.zeros(drawn, dtype=torch.float32, device=device)
         self._sampling = SampleWorkspace(drawn, vocab, device)
-        self._layers = DecodeLayers(self.model, self.attention, self.pool, self.block_table)
+        self._layers = DecodeLayers(self.model, self.attention, self.pool, self.block_table, self.group)
         config = self.model_config
         layer = (self.model.nbytes - self.model.embedding.nbytes) / self.dtype.itemsize / config.num_layers
         worthwhile = max(64, LAUNCH_SECONDS * MATMUL_RATE / (2 * layer))
-        limit = min(self.max_num_batched_tokens, self.max_model_len, worthwhile)
+        limit = self.group.least(int(min(self.max_num_batched_tokens, self.max_model_len, worthwhile)))
         self._extend_sizes = [t for t in EXTEND_TOKENS if t <= limit] if rows >= EXTEND_SEQUENCES else []
         largest = self._extend_sizes[-1] if self._extend_sizes else 0
         self._extend_input = Staging(4 * largest + 5 * EXTEND_SEQUENCES, torch.int64, device)
@@ -298,6 +311,7 @@ class GraphRunner(Runner):
                 text = f"capturing CUDA graphs: {what}"
                 on_progress({"stage": "graphs", "done": done, "total": len(work), "text": text})
             graphs[key] = self._capture(run)
+        self.group.take()  # what was spent on the way here belongs to no step
         torch.cuda.synchronize(self.device)
         self.graph_seconds = time.perf_counter() - started
         self.graph_bytes = torch.cuda.memory_reserved(self.device) - before
@@ -335,7 +349,8 @@ class GraphRunner(Runner):
             run()  # compiles kernels and makes cuBLAS choose its own, which must not happen during capture
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
         torch.cuda.synchronize(self.device)
-        with torch.cuda.graph(graph, pool=self._graph_pool, stream=self._stream):
+        mode = "global" if self.group.size == 1 else "thread_local"  # NCCL's own thread asks about events meanwhile
+        with torch.cuda.graph(graph, pool=self._graph_pool, stream=self._stream, capture_error_mode=mode):
             run()
         return graph
 
@@ -372,10 +387,22 @@ class GraphRunner(Runner):
         self._layers.logits_of_chunks(ids, meta, self._logits[:n])
 
     def _run_sample(self, n: int, form: int) -> None:
+        rows, lengths, outcome, scores = self._rows[:n], self._lengths[:n], self._outcome[:n], self._scores[:n]
+        first, end = self.group.piece
+        apart = end > first and form < 2
+        logits = self._logits[:n, : end - first] if apart else self.group.gather(self._logits[:n])
         draw(
-            self._logits[:n], self._rows[:n], self._lengths[:n], self._settings, self._top_k, self._keys,
-            self._outcome[:n], self.last_token, self._sampling, noisy=form > 0, truncated=form > 1,
+            logits, rows, lengths, self._settings, self._top_k, self._keys, outcome, self.last_token, self._sampling,
+            noisy=form > 0, truncated=form > 1, piece=(first, scores) if apart else None,
         )  # fmt: skip
+        if apart:
+            self.group.elect(scores, outcome, rows, lengths, self.last_token)
+
+    def close(self) -> None:
+        """Give the graphs back: collectives in them keep their group alive."""
+        for graphs in (self._decode, self._extend, self._sample):
+            graphs.clear()
+        super().close()
 
     def _measure_blocks(self, per_block: int) -> int:
         blocks = super()._measure_blocks(per_block)

@@ -127,11 +127,12 @@ class Runner:
     """Owns the model, the KV pool and the persistent state of every row: block table, last token, sampling settings.
 
     Public attributes: num_blocks (the null block included), block_size, vocab_size, max_rows, max_num_batched_tokens,
-    max_model_len, device, device_name, dtype, model_config, attention_name, memory.
+    max_model_len, device, device_name, dtype, model_config, attention_name, memory, notes.
     """
 
     ops: ModuleType = torch_ops  # the decoder's small operations
     group: Group = ALONE  # the ranks that share the model
+    notes: tuple[str, ...] = ()  # what a user may want to know of how it runs
 
     def __init__(
         self,
@@ -375,7 +376,7 @@ class Runner:
         return model
 
     def close(self) -> None:
-        """End what this runner has started: nothing, where there is one rank."""
+        """End what this runner has started: no processes, where there is one rank."""
 
     # What engine/parallel/runner.py does differently: a rank has a device of its own, and a shard of the model.
 

@@ -27,7 +27,9 @@ from engine.model.decoder import Decoder
 from engine.parallel import runner as parallel_runner
 from engine.parallel.ranks import Workers, device_of
 from engine.parallel.shards import check, shard_config, shard_slots
+from engine.parallel.timing import Timings
 from engine.runner import Runner
+from engine.sampling import Drawn, Wants
 from engine.scheduler import SchedulerConfig
 from engine.types import SamplingParams
 from minitui.tutor import model_dir
@@ -343,6 +345,31 @@ def test_what_cannot_be_cut_is_refused_with_what_can(checkpoints: dict[str, Path
         check(odd, 4)
     with pytest.raises(EngineError, match="tensor_parallel_size is 0"):
         EngineConfig(tensor_parallel_size=0)
+
+
+def test_all_ranks_learn_how_a_row_draws(checkpoints: dict[str, Path], threads: None) -> None:
+    """Ranks that draw with graphs do so by themselves: from the same settings, sent with the plan."""
+    runner: Any = ranks(checkpoints["qwen3"], 2)
+    request = make_request([5, 6, 7], 3, seed=9, temperature=0.9, top_k=50, min_p=0.1, stop_token_ids=[4], min_tokens=2)
+    request.grammar = object()
+    runner.sampler.sample = lambda logits, rows, positions, *_: Drawn(
+        logits.argmax(-1), torch.zeros(len(logits), dtype=torch.bool), rows[:0], None
+    )
+    Driver(runner).run([(request, 3, True)])
+    runner.close()
+    ours, theirs = runner.sampler, runner._workers.runners[1].sampler
+    assert ours.asked(np.array([3])) == theirs.asked(np.array([3])) > Wants.GRAMMAR
+    for mine, others in zip(ours.host_settings(), theirs.host_settings(), strict=True):
+        assert np.array_equal(mine[3], others[3])
+
+
+def test_a_sum_goes_the_way_that_was_measured_to_be_faster() -> None:
+    timings = Timings(nccl=[12.0, 12, 13, 15, 20], boxed=[4.0, 5, 9, 16], gathers=[10.0, 20], elect=5.0)
+    assert timings.direct_rows == 4
+    assert [timings.sum_us(n) for n in (1, 2, 3, 4, 5, 8, 12, 32)] == [4, 5, 7, 9, 13.5, 15, 17.5, 40]
+    assert timings.nccl_us(3) == 12.5
+    assert timings.draw_us(256, gathered=False) == 5 and timings.draw_us(2, gathered=True) == 20
+    assert Timings([9.0, 9], [], [1.0], 0.0).direct_rows == Timings([9.0, 9], [9.0, 8], [1.0], 0.0).direct_rows == 0
 
 
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,9 @@ Decoder.forward (engine/model/decoder.py) is the model; this computes the same f
                      norm + qkv | q/k norm + rope + store + attention | output + residual
                      norm + gate/up + silu | down + residual
     several          8 per layer: the matrix products are cuBLAS's, norms and activations kernels of their own
+
+Where ranks share the model (engine/parallel/), their sums stand between a projection back to the hidden size and the
+norm behind it, so one sequence too takes the second way, with the kernels of the first where they still fit.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ import torch.nn.functional as F
 
 from engine.attention.triton_backend import TritonAttention
 from engine.forward import ForwardMeta
-from engine.kernels import norms
+from engine.kernels import norms, ops
 from engine.kernels.decode_attention import decode_attention
 from engine.kernels.gemv import gemv
 from engine.kernels.split_linear import form_for, split_linear
 from engine.kv.pool import KVPool
 from engine.model.decoder import Decoder, DenseMLP, Layer
+from engine.parallel.group import Group
 
 SPLIT_TOKENS = 64  # up to here a projection's time is reading its weights
 Attend = Callable[[int, Layer, torch.Tensor], torch.Tensor]  # number of the layer, the layer, rows of qkv -> attention
@@ -31,24 +35,31 @@ Attend = Callable[[int, Layer, torch.Tensor], torch.Tensor]  # number of the lay
 class DecodeLayers:
     """Holds what every step shares; `logits` may be captured for any number of sequences up to the backend's rows."""
 
-    def __init__(self, model: Decoder, attention: TritonAttention, pool: KVPool, block_table: torch.Tensor) -> None:
+    def __init__(
+        self, model: Decoder, attention: TritonAttention, pool: KVPool, block_table: torch.Tensor, group: Group
+    ) -> None:
         self._model = model
+        self._group = group
         self._attention = attention
         self._pool = pool
         self._block_table = block_table
-        self._plain = all(_is_plain(layer) for layer in model.layers)
+        self._plain = group.size == 1 and all(_is_plain(layer) for layer in model.layers)
 
     def logits(self, tokens: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor) -> None:
-        """tokens int64 [n], rows int32 [n] of the block table, seq_lens int32 [n] with this token; writes out [n, V].
+        """tokens int64 [n], rows int32 [n] of the block table, seq_lens int32 [n] with this token; writes out [n, V]
+        (this rank's piece of V).
 
         Stores each token's keys and values. Entries with seq_lens 0 are padding: they store nothing.
         """
-        residual = F.embedding(tokens, self._model.embedding)
+        residual = self._group.embed(tokens, self._model.embedding)
         if len(tokens) == 1 and self._plain:
             self._one(residual, rows, seq_lens, out)
         else:
-            hidden = self._several(residual, lambda i, layer, qkv: self._attend(i, layer, qkv, rows, seq_lens))
-            torch.mm(hidden, self._model.head.t(), out=out)
+            x = self._several(residual, lambda i, layer, qkv: self._attend(i, layer, qkv, rows, seq_lens))
+            if len(tokens) == 1:
+                gemv(x, self._model.head, out=out)
+            else:
+                torch.mm(x, self._model.head.t(), out=out)
 
     def logits_of_chunks(self, tokens: torch.Tensor, meta: ForwardMeta, out: torch.Tensor) -> None:
         """The same for chunks of sequences: tokens int64 [T] as `meta` describes them; writes out [s, V], the tokens of
@@ -57,8 +68,8 @@ class DecodeLayers:
         `attention.plan(meta)` has been called.
         """
         hidden = self._several(
-            F.embedding(tokens, self._model.embedding), lambda i, layer, qkv: self._attend_chunks(i, layer, qkv, meta),
-            meta.logit_rows,
+            self._group.embed(tokens, self._model.embedding),
+            lambda i, layer, qkv: self._attend_chunks(i, layer, qkv, meta), meta.logit_rows,
         )  # fmt: skip
         torch.mm(hidden, self._model.head.t(), out=out)
 
@@ -76,23 +87,23 @@ class DecodeLayers:
 
     def _several(self, residual: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """The final hidden states, normed: of the tokens `wanted`, else of all."""
-        model, eps = self._model, self._model.config.rms_norm_eps
+        model, eps, group = self._model, self._model.config.rms_norm_eps, self._group
         layers = model.layers
+        apart = group.direct(len(residual))
         x = norms.rms_norm(residual, layers[0].input_norm, eps, pdl=True)
         for i, layer in enumerate(layers):
             attended = attend(i, layer, _linear(x, layer.qkv, layer.qkv_bias))
             if wanted is not None and i + 1 == len(layers):  # nothing after this depends on other tokens
                 attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
-            x = _back_to_hidden(attended, layer.output, layer.output_bias)
-            x = norms.rms_norm(x, layer.post_norm, eps, residual, pdl=True)
+            x = _back_to_hidden(attended, layer.output, layer.output_bias, apart)
+            x = group.add_norm(ops, x, residual, layer.post_norm, eps)
             mlp = layer.mlp
             if isinstance(mlp, DenseMLP):
-                inner = norms.silu_mul(_linear(x, mlp.gate_up, mlp.gate_up_bias), pdl=True)
-                x = _back_to_hidden(inner, mlp.down, mlp.down_bias)
+                x = _back_to_hidden(_inner(x, mlp), mlp.down, mlp.down_bias, apart)
             else:
                 x = mlp(x)
             following = layers[i + 1].input_norm if i + 1 < len(layers) else model.norm
-            x = norms.rms_norm(x, following, eps, residual, pdl=True)
+            x = group.add_norm(ops, x, residual, following, eps)
         return x
 
     def _attend(
@@ -115,16 +126,27 @@ class DecodeLayers:
 
 
 def _linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [T, K] -> [T, N]. For few tokens and little to read, where a launch counts, by our own kernel; else by
-    cuBLAS.
+    """x [T, K] -> [T, N]. For one token, and for few where there is little to read and a launch counts, by our own
+    kernels; else by cuBLAS.
     """
+    if bias is None and len(x) == 1:
+        return gemv(x, w)
     form = form_for(len(x), *w.shape) if bias is None and len(x) <= SPLIT_TOKENS and w.shape[1] <= 2048 else None
     return F.linear(x, w, bias) if form is None else split_linear(x, w, form._replace(parts=1, stages=5), x.dtype)[0]
 
 
-def _back_to_hidden(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [T, K] -> [T, H], or fp32 [parts, T, H] to be summed by the norm that follows."""
-    form = form_for(len(x), *w.shape) if bias is None else None
+def _inner(x: torch.Tensor, mlp: DenseMLP) -> torch.Tensor:
+    """x [T, H] -> silu(gate) * up [T, I]."""
+    if len(x) == 1 and mlp.gate_up_bias is None:
+        return gemv(x, mlp.gate_up, gate_up=True)
+    return norms.silu_mul(_linear(x, mlp.gate_up, mlp.gate_up_bias), pdl=True)
+
+
+def _back_to_hidden(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, apart: bool) -> torch.Tensor:
+    """x [T, K] -> [T, H], or, if that may be, fp32 [parts, T, H] to be summed by the norm that follows."""
+    if bias is None and len(x) == 1:
+        return gemv(x, w)
+    form = form_for(len(x), *w.shape) if bias is None and apart else None
     return F.linear(x, w, bias) if form is None or form.parts == 1 else split_linear(x, w, form)
 
 

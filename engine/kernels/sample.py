@@ -136,9 +136,12 @@ def _draw_kernel(
     counters,
     outcome,
     last_token,
+    scores,
     V,
+    first,
     NOISY: tl.constexpr,
     TRUNCATED: tl.constexpr,
+    PIECE: tl.constexpr,
     S_TEMPERATURE: tl.constexpr,
     S_NOISE: tl.constexpr,
     SETTINGS: tl.constexpr,
@@ -171,7 +174,7 @@ def _draw_kernel(
         key1 = tl.load(keys + row * 2 + 1)
         start = _mix(key0 + length * G, M1, M2)
         step = ((start * M) ^ key1) | 1
-        u = (_mix(ids * step + start, M1, M2) & 0x7FFFFFFF).to(tl.float32)
+        u = (_mix((first + ids) * step + start, M1, M2) & 0x7FFFFFFF).to(tl.float32)
         u = tl.maximum((u + 0.5) * -(2.0**-31), -1.0 + 2.0**-24)
         x += -libdevice.log(-libdevice.log1p(u))
     score, at = tl.max(x, 0, return_indices=True)
@@ -191,7 +194,11 @@ def _draw_kernel(
         token = tl.sum(tl.where(c == at, tl.load(best_ids + i * CHUNKS + c, mask=live, other=0, volatile=True), 0), 0)
         bad = tl.max(tl.load(bad_parts + i * CHUNKS + c, mask=live, other=0, volatile=True), 0)
         bad = bad | (score == -float("inf")).to(tl.int32)
-        tl.store(last_token + row, token.to(tl.int64))
+        token += first
+        if PIECE:
+            tl.store(scores + i, score)
+        else:
+            tl.store(last_token + row, token.to(tl.int64))
         tl.store(outcome + i, tl.where(bad > 0, -1 - token, token).to(tl.int64))
 
 
@@ -210,13 +217,16 @@ class SampleWorkspace:
 def draw(
     logits: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, settings: torch.Tensor, top_k: torch.Tensor,
     keys: torch.Tensor, outcome: torch.Tensor, last_token: torch.Tensor, workspace: SampleWorkspace, *, noisy: bool,
-    truncated: bool,
+    truncated: bool, piece: tuple[int, torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Write the drawn ids, or -1 - id where the logits are bad, to `outcome` int64 [n], and to last_token[rows].
 
     The token drawn for row i will stand at position seq_lens[i]; entries with seq_lens 0 are padding and left alone.
+    `piece` = (its first id, scores fp32 [n]): the logits are those of a piece of the vocabulary, so the score of the
+    best goes to `scores`, and last_token stays as it is until the pieces have been compared. Not with truncation.
     """
     n, vocab = logits.shape
+    first, scores = piece or (0, workspace.floors)
     if truncated:
         _floors_kernel[(n,)](
             logits, logits.stride(0), rows, settings, top_k, workspace.floors, vocab, S_TEMPERATURE=TEMPERATURE,
@@ -226,7 +236,8 @@ def draw(
     chunks = triton.cdiv(vocab, CHUNK)
     _draw_kernel[(n, chunks)](
         logits, logits.stride(0), rows, seq_lens, settings, keys, workspace.floors, workspace.scores, workspace.ids,
-        workspace.bad, workspace.counters, outcome, last_token, vocab, NOISY=noisy, TRUNCATED=truncated,
+        workspace.bad, workspace.counters, outcome, last_token, scores, vocab, first, NOISY=noisy, TRUNCATED=truncated,
+        PIECE=piece is not None,
         S_TEMPERATURE=TEMPERATURE, S_NOISE=NOISE, SETTINGS=NUM_SETTINGS, BLOCK=CHUNK, CHUNKS=chunks,
         CHUNKS2=triton.next_power_of_2(chunks), M1=signed(MIX_1), M2=signed(MIX_2), G=signed(GOLDEN), M=signed(MURMUR),
         num_warps=4,

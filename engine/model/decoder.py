@@ -155,9 +155,9 @@ class Decoder:
             x = attention.run(i, q, keys, values)
             if i == last and meta.logit_rows is not None:  # nothing after this depends on other tokens
                 x, residual = x.index_select(0, meta.logit_rows), residual.index_select(0, meta.logit_rows)
-            x = group.sum(linear(x, layer.output, layer.output_bias))
-            x = group.sum(layer.mlp(ops.add_rms_norm(x, residual, layer.post_norm, eps)))
-            x = ops.add_rms_norm(x, residual, self.norm if i == last else self.layers[i + 1].input_norm, eps)
+            x = linear(x, layer.output, layer.output_bias)
+            x = layer.mlp(group.add_norm(ops, x, residual, layer.post_norm, eps))
+            x = group.add_norm(ops, x, residual, self.norm if i == last else self.layers[i + 1].input_norm, eps)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,13 @@
 """The ranks that share one model, and what they tell each other within a step.
 
 `ALONE` is the group of one: its operations return what they are given, so a model on one device costs nothing more.
-`Ranks` is torch.distributed: NCCL between GPUs, gloo between CPUs.
+`Ranks` is torch.distributed: NCCL between GPUs, gloo between CPUs; and, between GPUs that can write each other's
+memory, kernels of our own for the small sums of a decode step (engine/kernels/mailbox.py), up to the size at which
+NCCL was measured to be faster. All of it can be captured in CUDA graphs.
 
 Collectives are where ranks wait for each other, so the time spent in them, which `take` tells, holds the waiting too.
+Of steps that are replayed as a graph it cannot be told: for those `engine/parallel/timing.py` has what the same
+collectives took by themselves.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,7 +25,11 @@ import torch.nn.functional as F
 
 from engine.errors import EngineError
 from engine.model.linear import Matrix, embed
+from engine.parallel import mailbox
+from engine.parallel.mailbox import Mailbox
+from engine.parallel.timing import Timings, measure
 
+Norm = tuple[torch.Tensor, torch.Tensor, float]  # residual, weight, eps
 TIMEOUT_S = 60.0  # a rank that is dead is noticed sooner (ranks.py); this is for one that lives and does not answer
 
 
@@ -34,6 +43,16 @@ class Group:
         """The sum over all ranks of x, which may be overwritten."""
         return x
 
+    def add_norm(
+        self, ops: ModuleType, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """residual [T, H] += the sum over all ranks of x, in place; returns its norm (`ops`: as the decoder's)."""
+        return ops.add_rms_norm(self.sum(x), residual, weight, eps)
+
+    def direct(self, rows: int) -> bool:
+        """add_norm of so many rows takes x as fp32 [parts, T, H], too, if its ops do."""
+        return True
+
     def embed(self, token_ids: torch.Tensor, table: Matrix) -> torch.Tensor:
         """token_ids [T] -> their rows [T, H] of the whole table, of which this rank holds `table`."""
         return embed(token_ids, table)
@@ -41,6 +60,27 @@ class Group:
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
         """This rank's slice [s, V / ranks] of the logits -> all of them [s, V], on every rank."""
         return logits
+
+    def least(self, number: int) -> int:
+        """The smallest of the ranks' numbers; waits for the device."""
+        return number
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """This rank's piece of the vocabulary, first id and end, if draws can be made piece by piece; else zeros."""
+        return 0, 0
+
+    def elect(
+        self, scores: torch.Tensor, outcome: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor,
+        last_token: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Of what the ranks drew from their pieces, the best, on all ranks: as engine.kernels.mailbox.elect."""
+
+    def replayed(self, layers: int, rows: int) -> None:
+        """A graph has been launched that holds the sums of a model of so many layers over so many rows."""
+
+    def redrew(self, rows: int, gathered: bool) -> None:
+        """A graph has been launched that draws for so many rows: from their gathered logits, or piece by piece."""
 
     def take(self) -> Spent | None:
         """What was spent in collectives since this was last called; None: there are none."""
@@ -51,7 +91,8 @@ ALONE = Group()
 
 
 class Spent:
-    """Milliseconds in collectives: counted by the host, or between events of a GPU that the step's end comes after."""
+    """Milliseconds in collectives: counted by the host, or between events of a GPU that the step's end comes after; of
+    graphs, what the same collectives took alone when the group was made (engine/parallel/timing.py)."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -92,65 +133,164 @@ class Ranks(Group):
     def __init__(self, rank: int, size: int, vocab_size: int, device: torch.device) -> None:
         self.rank = rank
         self.size = size
-        self._vocab_size = vocab_size
-        self._device = device
+        self.vocab_size = vocab_size
+        self.device = device
         self._spent = Spent(size)
         self._connected = False
+        self.box: Mailbox | None = None
+        self._direct_rows = 0  # sums of at most so many rows go through the mailbox
+        self.timings: Timings | None = None
 
     @property
     def backend(self) -> str:
-        return "nccl" if self._device.type == "cuda" else "gloo"
+        return "nccl" if self.device.type == "cuda" else "gloo"
 
     def connect(self, store: Any) -> None:
         """Meet the other ranks at a torch.distributed store."""
         import torch.distributed as dist
 
+        self._store = store
         if dist.is_initialized():
             raise EngineError(
                 "torch.distributed is in use in this process already: only one engine with tensor_parallel_size above "
                 "1 can live in a process; close the other"
             )
         if self.backend == "nccl":
-            torch.cuda.set_device(self._device)
+            torch.cuda.set_device(self.device)
             os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast is not to be had everywhere
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # or every capture exchanges handles of its buffers
         else:  # all ranks are on this machine, whose own name need not resolve
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=TIMEOUT_S),
-            device_id=self._device if self.backend == "nccl" else None,
+            device_id=self.device if self.backend == "nccl" else None,
         )  # fmt: skip
         self._connected = True
 
-    def close(self) -> None:
-        if self._connected:
-            import torch.distributed as dist
+    def open_mailbox(self, hidden: int, dtype: torch.dtype) -> str:
+        """Between GPUs: find out how sums of [T, hidden] are fastest. A sentence about what was found; "" on a CPU."""
+        if self.device.type != "cuda":
+            return ""
+        why = ""
+        if dtype.itemsize == 2:
+            try:
+                import engine.kernels.mailbox  # noqa: F401
+
+                self.box = mailbox.connect(self._store, self.rank, self.size, hidden, self.device)
+            except (ImportError, AttributeError, TypeError, RuntimeError) as error:
+                why = f" ({str(error).splitlines()[0]})"
+        if not self.least(int(self.box is not None)):  # all or none
+            self.box = None
+        self.timings = timings = measure(self, hidden, dtype)
+        self._direct_rows = timings.direct_rows
+        if self.box is None:
+            return f"sums over ranks: NCCL, {timings.sum_us(1):.0f} us for one row; no mailboxes{why}"
+        return (
+            f"sums over ranks: through mailboxes up to {self._direct_rows} rows, {timings.sum_us(1):.1f} us for one "
+            f"row where NCCL takes {timings.nccl_us(1):.1f}"
+        )
+
+    def direct(self, rows: int) -> bool:
+        return rows <= self._direct_rows
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        width = -(-self.vocab_size // self.size)
+        if self.box is None or width * (self.size - 1) >= self.vocab_size:  # or the last rank has nothing to draw from
+            return 0, 0
+        return self.rank * width, min((self.rank + 1) * width, self.vocab_size)
+
+    def elect(
+        self, scores: torch.Tensor, outcome: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor,
+        last_token: torch.Tensor,
+    ) -> None:  # fmt: skip
+        from engine.kernels.mailbox import elect
+
+        assert self.box is not None
+        elect(scores, outcome, rows, seq_lens, last_token, self.box)
+
+    def replayed(self, layers: int, rows: int) -> None:
+        if self.timings is not None:
+            self._spent.add((2 * layers + 1) * self.timings.sum_us(rows) / 1e3)
+
+    def redrew(self, rows: int, gathered: bool) -> None:
+        if self.timings is not None:
+            self._spent.add(self.timings.draw_us(rows, gathered or self.piece == (0, 0)) / 1e3)
+
+    def abort(self) -> None:
+        """End whatever waits for other ranks on this rank's device, from any thread: one of them is gone."""
+        if self.box is not None:
+            with torch.inference_mode():  # as it was made
+                self.box.abort.fill_(1)
+        if self._connected and self.backend == "nccl":
+            from torch.distributed.distributed_c10d import _abort_process_group
 
             self._connected = False
-            dist.destroy_process_group()
+            _abort_process_group()
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def close(self) -> None:
+        """Leave the group. Graphs that hold its collectives must be gone: NCCL would wait for that."""
+        if not self._connected:
+            return
         import torch.distributed as dist
 
+        if self.backend == "nccl":
+            self.abort()  # destroying it would wait for the others
+        else:
+            self._connected = False
+            dist.destroy_process_group()
+        self.box = None
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
         if not x.numel():  # a step in which nobody samples
             return x
         begin = self._begin()
-        dist.all_reduce(x)
+        if self.box is not None and self.direct(len(x)) and self.box.holds(x):
+            x = self._through_box(x)
+        else:
+            import torch.distributed as dist
+
+            dist.all_reduce(x)
+        self._end(begin)
+        return x
+
+    def _through_box(self, x: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
+        from engine.kernels.mailbox import sum_ranks
+
+        assert self.box is not None
+        return sum_ranks(x, self.box, norm)
+
+    def add_norm(
+        self, ops: ModuleType, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        if self.box is None or not self.direct(len(residual)) or not self.box.holds(residual):
+            return super().add_norm(ops, x, residual, weight, eps)
+        begin = self._begin()
+        x = self._through_box(x, (residual, weight, eps))
         self._end(begin)
         return x
 
     def embed(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        return self.sum(own_rows(token_ids, table, self.rank))  # one rank's row, and zeros: exact
+        """One rank's row, and zeros from the others: exact."""
+        if self.box is None or not self.direct(len(token_ids)) or table.dtype.itemsize != 2:
+            return self.sum(own_rows(token_ids, table, self.rank))
+        from engine.kernels.mailbox import embed_ranks
+
+        begin = self._begin()
+        rows = embed_ranks(token_ids, table, self.box)
+        self._end(begin)
+        return rows
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
         import torch.distributed as dist
 
         if not len(logits):
-            return logits.new_empty(0, self._vocab_size)
-        parts = [torch.empty_like(logits) for _ in range(self.size)]
+            return logits.new_empty(0, self.vocab_size)
+        gathered = logits.new_empty(self.size, *logits.shape)
         begin = self._begin()
-        dist.all_gather(parts, logits)
+        dist.all_gather_into_tensor(gathered.view(-1, logits.shape[1]), logits.contiguous())
         self._end(begin)
-        return joined(parts, self._vocab_size)
+        return joined(list(gathered), self.vocab_size)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """x of rank 0, written to x everywhere."""
@@ -164,10 +304,9 @@ class Ranks(Group):
         return x
 
     def least(self, number: int) -> int:
-        """The smallest of the ranks' numbers; waits for the device."""
         import torch.distributed as dist
 
-        numbers = torch.tensor([number], dtype=torch.int64, device=self._device)
+        numbers = torch.tensor([number], dtype=torch.int64, device=self.device)
         dist.all_reduce(numbers, dist.ReduceOp.MIN)
         return int(numbers.item())
 
@@ -176,16 +315,20 @@ class Ranks(Group):
         return spent
 
     def _begin(self) -> Any:
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return time.perf_counter()
+        return self._event()
+
+    def _end(self, begin: Any) -> None:
+        if self.device.type != "cuda":
+            self._spent.add((time.perf_counter() - begin) * 1e3)
+        elif begin is not None:
+            self._spent.between(begin, self._event())
+
+    def _event(self) -> Any:
+        """None while a graph is captured: what is replayed later has no time yet."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _end(self, begin: Any) -> None:
-        if self._device.type != "cuda":
-            self._spent.add((time.perf_counter() - begin) * 1e3)
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._spent.between(begin, event)

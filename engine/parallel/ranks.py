@@ -50,14 +50,21 @@ def device_of(device: torch.device, rank: int, size: int) -> torch.device:
 
 
 def for_ranks(plan: StepPlan) -> StepPlan:
-    """The plan without its requests, of which ranks that do not sample need only the prompts to be scored."""
+    """The plan without its requests, of which other ranks need only the prompts to be scored, and how to draw."""
     requests = [_ANYBODY] * len(plan.rows)
     for entry, request in enumerate(plan.requests):
         if request.params.prompt_logprobs is not None:
             params = SamplingParams(prompt_logprobs=request.params.prompt_logprobs)
             prompt = request.ids[: request.prompt_len]
             requests[entry] = Request(0, prompt, params, 0, 0, prompt_len=request.prompt_len)
-    return replace(plan, joins=[], requests=requests, epochs=[])
+    joins = [
+        Request(
+            0, [], request.params, request.seed, 0, request.stop_ids, sample_index=request.sample_index,
+            row=request.row, grammar=request.grammar is not None or None,
+        )
+        for request in plan.joins
+    ]  # fmt: skip
+    return replace(plan, joins=joins, requests=requests, epochs=[])
 
 
 class Workers:
@@ -77,7 +84,7 @@ class Workers:
         self._on_lost = on_lost
         self._store = dist.TCPStore("127.0.0.1", 0, self.size, is_master=True, wait_for_workers=False)
         self._news: queue.SimpleQueue[str] = queue.SimpleQueue()  # "loaded", "ready", or "" when one is lost
-        self._failure = ""  # the first, as a sentence
+        self.failure = ""  # the first, as a sentence
         self._failed = threading.Event()
         self._lock = threading.Lock()
         self._closing = False
@@ -119,14 +126,14 @@ class Workers:
         waited_for = self.size - 1
         while waited_for:
             news = self._news.get()
-            if self._failure:
-                raise EngineError(self._failure)
+            if self.failure:
+                raise EngineError(self.failure)
             waited_for -= news == what
 
     def send(self, plan: StepPlan) -> None:
         """Hand a plan to every rank. DeviceLost if one is gone."""
-        if self._failure:
-            raise DeviceLost(self._failure)
+        if self.failure:
+            raise DeviceLost(self.failure)
         message = pickle.dumps(for_ranks(plan), pickle.HIGHEST_PROTOCOL)
         try:
             for connection in self._connections:
@@ -137,7 +144,7 @@ class Workers:
     def cause(self) -> str:
         """Why a collective has failed, if a rank is the reason: waits for that to be known."""
         self._failed.wait(CAUSE_S)
-        return self._failure
+        return self.failure
 
     def close(self) -> None:
         """End all of them; killed, if they do not go within a few seconds or one has failed and the others may wait for
@@ -146,7 +153,7 @@ class Workers:
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.send_bytes(pickle.dumps(None))
-        deadline = time.monotonic() + (0.0 if self._failure else CLOSE_S)
+        deadline = time.monotonic() + (0.0 if self.failure else CLOSE_S)
         for process in self._processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
@@ -169,9 +176,9 @@ class Workers:
 
     def _lost(self, sentence: str) -> None:
         with self._lock:
-            if self._closing or self._failure:
+            if self._closing or self.failure:
                 return
-            self._failure = sentence
+            self.failure = sentence
         self._failed.set()
         self._news.put("")
         if self._on_lost is not None:

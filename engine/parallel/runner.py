@@ -6,11 +6,13 @@ alone: grammars, penalties and seeds live where the scheduler does, and no other
 by luck. What was drawn is broadcast into every rank's last tokens, so a step may be launched before the host has seen
 the ids of the one before.
 
-Steps are eager on GPUs, too: there are no CUDA graphs with collectives in them.
+With CUDA graphs (engine/parallel/graphs.py) all ranks draw what needs nothing but a row's settings, each from its piece
+of the vocabulary; the settings come with the plan, and the noise is a function of seed, position and token.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -28,7 +30,7 @@ from engine.parallel.ranks import Workers, device_of
 from engine.parallel.shards import check, shard_config, shard_slots
 from engine.runner import Inputs, Launched, Runner
 from engine.sampling import Drawn
-from engine.types import StepPlan
+from engine.types import StepPlan, StepResult
 
 
 class RankRunner(Runner):
@@ -66,6 +68,8 @@ class RankRunner(Runner):
     def _load(self, model_dir: Path | None, on_progress: Progress | None) -> Decoder:
         model = super()._load(model_dir, on_progress)
         self.group.connect(self._meet())
+        note = self.group.open_mailbox(self.model_config.hidden_size, self.dtype)
+        self.notes = (note,) if note else ()
         return model
 
     def _count_blocks(self) -> int:
@@ -100,7 +104,7 @@ class LeadRunner(RankRunner):
         check(model_config, size)
         device_of(resolve(engine_config, model_config).device, size - 1, size)
         self._in_step = True  # all ranks have made the same collectives
-        self._workers = Workers(model_config, engine_config, model_dir, on_lost)
+        self._workers = Workers(model_config, engine_config, model_dir, on_lost or self._end_waiting)
         self._finalizer = weakref.finalize(self, self._workers.close)
         try:
             super().__init__(model_config, engine_config, model_dir, on_progress, 0, self._workers.meet)
@@ -116,7 +120,7 @@ class LeadRunner(RankRunner):
         """The processes of ranks 1 and on."""
         return self._workers.pids
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> Shared:  # type: ignore[override]
         """Run a step on all ranks. DeviceLost if one of them fails: where the others stand is not known then."""
         self._in_step = False
         self._workers.send(plan)
@@ -127,7 +131,7 @@ class LeadRunner(RankRunner):
                 raise
             raise DeviceLost(self._workers.cause() or f"rank 0 failed: {type(error).__name__}: {error}") from error
         self._in_step = True
-        return launched
+        return Shared(launched, self._workers)
 
     def sample(self, plan: StepPlan, inputs: Inputs, logits: torch.Tensor) -> Drawn:
         """One token for each entry that samples, told to all ranks. If that fails, nobody waits for it: as with one
@@ -144,4 +148,24 @@ class LeadRunner(RankRunner):
     def close(self) -> None:
         """End the other ranks."""
         self._finalizer()
+        super().close()
         self.group.close()
+
+    def _end_waiting(self, sentence: str) -> None:
+        """A rank is gone, and nobody asked to be told: whatever waits for it on this device ends."""
+        threading.Thread(target=self.group.abort, name="abort", daemon=True).start()
+
+
+class Shared:
+    """A step on its way on all ranks."""
+
+    def __init__(self, launched: Launched, workers: Workers) -> None:
+        self._launched, self._workers = launched, workers
+
+    def wait(self) -> StepResult:
+        """As Launched.wait; DeviceLost if a rank was lost meanwhile: what it has computed means nothing then."""
+        try:
+            return self._launched.wait()
+        finally:
+            if self._workers.failure:
+                raise DeviceLost(self._workers.failure)

@@ -37,24 +37,23 @@ def main(fd: int) -> int:
         with contextlib.suppress(OSError):
             connection.send_bytes(pickle.dumps((kind, sentence)))
 
-    from engine.build import check_device_error
+    from engine.build import check_device_error, rank_runners
 
     ready = False
     try:
         from torch.distributed import TCPStore
 
-        from engine.parallel.runner import FollowRunner
-
         def meet() -> Any:
             tell("loaded")
             return TCPStore("127.0.0.1", port, config.tensor_parallel_size, is_master=False)
 
-        runner = FollowRunner(model, config, directory, None, rank, meet)
+        runner = rank_runners(model, config)[1](model, config, directory, None, rank, meet)
         tell("ready")
         ready = True
         while (plan := plans.get()) is not None:
             runner.launch(plan)
-        runner.group.close()
+        if runner.device.type == "cpu":  # a GPU's ends with this process
+            runner.group.close()
     except Exception as error:
         logger.exception("rank %d failed", rank)
         here = f"rank {rank} of {config.tensor_parallel_size} failed: {type(error).__name__}: {error}"

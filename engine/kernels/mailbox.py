@@ -1,0 +1,262 @@
+"""Exchanges between the GPUs of one host inside a kernel: sums over ranks, with the norm behind them, and one draw.
+
+Every rank has a mailbox in memory that its peers can write (engine/parallel/mailbox.py). A program of a kernel is a
+*lane*: it writes its words into the mailboxes of all ranks, and waits until those of all ranks are in its own. Each
+64-bit word carries 32 bits of data and the number of the call, so what arrives tells by itself that it has: one trip
+over the link, no fences, no barriers. That is the LL ("low latency") protocol of NCCL (NVIDIA, 2019); one-shot, because
+everyone receives everything and adds it up itself, in the order of the ranks: all have the same bits.
+
+    mailbox   int64 [2][lanes][ranks][words]
+
+The calls of a lane take the two halves in turn. A rank that is in call k + 1 of a lane has heard of all others that
+they have begun k + 1, so they have done with k, and its half may be written again in k + 2: one exchange is enough.
+Every rank must launch the same kernels over the same lanes in the same order.
+
+Whoever waits looks now and then at a flag in the host's memory, with which the host ends the wait when a rank is gone.
+What the kernels have written then means nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+ELECTED = 256  # rows whose draws travel in one lane: two words each
+SPINS = 1024  # looks at the mailbox between looks at the flag
+
+
+class Box(Protocol):
+    """What the kernels need to know of a mailbox."""
+
+    rank: int
+    size: int
+    lanes: int
+    words: int
+    addresses: torch.Tensor  # int64 [size]  where each rank's mailbox lies in this rank's address space
+    calls: torch.Tensor  # int32 [lanes]     calls so far
+    abort: torch.Tensor  # int32 [1], pinned memory of the host: 1 ends all waiting
+
+
+@triton.jit
+def _exchange(
+    word, i, live, lane, addresses, calls, abort, RANK: tl.constexpr, SIZE: tl.constexpr, SIZE2: tl.constexpr,
+    LANES: tl.constexpr, WORDS: tl.constexpr, SPINS: tl.constexpr,
+):  # fmt: skip
+    """This rank's words int32 [N], those that are live -> int32 [SIZE2, N], those of all ranks, zeros past SIZE."""
+    call = tl.load(calls + lane) + 1
+    at = ((call & 1) * LANES + lane) * SIZE * WORDS
+    sent = (call.to(tl.int64) << 32) | (word.to(tl.int64) & 0xFFFFFFFF)
+    for peer in tl.static_range(SIZE):
+        theirs = tl.multiple_of(tl.load(addresses + peer).to(tl.pointer_type(tl.int64)), 16)
+        tl.store(theirs + at + RANK * WORDS + i, sent, mask=live)
+    rank = tl.arange(0, SIZE2)
+    own = tl.multiple_of(tl.load(addresses + RANK).to(tl.pointer_type(tl.int64)), 16)
+    own = own + at + rank[:, None] * WORDS + i[None, :]
+    wanted = (rank < SIZE)[:, None] & live[None, :]
+    got = tl.load(own, mask=wanted, other=0, volatile=True)
+    missing = tl.max(tl.max((wanted & ((got >> 32).to(tl.int32) != call)).to(tl.int32), 0), 0)
+    spins = 0
+    while missing > 0:
+        got = tl.load(own, mask=wanted, other=0, volatile=True)
+        missing = tl.max(tl.max((wanted & ((got >> 32).to(tl.int32) != call)).to(tl.int32), 0), 0)
+        spins += 1
+        if spins == SPINS:
+            spins = 0
+            if tl.load(abort, volatile=True) != 0:
+                missing = 0
+    tl.debug_barrier()  # everyone has read the number of the call
+    tl.store(calls + lane, call)
+    return got.to(tl.int32)
+
+
+@triton.jit
+def _low(word, dtype: tl.constexpr):
+    """The first of the two 16-bit floats of an int32, as fp32."""
+    return (word & 0xFFFF).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _high(word, dtype: tl.constexpr):
+    return (word >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _word(low, high, dtype: tl.constexpr):
+    """Two fp32, rounded, as the int32 that holds both."""
+    first = low.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return first | (high.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def _sum_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    stride_part,
+    tokens,
+    count,
+    addresses,
+    calls,
+    abort,
+    HALF: tl.constexpr,
+    EPS: tl.constexpr,
+    NORM: tl.constexpr,
+    PARTS: tl.constexpr,
+    EMBED: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE2: tl.constexpr,
+    LANES: tl.constexpr,
+    WORDS: tl.constexpr,
+    SPINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    lane = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    live = i < HALF
+    at = lane.to(tl.int64) * HALF + i
+    weights = i
+    if NORM:
+        weights = tl.load(weight + i, mask=live, other=0)  # does not depend on the kernel before
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if EMBED:  # x is this rank's `count` rows of a table, of which the token may want one
+        wanted = tl.load(tokens + lane) - RANK * count
+        mine = live & (wanted >= 0) & (wanted < count)
+        pair = tl.load(x + wanted * HALF + i, mask=mine, other=0)
+    else:
+        pair = tl.load(x + at, mask=live, other=0)
+    if PARTS > 1:  # two fp32 in 64 bits
+        low = pair.to(tl.int32).to(tl.float32, bitcast=True)
+        high = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        for part in tl.static_range(1, PARTS):
+            pair = tl.load(x + part * stride_part + at, mask=live, other=0)
+            low += pair.to(tl.int32).to(tl.float32, bitcast=True)
+            high += (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        word = _word(low, high, DTYPE)
+    else:
+        word = pair
+    got = _exchange(word, i, live, lane, addresses, calls, abort, RANK, SIZE, SIZE2, LANES, WORDS, SPINS)
+    word = _word(tl.sum(_low(got, DTYPE), 0), tl.sum(_high(got, DTYPE), 0), DTYPE)
+    if NORM:
+        before = tl.load(residual + at, mask=live, other=0)
+        word = _word(_low(word, DTYPE) + _low(before, DTYPE), _high(word, DTYPE) + _high(before, DTYPE), DTYPE)
+        tl.store(residual + at, word, mask=live)
+        low, high = _low(word, DTYPE), _high(word, DTYPE)
+        scale = tl.rsqrt(tl.sum(low * low + high * high, 0) / (2 * HALF) + EPS)
+        word = _word(low * scale, high * scale, DTYPE)
+        word = _word(_low(word, DTYPE) * _low(weights, DTYPE), _high(word, DTYPE) * _high(weights, DTYPE), DTYPE)
+    tl.store(out + at, word, mask=live)
+
+
+def sum_ranks(
+    x: torch.Tensor, box: Box, norm: tuple[torch.Tensor, torch.Tensor, float] | None = None, *, pdl: bool = True
+) -> torch.Tensor:
+    """The sum over all ranks of x [T, H], T at most box.lanes, in half precision; added up in fp32.
+
+    With `norm` = (residual [T, H], weight [H], eps): residual += that sum, in place, and its RMS norm is returned, as
+    engine.kernels.norms.rms_norm does it. x may be fp32 [parts, T, H]: the sum of its parts is what is meant.
+    """
+    hidden = x.shape[-1]
+    parts = x.shape[0] if x.dim() == 3 else 1
+    tokens = x.shape[-2]
+    residual, weight, eps = norm or (x, x, 0.0)
+    out = torch.empty(tokens, hidden, dtype=weight.dtype, device=x.device)
+    words = x.view(torch.int64) if parts > 1 else x.view(torch.int32)
+    return _launch_sum(words, residual, weight, out, box, box.calls, 0, eps, norm is not None, parts, False, pdl)
+
+
+def embed_ranks(tokens: torch.Tensor, table: torch.Tensor, box: Box, *, pdl: bool = True) -> torch.Tensor:
+    """tokens int64 [T] -> their rows [T, H] of a table of which every rank holds as many rows, this one `table`."""
+    out = torch.empty(len(tokens), table.shape[1], dtype=table.dtype, device=table.device)
+    return _launch_sum(
+        table.view(torch.int32), table, table, out, box, tokens, len(table), 0.0, False, 1, True, pdl
+    )  # fmt: skip
+
+
+def _launch_sum(
+    words: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, box: Box,
+    tokens: torch.Tensor, count: int, eps: float, norm: bool, parts: int, embed: bool, pdl: bool,
+) -> torch.Tensor:  # fmt: skip
+    rows, hidden = out.shape
+    block = triton.next_power_of_2(hidden // 2)
+    _sum_kernel[(rows,)](
+        words, residual.view(torch.int32), weight.view(torch.int32), out.view(torch.int32), rows * hidden // 2,
+        tokens, count, box.addresses, box.calls, box.abort, HALF=hidden // 2, EPS=eps, NORM=norm, PARTS=parts,
+        EMBED=embed, RANK=box.rank, SIZE=box.size, SIZE2=triton.next_power_of_2(box.size), LANES=box.lanes,
+        WORDS=box.words, SPINS=SPINS, BLOCK=block, DTYPE=_TRITON_TYPES[out.dtype], PDL=pdl,
+        num_warps=max(1, min(16, block // 128)), launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+_TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def _elect_kernel(
+    scores,
+    outcome,
+    rows,
+    seq_lens,
+    last_token,
+    n,
+    addresses,
+    calls,
+    abort,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE2: tl.constexpr,
+    LANES: tl.constexpr,
+    WORDS: tl.constexpr,
+    SPINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    lane = tl.program_id(0)
+    i = tl.arange(0, 2 * BLOCK)
+    entry = lane * BLOCK + i // 2
+    live = entry < n
+    even = (i & 1) == 0
+    score = tl.load(scores + entry, mask=live & even, other=0.0).to(tl.int32, bitcast=True)
+    token = tl.load(outcome + entry, mask=live & (i & 1 == 1), other=0).to(tl.int32)
+    word = tl.where(even, score, token)
+    got = _exchange(word, i, live, lane, addresses, calls, abort, RANK, SIZE, SIZE2, LANES, WORDS, SPINS)
+    found, named = tl.split(tl.reshape(got, (SIZE2, BLOCK, 2)))
+    there = (tl.arange(0, SIZE2) < SIZE)[:, None]
+    bad = tl.max((there & (named < 0)).to(tl.int32), 0) > 0
+    token = tl.where(named < 0, -1 - named, named)
+    score = tl.where(there, found.to(tl.float32, bitcast=True), -float("inf"))
+    best = tl.max(score, 0)
+    # Of equals the lowest id, as argmax has it; where NaN is equal to nothing, any of them.
+    token = tl.min(tl.where(there & ((score == best[None, :]) | bad[None, :]), token, 0x7FFFFFFF), 0).to(tl.int64)
+    bad = bad | (best == -float("inf"))
+    entry = lane * BLOCK + tl.arange(0, BLOCK)
+    live = entry < n
+    drawn = live & (tl.load(seq_lens + entry, mask=live, other=0) > 0)
+    tl.store(outcome + entry, tl.where(bad, -1 - token, token), mask=drawn)
+    tl.store(last_token + tl.load(rows + entry, mask=drawn, other=0), token, mask=drawn)
+
+
+def elect(
+    scores: torch.Tensor, outcome: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, last_token: torch.Tensor,
+    box: Box,
+) -> None:  # fmt: skip
+    """Of each rank's best token of its piece of the vocabulary, that with the highest score, on every rank.
+
+    scores fp32 [n]; outcome int64 [n]: ids, or -1 - id if the logits are bad; both as engine.kernels.sample.draw leaves
+    them for a shard. Rewrites outcome and writes last_token[rows]; entries with seq_lens 0 are padding and left alone.
+    """
+    n = len(outcome)
+    _elect_kernel[(triton.cdiv(n, ELECTED),)](
+        scores, outcome, rows, seq_lens, last_token, n, box.addresses, box.calls, box.abort, RANK=box.rank,
+        SIZE=box.size, SIZE2=triton.next_power_of_2(box.size), LANES=box.lanes, WORDS=box.words, SPINS=SPINS,
+        BLOCK=ELECTED, num_warps=4,
+    )  # fmt: skip

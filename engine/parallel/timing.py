@@ -1,0 +1,127 @@
+"""How long the collectives of a captured step take, measured at the start: inside a graph nothing can be told apart.
+
+What is measured is a graph of nothing but one collective, many times over, at powers of two of rows; in between, lines
+are drawn. So the numbers are those of ranks that arrive at the same time and have nothing else to do: a real step's
+collectives also hold the waiting for the slowest rank, and part of theirs hides behind the kernels around them. The
+same numbers decide which way a sum goes. They are the slowest rank's, and so the same on every rank.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from engine.parallel.group import Ranks
+
+MOST_ROWS = 4096
+IN_GRAPH = 16  # collectives in a graph
+REPLAYS = 6
+
+
+@dataclass(slots=True)
+class Timings:
+    """Microseconds by rows (ascending powers of two from 1)."""
+
+    nccl: list[float]  # a sum of [rows, H]
+    boxed: list[float]  # through mailboxes, up to as many rows as they hold
+    gathers: list[float]  # of the logits of so many rows
+    elect: float  # one draw over the shards of the vocabulary; 0 if it cannot be had
+
+    @property
+    def direct_rows(self) -> int:
+        """Up to how many rows the mailboxes are faster; 0: never."""
+        faster = [ours < theirs for ours, theirs in zip(self.boxed, self.nccl, strict=False)]
+        count = faster.index(False) if False in faster else len(faster)
+        return 1 << (count - 1) if count else 0
+
+    def nccl_us(self, rows: int) -> float:
+        return between(self.nccl, rows)
+
+    def sum_us(self, rows: int) -> float:
+        """A sum of so many rows, the way that it goes."""
+        return between(self.boxed if rows <= self.direct_rows else self.nccl, rows)
+
+    def draw_us(self, rows: int, gathered: bool) -> float:
+        """What the ranks tell each other to draw for so many rows."""
+        return between(self.gathers, rows) if gathered else self.elect
+
+
+def between(times: list[float], rows: int) -> float:
+    """The time at `rows` on the line through those at the powers of two around it."""
+    above = bisect_left([1 << k for k in range(len(times))], rows)
+    if above >= len(times):
+        return times[-1] * rows / (1 << (len(times) - 1))
+    if rows == 1 << above:
+        return times[above]
+    share = (rows - (1 << (above - 1))) / (1 << (above - 1))
+    return times[above - 1] * (1 - share) + times[above] * share
+
+
+def measure(group: Ranks, hidden: int, dtype: torch.dtype) -> Timings:
+    """A collective: every rank calls it, with the same arguments."""
+    import torch.distributed as dist
+
+    from engine.kernels.mailbox import elect, sum_ranks
+
+    device, box = group.device, group.box
+    rows = [1 << k for k in range(MOST_ROWS.bit_length())]
+    x = torch.randn(MOST_ROWS, hidden, device=device).to(dtype)
+
+    def sums(n: int) -> Callable[[], object]:
+        return lambda: dist.all_reduce(x[:n])
+
+    def boxed(n: int) -> Callable[[], object]:
+        assert box is not None
+        return lambda: sum_ranks(x[:n], box)
+
+    nccl = [_microseconds(group, sums(n)) for n in rows]
+    mine = [_microseconds(group, boxed(n)) for n in rows if box is not None and box.holds(x[:n])]
+    logits = torch.randn(256, -(-group.vocab_size // group.size), device=device).to(dtype)
+
+    def gathers(n: int) -> Callable[[], object]:
+        return lambda: group.gather(logits[:n])
+
+    gathered = [_microseconds(group, gathers(n)) for n in rows if n <= len(logits)]
+    voted = 0.0
+    if box is not None:
+        ids, last = (torch.zeros(256, dtype=torch.int64, device=device) for _ in range(2))
+        entries = torch.arange(256, dtype=torch.int32, device=device)
+        scores = torch.zeros(256, device=device)
+        voted = _microseconds(group, lambda: elect(scores, ids, entries, entries, last, box))
+    found = torch.tensor([*nccl, *mine, *gathered, voted], dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    numbers = iter(found.tolist())
+
+    def taken(like: list[float]) -> list[float]:
+        return [next(numbers) for _ in like]
+
+    return Timings(taken(nccl), taken(mine), taken(gathered), next(numbers))
+
+
+def _microseconds(group: Ranks, run: Callable[[], object]) -> float:
+    """Of one `run`, in a graph of several."""
+    stream = torch.cuda.Stream(group.device)
+    stream.wait_stream(torch.cuda.current_stream(group.device))
+    with torch.cuda.stream(stream):
+        run()
+        torch.cuda.synchronize(group.device)
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")  # NCCL's own thread asks about events meanwhile
+        for _ in range(IN_GRAPH):
+            run()
+        graph.capture_end()
+        graph.replay()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+        events[0].record()
+        for event in events[1:]:
+            graph.replay()
+            event.record()
+        torch.cuda.synchronize(group.device)
+    times = [begin.elapsed_time(end) for begin, end in pairwise(events)]
+    return min(times) * 1e3 / IN_GRAPH
