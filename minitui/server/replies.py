@@ -101,6 +101,9 @@ class Reply:
             except StopAsyncIteration:
                 self._measure()
                 return
+            except EngineDead:
+                self._service.check_ready()  # has the true reason when it is the server that ends
+                raise
             except TimeoutError:
                 limit = self._service.settings.request_s
                 sentence = f"the reply took longer than {limit:g} s, this server's limit"
