@@ -166,8 +166,9 @@ async def send(client: Any, planned: Planned, began: float) -> Outcome:
                     if said or choice.get("finish_reason"):
                         outcome.first = outcome.first or time.perf_counter() - started
                     pieces += bool(said)
+                    ended = ended or bool(choice.get("finish_reason"))  # not every server sends [DONE] after it
         if not ended:
-            outcome.error, outcome.detail = "cut off", "the answer ended without data: [DONE]"
+            outcome.error, outcome.detail = "cut off", "the answer ended without a finish_reason"
     except EngineDead as error:
         outcome.error, outcome.detail = "not available", str(error)
     except EngineError as error:

@@ -15,6 +15,7 @@ import pytest
 
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.types import SamplingParams
+from minitui.loadgen import _parser, measure
 from minitui.sessions import Chats, Sampling
 from minitui.tutor import model_dir
 from tests.serving import Running
@@ -200,6 +201,10 @@ async def test_a_chat_on_transformers_own_server(tmp_path: Path) -> None:
         source, chat = await two_turns(f"http://127.0.0.1:{port}", model=str(model_dir()))
         assert "key" in chat.messages[1].text and len(chat.messages[3].text) > 5
         assert source.vitals.running is None, "what this server does not tell was made up"
+        load = _parser().parse_args(["--url", source.url, "--model", str(model_dir()), "--chat", "--requests", "3"])
+        load.output_tokens, load.prompt_words, load.json = 8, 5, True
+        figures = await measure(load)
+        assert figures["answered"] == 3 and figures["output_tokens"] >= 3 and figures["ttft_ms"]["p50"] > 0, figures
         await source.close()
     finally:
         process.kill()
