@@ -136,8 +136,9 @@ def _graphs_fit(model: ModelConfig, config: EngineConfig) -> bool:
     limits = resolve(config, model)
     if limits.device.type != "cuda" or config.attention_backend not in ("auto", "triton"):
         return False
-    if model.experts is not None:  # how many tokens an expert gets is known on the host only when it has asked
-        return False
+    ranks, experts = config.tensor_parallel_size, model.experts
+    if experts is not None and (model.hidden_size % 8 or experts.inner_size % (8 * ranks)):
+        return False  # no rows that engine/kernels/moe.py can read
     try:
         import engine.graphs  # noqa: F401
         from engine.attention.triton_backend import supports

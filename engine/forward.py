@@ -27,3 +27,6 @@ class ForwardMeta:
     max_seq_len: int  # the largest of seq_lens
     num_decodes: int
     logit_rows: torch.Tensor | None  # int64 [s]  tokens whose logits are wanted, ascending; None: all T, in order
+    # Of a batch filled up to a graph's size, how much of it comes first and is no padding; None: there is no padding.
+    live: torch.Tensor | None = None  # int32 [1]  of the T tokens
+    live_rows: torch.Tensor | None = None  # int32 [1]  of logit_rows

@@ -40,7 +40,7 @@ from engine.kernels.prefill_attention import BLOCK_M, num_splits
 from engine.kernels.sample import SampleWorkspace, draw
 from engine.model.weights import Progress
 from engine.parallel.group import Spent
-from engine.runner import Inputs, Launched, Runner
+from engine.runner import Inputs, Launched, Runner, listed_load
 from engine.sampling import NUM_SETTINGS, Wants
 from engine.types import StepPlan, StepResult
 
@@ -68,6 +68,7 @@ class Drawing:
     begin: torch.cuda.Event
     end: torch.cuda.Event
     spent: Spent | None = None  # in collectives
+    expert_load: tuple[list[int], torch.Tensor] | None = None  # layers; int64 [layers, E], pinned and good after `end`
 
     def wait(self) -> StepResult:
         """The step's outcome, on the host."""
@@ -84,6 +85,8 @@ class Drawing:
             result.bad = [i for i, token in enumerate(ids) if token < 0]
         for i in result.bad:
             ids[i] = -1 - ids[i]
+        if self.expert_load is not None:
+            result.expert_load = listed_load(*self.expert_load)
         return result
 
 
@@ -231,9 +234,11 @@ class GraphRunner(Runner):
         self._outcome_slot = (slot + 1) % RING
         self._outcome_host[slot][:n].copy_(self._outcome[:n], non_blocking=True)
         everything = samples is None or bool(samples.all())
+        load = self._take_expert_load()
         return Drawing(
-            n, self._outcome_arrays[slot][:n], None if everything else samples, begin, self._mark(), self.group.take()
-        )
+            n, self._outcome_arrays[slot][:n], None if everything else samples, begin, self._mark(), self.group.take(),
+            load,
+        )  # fmt: skip
 
     def _sample_eagerly(self, plan: StepPlan, started: float, begin: torch.cuda.Event) -> Launched:
         """Rows with penalties, masks or logprobs: the decode graph's logits, then the sampler of engine/sampling.py."""
@@ -359,7 +364,8 @@ class GraphRunner(Runner):
             self._decode_input.target, self.block_table, self.last_token, self._tokens, self._rows, self._lengths, n,
             self.max_rows, CHANGES,
         )  # fmt: skip
-        self._layers.logits(self._tokens[:n], self._rows[:n], self._lengths[:n], self._logits[:n])
+        live = self._decode_input.target[:1]
+        self._layers.logits(self._tokens[:n], self._rows[:n], self._lengths[:n], live, self._logits[:n])
 
     def _run_extend(self, tokens: int) -> None:
         sent, n = self._extend_input.target, EXTEND_SEQUENCES
@@ -369,6 +375,7 @@ class GraphRunner(Runner):
         self._lengths[:n].copy_(draws)
         bounds = torch.zeros(n + 1, dtype=torch.int32, device=self.device)
         bounds[1:].copy_(ends)
+        used = (seq_lens > 0).sum(0, keepdim=True).to(torch.int32)
         meta = ForwardMeta(
             positions=positions,
             slot_mapping=slots,
@@ -379,6 +386,8 @@ class GraphRunner(Runner):
             max_seq_len=self.max_model_len,
             num_decodes=0,
             logit_rows=logit_rows,
+            live=bounds[n:],
+            live_rows=used,
         )
         ids = torch.where(ids < 0, self.last_token.index_select(0, token_rows), ids)
         # Few of the sequences are there: programs are counted by tokens, not by what the graph has room for.

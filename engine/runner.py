@@ -95,8 +95,7 @@ class Launched:
         for entry, (logprobs, tokens, top) in self.prompt_logprobs.items():
             result.prompt_logprobs[entry] = logprobs.listed(tokens, [top] * len(tokens))
         if self.expert_load is not None:
-            layers, load = self.expert_load
-            result.expert_load = list(zip(layers, load.tolist(), strict=True))
+            result.expert_load = listed_load(*self.expert_load)
         return result
 
 
@@ -180,6 +179,8 @@ class Runner:
             self.sampler = Sampler(self.max_rows, model_config.vocab_size, self.device, self._upload)
             self.num_blocks = self._count_blocks() + 1  # and the null block
             self.pool = self._make_pool(self.num_blocks)
+            if model_config.experts is not None:
+                self.model.take_expert_load()  # what finding out the memory has sent them
         self.memory.kv_cache = self.pool.nbytes
         self._expert_load_due = math.inf if model_config.experts is None else 0.0
 
@@ -318,8 +319,6 @@ class Runner:
             prompt_logprobs = {
                 entry: (found.fetched(), tokens, top) for entry, (found, tokens, top) in prompt_logprobs.items()
             }
-            if load is not None:
-                load = load[0], to_host(load[1])
             events = (begin, self._mark())
         drafted, spent = range(plan.num_decodes, plan.num_decoding), self.group.take()
         return Launched(
@@ -328,12 +327,14 @@ class Runner:
         )  # fmt: skip
 
     def _take_expert_load(self) -> tuple[list[int], torch.Tensor] | None:
-        """What the experts of a mixture were sent, at most every EXPERT_LOAD_SECONDS: people look at it."""
+        """What the experts of a mixture were sent, on its way to the host; at most every EXPERT_LOAD_SECONDS, because
+        people look at it."""
         now = time.perf_counter()
         if now < self._expert_load_due:
             return None
         self._expert_load_due = now + EXPERT_LOAD_SECONDS
-        return self.model.take_expert_load()
+        layers, load = self.model.take_expert_load()
+        return layers, load if self.synchronous else to_host(load)
 
     def _mark(self) -> Any:
         """A point in the compute stream whose time can be read later; None on a CPU."""
@@ -456,6 +457,11 @@ class Runner:
         hidden = self.model.forward(token_ids, meta, self.attention, pool)
         # Sorting for top-p takes the most memory of anything the sampler does.
         self.model.logits(hidden).float().sort(descending=True).values.softmax(-1).cumsum(-1)
+
+
+def listed_load(layers: list[int], load: torch.Tensor) -> list[tuple[int, list[int]]]:
+    """What a step's result says of its experts: (layer, tokens of each)."""
+    return list(zip(layers, load.tolist(), strict=True))
 
 
 def _device_name(device: torch.device) -> str:

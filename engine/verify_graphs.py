@@ -34,7 +34,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.forward import ForwardMeta
 from engine.graphs import DRAWABLE, Drawing, GraphRunner, Staging, Work, ladder
 from engine.model.weights import Progress
-from engine.runner import Inputs, Launched, drawing_tokens, settle
+from engine.runner import Inputs, Launched, drawing_tokens, listed_load, settle
 from engine.types import StepPlan, StepResult
 
 SIZES = (4, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # tokens; from 16 on as in `ladder`, whose sampling graphs serve
@@ -58,6 +58,8 @@ class Verified:
         drawing.end.synchronize()
         result = StepResult([-1] * self.entries, device_ms=drawing.begin.elapsed_time(drawing.end))
         settle(result, self.samples.tolist(), drawing.outcome[self.tokens].tolist(), self.drafted)
+        if drawing.expert_load is not None:
+            result.expert_load = listed_load(*drawing.expert_load)
         return result
 
 
@@ -175,6 +177,7 @@ class SpeculativeGraphRunner(GraphRunner):
             max_seq_len=self.max_model_len,
             num_decodes=0,
             logit_rows=None,
+            live=bounds[n - 1 : n],
         )
         # One tile of queries for each row with a whole draft: as many programs have keys to read.
         tiles = -(-tokens // (1 + self.config.speculative_tokens)) * self.shard.num_kv_heads

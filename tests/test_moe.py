@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -363,14 +364,29 @@ def test_the_published_30b_a3b_has_the_parameters_its_name_says(tmp_path: Path) 
     assert config.experts == ExpertsConfig(128, 8, 768, True, (True,) * 48)
 
 
-def test_experts_run_without_graphs_on_every_device(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their steps ask the host in between, which a CUDA graph cannot do."""
+def test_a_shape_that_the_copy_engine_cannot_read_runs_without_graphs(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels read rows that begin at multiples of 16 bytes; what does not fit takes the readable form."""
     from engine import runner
     from engine.config import Limits
 
     _, directory = checkpoints("normalised")
     model = ModelConfig.from_pretrained(directory)
+    assert model.experts is not None
+    odd = replace(model, experts=replace(model.experts, inner_size=36))
     limits = Limits(torch.device("cuda"), torch.bfloat16, 8, 64, 256)
     monkeypatch.setattr("engine.build.resolve", lambda config, model: limits)
     monkeypatch.setattr(runner, "Runner", lambda *_: "plain")
-    assert choose_runner(model, EngineConfig(device="cuda"), directory) == "plain"
+    assert choose_runner(odd, EngineConfig(device="cuda"), directory) == "plain"
+
+
+def test_padding_is_sent_to_no_expert() -> None:
+    experts = experts_of(5, 2, True)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    expected = experts(x[:3])
+    experts.load.zero_()
+    found = experts(x, torch.tensor([3], dtype=torch.int32))
+    torch.testing.assert_close(found[:3], expected)
+    assert not found[3].any()
+    assert int(experts.load.sum()) == 3 * 2

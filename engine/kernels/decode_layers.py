@@ -5,6 +5,7 @@ Decoder.forward (engine/model/decoder.py) is the model; this computes the same f
     one sequence     5 kernels per layer, all reading weights or keys, the small operations fused into them:
                      norm + qkv | q/k norm + rope + store + attention | output + residual
                      norm + gate/up + silu | down + residual
+                     (with experts: norm + router | pick | norm + their gates/ups + silu | their downs + residual)
     several          8 per layer: the matrix products are cuBLAS's, norms and activations kernels of their own
 
 Where ranks share the model (engine/parallel/), their sums stand between a projection back to the hidden size and the
@@ -23,6 +24,7 @@ from engine.forward import ForwardMeta
 from engine.kernels import norms, ops
 from engine.kernels.decode_attention import decode_attention
 from engine.kernels.gemv import gemv
+from engine.kernels.moe_one import one_token
 from engine.kernels.split_linear import form_for, split_linear
 from engine.kv.pool import KVPool
 from engine.model.decoder import Decoder, DenseMLP, Layer
@@ -45,17 +47,20 @@ class DecodeLayers:
         self._block_table = block_table
         self._plain = group.size == 1 and all(_is_plain(layer) for layer in model.layers)
 
-    def logits(self, tokens: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor) -> None:
+    def logits(
+        self, tokens: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, live: torch.Tensor, out: torch.Tensor
+    ) -> None:
         """tokens int64 [n], rows int32 [n] of the block table, seq_lens int32 [n] with this token; writes out [n, V]
         (this rank's piece of V).
 
-        Stores each token's keys and values. Entries with seq_lens 0 are padding: they store nothing.
+        Stores each token's keys and values. Entries with seq_lens 0 are padding: they store nothing. They come last,
+        behind `live` int32 [1] others.
         """
         residual = self._group.embed(tokens, self._model.embedding)
         if len(tokens) == 1 and self._plain:
-            self._one(residual, rows, seq_lens, out)
+            self._one(residual, rows, seq_lens, live, out)
         else:
-            x = self._several(residual, lambda i, layer, qkv: self._attend(i, layer, qkv, rows, seq_lens))
+            x = self._several(residual, lambda i, layer, qkv: self._attend(i, layer, qkv, rows, seq_lens), live)
             if len(tokens) == 1:
                 gemv(x, self._model.head, out=out)
             else:
@@ -69,24 +74,32 @@ class DecodeLayers:
         """
         hidden = self._several(
             self._group.embed(tokens, self._model.embedding),
-            lambda i, layer, qkv: self._attend_chunks(i, layer, qkv, meta), meta.logit_rows,
+            lambda i, layer, qkv: self._attend_chunks(i, layer, qkv, meta), meta.live, meta.logit_rows, meta.live_rows,
         )  # fmt: skip
         torch.mm(hidden, self._model.head.t(), out=out)
 
-    def _one(self, x: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor) -> None:
+    def _one(
+        self, x: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, live: torch.Tensor, out: torch.Tensor
+    ) -> None:
         model, eps = self._model, self._model.config.rms_norm_eps
         for i, layer in enumerate(model.layers):
-            mlp = layer.mlp
-            assert isinstance(mlp, DenseMLP)
+            mlp, norm = layer.mlp, (layer.post_norm, eps)
             qkv = gemv(x, layer.qkv, norm=(layer.input_norm, eps))
             attended = self._attend(i, layer, qkv, rows, seq_lens)
             x = gemv(attended, layer.output, residual=x)
-            inner = gemv(x, mlp.gate_up, norm=(layer.post_norm, eps), gate_up=True)
-            x = gemv(inner, mlp.down, residual=x)
+            if isinstance(mlp, DenseMLP):
+                x = gemv(gemv(x, mlp.gate_up, norm=norm, gate_up=True), mlp.down, residual=x)
+            else:
+                logits, each, normalised = gemv(x, mlp.router, norm=norm), mlp.config.per_token, mlp.config.normalised
+                x = one_token(x, norm, logits, mlp.gate_up, mlp.down, each, normalised, mlp.load, live)
         gemv(x, model.head, norm=(model.norm, eps), out=out)
 
-    def _several(self, residual: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """The final hidden states, normed: of the tokens `wanted`, else of all."""
+    def _several(
+        self, residual: torch.Tensor, attend: Attend, live: torch.Tensor | None, wanted: torch.Tensor | None = None,
+        live_wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The final hidden states, normed: of the tokens `wanted`, else of all. Of all, the first `live` are no
+        padding, of those wanted the first `live_wanted`."""
         model, eps, group = self._model, self._model.config.rms_norm_eps, self._group
         layers = model.layers
         apart = group.direct(len(residual))
@@ -95,13 +108,14 @@ class DecodeLayers:
             attended = attend(i, layer, _linear(x, layer.qkv, layer.qkv_bias))
             if wanted is not None and i + 1 == len(layers):  # nothing after this depends on other tokens
                 attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
+                live = live_wanted
             x = _back_to_hidden(attended, layer.output, layer.output_bias, apart)
             x = group.add_norm(ops, x, residual, layer.post_norm, eps)
             mlp = layer.mlp
             if isinstance(mlp, DenseMLP):
                 x = _back_to_hidden(_inner(x, mlp), mlp.down, mlp.down_bias, apart)
             else:
-                x = mlp(x)
+                x = mlp(x, live)
             following = layers[i + 1].input_norm if i + 1 < len(layers) else model.norm
             x = group.add_norm(ops, x, residual, following, eps)
         return x
@@ -151,6 +165,7 @@ def _back_to_hidden(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None,
 
 
 def _is_plain(layer: Layer) -> bool:
-    """No biases, and a dense MLP: what the one-token kernels know."""
+    """No biases: what the one-token kernels know."""
     mlp = layer.mlp
-    return layer.qkv_bias is None and layer.output_bias is None and isinstance(mlp, DenseMLP) and mlp.down_bias is None
+    plain = not isinstance(mlp, DenseMLP) or mlp.down_bias is None
+    return plain and layer.qkv_bias is None and layer.output_bias is None

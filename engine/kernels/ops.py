@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.kernels import norms
+from engine.kernels import moe, norms
+from engine.model.experts import Experts
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 
@@ -35,3 +36,14 @@ def qk_norm_rope_store(
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2 I] -> silu(gate) * up [T, I]."""
     return norms.silu_mul(gate_up, pdl=True)
+
+
+def experts(x: torch.Tensor, mixture: Experts, live: torch.Tensor | None) -> torch.Tensor:
+    """x [T, H] -> [T, H]; the host is asked nothing."""
+    if not len(x):
+        return torch.empty_like(x)
+    config = mixture.config
+    each = moe.each_expert(
+        x, mixture.router, mixture.gate_up, mixture.down, config.per_token, config.normalised, mixture.load, live
+    )
+    return moe.total(each, live)

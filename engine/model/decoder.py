@@ -46,8 +46,8 @@ class DenseMLP:
             self.gate_up_bias = torch.empty(2 * inner, dtype=dtype, device=device)
             self.down_bias = torch.empty(hidden, dtype=dtype, device=device)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, H] -> [T, H]."""
+    def __call__(self, x: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, H] -> [T, H]. `live` int32 [1]: only so many tokens, the first, are no padding; all the same here."""
         inner = self._ops.silu_mul(linear(x, self.gate_up, self.gate_up_bias))
         return linear(inner, self.down, self.down_bias)
 
@@ -153,10 +153,12 @@ class Decoder:
             qkv = linear(x, layer.qkv, layer.qkv_bias)
             q = ops.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, meta.slot_mapping)
             x = attention.run(i, q, keys, values)
+            live = meta.live
             if i == last and meta.logit_rows is not None:  # nothing after this depends on other tokens
+                live = meta.live_rows
                 x, residual = x.index_select(0, meta.logit_rows), residual.index_select(0, meta.logit_rows)
             x = linear(x, layer.output, layer.output_bias)
-            x = layer.mlp(group.add_norm(ops, x, residual, layer.post_norm, eps))
+            x = layer.mlp(group.add_norm(ops, x, residual, layer.post_norm, eps), live)
             x = group.add_norm(ops, x, residual, self.norm if i == last else self.layers[i + 1].input_norm, eps)
         return x
 
@@ -181,8 +183,7 @@ class Decoder:
         """
         loads = {i: layer.mlp.load for i, layer in enumerate(self.layers) if isinstance(layer.mlp, Experts)}
         taken = torch.stack(list(loads.values()))
-        for load in loads.values():
-            load.zero_()
+        torch._foreach_zero_(list(loads.values()))
         return list(loads), taken
 
     @property

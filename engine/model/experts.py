@@ -1,7 +1,8 @@
 """Mixture of experts: many small MLPs, of which a router picks a few for each token. This is the readable form.
 
 Tokens are sorted by expert, so that each expert that anyone wants is read once and multiplied once. How many those are
-is known only on the device, and the host asks for it: a step with experts cannot be captured in a CUDA graph.
+is known only on the device, and the host asks for it: a step like this cannot be captured in a CUDA graph, and what can
+(engine/kernels/moe.py) is specified here.
 """
 
 from __future__ import annotations
@@ -26,18 +27,23 @@ class Experts:
         self, config: ExpertsConfig, hidden: int, dtype: torch.dtype, device: torch.device, ops: ModuleType
     ) -> None:
         self._ops = ops
-        self._config = config
+        self.config = config
         self.router = torch.empty(config.count, hidden, dtype=dtype, device=device)
         self.gate_up = torch.empty(config.count, 2 * config.inner_size, hidden, dtype=dtype, device=device)
         self.down = torch.empty(config.count, hidden, config.inner_size, dtype=dtype, device=device)
         # Tokens that each expert got since Decoder.take_expert_load was last called.
         self.load = torch.zeros(config.count, dtype=torch.int64, device=device)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, H] -> [T, H]."""
+    def __call__(self, x: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, H] -> [T, H]. `live` int32 [1]: only so many tokens, the first, are sent to experts; zeros for the
+        others, which are padding."""
+        return self._ops.experts(x, self, live)
+
+    def one_by_one(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, H] -> [T, H], one expert after another."""
         weights, chosen = self.route(x)
-        each = self._config.per_token
-        got = chosen.view(-1).bincount(minlength=self._config.count)
+        each = self.config.per_token
+        got = chosen.view(-1).bincount(minlength=self.config.count)
         self.load += got
         order = chosen.view(-1).argsort(stable=True)  # [T·K] places in `chosen`, those of expert 0 first
         outputs = x.new_empty(len(order), x.shape[1])
@@ -56,14 +62,14 @@ class Experts:
         """
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         probabilities = F.linear(x, self.router).softmax(-1, dtype=wide)
-        weights, chosen = probabilities.topk(self._config.per_token)
-        if self._config.normalised:
+        weights, chosen = probabilities.topk(self.config.per_token)
+        if self.config.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights.to(x.dtype), chosen
 
     def slots(self, prefix: str) -> Iterator[Slot]:
         gate, up = self.gate_up.chunk(2, 1)
-        names = [f"{prefix}experts.{expert}." for expert in range(self._config.count)]
+        names = [f"{prefix}experts.{expert}." for expert in range(self.config.count)]
         yield Slot(f"{prefix}gate.weight", self.router)
         yield Slot(
             f"{prefix}experts.gate_up_proj",

@@ -1,7 +1,7 @@
 """The decoder's small operations in plain torch: the specification of the fused kernels, and what a CPU runs.
 
 The decoder calls `ops.<name>` for everything that is neither a matrix product nor attention, so a module with the
-same five functions replaces them all at one place (Decoder's argument `ops`).
+same six functions replaces them all at one place (Decoder's argument `ops`).
 
 Shapes: T tokens, hidden size H, Hq query heads, Hkv key/value heads, head dimension D, intermediate size I.
 Activations are in the model's dtype, float64, float32, bfloat16 or float16; what is said to be fp32 below is float64
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from engine.model.experts import Experts
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -79,3 +81,11 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2·I], gate before up; may be overwritten -> silu(gate) · up [T, I]."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate).mul_(up)
+
+
+def experts(x: torch.Tensor, mixture: Experts, live: torch.Tensor | None) -> torch.Tensor:
+    """x [T, H] -> [T, H], as Experts has it; counts in mixture.load what each expert got."""
+    if live is None:
+        return mixture.one_by_one(x)
+    tokens = min(len(x), int(live))
+    return torch.cat((mixture.one_by_one(x[:tokens]), torch.zeros_like(x[tokens:])))

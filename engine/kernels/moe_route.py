@@ -1,0 +1,242 @@
+"""Which experts each token goes to, and the (token, expert) pairs in an order in which those of an expert lie together:
+all on the device, so that a CUDA graph may hold it.
+
+    router   x · router^T, in fp32 parts over slices of the hidden size
+    choose   softmax and top-k of each token; how many pairs each expert has got so far numbers its pairs
+    group    from the experts' counts: where each pair goes, and the tiles that the products work on
+
+T tokens of hidden size H, E experts, K of them for each token; a pair is t · K + k. The order of the pairs within an
+expert differs from run to run (they are numbered by atomic counters); what is computed for a pair does not depend on
+its place.
+
+Measured on an H200 at H = 2,048, E = 128, K = 8, all three together: 7 us at 2 to 64 tokens, 8 at 256, 16 at 2,048, 40
+at 8,192. Programs of one warp with one token or two; the same work for 4 tokens a program took twice as long at 64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+ROUTER_PROGRAMS = 128
+
+
+@triton.jit
+def _router_kernel(
+    x,
+    router,
+    parts,
+    counts,
+    T,
+    E,
+    H: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ALL_E: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    part = tl.program_id(1)
+    t = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    e = tl.program_id(2) * BLOCK_E + tl.arange(0, BLOCK_E)
+    k = tl.arange(0, BLOCK_K)
+    SPAN: tl.constexpr = (H + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
+    at_x = x + t.to(tl.int64)[:, None] * H
+    at_w = router + e[:, None] * H
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    for k0 in range(0, SPAN, BLOCK_K):
+        columns = part * SPAN + k0 + k
+        a = tl.load(at_x + columns[None, :], mask=(t < T)[:, None] & (columns < H)[None, :], other=0.0)
+        b = tl.load(at_w + columns[None, :], mask=(e < E)[:, None] & (columns < H)[None, :], other=0.0)
+        acc = tl.dot(a, b.T, acc, input_precision="ieee")
+    at = parts + (part.to(tl.int64) * T + t)[:, None] * E + e[None, :]
+    tl.store(at, acc, mask=(t < T)[:, None] & (e < E)[None, :])
+    if (tl.program_id(0) == 0) & (part == 0) & (tl.program_id(2) == 0):
+        every = tl.arange(0, ALL_E)
+        tl.store(counts + every, tl.zeros([ALL_E], tl.int32), mask=every < E)
+
+
+@triton.jit
+def most_probable(logits, e, E):
+    """logits fp32 [..., BLOCK_E] -> what top-k compares: no NaN, -inf only where there is no expert."""
+    low = tl.where(logits > -3.0e38, logits, -3.0e38)
+    return tl.where(e < E, low, float("-inf"))
+
+
+@triton.jit
+def _choose_kernel(
+    parts,
+    chosen,
+    weights,
+    places,
+    counts,
+    live,
+    T,
+    E,
+    TOP: tl.constexpr,
+    BLOCK_TOP: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_E)
+    k = tl.arange(0, BLOCK_TOP)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    tokens = T
+    if HAS_LIVE:
+        tokens = tl.minimum(T, tl.load(live))
+    inside = (t < T)[:, None] & (e < E)[None, :]
+    at = parts + t.to(tl.int64)[:, None] * E + e[None, :]
+    logits = tl.load(at, mask=inside, other=0.0)
+    for part in tl.static_range(1, SPLIT):
+        logits += tl.load(at + part * T * E, mask=inside, other=0.0)
+    dtype = weights.dtype.element_ty
+    logits = tl.where((e < E)[None, :], logits.to(dtype).to(tl.float32), float("-inf"))
+    highest = tl.max(logits, 1)
+    total = tl.sum(tl.exp(logits - highest[:, None]), 1)
+    left = most_probable(logits, e[None, :], E)
+    expert = tl.zeros([BLOCK_T, BLOCK_TOP], tl.int32)
+    share = tl.zeros([BLOCK_T, BLOCK_TOP], tl.float32)
+    for i in tl.static_range(TOP):
+        value, index = tl.max(left, 1, return_indices=True, return_indices_tie_break_left=True)
+        expert = tl.where(k[None, :] == i, index[:, None], expert)
+        share = tl.where(k[None, :] == i, (tl.exp(value - highest) / total)[:, None], share)
+        left = tl.where(e[None, :] == index[:, None], float("-inf"), left)
+    if NORMALISED:
+        share = share / tl.sum(share, 1)[:, None]
+    pair = t[:, None] * TOP + k[None, :]
+    tl.store(weights + pair, share.to(dtype), mask=(t < T)[:, None] & (k < TOP)[None, :])
+    valid = (t < tokens)[:, None] & (k < TOP)[None, :]
+    place = tl.atomic_add(counts + expert, 1, mask=valid, sem="relaxed")
+    tl.store(chosen + pair, expert, mask=valid)
+    tl.store(places + pair, place, mask=valid)
+
+
+@triton.jit
+def _group_kernel(
+    chosen,
+    places,
+    counts,
+    order,
+    tiles,
+    load,
+    live,
+    T,
+    E,
+    TILES,
+    TOP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    tokens = T
+    if HAS_LIVE:
+        tokens = tl.minimum(T, tl.load(live))
+    valid = pair < tokens * TOP
+    expert = tl.load(chosen + pair, mask=valid, other=0)
+    place = tl.load(places + pair, mask=valid, other=0)
+    e = tl.arange(0, BLOCK_E)
+    count = tl.load(counts + e, mask=e < E, other=0)
+    before = tl.sum(tl.where(e[None, :] < expert[:, None], count[None, :], 0), 1)
+    tl.store(order + before + place, pair, mask=valid)
+    # This program's share of the tiles.
+    ends = tl.cumsum((count + BLOCK_M - 1) // BLOCK_M, 0)
+    j = tl.program_id(0) * BLOCK_TILES + tl.arange(0, BLOCK_TILES)
+    of = tl.sum((ends[None, :] <= j[:, None]).to(tl.int32), 1)  # its expert; E: no tile
+    earlier = e[None, :] < of[:, None]
+    begin = tl.sum(tl.where(earlier, count[None, :], 0), 1)
+    size = tl.sum(tl.where(e[None, :] == of[:, None], count[None, :], 0), 1)
+    skipped = (j - tl.max(tl.where(earlier, ends[None, :], 0), 1)) * BLOCK_M
+    at = tiles + 4 * j
+    tl.store(at, tl.where(of < E, of, 0), mask=j < TILES)
+    tl.store(at + 1, begin + skipped, mask=j < TILES)
+    tl.store(at + 2, tl.where(of < E, tl.minimum(size - skipped, BLOCK_M), 0), mask=j < TILES)
+    if tl.program_id(0) == 0:
+        tl.store(tiles + 3, tl.max(ends, 0))
+        total = tl.load(load + e, mask=e < E, other=0)
+        tl.store(load + e, total + count, mask=e < E)
+
+
+@dataclass(slots=True)
+class Routes:
+    """Where the products find their rows: tile j holds tiles[j, 2] pairs of expert tiles[j, 0], order[tiles[j, 1]] the
+    first of them. There are tiles[0, 3] of them; those behind are of no rows."""
+
+    weights: torch.Tensor  # [T, K]   what each pair's output counts
+    order: torch.Tensor  # int32 [T·K]
+    tiles: torch.Tensor  # int32 [tiles, 4]
+
+
+def most_tiles(pairs: int, experts: int, rows: int) -> int:
+    """As many tiles of `rows` are needed at most."""
+    used = min(pairs, experts)
+    return used + (pairs - used) // rows
+
+
+def route(
+    x: torch.Tensor, router: torch.Tensor, per_token: int, normalised: bool, load: torch.Tensor, rows: int,
+    live: torch.Tensor | None = None, *, pdl: bool = True,
+) -> Routes:  # fmt: skip
+    """x [T, H], router [E, H] -> the pairs in tiles of at most `rows`; adds to load int64 [E].
+
+    `live` int32 [1]: only so many tokens, the first, are sent to experts; the others are padding.
+    """
+    (tokens, hidden), experts = x.shape, len(router)
+    pairs, device = tokens * per_token, x.device
+    block_m = 16 if tokens <= 512 else 64
+    block_k = min(128, max(16, triton.next_power_of_2(hidden)))
+    programs = triton.cdiv(tokens, block_m)
+    split = 1
+    while split < 8 and split * programs < ROUTER_PROGRAMS and split * 2 * block_k <= hidden:
+        split *= 2
+    block_e = max(16, triton.next_power_of_2(experts))
+    router_e = min(block_e, 32 if programs * split < 64 else 128)
+    parts = torch.empty(split, tokens, experts, dtype=torch.float32, device=device)
+    counts = torch.empty(experts, dtype=torch.int32, device=device)
+    _router_kernel[(programs, split, triton.cdiv(experts, router_e))](
+        x, router, parts, counts, tokens, experts, H=hidden, BLOCK_M=block_m, BLOCK_E=router_e, BLOCK_K=block_k,
+        SPLIT=split, ALL_E=block_e, PDL=pdl, num_warps=4, num_stages=3, launch_pdl=pdl,
+    )  # fmt: skip
+    tiles = most_tiles(pairs, experts, rows)
+    routes = Routes(
+        torch.empty(tokens, per_token, dtype=x.dtype, device=device),
+        torch.empty(pairs, dtype=torch.int32, device=device),
+        torch.empty(tiles, 4, dtype=torch.int32, device=device),
+    )
+    chosen, places = torch.empty(2, pairs, dtype=torch.int32, device=device)
+    block_t, block = (1, 8) if tokens <= 1024 else (2, 16)
+    block_top = triton.next_power_of_2(per_token)
+    _choose_kernel[(triton.cdiv(tokens, block_t),)](
+        parts, chosen, routes.weights, places, counts, live, tokens, experts, TOP=per_token, BLOCK_TOP=block_top,
+        NORMALISED=normalised, SPLIT=split, BLOCK_T=block_t, BLOCK_E=block_e, HAS_LIVE=live is not None, PDL=pdl,
+        num_warps=1, launch_pdl=pdl,
+    )  # fmt: skip
+    programs = triton.cdiv(pairs, block)
+    _group_kernel[(programs,)](
+        chosen, places, counts, routes.order, routes.tiles, load, live, tokens, experts, tiles, TOP=per_token,
+        PAIRS=block, BLOCK_E=block_e, BLOCK_M=rows, HAS_LIVE=live is not None, PDL=pdl,
+        BLOCK_TILES=triton.next_power_of_2(triton.cdiv(tiles, programs)), num_warps=1,
+        launch_pdl=pdl,
+    )  # fmt: skip
+    return routes
