@@ -12,6 +12,10 @@ The calls of a lane take the two halves in turn. A rank that is in call k + 1 of
 they have begun k + 1, so they have done with k, and its half may be written again in k + 2: one exchange is enough.
 Every rank must launch the same kernels over the same lanes in the same order.
 
+Measured on H200s joined by NVLink, microseconds of a sum over rows of 4,096 in a graph, where NCCL (LL, without
+multicast) takes the numbers in brackets: 2 ranks, 1 row 3.1 (6.7), 32 rows 4.4 (8.6), 256 rows 14.8 (26.8); 4 ranks, 1
+row 4.3 (9.5), 32 rows 9.2 (11.4), 64 rows 16.4 (14.2).
+
 Whoever waits looks now and then at a flag in the host's memory, with which the host ends the wait when a rank is gone.
 What the kernels have written then means nothing.
 """
