@@ -347,7 +347,7 @@ def serve(
       minitui serve
       minitui serve --model Qwen/Qwen3-0.6B --port 9000
       MINITUI_API_KEY=$(openssl rand -hex 16) minitui serve --host 0.0.0.0
-      curl localhost:8000/generate -d '{"prompt": "A KV cache", "max_tokens": 20}'
+      curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "What is a KV cache?"}]}'
     """
     from minitui.launch import log_path
     from minitui.models import choose_model

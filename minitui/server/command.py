@@ -28,6 +28,7 @@ except ImportError as error:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BACKLOG = 512
+EXAMPLE = '{"messages": [{"role": "user", "content": "What is a KV cache?"}]}'
 LAST_WORDS_S = 1  # for connections to end once the engine is gone
 
 
@@ -136,7 +137,7 @@ def run_serve(config: EngineConfig, settings: ServerSettings, log_file: Path | N
 
         def ready() -> None:
             print(f"{host.service.model} is served at {host.url}", file=tell, flush=True)
-            print(f"  curl {host.url}/generate -d '{{\"prompt\": \"A KV cache\"}}'", file=tell, flush=True)
+            print(f"  curl {host.url}/v1/chat/completions -d '{EXAMPLE}'", file=tell, flush=True)
             print(f"  minitui chat --connect {host.url}", file=tell, flush=True)
 
         print(f"loading; {host.url}/ready tells when it is done", file=tell, flush=True)
