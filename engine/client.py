@@ -302,7 +302,9 @@ class EngineClient:
         return await future
 
     async def control(self, action: str, **arguments: Any) -> Any:
-        """pause | resume | step n= | run_until predicate={"event", "ms"} | pace factor= | clear_cache."""
+        """pause | resume | step n= | run_until predicate={"event", "ms"} | pace factor= | clear_cache |
+        records enabled= (whoever folds them finds a gap when they go on, and takes a snapshot).
+        """
         return await self.call(action, **arguments)
 
     async def snapshot(self) -> dict[str, Any]:

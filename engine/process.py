@@ -202,6 +202,8 @@ class EngineServer:
             gate.run_until(predicate["event"], predicate.get("ms", 0.0))
         elif action == "pace":
             gate.set_pace(arguments["factor"])
+        elif action == "records":
+            engine.log.enabled = arguments["enabled"]
         elif action == "clear_cache":
             return engine.clear_cache()
         elif action == "check":

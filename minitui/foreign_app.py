@@ -14,7 +14,8 @@ EVERY_S = 1.0
 class ForeignChatScreen(ChatScreen):
     """Chats alone: the panels of the rail show an engine, and there is none to be seen."""
 
-    def on_mount(self) -> None:  # Textual calls the parent's handler, too
+    def on_mount(self) -> None:
+        super().on_mount()
         for name in ("#rail", "#glance"):
             self.query_one(name).display = False
 
@@ -30,7 +31,8 @@ class ForeignApp(MinituiApp):
         super().__init__(source, *args, **options)
         self._foreign = source
 
-    def on_mount(self) -> None:  # Textual calls the parent's handler, too
+    def on_mount(self) -> None:
+        super().on_mount()
         self.set_interval(EVERY_S, self._tell)
 
     def _tell(self) -> None:

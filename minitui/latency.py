@@ -10,19 +10,16 @@ measures what share of a core the application uses, and how many bytes a second 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
-import pty
 import random
 import select
 import signal
-import struct
-import sys
 import tempfile
-import termios
 import time
 from dataclasses import asdict, dataclass
+
+from minitui.pseudo_terminal import start_in_terminal
 
 GLYPHS = "àáâãäåæçèéêëìíîïðñòóôõöøùúûüýþÿāăąćĉċčďđēĕėęěĝğġģĥħĩīĭįıĵķĺļľłńņňŋōŏőœŕŗřśŝşšţťŧũūŭůűųŵŷźżž"
 
@@ -46,14 +43,8 @@ class Application:
 
     def __init__(self, columns: int, rows: int, arguments: list[str]) -> None:
         home = tempfile.mkdtemp(prefix="minitui-latency-")
-        self.pid, self.fd = pty.fork()
-        if self.pid == 0:
-            os.environ |= {
-                "TERM": "xterm-256color", "COLORTERM": "truecolor", "MINITUI_DATA": home,
-                "MINITUI_CONFIG": os.path.join(home, "settings.toml"),
-            }  # fmt: skip
-            os.execv(sys.executable, [sys.executable, "-m", "minitui", "chat", *arguments])
-        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        environment = {"MINITUI_DATA": home, "MINITUI_CONFIG": os.path.join(home, "settings.toml")}
+        self.pid, self.fd = start_in_terminal(["minitui", "chat", *arguments], (columns, rows), environment)
         self.written = 0
 
     def read(self, seconds: float) -> bytes:

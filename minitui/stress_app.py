@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import fcntl
 import gc
 import json
-import os
 import pickle
-import pty
-import select
-import struct
-import sys
 import tempfile
-import termios
 import time
 from collections import deque
 from collections.abc import Callable
@@ -27,6 +20,7 @@ from textual.binding import Binding
 from engine.records import Record
 from engine.state import State
 from minitui.feed import Feed
+from minitui.pseudo_terminal import run_in_terminal
 from minitui.screens.inspect import InspectScreen
 from minitui.screens.lecture import LectureScreen
 from minitui.stress import LOADS, Load, Stress
@@ -224,24 +218,8 @@ def measure(load: str, size: tuple[int, int], fps: float, seconds: float) -> dic
     """Run the application in a terminal of its own and return its figures, with the bytes it wrote."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "figures.json")
-        pid, terminal = pty.fork()
-        if pid == 0:
-            os.environ.update(TERM="xterm-256color", COLORTERM="truecolor")
-            arguments = ["--load", load, "--fps", str(fps), "--seconds", str(seconds), "--out", str(out)]
-            os.execv(sys.executable, [sys.executable, "-m", "minitui.stress", *arguments])
-        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
-        arrived: list[tuple[float, int]] = []
-        while True:
-            if not select.select([terminal], [], [], 120)[0]:
-                raise TimeoutError("the application under measurement has been silent for two minutes")
-            try:
-                data = os.read(terminal, 1 << 16)
-            except OSError:  # its end closed
-                break
-            if not data:
-                break
-            arrived.append((time.monotonic(), len(data)))
-        os.waitpid(pid, 0)
+        arguments = ["--load", load, "--fps", str(fps), "--seconds", str(seconds), "--out", str(out)]
+        arrived = run_in_terminal(["minitui.stress", *arguments], size)
         figures: dict[str, Any] = json.loads(out.read_text())
         end = arrived[-1][0]
         sent = sum(n for at, n in arrived if at > end - seconds)

@@ -178,6 +178,7 @@ class FakeSource:
             "num_blocks": self.runner.num_blocks - 1,
             "block_size": 16,
             "max_model_len": 4096,
+            "vocab_size": VOCABULARY,
             "model_dir": "",
             "generation": {"temperature": 0.0},
         }
@@ -239,6 +240,8 @@ class FakeSource:
             gate.run_until(arguments["predicate"]["event"], arguments["predicate"].get("ms", 0.0))
         elif verb == "clear_cache":
             return self.engine.clear_cache()
+        elif verb == "records":
+            self.engine.log.enabled = arguments["enabled"]
         else:
             {
                 "pause": gate.pause,

@@ -78,6 +78,21 @@ async def test_records_fold_to_what_the_engine_says_it_is(client: EngineClient) 
     assert state.snapshot() == snapshot
     await client.call("check")
 
+    await client.control("resume")
+    await client.control("records", enabled=False)
+    await client.snapshot()  # what was written before is on its way before its answer
+    client.drain_records()
+    unseen = client.submit(PROMPT, long(max_tokens=10))
+    async for _ in unseen:
+        pass
+    snapshot = await client.snapshot()
+    assert client.drain_records() == [] and snapshot["seq"] > state.seq and len(unseen.ids) == 10
+    await client.control("records", enabled=True)
+    async for _ in client.submit(PROMPT, long(max_tokens=10)):
+        pass
+    await client.snapshot()
+    assert client.drain_records()[0][0] == snapshot["seq"] + 1, "whoever has a snapshot can fold on from there"
+
 
 async def test_a_cancelled_answer_ends_and_its_blocks_return(client: EngineClient) -> None:
     stream = client.submit(PROMPT, long())

@@ -4,6 +4,7 @@
     minitui bench --model DIR         a checkpoint (with --dummy-weights a directory that holds only config.json)
     minitui bench --shape 8B --json   one shape, as JSON
     minitui bench --host              what the host alone does for a step, and the radix tree at 1,000 to 100,000 blocks
+    minitui bench --attached          what the engine loses while the application watches it, against nobody watching
     minitui bench --app               what the application costs: folding, Inspect, Chat, memory over hours
 """
 
@@ -35,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     on_gpu = torch.cuda.is_available() and options.device != "cpu"
     device = torch.device("cuda" if on_gpu else "cpu")
     say = _say_nothing if options.json else print
+    if options.attached:
+        return _attached(options, on_gpu, say)
     if not on_gpu and options.threads:
         torch.set_num_threads(options.threads)
     limits = measure_limits(device, torch.bfloat16 if on_gpu else torch.float32)
@@ -68,6 +71,40 @@ def _without_model(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(report, indent=2))
     return 0
+
+
+def _attached(options: argparse.Namespace, on_gpu: bool, say: Any) -> int:
+    """What it costs an engine in its process to be watched by the application."""
+    from engine.config import EngineConfig, ModelConfig
+    from engine.hub import resolve_model
+    from minitui.bench.attached import attached
+
+    report: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="minitui-bench-") as folder:
+        for label, model, dummy in _models(options, Path(folder), on_gpu):
+            directory = resolve_model(model)
+            chosen = _engine_options(options, dummy, on_gpu, ModelConfig.from_pretrained(directory).max_context)
+            chosen["load_tokenizer"] = (directory / "tokenizer.json").exists()
+            config = EngineConfig(str(directory), **chosen)
+            report[label], line = attached(config, 64 if on_gpu else 4, turns=options.pairs)
+            say(f"{label}: {line}")
+    if options.json:
+        print(json.dumps(report, indent=2))
+    return 0
+
+
+def _engine_options(options: argparse.Namespace, dummy: bool, on_gpu: bool, max_context: int) -> dict[str, Any]:
+    """The fields of the EngineConfig that everything here is measured with."""
+    chosen: dict[str, Any] = {
+        "dummy_weights": dummy, "load_tokenizer": False, "device": options.device,
+        "enforce_eager": options.enforce_eager, "overlap": options.overlap,
+        "attention_backend": options.attention_backend, "cpu_threads": options.threads,
+        "quantization": options.quantization, "tensor_parallel_size": options.tensor_parallel_size,
+    }  # fmt: skip
+    if on_gpu:
+        chosen["max_num_batched_tokens"] = options.max_num_batched_tokens
+        chosen["max_model_len"] = min(8192, max_context)
+    return chosen
 
 
 def _say_nothing(*lines: object, sep: str = " ") -> None:
@@ -106,16 +143,7 @@ def _measure(
     on_gpu = device.type == "cuda"
     directory = resolve_model(model)
     config = ModelConfig.from_pretrained(directory)
-    sizes: dict[str, Any] = {}
-    if on_gpu:
-        sizes["max_num_batched_tokens"] = options.max_num_batched_tokens
-        sizes["max_model_len"] = min(8192, config.max_context)
-    load = partial(
-        LLM, str(directory), dummy_weights=dummy, load_tokenizer=False, device=options.device,
-        enforce_eager=options.enforce_eager, overlap=options.overlap, attention_backend=options.attention_backend,
-        cpu_threads=options.threads, quantization=options.quantization,
-        tensor_parallel_size=options.tensor_parallel_size, **sizes,
-    )  # fmt: skip
+    load = partial(LLM, str(directory), **_engine_options(options, dummy, on_gpu, config.max_context))
     llm = load()
     info = llm.info
     notes = [*info["notes"], *llm.engine.runner.memory.notes]  # type: ignore[attr-defined]
@@ -185,8 +213,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-compare", action="store_true", help="on a CPU: do not measure transformers")
     parser.add_argument("--no-watching", action="store_true", help="skip what watching costs")
     parser.add_argument("--no-speculation", action="store_true", help="skip what drafts gain and cost")
-    parser.add_argument("--pairs", type=int, default=8, help="pairs of runs with records on and off")
+    parser.add_argument("--pairs", type=int, default=8, help="runs each with records off and on, and attached")
     parser.add_argument("--host", action="store_true", help="measure the host's part of a step; no model is loaded")
+    parser.add_argument("--attached", action="store_true", help="measure what the engine loses to the application")
     parser.add_argument("--app", action="store_true", help="measure the application; the engine is made believe")
     parser.add_argument("--seconds", type=float, default=15.0, help="with --app: how long each screen is watched")
     parser.add_argument("--hours", type=float, default=2.0, help="with --app: hours that are fast-forwarded")
