@@ -182,6 +182,10 @@ class MinituiApp(App[int]):
         """By how much slow motion stretches a step now; 1 is real time."""
         return self.view.live.state.pace
 
+    def pace_of(self, session: Session) -> float:
+        """By how much slow motion stretches the steps of this chat's engine."""
+        return self.pace
+
     @property
     def gated(self) -> bool:
         """Is the engine held between two steps?"""

@@ -14,8 +14,7 @@ EVERY_S = 1.0
 class ForeignChatScreen(ChatScreen):
     """Chats alone: the panels of the rail show an engine, and there is none to be seen."""
 
-    def on_mount(self) -> None:
-        super().on_mount()
+    def on_mount(self) -> None:  # Textual calls the parent's handler, too
         for name in ("#rail", "#glance"):
             self.query_one(name).display = False
 
@@ -31,8 +30,7 @@ class ForeignApp(MinituiApp):
         super().__init__(source, *args, **options)
         self._foreign = source
 
-    def on_mount(self) -> None:
-        super().on_mount()
+    def on_mount(self) -> None:  # Textual calls the parent's handler, too
         self.set_interval(EVERY_S, self._tell)
 
     def _tell(self) -> None:

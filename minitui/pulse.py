@@ -111,6 +111,7 @@ class Pulse:
         self.vitals = Vitals()
         self.trouble = ""
         self.again_at = 0.0  # when it is asked again, of time.monotonic
+        self.away = asyncio.Event()  # set while it does not answer
         self.beats = 0  # times that it has answered
         self.on_return: Callable[[], None] = lambda: None  # called when it answers again after it was away
         self._http, self._ready = http, ready
@@ -134,6 +135,7 @@ class Pulse:
     def doubt(self, reason: str) -> None:
         """A request has just found it away: it is, until it answers. It is asked at once."""
         self.trouble, self.vitals = reason, Vitals()
+        self.away.set()
         self._hurry.set()
 
     async def ask(self) -> None:
@@ -145,12 +147,14 @@ class Pulse:
         except (httpx.HTTPError, OSError) as error:
             self.trouble, self.vitals = str(error) or f"it does not answer within {PATIENCE_S:g} s", Vitals()
             self._failures += 1
+            self.away.set()
             return
         was_away, now = bool(self._failures), time.monotonic()
         usable = page.status_code == 200 and len(page.content) < MAX_PAGE
         self.vitals = read_page(page.text, self.vitals, now - self._seen) if usable else Vitals()
         self._seen, self._failures = now, 0
         self.trouble = trouble
+        self.away.clear()
         self.beats += 1
         if was_away:
             self.on_return()

@@ -39,8 +39,7 @@ class ReplicaApp(MinituiApp):
         self._turning = asyncio.Lock()
 
     def on_mount(self) -> None:
-        super().on_mount()
-        self.set_interval(EVERY_S, self._look)
+        self.set_interval(EVERY_S, self._look)  # Textual calls the parent's handler, too
 
     def _opening(self, group: str) -> Opening:
         session = next((s for s in self.chats.sessions if s.id == group), None)
@@ -58,12 +57,17 @@ class ReplicaApp(MinituiApp):
             return str(replica.number), "which wrote the last answer"
         return str(replica.number), "by its prefix"
 
+    def _elsewhere(self, session: Session) -> bool:
+        """Is its answer being written by a replica that the panels do not show?"""
+        return session._stream is not None and getattr(session._stream, "replica", None) is not self.replicas.shown
+
     def queue_place(self, session: Session) -> int | None:
         """Known of the replica that is shown."""
-        stream = session._stream
-        if stream is not None and getattr(stream, "replica", None) is not self.replicas.shown:
-            return None
-        return super().queue_place(session)
+        return None if self._elsewhere(session) else super().queue_place(session)
+
+    def pace_of(self, session: Session) -> float:
+        """Others than the one that is shown are taken to run in real time."""
+        return 1.0 if self._elsewhere(session) else self.pace
 
     # ---- what commands ask for
 
@@ -120,19 +124,24 @@ class ReplicaApp(MinituiApp):
         return self.replicas.shown.telemetry if self.replicas.shown is not None else None
 
     async def _look(self) -> None:
-        """Tell of comings and goings, and follow the replica that is shown when it has become another server."""
+        """Tell of comings and goings; follow the replica that is shown when it has become another server, and the first
+        that can be followed when none is."""
         for replica in self.replicas.replicas:
             now, before = self.replicas.reason_against(replica), self._states.get(replica.number)
             if self.replicas.info and before is not None and bool(now) != bool(before):
                 self.say(f"{replica.title}: {now or 'it can answer again'}", error=bool(now))
             if self.replicas.info:
                 self._states[replica.number] = now
-        shown, telemetry = self.replicas.shown, self._shown_telemetry
-        if shown is None or telemetry is None or self._turning.locked() or shown.trouble:
+        if self.progress is not None or self._turning.locked():
             return
+        telling = (r for r in self.replicas.replicas if r.telemetry is not None and not r.trouble)
+        shown = self.replicas.shown or next(telling, None)
+        if shown is None or shown.telemetry is None or shown.trouble:
+            return
+        telemetry = shown.telemetry
         if telemetry is not self._followed:
             await self.follow(shown)
-        elif not self.feed.live and not telemetry.connection and self.progress is None:
+        elif not self.feed.live and not telemetry.connection:
             await self.feed.sync()
 
     def _frame(self) -> None:
@@ -143,8 +152,7 @@ class ReplicaApp(MinituiApp):
         source = self.replicas
         if not source.info:
             return ""
-        up = sum(not source.reason_against(replica) for replica in source.replicas)
-        parts = [f"{up} of {len(source.replicas)} replicas up"]
+        parts = [f"{len(source.usable)} of {len(source.replicas)} replicas up"]
         if source.shown is not None:
             parts.append(f"panels: {source.shown.number}")
         to, why = self.whither(self.session)

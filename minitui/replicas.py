@@ -114,6 +114,11 @@ class Replica:
         if self._pulse is not None:
             self._pulse.doubt(reason)
 
+    async def away(self) -> None:
+        """Returns when it does not answer."""
+        if self._pulse is not None:
+            await self._pulse.away.wait()
+
     # ---- life
 
     async def tend(self) -> None:
@@ -221,14 +226,28 @@ class ReplicaStream:
         """The engine's id of this request, once a replica has accepted it; raises what the iteration would."""
         while True:
             try:
-                number = await self._inner.started()
-                self._accepted = True
-                return number
+                return await self._accept()
             except (EngineDead, Overloaded) as error:
                 self._move_on(error)
             except BaseException:
                 self.replica.streams.discard(self)
                 raise
+
+    async def _accept(self) -> int:
+        """Wait for the replica to take the request, but not when it has fallen silent."""
+        away = asyncio.create_task(self.replica.away())
+        starting = asyncio.create_task(self._inner.started())
+        try:
+            await asyncio.wait({starting, away}, return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                self._inner.cancel()
+                raise EngineDead(self.replica.trouble or "it was away")
+            number = starting.result()
+            self._accepted = True
+            return number
+        finally:
+            away.cancel()
+            starting.cancel()
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self._iterate()
@@ -242,8 +261,7 @@ class ReplicaStream:
                         begun = begun or bool(delta.text or delta.ids)
                         if delta.finish_reason:
                             self.finish_reason = delta.finish_reason
-                            mark = {"number": self.replica.number, "name": self.replica.name, "url": self.replica.url}
-                            delta.metrics = {**(delta.metrics or {}), "replica": mark}
+                            delta.metrics = {**(delta.metrics or {}), "replica": self._mark()}
                         yield delta
                 except (EngineDead, Overloaded) as error:
                     if begun:
@@ -255,6 +273,12 @@ class ReplicaStream:
                     await self.started()
         finally:
             self.replica.streams.discard(self)
+
+    def _mark(self) -> dict[str, Any]:
+        """Who has answered, for the metrics; `passed`: the numbers of those that should have."""
+        answered = self.replica
+        passed = [replica.number for replica in self._source.replicas if replica.url in self._tried]
+        return {"number": answered.number, "name": answered.name, "url": answered.url, "passed": passed}
 
     def cancel(self) -> None:
         """End it soon; harmless when it has ended."""
@@ -303,6 +327,11 @@ class ReplicaSource:
         if self.exact and asker is not None and asker.info["model_dir"] != self.info["model_dir"]:
             return f"its {model} has another tokenizer than that of the chats here"
         return ""
+
+    @property
+    def usable(self) -> list[Replica]:
+        """Those that can answer the chats here."""
+        return [replica for replica in self.replicas if not self.reason_against(replica)]
 
     def find(self, text: str) -> Replica:
         """By its number, or its address or a part of that; of digits alone, by its port. Raises InvalidRequest."""
@@ -357,11 +386,11 @@ class ReplicaSource:
         """The first in order that can be reached."""
         began = time.monotonic()
         while True:
-            usable = [r for r in self.replicas if not r.trouble and self._model in ("", r.model)]
+            there = [r for r in self.replicas if not r.trouble and self._model in ("", r.model)]
             waited = time.monotonic() - began
             tried = all(r.tried.is_set() for r in self.replicas)
-            if usable and (tried or waited > HASTE_S):
-                return usable[0]
+            if there and (tried or waited > HASTE_S):
+                return there[0]
             if tried and not (any(r.trouble == LOADING for r in self.replicas) and waited < LOADING_S):
                 break
             if tried:

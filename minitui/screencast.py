@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import tempfile
 import time
 from dataclasses import dataclass
@@ -38,8 +39,8 @@ async def film(name: str, columns: int, rows: int, beat: float) -> list[Frame]:
     """Play a demo to its end; its frames."""
     demo = DEMOS[name]
     scene = Scene(_nothing, columns, rows, options=demo.options)
-    with tempfile.TemporaryDirectory() as folder:
-        app = await make(scene, Path(folder))
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as servers:
+        app = await make(scene, Path(folder), servers)
         app.chats.sampling.max_tokens = demo.max_tokens
         frames: list[Frame] = []
         async with app.run_test(size=(columns, rows)):

@@ -27,12 +27,16 @@ from minitui.launch import lesson_source, live_source, recorded
 from minitui.lessons import lesson as find_lesson
 from minitui.lessons.app import LessonApp
 from minitui.models import choose_model, load_codec
+from minitui.options import engine_config
 from minitui.recordings import bundled
 from minitui.replay import ReplaySource
 from minitui.replay_app import ReplayApp
+from minitui.replica_app import ReplicaApp
+from minitui.replicas import ReplicaSource
 from minitui.screens.lessons import LessonScreen
 from minitui.sessions import Chats, Sampling
 from minitui.settings import Settings
+from minitui.web import OwnServer
 
 DEFAULTS: dict[str, Any] = {"kv_blocks": None, "no_prefix_caching": False}
 FOLLOW_UPS = (
@@ -55,6 +59,7 @@ class Scene:
     lesson: int | None = None  # instead of the chat: this lesson
     demo: str = ""  # instead of the chat: a recording of this demo
     recording: str = ""  # instead of the chat: this recording, which comes along
+    replicas: int = 0  # instead of an engine: so many servers, and one that is not there
 
 
 async def until(true: Callable[[], Any], seconds: float = 60.0) -> None:
@@ -210,6 +215,25 @@ async def completed(app: MinituiApp) -> None:
     await press(app, *"how", "space", *"does", "space")
 
 
+async def replicas(app: MinituiApp) -> None:
+    """Chats that begin alike share a replica; one is pinned to the other, and answers are being written on both."""
+    assert isinstance(app, ReplicaApp)
+    await until(lambda: len(app.replicas.usable) == len(app.replicas.replicas) - 1)
+    first = app.chats.sessions[0]
+    for question in ("What is a token?", "What is a radix cache?", "What is prefill?"):
+        await ask(app, question)
+        app.select_session(app.chats.new(app.system))
+    home = app.replicas.place(first.id)
+    app.replicas.pins[app.session.id] = next(r.url for r in app.replicas.usable if r is not home)
+    await ask(app, "What is a block table?")
+    await app.follow(home)
+    await app.source.control("pace", factor=20)
+    for session in app.chats.sessions:
+        app.chats.send(session, "Why is decode memory bound?")
+    app.commands.run("replicas")
+    await asyncio.sleep(3.0)  # the servers' figures come every two seconds
+
+
 SMALL = {"kv_blocks": 80, "max_num_batched_tokens": 64}
 BUSY = {"kv_blocks": 160, "max_num_seqs": 5}
 SCHOOL = SMALL | {"max_num_batched_tokens": 256}
@@ -235,6 +259,8 @@ SCENES = {
     "replay": Scene(replayed, 140, 40, demo="preemption"),
     "replay-light": Scene(replayed, 140, 40, "light", demo="preemption"),
     **{f"replay-{name}": Scene(at_its_fullest, 160, 48, recording=name) for name in bundled()},
+    "replicas": Scene(replicas, 120, 30, options=SCHOOL, replicas=2),
+    "replicas-80x24": Scene(replicas, 80, 24, options=SCHOOL, replicas=2),
     "help": Scene(helped, 120, 36, options=SMALL),
     "commands": Scene(commands, 120, 36, options=SMALL),
 }
@@ -242,16 +268,16 @@ SCENES = {
 
 @contextlib.asynccontextmanager
 async def application(scene: Scene) -> AsyncIterator[MinituiApp]:
-    """The scene's application, ready: with an engine of its own, or over a recording of a demo."""
-    with tempfile.TemporaryDirectory() as folder:
-        app = await make(scene, Path(folder))
+    """The scene's application, ready: with an engine of its own, over servers, or over a recording of a demo."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as servers:
+        app = await make(scene, Path(folder), servers)
         async with app.run_test(size=(scene.columns, scene.rows)):
             await until(lambda: app.feed.live and app.progress is None)
             yield app
 
 
-async def make(scene: Scene, folder: Path) -> MinituiApp:
-    """The application of a scene, not yet running."""
+async def make(scene: Scene, folder: Path, servers: contextlib.ExitStack) -> MinituiApp:
+    """The application of a scene, not yet running. `servers` ends what it needs beside."""
     settings = Settings(theme=f"minitui-{scene.theme}")
     if scene.demo or scene.recording:
         trace = folder / "demo.trace" if scene.demo else bundled()[scene.recording]
@@ -271,10 +297,23 @@ async def make(scene: Scene, folder: Path) -> MinituiApp:
         "speaker": choice.speaker,
         "load_codec": load_codec,
     }
+    if scene.replicas:
+        several = await serve(scene, folder, servers)
+        return ReplicaApp(several, Chats(several, sampling=Sampling(temperature=0.0)), settings, **shared)
     if scene.lesson is None:
         return MinituiApp(source, Chats(source, sampling=Sampling(temperature=0.0)), settings, **shared)
     chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=60))
     return LessonApp(source, chats, settings, lesson=find_lesson(scene.lesson), restart=restart, **shared)
+
+
+async def serve(scene: Scene, folder: Path, servers: contextlib.ExitStack) -> ReplicaSource:
+    """The servers of a scene, started one after the other, and an address where there is none."""
+    choice, urls = choose_model(None), []
+    for number in range(scene.replicas):
+        server = OwnServer(engine_config(choice.name, **scene.options), choice.label, folder / f"{number}.log")
+        urls.append(await asyncio.to_thread(server.start))
+        servers.callback(server.stop)
+    return ReplicaSource([*urls, "http://127.0.0.1:9"])
 
 
 async def record(name: str, trace: Path) -> None:

@@ -611,7 +611,9 @@ def describe_answer(message: Message) -> list[tuple[str, str]]:
     if m.get("finish") == "length":
         parts.append(("stopped at the limit of its length", "dim"))
     if by := m.get("replica"):
-        parts.append((f"replica {by['number']} ({by['name']})", "dim"))
+        passed = " and ".join(str(number) for number in by["passed"])
+        why = f", as {passed} did not answer" if passed else ""
+        parts.append((f"replica {by['number']} ({by['name']}){why}", "dim"))
     total, cached = m.get("prompt_tokens", 0), m.get("cached_tokens", 0)
     if total is None or cached is None:  # a server of another make may not tell
         parts.append(("cache use unknown", "dim"))

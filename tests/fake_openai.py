@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections import Counter
 from typing import Any
 
 
@@ -17,7 +18,9 @@ class FakeServer:
         self.pieces = ("one ", "two ", "three")
         self.hold: asyncio.Event | None = None  # an answer waits here before its last piece
         self.dies_after: int | None = None
+        self.silent = asyncio.Event()  # while set, nothing is answered, and connections are taken all the same
         self.asked: list[dict[str, Any]] = []
+        self.visits: Counter[str] = Counter()  # by path
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
 
@@ -53,6 +56,9 @@ class FakeServer:
         writer.close()
 
     async def _answer(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        self.visits[path] += 1
+        while self.silent.is_set():
+            await asyncio.sleep(0.02)
         if path == "/v1/chat/completions":
             self.asked.append(body)
             if self.status == 200:

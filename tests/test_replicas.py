@@ -157,6 +157,21 @@ async def test_a_dead_replica_is_passed_over_and_comes_back() -> None:
         assert source.place(chat.id) is other, "the chat left the cache that holds it"
 
 
+async def test_a_replica_that_falls_silent_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minitui.pulse.PATIENCE_S", 0.3)
+    servers = await two()
+    async with replicated(*servers) as (source, chats):
+        chat = chats.new("S")
+        replica, server, other = home(source, chat, servers)
+        server.silent.set()  # like a process that is stopped: the connection is made, and nothing comes
+        message = await ask(chats, chat)
+        assert message.state == "done" and message.metrics["replica"]["number"] == other.number
+        assert "within 0.3 s" in replica.trouble
+        assert f"as {replica.number} did not answer" in str(describe_answer(message))
+        server.silent.clear()
+        await until(lambda: not source.reason_against(replica))
+
+
 async def test_an_answer_that_has_begun_ends_with_a_sentence_and_the_next_goes_elsewhere() -> None:
     servers = await two()
     async with replicated(*servers) as (source, chats):
@@ -271,6 +286,31 @@ async def test_cancelling_ends_the_answer_and_moves_nowhere() -> None:
         assert stream.finish_reason == "abort" and sum(len(server.asked) for server in servers) == 1
 
 
+async def test_messages_go_to_servers_of_every_make_and_ours_can_be_watched_beside(
+    server: Running, tmp_path: Path
+) -> None:
+    from minitui.replicas import ReplicaSource
+
+    fake = await FakeServer(("tutor",)).start()
+    source = ReplicaSource([fake.url, server.url], exact=False, cache=tmp_path)
+    await source.start(lambda progress: None)
+    ours = source.replicas[1]
+    await until(lambda: all(not source.reason_against(r) for r in source.replicas), 20)
+    chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=8))
+    chats.use(source.codec)
+    for replica in source.replicas:
+        chat = chats.new("Answer briefly.")
+        source.pins[chat.id] = replica.url
+        message = await ask(chats, chat, "What is prefill?")
+        assert message.state == "done" and message.metrics["replica"]["url"] == replica.url, message.error
+    with pytest.raises(EngineError, match="does not tell"):
+        await source.watch(source.replicas[0])
+    await source.watch(ours)
+    assert (await source.snapshot())["num_blocks"] == server.snapshot()["num_blocks"]
+    await source.close()
+    await fake.kill()
+
+
 # ---- the application
 
 
@@ -339,6 +379,8 @@ async def test_the_application_shows_its_replicas_and_survives_one(server: Runni
         app.commands.run_slash("/replicas")
         await shown(lambda: "2 of 2 can answer" in table() and table().count(" up ") == 2)
         assert all(door.url.removeprefix("http://") in table() for door in doors)
+        app._followed = source.shown = None
+        await shown(lambda: source.shown is source.replicas[0])
         await pilot.press("down", "P")
         assert source.pins[app.session.id] == doors[1].url
         app.ask_question("What is prefill?")
@@ -391,9 +433,10 @@ async def test_servers_that_tell_nothing_have_dashes_and_no_panels() -> None:
                 app.action_do("replicas")
             if any("75%" in panel.text for panel in app.screen.query(Replicas)):
                 break
+        assert all(server.visits["/v1/models"] == 1 for server in servers), "it was started twice"
         rows = [line for line in app.screen.query_one(Replicas).text.splitlines() if "127.0.0.1" in line]
         assert rows[0].count("–") == 6 and " 0%" not in rows[0], rows[0]
-        assert rows[1].split()[4:10] == ["up", "12", "2", "38%", "75%", "0"] and "50 ms" in rows[1], rows[1]
+        assert rows[1].split()[4:9] == ["up", "12", "2", "38%", "75%"] and "50 ms" in rows[1], rows[1]
         app.action_do("inspect")
         await pilot.pause(0.05)
         assert app.current_mode == "chat" and not app.screen.query_one("#rail").display

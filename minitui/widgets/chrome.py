@@ -199,7 +199,8 @@ class SessionStrip(Bar):
             return told, "waiting"
         if session.state == "running":
             # Arrivals are stretched by slow motion; the figure shown is the real one.
-            rate = session.rate(window=max(1.0, app.pace / 5)) * app.pace
+            pace = app.pace_of(session)
+            rate = session.rate(window=max(1.0, pace / 5)) * pace
             return f"{g.folded} {rate:,.0f} tok/s" if rate else g.folded, "decode"
         return {
             "done": ("ok" if g.rule == "-" else "✓", "good"),

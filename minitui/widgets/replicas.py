@@ -55,7 +55,6 @@ class Replicas(LinePanel):
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         source = self._app.replicas
-        up = sum(not source.reason_against(r) for r in source.replicas)
         rows = [self._head(width)]
         rows += [self._row(source, replica, index == self.at, width) for index, replica in enumerate(source.replicas)]
         rows.append(Row().done(width))
@@ -65,7 +64,8 @@ class Replicas(LinePanel):
         legend: list[Run] = [
             (glyphs().active, "hit"), (" its panels are shown  ", "dim"), (glyphs().dash, "ink"), (" not told", "dim"),
         ]  # fmt: skip
-        return Picture(rows, note=[(f"{up} of {len(source.replicas)} can answer", "dim")], legend=legend)
+        note: list[Run] = [(f"{len(source.usable)} of {len(source.replicas)} can answer", "dim")]
+        return Picture(rows, note=note, legend=legend)
 
     def _head(self, width: int) -> Runs:
         row = Row(" " * LEAD + "replica", "dim")
