@@ -359,7 +359,7 @@ class EngineConfig:
 
     model: str = ""  # a directory, or a name for engine.hub.resolve_model
     dtype: str = "auto"  # auto: float32 on a CPU; elsewhere the checkpoint's, bfloat16 for a float32 one
-    quantization: str = "none"  # int8: 8-bit matrices and products, on a CPU (engine/model/linear.py)
+    quantization: str = "none"  # 8-bit matrices (engine/model/linear.py): int8 on a CPU, fp8 on a GPU
     device: str = "auto"  # auto: cuda if there is one
     block_size: int = 16  # tokens
     num_blocks: int | None = None  # KV blocks, the null block not counted; None: from kv_tokens, or from memory
@@ -385,8 +385,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise EngineError(f"dtype is {self.dtype!r}: it must be auto, {', '.join(DTYPES)}")
-        if self.quantization not in ("none", "int8"):
-            raise EngineError(f"quantization is {self.quantization!r}: it must be none or int8")
+        if self.quantization not in ("none", "int8", "fp8"):
+            raise EngineError(f"quantization is {self.quantization!r}: it must be none, int8 or fp8")
         if self.speculation not in SPECULATION:
             raise EngineError(f"speculation is {self.speculation!r}: it must be {' or '.join(SPECULATION)}")
         if not 1 <= self.speculative_tokens <= MOST_SPECULATIVE_TOKENS:
@@ -434,17 +434,10 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
     name = config.dtype
     if name == "auto":
         name = "float32" if cpu else {"float32": "bfloat16"}.get(model.dtype, model.dtype)
-    if config.quantization == "int8":
-        if not cpu:
-            raise EngineError(f"int8 weights run on a CPU only, and the device is {device}: add --device cpu")
-        if name != "float32":
-            raise EngineError(f"int8 weights come with float32 activations, and the dtype is {name}: leave it to auto")
-        if config.tensor_parallel_size > 1:
-            raise EngineError(
-                f"int8 weights are for one rank, and tensor_parallel_size is {config.tensor_parallel_size}: use 1"
-            )
-        if model.experts is not None:
-            raise EngineError(f"int8 weights are for dense models, and {model.architecture} has experts: use none")
+    if config.quantization != "none":
+        from engine.quantization import check
+
+        check(config, model, device, name)
     length = config.max_model_len or model.max_context
     if length > model.max_context:
         raise EngineError(

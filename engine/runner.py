@@ -28,6 +28,7 @@ from engine.model import ops as torch_ops
 from engine.model.decoder import Decoder
 from engine.model.weights import Progress, Slot, dummy_weights, load_weights
 from engine.parallel.group import ALONE, Group, Spent
+from engine.quantization import KINDS
 from engine.sampling import Drawn, Logprobs, Sampler, pick_logprobs
 from engine.types import StepPlan, StepResult
 from engine.upload import Uploader, to_host
@@ -365,7 +366,7 @@ class Runner:
         return found
 
     def _load(self, model_dir: Path | None, on_progress: Progress | None) -> Decoder:
-        quantised = self.config.quantization == "int8"
+        quantised = KINDS[self.config.quantization]
         model = Decoder(self.shard, self.dtype, self.device, self.max_model_len, self.ops, quantised, self.group)
         slots = self._slots(model)
         if self.config.dummy_weights:

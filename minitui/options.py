@@ -32,7 +32,10 @@ def _options(
     dtype: DType = "auto",
     quantization: Annotated[
         str,
-        typer.Option(help="none or int8: 8-bit weights on a CPU: a quarter of the memory, 2-3 times the speed."),
+        typer.Option(
+            help="none; int8, 8-bit weights on a CPU: a quarter of the memory, 2-3 times the speed; fp8, 8-bit weights "
+            "on a GPU: half the memory."
+        ),
     ] = "none",
     device: Device = "auto",
     tensor_parallel_size: Annotated[

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from engine import quantization
 from engine.build import make_runner as build_runner
 from engine.config import EngineConfig, ModelConfig
 from engine.cpu_runner import CPURunner
 from engine.errors import CheckpointError, EngineError
 from engine.llm import LLM
 from engine.model.decoder import Decoder
-from engine.model.linear import Int8Weight, embed, linear, quantise
+from engine.model.linear import Fp8Weight, Int8Weight, embed, linear, quantise
 from engine.model.weights import dummy_weights, load_weights
 from engine.types import SamplingParams
 from minitui import tutor
@@ -64,7 +66,7 @@ def test_what_is_not_finite_stays_seen(bad: float) -> None:
 
 def test_a_checkpoint_is_rounded_tensor_by_tensor(directory: Path) -> None:
     config = ModelConfig.from_pretrained(directory)
-    plain, small = (Decoder(config, torch.float32, CPU, 16, quantised=quantised) for quantised in (False, True))
+    plain, small = (Decoder(config, torch.float32, CPU, 16, quantised=quantised) for quantised in (None, Int8Weight))
     for model in (plain, small):
         load_weights(model.slots(), directory, config.tie_word_embeddings)
     assert small.nbytes < 0.32 * plain.nbytes
@@ -79,17 +81,35 @@ def test_a_checkpoint_is_rounded_tensor_by_tensor(directory: Path) -> None:
             assert torch.equal(ours.view, theirs.view)
 
 
+def test_what_is_rounded_to_e4m3_keeps_three_bits_of_mantissa(directory: Path) -> None:
+    x = torch.randn(7, 64) * torch.logspace(-3, 3, 7)[:, None]
+    x[3] = 0
+    values, scale = Fp8Weight.rounded(x)
+    wide = values.float() * scale[:, None]
+    assert values.float().abs().amax(1).tolist() == [448, 448, 448, 0, 448, 448, 448]
+    assert ((wide - x).abs() <= (x.abs() / 16).clamp_min(scale[:, None] * 2**-10) * (1 + 1e-5)).all()
+    config = ModelConfig.from_pretrained(directory)
+    model = Decoder(config, torch.float32, CPU, 16, quantised=Fp8Weight)
+    load_weights(model.slots(), directory, config.tie_word_embeddings)
+    plain = Decoder(config, torch.float32, CPU, 16)
+    load_weights(plain.slots(), directory, config.tie_word_embeddings)
+    rows = embed(torch.tensor([4, 0, 198]), model.embedding)
+    assert rows.dtype == torch.bfloat16
+    torch.testing.assert_close(rows.float(), plain.embedding[[4, 0, 198]], rtol=0.08, atol=1e-3)
+    assert torch.equal(model.layers[1].mlp.down.scale, plain.layers[1].mlp.down.abs().amax(1) / 448)
+
+
 def test_an_output_matrix_that_contradicts_a_tied_embedding_is_still_noticed(tmp_path: Path) -> None:
     checkpoint = save(reference("qwen3"), tmp_path, edit={"tie_word_embeddings": True})
     config = ModelConfig.from_pretrained(checkpoint)
-    model = Decoder(config, torch.float32, CPU, 16, quantised=True)
+    model = Decoder(config, torch.float32, CPU, 16, quantised=Int8Weight)
     with pytest.raises(CheckpointError, match="differs from the embedding"):
         load_weights(model.slots(), checkpoint, tied=True)
 
 
 def test_random_weights_are_those_of_the_other_types_rounded(directory: Path) -> None:
     config = replace(ModelConfig.from_pretrained(directory), tie_word_embeddings=False)
-    plain, small = (Decoder(config, torch.float32, CPU, 16, quantised=quantised) for quantised in (False, True))
+    plain, small = (Decoder(config, torch.float32, CPU, 16, quantised=quantised) for quantised in (None, Int8Weight))
     dummy_weights(plain.slots(), 5)
     dummy_weights(small.slots(), 5)
     assert torch.equal(small.layers[1].mlp.down.values, quantise(plain.layers[1].mlp.down)[0])
@@ -158,8 +178,9 @@ def test_the_bundled_model_answers_as_in_float32() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "sentence"),
     [
-        ("qwen3", {"quantization": "int4"}, "must be none or int8"),
-        ("qwen3", {"quantization": "int8", "dtype": "bfloat16"}, "the dtype is bfloat16: leave it to auto"),
+        ("qwen3", {"quantization": "int4"}, "must be none, int8 or fp8"),
+        ("qwen3", {"quantization": "fp8"}, "run on a GPU only, and the device is cpu: use --quantization int8"),
+        ("qwen3", {"quantization": "int8", "dtype": "bfloat16"}, "the dtype is bfloat16: use float32"),
         ("qwen3_moe", {"quantization": "int8"}, "has experts"),
         ("qwen3", {"quantization": "int8", "tensor_parallel_size": 2}, "for one rank"),
     ],
@@ -170,3 +191,28 @@ def test_what_cannot_be_rounded_is_refused_in_a_sentence(
     checkpoint = save(reference(kind), tmp_path)
     with pytest.raises(EngineError, match=sentence):
         build_runner(ModelConfig.from_pretrained(checkpoint), EngineConfig(device="cpu", **options), checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "sentence"),
+    [
+        ({"dtype": "float16"}, {}, "come with bfloat16 activations, and the dtype is float16: use bfloat16"),
+        ({"tensor_parallel_size": 2}, {}, "fp8 weights are for one rank"),
+        ({}, {"intermediate_size": 96}, "need intermediate_size to be a multiple of 128, and it is 96"),
+        ({}, {"vocab_size": 199}, "a vocabulary that is a multiple of 16, and it has 199"),
+        ({"capability": (8, 0)}, {}, "compute capability 8.9, and Some GPU has 8.0"),
+        ({"triton": None}, {}, "need triton, which is not installed"),
+    ],
+)
+def test_where_fp8_weights_cannot_be_had_a_sentence_says_why(
+    options: dict[str, Any], changes: dict[str, int], sentence: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capability, triton = options.pop("capability", (9, 0)), options.pop("triton", object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: triton)
+    config = EngineConfig(quantization="fp8", **{"dtype": "bfloat16", **options})
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 160}
+    model = replace(ModelConfig.from_pretrained(directory), **{**sizes, **changes})
+    with pytest.raises(EngineError, match=sentence):
+        quantization.check(config, model, torch.device("cuda"), config.dtype)

@@ -21,13 +21,14 @@ import torch.nn.functional as F
 
 from engine.attention.triton_backend import TritonAttention
 from engine.forward import ForwardMeta
-from engine.kernels import norms, ops
+from engine.kernels import fp8, norms, ops
 from engine.kernels.decode_attention import decode_attention
 from engine.kernels.gemv import gemv
 from engine.kernels.moe_one import one_token
 from engine.kernels.split_linear import form_for, split_linear
 from engine.kv.pool import KVPool
 from engine.model.decoder import Decoder, DenseMLP, Layer
+from engine.model.linear import Fp8Weight, Matrix, linear
 from engine.parallel.group import Group
 
 SPLIT_TOKENS = 64  # up to here a projection's time is reading its weights
@@ -61,10 +62,7 @@ class DecodeLayers:
             self._one(residual, rows, seq_lens, live, out)
         else:
             x = self._several(residual, lambda i, layer, qkv: self._attend(i, layer, qkv, rows, seq_lens), live)
-            if len(tokens) == 1:
-                gemv(x, self._model.head, out=out)
-            else:
-                torch.mm(x, self._model.head.t(), out=out)
+            self._head(x, out)
 
     def logits_of_chunks(self, tokens: torch.Tensor, meta: ForwardMeta, out: torch.Tensor) -> None:
         """The same for chunks of sequences: tokens int64 [T] as `meta` describes them; writes out [s, V], the tokens of
@@ -76,7 +74,16 @@ class DecodeLayers:
             self._group.embed(tokens, self._model.embedding),
             lambda i, layer, qkv: self._attend_chunks(i, layer, qkv, meta), meta.live, meta.logit_rows, meta.live_rows,
         )  # fmt: skip
-        torch.mm(hidden, self._model.head.t(), out=out)
+        self._head(hidden, out)
+
+    def _head(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        head = self._model.head
+        if isinstance(head, Fp8Weight):
+            head.product(x, out)
+        elif len(x) == 1:
+            gemv(x, head, out=out)
+        else:
+            torch.mm(x, head.t(), out=out)
 
     def _one(
         self, x: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, live: torch.Tensor, out: torch.Tensor
@@ -113,7 +120,7 @@ class DecodeLayers:
             x = group.add_norm(ops, x, residual, layer.post_norm, eps)
             mlp = layer.mlp
             if isinstance(mlp, DenseMLP):
-                x = _back_to_hidden(_inner(x, mlp), mlp.down, mlp.down_bias, apart)
+                x = _mlp(x, mlp, apart)
             else:
                 x = mlp(x, live)
             following = layers[i + 1].input_norm if i + 1 < len(layers) else model.norm
@@ -139,10 +146,12 @@ class DecodeLayers:
         return self._attention.run(i, q, keys, values)
 
 
-def _linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _linear(x: torch.Tensor, w: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
     """x [T, K] -> [T, N]. For one token, and for few where there is little to read and a launch counts, by our own
     kernels; else by cuBLAS.
     """
+    if isinstance(w, Fp8Weight):
+        return linear(x, w, bias)
     if bias is None and len(x) == 1:
         return gemv(x, w)
     form = form_for(len(x), *w.shape) if bias is None and len(x) <= SPLIT_TOKENS and w.shape[1] <= 2048 else None
@@ -156,10 +165,19 @@ def _inner(x: torch.Tensor, mlp: DenseMLP) -> torch.Tensor:
     return norms.silu_mul(_linear(x, mlp.gate_up, mlp.gate_up_bias), pdl=True)
 
 
-def _back_to_hidden(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, apart: bool) -> torch.Tensor:
+def _mlp(x: torch.Tensor, mlp: DenseMLP, apart: bool) -> torch.Tensor:
+    """x [T, H] -> as _back_to_hidden."""
+    if isinstance(mlp.down, Fp8Weight) and len(x) > 1 and mlp.down_bias is None:
+        return fp8.back_to_hidden(linear(x, mlp.gate_up, mlp.gate_up_bias), mlp.down, silu=True)
+    return _back_to_hidden(_inner(x, mlp), mlp.down, mlp.down_bias, apart)
+
+
+def _back_to_hidden(x: torch.Tensor, w: Matrix, bias: torch.Tensor | None, apart: bool) -> torch.Tensor:
     """x [T, K] -> [T, H], or, if that may be, fp32 [parts, T, H] to be summed by the norm that follows."""
     if bias is None and len(x) == 1:
         return gemv(x, w)
+    if isinstance(w, Fp8Weight):
+        return fp8.back_to_hidden(x, w) if bias is None else linear(x, w, bias)
     form = form_for(len(x), *w.shape) if bias is None and apart else None
     return F.linear(x, w, bias) if form is None or form.parts == 1 else split_linear(x, w, form)
 

@@ -18,16 +18,18 @@ from engine.forward import ForwardMeta
 from engine.kv.pool import KVPool
 from engine.model import ops as torch_ops
 from engine.model.experts import Experts
-from engine.model.linear import Int8Weight, Matrix, linear
+from engine.model.linear import ByteWeight, Matrix, linear
 from engine.model.rope import rope_table
 from engine.model.weights import Slot
 from engine.parallel.group import ALONE, Group
 
+Quantised = type[ByteWeight] | None  # what matrices are made of, if not of tensors
 
-def empty_matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.device, quantised: bool) -> Matrix:
+
+def empty_matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.device, quantised: Quantised) -> Matrix:
     """A parameter [rows, columns], uninitialised."""
-    if quantised:
-        return Int8Weight.empty(rows, columns, device)
+    if quantised is not None:
+        return quantised.empty(rows, columns, device)
     return torch.empty(rows, columns, dtype=dtype, device=device)
 
 
@@ -35,8 +37,9 @@ class DenseMLP:
     """silu(gate(x)) · up(x), projected down. Any MLP with `slots` and `__call__` can stand in its place."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: ModuleType, quantised: bool = False
-    ) -> None:
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: ModuleType,
+        quantised: Quantised = None,
+    ) -> None:  # fmt: skip
         hidden, inner = config.hidden_size, config.intermediate_size
         self._ops = ops
         self.gate_up = empty_matrix(2 * inner, hidden, dtype, device, quantised)
@@ -68,7 +71,7 @@ class Layer:
 
     def __init__(
         self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device, ops: ModuleType,
-        quantised: bool,
+        quantised: Quantised,
     ) -> None:  # fmt: skip
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -119,12 +122,12 @@ class Decoder:
         device: torch.device,
         max_positions: int,
         ops: ModuleType = torch_ops,
-        quantised: bool = False,
+        quantised: Quantised = None,
         group: Group = ALONE,
     ) -> None:
         """`max_positions`: as many have cos and sin; `ops`: a module with the functions of engine/model/ops.py;
-        `quantised`: matrices are int8, everything else is of `dtype`; `group`: the ranks that share the model, of which
-        `config` describes this one's shard (engine/parallel/)."""
+        `quantised`: what matrices are made of, everything else is of `dtype`; `group`: the ranks that share the model,
+        of which `config` describes this one's shard (engine/parallel/)."""
         self.config = config
         self._ops = ops
         self._group = group

@@ -1,4 +1,4 @@
-"""The model's matrices: tensors, or 8-bit integers with a scale per row; and their product with activations.
+"""The model's matrices: tensors, or 8-bit numbers with a scale per row; and their product with activations.
 
 Decoding reads every weight once a token, so on a CPU its speed is that of the memory: an int8 matrix is a quarter of a
 float32 one. The product too is made of integers, for which processors have instructions of their own (VNNI): the
@@ -12,7 +12,7 @@ keeps activations in floating point, was 5 times slower than float32 there and a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -20,19 +20,35 @@ import torch.nn.functional as F
 LARGEST = 127  # of the 8-bit integers in use: symmetric, −128 is left out
 
 
-class Int8Weight:
-    """A matrix [N, K] as int8 [N, K] and a float32 scale per row [N]. Looks enough like a tensor to be loaded into."""
+class ByteWeight:
+    """A matrix [N, K] of 8-bit numbers [N, K] and a float32 scale per row [N]. Looks enough like a tensor to be loaded
+    into."""
 
     __slots__ = ("scale", "values")
+
+    dtype: ClassVar[torch.dtype]
 
     def __init__(self, values: torch.Tensor, scale: torch.Tensor) -> None:
         self.values, self.scale = values, scale
 
-    @staticmethod
-    def empty(rows: int, columns: int, device: torch.device) -> Int8Weight:
+    @classmethod
+    def empty(cls, rows: int, columns: int, device: torch.device) -> Self:
         """Uninitialised."""
-        values = torch.empty(rows, columns, dtype=torch.int8, device=device)
-        return Int8Weight(values, torch.empty(rows, dtype=torch.float32, device=device))
+        values = torch.empty(rows, columns, dtype=cls.dtype, device=device)
+        return cls(values, torch.empty(rows, dtype=torch.float32, device=device))
+
+    @staticmethod
+    def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [n, K] of any floating type -> values [n, K] and scale [n], so that values · scale is nearest to x."""
+        raise NotImplementedError
+
+    def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, K] -> x · weightᵀ [T, N], in `out` if given."""
+        raise NotImplementedError
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows ids [T] as activations [T, K]."""
+        raise NotImplementedError
 
     @property
     def shape(self) -> torch.Size:
@@ -46,35 +62,68 @@ class Int8Weight:
     def nbytes(self) -> int:
         return self.values.nbytes + self.scale.nbytes
 
-    def split(self, sizes: list[int]) -> list[Int8Weight]:
+    def split(self, sizes: list[int]) -> list[Self]:
         """Views of `sizes` rows each."""
         parts = zip(self.values.split(sizes), self.scale.split(sizes), strict=True)
-        return [Int8Weight(values, scale) for values, scale in parts]
+        return [type(self)(values, scale) for values, scale in parts]
 
-    def chunk(self, n: int) -> list[Int8Weight]:
+    def chunk(self, n: int) -> list[Self]:
         """n views of as many rows each."""
         return self.split([len(self.values) // n] * n)
 
     def copy_(self, weight: torch.Tensor) -> None:
         """Become what is nearest to weight [N, K] of any floating type."""
-        values, self.scale[:] = quantise(weight)
+        values, self.scale[:] = self.rounded(weight.to(self.device))
         self.values.copy_(values)
 
     def normal_(self, mean: float, std: float, generator: torch.Generator | None = None) -> None:
         """Become what is nearest to a normal distribution (the numbers a float32 tensor would draw)."""
         self.copy_(torch.empty(self.shape, device=self.device).normal_(mean, std, generator=generator))
 
+
+class Int8Weight(ByteWeight):
+    """Integers from -127 to 127, for activations in float32."""
+
+    __slots__ = ()
+    dtype = torch.int8
+
+    @staticmethod
+    def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return quantise(x)
+
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows ids [T] as float32 [T, K]."""
         return self.values[ids] * self.scale[ids, None]
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, K] float32 -> x · weightᵀ [T, N] float32."""
+    def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         values, scale = quantise(x)
-        return torch._int_mm(values, self.values.t()).float().mul_(self.scale).mul_(scale[:, None])
+        product = torch._int_mm(values, self.values.t()).float().mul_(self.scale)
+        return torch.mul(product, scale[:, None], out=product if out is None else out)
 
 
-Matrix = Any  # torch.Tensor or Int8Weight; not their union, for the kernels of a GPU see tensors only
+class Fp8Weight(ByteWeight):
+    """e4m3 (4 bits of exponent, 3 of mantissa), for activations in bfloat16 on a GPU (engine/kernels/fp8.py)."""
+
+    __slots__ = ()
+    dtype = torch.float8_e4m3fn
+
+    @staticmethod
+    def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        largest = torch.finfo(torch.float8_e4m3fn).max
+        scale = torch.linalg.vector_norm(x, torch.inf, 1, dtype=torch.float32) / largest
+        inverse = 1 / scale.clamp_min(torch.finfo(torch.float32).tiny)
+        return (x * inverse[:, None]).to(torch.float8_e4m3fn), scale
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        values = self.values.view(torch.uint8)[ids].view(self.dtype)
+        return (values.float() * self.scale[ids, None]).bfloat16()
+
+    def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        from engine.kernels.fp8 import fp8_linear  # needs triton
+
+        return fp8_linear(x, self, out)
+
+
+Matrix = Any  # torch.Tensor or ByteWeight; not their union, for the kernels of a GPU see tensors only
 
 
 def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,7 +138,7 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, K], weight [N, K], bias [N] -> [T, N]."""
-    if isinstance(weight, Int8Weight):
+    if isinstance(weight, ByteWeight):
         product = weight.product(x)
         return product if bias is None else product + bias
     return F.linear(x, weight, bias)
@@ -97,4 +146,4 @@ def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) ->
 
 def embed(ids: torch.Tensor, weight: Matrix) -> torch.Tensor:
     """Rows ids int64 [T] of weight [V, H] -> [T, H]."""
-    return weight.rows(ids) if isinstance(weight, Int8Weight) else F.embedding(ids, weight)
+    return weight.rows(ids) if isinstance(weight, ByteWeight) else F.embedding(ids, weight)

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from engine.config import read_json
 from engine.errors import CheckpointError
-from engine.model.linear import Int8Weight, Matrix, quantise
+from engine.model.linear import ByteWeight, Matrix
 
 Progress = Callable[[dict[str, Any]], None]  # {"stage": str, "done": int, "total": int, "text": str}
 
@@ -192,8 +192,9 @@ def _check_tied(embedding: Slot, files: list[Path]) -> None:
 
 def _equal(tensor: torch.Tensor, parameter: Matrix) -> bool:
     """Whether the parameter, of whatever type, is what the tensor becomes when it is loaded."""
-    if isinstance(parameter, Int8Weight):
-        return torch.equal(quantise(tensor)[0].to(parameter.device), parameter.values)
+    if isinstance(parameter, ByteWeight):
+        values = parameter.rounded(tensor.to(parameter.device))[0]
+        return torch.equal(values.view(torch.uint8), parameter.values.view(torch.uint8))
     return torch.equal(tensor.to(parameter.device, parameter.dtype), parameter)
 
 

@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _attached(options, on_gpu, say)
     if not on_gpu and options.threads:
         torch.set_num_threads(options.threads)
-    limits = measure_limits(device, torch.bfloat16 if on_gpu else torch.float32)
+    fp8 = torch.float8_e4m3fn if options.quantization == "fp8" else torch.bfloat16
+    limits = measure_limits(device, fp8 if on_gpu else torch.float32)
     name = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
     say(name, *limits.lines(), sep="\n")
     report: dict[str, Any] = {"device": name, "torch": torch.__version__, "limits": vars(limits), "models": {}}
@@ -147,7 +148,7 @@ def _measure(
     llm = load()
     info = llm.info
     notes = [*info["notes"], *llm.engine.runner.memory.notes]  # type: ignore[attr-defined]
-    quantised = info["quantization"] == "int8"
+    quantised = info["quantization"] != "none"
     used = info["active_parameters"]
     active = f" ({used / 1e9:.2f} for a token)" if used < info["parameters"] else ""
     say(
@@ -203,7 +204,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dummy-weights", action="store_true", help="random weights: only config.json is read")
     parser.add_argument("--shape", action="append", choices=list(SIZES), help="a built-in shape; may be repeated")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--quantization", default="none", choices=["none", "int8"], help="int8: on a CPU")
+    parser.add_argument(
+        "--quantization", default="none", choices=["none", "int8", "fp8"], help="int8: on a CPU; fp8: on a GPU"
+    )
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks that share the model")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--overlap", default="auto", choices=["auto", "on", "off"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -38,12 +39,17 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
     """Median of several runs of each, buffers far larger than the caches."""
     copy, read = _memory(device, (1 << 29) if device.type == "cuda" else (1 << 26))
     n = 8192 if device.type == "cuda" else 1024
-    a, b, c = (torch.empty(n, n, device=device, dtype=dtype).normal_() for _ in range(3))
-    once = _seconds(lambda: a @ b, device)
+    a, b = (torch.empty(n, n, device=device).normal_().to(dtype) for _ in range(2))
+    c = torch.empty(n, n, device=device, dtype=torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype)
+    product: Callable[[], object] = partial(torch.mm, a, b, out=c)
+    if dtype == torch.float8_e4m3fn:
+        one = torch.ones((), device=device)
+        product = partial(torch._scaled_mm, a, b.t(), one, one, out_dtype=c.dtype, out=c)
+    once = _seconds(product, device)
     matmul, sustained = 2 * n**3 / once, None
     if device.type == "cuda":
         times = max(1, int(SUSTAINED_SECONDS / once))
-        sustained = 2 * n**3 * times / _seconds(lambda: [torch.mm(a, b, out=c) for _ in range(times)], device, 1, 0)
+        sustained = 2 * n**3 * times / _seconds(lambda: [product() for _ in range(times)], device, 1, 0)
     # The copy may beat a plain reduction at reading: the limit is the better of what was seen.
     return Limits(copy, max(read, copy / 2), matmul, str(dtype).removeprefix("torch."), sustained)
 

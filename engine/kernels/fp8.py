@@ -1,0 +1,186 @@
+"""Linear layers whose weights are e4m3 with a scale per row (engine.model.linear.Fp8Weight).
+
+    1 token     gemv: weights are widened as they are read, activations stay as they are
+    2 to 64     a kernel of its own, on the tensor cores: e4m3 times e4m3, a row of activations as the sum of two
+    more        torch._scaled_mm: e4m3 times e4m3, a row of activations rounded to one
+
+Up to 64 tokens all the time is reading weights. Widening them there would be bound by arithmetic; instead each row of
+activations is written as high + low / 16, both e4m3, low what high has left. That is as near as bfloat16 is, and the
+weights go to the tensor cores as they lie in memory. Beyond, arithmetic counts, and is twice as fast in e4m3; there
+activations lose what weights have lost. Scales per row of both sides are Micikevicius et al., FP8 formats for deep
+learning, 2022.
+
+Measured on an H200, a layer's four products of Qwen3-8B (bfloat16 -> e4m3, the rounding of activations included, in
+us): 1 token 97 -> 58, 256 tokens 158 -> 120, 8,192 tokens 3,960 -> 2,240. Of 16 tokens, without rounding (1.3 to 2.4
+us each): output 9.7 -> 6.5, gate and up 50 -> 30.4, down 25.6 -> 15.5; of 64, 10.5 -> 8.7, 53.9 -> 42, 27.3 -> 19.0.
+Widening the weights in registers instead took 15, 9.1, 35.9 and 21.0 us at 8 tokens. Products of activations in two
+parts are off by 6e-4 (bfloat16's own rounding: 1.7e-3), of activations in one by 0.027.
+
+Qwen3-0.6B is too small to gain beyond one request: a decode step of 1, 16, 64 and 256 takes 0.63, 1.07, 1.44 and 3.01
+ms for 0.76, 1.00, 1.25 and 2.76; its prefill 418,000 tokens a second for 365,000. With random weights its logits are
+0.12 of their norm from float32's at up to 64 tokens a step and 0.16 beyond; bfloat16's are 0.014 (mean difference of a
+log-probability: 0.06, 0.08 and 0.007). Weights take 0.60 GB for 1.19, Qwen3-8B's 8.20 for 16.38. A whole step
+of Qwen3-8B has not been timed, only its products.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from engine.kernels.gemv import gemv
+from engine.model.linear import Fp8Weight
+
+SKINNY = 64  # tokens
+LARGEST = 448.0  # of e4m3
+BLOCK_K = 128  # as many products are summed before float32 takes over: the tensor cores keep fewer bits
+LOW = 16.0  # what is left of a number after rounding to e4m3 is at most a sixteenth of it
+
+
+@triton.jit
+def _round_rows_kernel(
+    x,
+    values,
+    scale,
+    K,
+    MOST: tl.constexpr,
+    FACTOR: tl.constexpr,
+    SILU: tl.constexpr,
+    BOTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    inside = k < K
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if SILU:
+        gate = tl.load(x + row * 2 * K + k, mask=inside, other=0.0)
+        up = tl.load(x + row * 2 * K + K + k, mask=inside, other=0.0)
+        g = gate.to(tl.float32)
+        s = (g * tl.sigmoid(g)).to(gate.dtype).to(tl.float32)
+        v = (s * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
+    else:
+        v = tl.load(x + row * K + k, mask=inside, other=0.0).to(tl.float32)
+    largest = tl.max(tl.where(v != v, float("inf"), tl.abs(v)), 0)  # a row with a NaN is bad as a whole
+    tl.store(scale + row, largest / MOST)
+    v = v * (MOST / tl.maximum(largest, 1e-30))
+    high = v.to(values.dtype.element_ty)
+    tl.store(values + row * K + k, high, mask=inside)
+    if BOTH:
+        low = ((v - high.to(tl.float32)) * FACTOR).to(values.dtype.element_ty)
+        tl.store(values + (tl.num_programs(0) + row) * K + k, low, mask=inside)
+
+
+def round_rows(x: torch.Tensor, *, silu: bool = False, both: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, K] -> e4m3 [T, K] and scale fp32 [T, 1]; with `silu`, of silu(gate) * up for x = gate, up [T, 2 K].
+
+    With `both`, e4m3 [2 T, K]: the high parts, and behind them the low ones, to be divided by LOW.
+    """
+    tokens, k = x.shape[0], x.shape[1] // (2 if silu else 1)
+    values = torch.empty(tokens * (2 if both else 1), k, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(k)
+    _round_rows_kernel[(tokens,)](
+        x, values, scale, k, MOST=LARGEST, FACTOR=LOW, SILU=silu, BOTH=both, BLOCK=block, PDL=True,
+        num_warps=max(1, min(16, block // 512)), launch_pdl=True,
+    )  # fmt: skip
+    return values, scale
+
+
+@triton.jit
+def _skinny_kernel(
+    x,
+    x_scale,
+    w,
+    w_scale,
+    y,
+    M,
+    N,
+    K: tl.constexpr,
+    FACTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    SPAN: tl.constexpr = K // SPLIT_K
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    by_row = tl.load(w_scale + n, mask=n < N, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    high = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    low = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for k0 in tl.range(0, SPAN, BLOCK_K, num_stages=STAGES):
+        a = w.load([tile * BLOCK_N, part * SPAN + k0])
+        b = x.load([0, part * SPAN + k0])  # rows past M are other rows or zeros: they are not stored
+        c = x.load([M, part * SPAN + k0])
+        high = tl.dot(a, b.T, high, max_num_imprecise_acc=BLOCK_K)
+        low = tl.dot(a, c.T, low, max_num_imprecise_acc=BLOCK_K)
+    by_token = tl.load(x_scale + m, mask=m < M, other=0.0)
+    product = (high + low * (1.0 / FACTOR)) * by_row[:, None] * by_token[None, :]
+    at = y + part.to(tl.int64) * M * N + m[None, :] * N + n[:, None]
+    tl.store(at, product.to(y.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
+
+
+def skinny(
+    values: torch.Tensor, scale: torch.Tensor, w: Fp8Weight, parts: int = 1, dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Of x [M, K], M at most 64, as round_rows(both=True) left it -> x W^T as [parts, M, N], in so many parts of K.
+
+    K must be a multiple of 128 times `parts`.
+    """
+    m, (n, k) = len(scale), w.shape
+    block_m = max(16, triton.next_power_of_2(m))
+    block_n, stages, warps = (128, 5, 8) if parts > 1 and n >= 4096 else (64, 6, 4)
+    y = torch.empty(parts, m, n, dtype=dtype, device=values.device) if out is None else out
+    _skinny_kernel[(triton.cdiv(n, block_n), parts)](
+        TensorDescriptor.from_tensor(values, [block_m, BLOCK_K]), scale,
+        TensorDescriptor.from_tensor(w.values, [block_n, BLOCK_K]), w.scale, y, m, n, K=k, FACTOR=LOW, BLOCK_M=block_m,
+        BLOCK_N=block_n, BLOCK_K=BLOCK_K, SPLIT_K=parts, STAGES=stages, PDL=True, num_warps=warps, launch_pdl=True,
+    )  # fmt: skip
+    return y
+
+
+def product(values: torch.Tensor, scale: torch.Tensor, w: Fp8Weight, out: torch.Tensor | None = None) -> torch.Tensor:
+    """What round_rows left of x [T, K] -> x W^T [T, N] in bfloat16."""
+    if out is None:
+        out = torch.empty(len(values), len(w.values), dtype=torch.bfloat16, device=values.device)
+    torch._scaled_mm(
+        values, w.values.t(), scale_a=scale, scale_b=w.scale[None], out_dtype=torch.bfloat16, use_fast_accum=True,
+        out=out,
+    )  # fmt: skip
+    return out
+
+
+def fp8_linear(x: torch.Tensor, w: Fp8Weight, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T, K] bfloat16 -> x W^T [T, N], in `out` if given."""
+    if len(x) == 1:
+        return gemv(x, w, out=out)
+    if len(x) <= SKINNY:
+        return skinny(*round_rows(x.contiguous(), both=True), w, out=None if out is None else out[None])[0]
+    return product(*round_rows(x.contiguous()), w, out)
+
+
+def back_to_hidden(x: torch.Tensor, w: Fp8Weight, *, silu: bool = False) -> torch.Tensor:
+    """x [T, K] (with `silu`, gate and up [T, 2 K]), T > 1 -> [T, N], or fp32 [parts, T, N] for the norm to sum."""
+    if len(x) > SKINNY:
+        return product(*round_rows(x, silu=silu), w)
+    (n, k), parts = w.shape, 1
+    tiles = triton.cdiv(n, 128 if n >= 4096 else 64)
+    while parts < 4 and parts * tiles < 128 and k % (2 * parts * BLOCK_K) == 0:
+        parts *= 2
+    y = skinny(*round_rows(x, silu=silu, both=True), w, parts, torch.float32 if parts > 1 else torch.bfloat16)
+    return y if parts > 1 else y[0]
