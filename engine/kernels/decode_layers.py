@@ -24,7 +24,7 @@ from engine.forward import ForwardMeta
 from engine.kernels import fp8, norms, ops
 from engine.kernels.decode_attention import decode_attention
 from engine.kernels.gemv import gemv
-from engine.kernels.moe_one import one_token
+from engine.kernels.moe_one import MOST_EXPERTS, one_token
 from engine.kernels.split_linear import form_for, split_linear
 from engine.kv.pool import KVPool
 from engine.model.decoder import Decoder, DenseMLP, Layer
@@ -185,5 +185,5 @@ def _back_to_hidden(x: torch.Tensor, w: Matrix, bias: torch.Tensor | None, apart
 def _is_plain(layer: Layer) -> bool:
     """No biases: what the one-token kernels know."""
     mlp = layer.mlp
-    plain = not isinstance(mlp, DenseMLP) or mlp.down_bias is None
+    plain = mlp.down_bias is None if isinstance(mlp, DenseMLP) else mlp.config.count <= MOST_EXPERTS
     return plain and layer.qkv_bias is None and layer.output_bias is None

@@ -9,22 +9,24 @@ T tokens of hidden size H; E experts of inner size I, K of them for each token; 
 gate_up [E, 2 I, H] (gates before ups) and down [E, H, I], read by the bulk tensor copy engine: H and I must be
 multiples of 8 in half precision.
 
-Measured on an H200 at Qwen3-30B-A3B's layer (H 2,048, E 128, I 768, K 8), routing and sum included, in a CUDA graph, in
-microseconds; the limit is the larger of the bytes of the experts that are used at 4.1 TB/s and the operations at 680
-TFLOP/s, what this card sustains:
+Measured on an H200 at Qwen3-30B-A3B's layer (H 2,048, E 128, I 768, K 8) in CUDA graphs, in microseconds; the limit is
+the larger of the bytes of the experts that are used at 4.1 TB/s and the operations at 680 TFLOP/s, which is what this
+card sustains:
 
-    tokens     2     4     8    16    32    64   128   256   512  1,024  2,048  4,096  8,192
-    limit     36    71   118   198   255   289   295   295   295    295    295    455    910
-    taken     49    83   127   196   254   286   297   308   341    416    511    778  1,340
+    tokens        2     8    16    64   128   256   512  1,024  2,048  8,192
+    limit        36   118   198   289   295   295   295    295    295    910
+    products     42   117   187   271   280   291   320    383    470  1,216
+    routing       7     7     7     7           8           12     16     40
+    sum           2     2     2     2     2     3     4      6     20     70
 
 Up to 256 tokens the time is reading weights. From 512 on, tiles are filled to a half or two thirds, and each tile of
-weights is read from the L2 cache once for every tile of rows. From 4,096 on it is the products, at 540 to 590 TFLOP/s
-with a ninth of the rows padding.
+weights is read from the L2 cache once for every tile of rows. In the end it is the products, at 540 to 590 TFLOP/s with
+a ninth of the rows padding.
 
 What did not pay: x sorted ahead, so that its tiles too come by the copy engine (gate_up 275 us for 315 at 2,048 tokens,
 as much as the sorting costs; nothing at 8,192); a persistent gate_up (1,060 us for 750); tiles of 256 rows; slices of
-128 with two stages. Down persistent is 370 us for 425 at 8,192: its sums are short, so storing one tile and loading the
-next are a large part of it.
+128 with two stages. Down by itself takes 370 us at 8,192 when it is persistent, 425 when it is not: its sums are short,
+so storing one tile and loading the next are a large part of it.
 """
 
 from __future__ import annotations
