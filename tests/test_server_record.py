@@ -29,6 +29,8 @@ def test_a_server_records_what_its_engine_does_without_texts_that_are_hidden(tmp
         # Pages: the one that is named, with what it needs to be told before it asks; no other.
         asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST",
                  "Access-Control-Request-Headers": "authorization"}  # fmt: skip
+        document = server.get("/openapi.json", headers=key).json()
+        assert document["security"] == [{"key": []}] and document["paths"]["/health"]["get"]["security"] == []
         before = server.http.options("/generate", headers=asked)
         assert before.status_code == 200
         assert before.headers["access-control-allow-origin"] == PAGE

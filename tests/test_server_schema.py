@@ -9,12 +9,15 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 
+from minitui.server.settings import Role
 from tests.serving import Running, serving
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed (extra 'dev')")
 
 # /minitui/records never ends, and /minitui/control may close the gate for everybody: other tests ask them.
-EXAMPLES = 6
+EXAMPLES = 4
+KEY = "a-key-of-the-tests"  # with one, every operation is also asked without it, and with a wrong one
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 SKIPPED = ["/minitui/records", "/minitui/control"]
 
 
@@ -22,12 +25,13 @@ SKIPPED = ["/minitui/records", "/minitui/control"]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     # A short context: whatever max_tokens a case asks for, its reply ends soon.
     engine = {"max_model_len": 48, "max_num_seqs": 16}
-    with serving(tmp_path_factory.mktemp("server"), engine=engine) as running:
+    with serving(tmp_path_factory.mktemp("server"), engine=engine, keys={KEY: Role.CONTROL}) as running:
+        running.http.headers.update(AUTHORIZED)
         yield running
 
 
 def test_every_answer_is_a_documented_one(server: Running) -> None:
-    api = schemathesis.openapi.from_url(f"{server.url}/openapi.json").exclude(path=SKIPPED)
+    api = schemathesis.openapi.from_url(f"{server.url}/openapi.json", headers=AUTHORIZED).exclude(path=SKIPPED)
     checks = schemathesis.checks
     excluded = [checks.positive_data_acceptance]  # an unknown model or a prompt that is too long is refused, rightly
     tried = 0
@@ -41,7 +45,7 @@ def test_every_answer_is_a_documented_one(server: Running) -> None:
             def answers(case: Any) -> None:
                 nonlocal tried
                 tried += 1
-                case.call_and_validate(excluded_checks=excluded, timeout=20)
+                case.call_and_validate(excluded_checks=excluded, timeout=20, headers=AUTHORIZED)
 
             try:
                 answers()

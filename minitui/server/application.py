@@ -8,7 +8,7 @@ from starlette.types import ASGIApp
 
 from minitui import __version__
 from minitui.server import chat, completions, failures, telemetry, text, vitals
-from minitui.server.access import Guard
+from minitui.server.access import OPEN, Guard
 from minitui.server.service import Service
 
 
@@ -21,7 +21,18 @@ def create_api(service: Service) -> FastAPI:
     failures.install(api)
     for part in (completions, chat, text, vitals, telemetry):
         api.include_router(part.router(service))
+    if service.settings.keys:
+        _document_keys(api)
     return api
+
+
+def _document_keys(api: FastAPI) -> None:
+    """The OpenAPI document says where a key belongs."""
+    document = api.openapi()  # kept by the application: what is changed here is what callers read
+    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    document["security"] = [{"key": []}]
+    for path in OPEN:
+        document["paths"][path]["get"]["security"] = []
 
 
 def create_app(service: Service) -> ASGIApp:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 
 from engine.errors import EngineError
 from minitui.server.failures import RESPONSES, ApiError, as_api_error
 from minitui.server.prometheus import CONTENT_TYPE
 from minitui.server.service import Service
+
+PAGE: dict[str, Any] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 
 
 class Health(BaseModel):
@@ -43,7 +45,9 @@ def router(service: Service) -> APIRouter:
             return JSONResponse(told, 503, dict(as_api_error(error).headers))
         return JSONResponse(told)
 
-    @routes.get("/metrics", response_class=PlainTextResponse, responses={s: RESPONSES[s] for s in (400, 401, 403)})
+    refusals: dict[int | str, dict[str, Any]] = {status: RESPONSES[status] for status in (400, 401, 403)}
+
+    @routes.get("/metrics", response_class=Response, responses={200: PAGE, **refusals})
     async def metrics() -> Any:
         """For Prometheus, under the names of vLLM."""
         service.hub.pump()
