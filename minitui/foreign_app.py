@@ -1,4 +1,4 @@
-"""The application over a server of another make: chats, and its vitals in one line. It tells no more than that."""
+"""The application over a server of another make: chats, and its vitals beside them. It tells no more than that."""
 
 from __future__ import annotations
 
@@ -6,21 +6,31 @@ from typing import Any, ClassVar
 
 from minitui.app import MinituiApp
 from minitui.foreign import ForeignSource
-from minitui.screens.chat import ChatScreen
+from minitui.pulse import Pulse
+from minitui.screens.chat import RAIL_FROM, ChatScreen
+from minitui.widgets.base import LinePanel
+from minitui.widgets.server_vitals import ServerVitals
 
-EVERY_S = 1.0
+EVERY_S = 0.5
 
 
 class ForeignChatScreen(ChatScreen):
-    """Chats alone: the panels of the rail show an engine, and there is none to be seen."""
+    """There is no engine to be seen: the rail shows what the server's own page tells."""
+
+    RAIL: ClassVar[tuple[type[LinePanel], ...]] = (ServerVitals,)
+    LEAD = "Ask something. Beside the answer stands what the server tells of itself."
+    HINTS: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("r", "the same first question again, in a second chat"),
+        ("?", "what everything here means, and every key"),
+    )
+    DEFAULT_CSS = "ForeignChatScreen #rail ServerVitals { height: 16; }"
 
     def on_mount(self) -> None:  # Textual calls the parent's handler, too
-        for name in ("#rail", "#glance"):
-            self.query_one(name).display = False
+        self.query_one("#glance").display = False
 
 
 class ForeignApp(MinituiApp):
-    """What the server tells of itself stands under the top bar; what it does not tell is called unknown."""
+    """Where there is no room for the rail, what the server tells stands in a line under the top bar."""
 
     TABS = (("chat", "1 Chat"),)
     MODES: ClassVar[dict[str, Any]] = {**MinituiApp.MODES, "chat": ForeignChatScreen}
@@ -35,7 +45,11 @@ class ForeignApp(MinituiApp):
 
     def _tell(self) -> None:
         if self._foreign.info:
-            self.story = self._foreign.vitals.describe()
+            self.story = self._foreign.vitals.describe() if self.size.width < RAIL_FROM else ""
+
+    def beside(self) -> tuple[str, Pulse | None]:
+        """See ServerVitals."""
+        return self._foreign.url, self._foreign.pulse
 
     def switch_mode(self, mode: str) -> Any:
         """There is nothing to inspect."""

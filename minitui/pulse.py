@@ -10,6 +10,7 @@ import contextlib
 import random
 import re
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ POLL_S = 2.0
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # between two tries to reach a server that is away
 PATIENCE_S = 6.0  # for an answer; a server that takes longer counts as away
 MAX_PAGE = 4 << 20
+KEPT = 120  # vitals
 
 
 @dataclass
@@ -109,6 +111,7 @@ class Pulse:
     def __init__(self, http: httpx.AsyncClient, ready: str = "") -> None:
         """`ready`: a path that answers 503 while the server takes no requests, if it has one."""
         self.vitals = Vitals()
+        self.history: deque[Vitals] = deque(maxlen=KEPT)  # one for each time that it was asked
         self.trouble = ""
         self.again_at = 0.0  # when it is asked again, of time.monotonic
         self.away = asyncio.Event()  # set while it does not answer
@@ -123,6 +126,7 @@ class Pulse:
         """Until cancelled."""
         while True:
             await self.ask()
+            self.history.append(self.vitals)
             wait = POLL_S
             if self._failures:
                 wait = BACKOFF_S[min(self._failures, len(BACKOFF_S)) - 1] * random.uniform(0.8, 1.2)

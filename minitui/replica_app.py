@@ -10,6 +10,7 @@ from engine.errors import EngineDead, EngineError
 from minitui.app import MinituiApp
 from minitui.foreign_app import ForeignChatScreen
 from minitui.models import load_codec
+from minitui.pulse import Pulse
 from minitui.remote import RemoteSource
 from minitui.replicas import Opening, Replica, ReplicaSource, opening_of
 from minitui.screens.replicas import ReplicaScreen
@@ -165,6 +166,15 @@ class BlindReplicaApp(ReplicaApp):
 
     TABS: ClassVar[tuple[tuple[str, str], ...]] = (SCREENS[0], TAB)
     MODES: ClassVar[dict[str, Any]] = {**ReplicaApp.MODES, "chat": ForeignChatScreen}
+
+    def beside(self) -> tuple[str, Pulse | None]:
+        """See ServerVitals: the replica that writes this chat's answer, or wrote the last one, or would write one."""
+        by_url = {replica.url: replica for replica in self.replicas.replicas}
+        replica = getattr(self.session._stream, "replica", None) or by_url.get(opening_of(self.session).last)
+        if replica is None and self.replicas.info:
+            to, _ = self.whither(self.session)
+            replica = self.replicas.find(to) if to.isdigit() else None
+        return (f"{replica.number} {replica.url}", replica.pulse) if replica is not None else ("no replica", None)
 
     def switch_mode(self, mode: str) -> Any:
         """The chats and the table."""

@@ -53,7 +53,8 @@ def opening_of(session: Session) -> Opening:
 
 
 class Replica:
-    """One server. `telemetry`: it as a minitui server; `asker`: it as what answers. Both None until it was reached."""
+    """One server. `telemetry`: it as a minitui server; `asker`: it as what answers; `pulse`: how it is. None until it
+    was reached."""
 
     def __init__(self, number: int, url: str, key: str, model: str, codec: TextCodec | None, cache: Path | None):
         """`codec`: of chats that travel as messages; None if they travel as token ids."""
@@ -66,7 +67,7 @@ class Replica:
         self.tried = asyncio.Event()  # it has been reached, or not, once
         self._key, self._model, self._codec, self._cache = key, model, codec, cache
         self._trouble = UNKNOWN
-        self._pulse: Pulse | None = None
+        self.pulse: Pulse | None = None
         self._beating: asyncio.Task[None] | None = None
         self._info: dict[str, Any] | None = None
         self._again_at = 0.0
@@ -81,18 +82,18 @@ class Replica:
     @property
     def trouble(self) -> str:
         """A sentence while it cannot take requests, else empty."""
-        return self._trouble or (self._pulse.trouble if self._pulse else "")
+        return self._trouble or (self.pulse.trouble if self.pulse else "")
 
     @property
     def again_in(self) -> float:
         """Seconds until it is tried again."""
-        at = self._pulse.again_at if self._pulse and not self._trouble else self._again_at
+        at = self.pulse.again_at if self.pulse and not self._trouble else self._again_at
         return max(0.0, at - time.monotonic())
 
     @property
     def vitals(self) -> Vitals:
         """What it tells of itself."""
-        return self._pulse.vitals if self._pulse and not self._trouble else Vitals()
+        return self.pulse.vitals if self.pulse and not self._trouble else Vitals()
 
     @property
     def model(self) -> str:
@@ -102,7 +103,7 @@ class Replica:
     @property
     def load(self) -> float:
         """Requests that it has now: what it told, and what we have sent or taken back since."""
-        told, pulse, ours = self.vitals, self._pulse, len(self.streams)
+        told, pulse, ours = self.vitals, self.pulse, len(self.streams)
         if told.running is None or pulse is None:
             return ours
         if self._counted[0] != pulse.beats:
@@ -111,13 +112,13 @@ class Replica:
 
     def doubt(self, reason: str) -> None:
         """A request was lost there."""
-        if self._pulse is not None:
-            self._pulse.doubt(reason)
+        if self.pulse is not None:
+            self.pulse.doubt(reason)
 
     async def away(self) -> None:
         """Returns when it does not answer."""
-        if self._pulse is not None:
-            await self._pulse.away.wait()
+        if self.pulse is not None:
+            await self.pulse.away.wait()
 
     # ---- life
 
@@ -163,17 +164,17 @@ class Replica:
             if self._codec is not None:
                 self.asker = ForeignSource(self.url, self._key, self._model, self._codec)
                 await self.asker.start(lambda progress: None)
-                self._pulse = self.asker.pulse
+                self.pulse = self.asker.pulse
             elif self.telemetry is not None:
                 self.asker = self.telemetry
-                self._pulse = Pulse(self.telemetry.http, "/ready")
-                self._beating = asyncio.create_task(self._pulse.run())
+                self.pulse = Pulse(self.telemetry.http, "/ready")
+                self._beating = asyncio.create_task(self.pulse.run())
         except EngineError:
             await self.leave()
             raise
-        if self._pulse is None:
+        if self.pulse is None:
             raise EngineError("it is no minitui server, and the chats here travel in token ids, which only those take")
-        self._info, self._pulse.on_return = info, self._returned
+        self._info, self.pulse.on_return = info, self._returned
 
     async def _same_models(self) -> bool:
         asker = self.asker
@@ -188,7 +189,7 @@ class Replica:
             await asyncio.gather(self._beating, return_exceptions=True)
         for source in {self.telemetry, self.asker} - {None}:
             await source.close()  # type: ignore[union-attr]
-        self.telemetry = self.asker = self._pulse = self._beating = None
+        self.telemetry = self.asker = self.pulse = self._beating = None
 
 
 class ReplicaStream:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from textual import getters
 from textual.app import ComposeResult
@@ -29,13 +29,14 @@ from minitui.widgets.vitals import Vitals
 if TYPE_CHECKING:
     from minitui.view import View
 
+RAIL_FROM = 100  # columns: with fewer there is no rail
 TEXT_EVERY = 0.1  # seconds between two updates of the transcript
 
 
 class ChatScreen(Screen[None]):
     """Composes and routes; the chats are in `app.chats`, the engine's picture in the view it paints."""
 
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012 (Textual declares it so)
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (RAIL_FROM, "-wide")]  # noqa: RUF012 (Textual declares it so)
     VERTICAL_BREAKPOINTS = [(0, "-low"), (32, "-high")]  # noqa: RUF012
     DEFAULT_CSS = """
     ChatScreen {
@@ -54,6 +55,13 @@ class ChatScreen(Screen[None]):
         & #rail Events { height: 9; }
     }
     """
+    RAIL: ClassVar[tuple[type[LinePanel], ...]] = (Vitals, BlockTable, PromptOrigin, Events)
+    LEAD = "Ask something, and watch beside the answer what the engine does to write it."
+    HINTS: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("r", "the system prompt again, in a second chat: a cache hit"),
+        ("2", "inspect the engine"),
+        ("?", "what everything here means, and every key"),
+    )
     transcript = getters.query_one(Transcript)
     prompt = getters.query_one(Prompt)
     completions = getters.query_one(CompletionList)
@@ -79,10 +87,7 @@ class ChatScreen(Screen[None]):
                 yield CompletionList()
                 yield Prompt(placeholder="Ask, or / for commands")
             with Vertical(id="rail"):
-                yield Vitals()
-                yield BlockTable()
-                yield PromptOrigin()
-                yield Events()
+                yield from (panel() for panel in self.RAIL)
         yield StatusBar()
 
     def on_mount(self) -> None:
@@ -129,7 +134,7 @@ class ChatScreen(Screen[None]):
             for number, line in enumerate(markdown.plain(text, width - len(mark))):
                 rows.append([(lead, "ink"), (mark if number == 0 else " " * len(mark), "running"), (line[0][0], tone)])
 
-        add("Ask something, and watch beside the answer what the engine does to write it.", "ink")
+        add(self.LEAD, "ink")
         rows.append([])
         if app.known_questions:
             add("This tiny model knows how inference engines work:", "dim")
@@ -137,9 +142,8 @@ class ChatScreen(Screen[None]):
                 add(question, "ink", f"{glyphs().middot} ")
             add(f"a few letters, then tab; /ask lists all {len(app.known_questions)}", "dim")
             rows.append([])
-        add("the system prompt again, in a second chat: a cache hit", "dim", "esc r  ")
-        add("inspect the engine", "dim", "esc 2  ")
-        add("what everything here means, and every key", "dim", "esc ?  ")
+        for key, what in self.HINTS:
+            add(what, "dim", f"esc {key}  ")
         return rows
 
     # ---- routing
