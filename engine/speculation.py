@@ -5,7 +5,9 @@ followed when the last tokens stood together before (Saxena 2023, "prompt lookup
 the k drafts behind it in one pass, and draws at each position exactly as it would have drawn there alone: same logits,
 same settings, same noise (engine/noise.py knows only seed, sample index and position). A draft is accepted if and only
 if it *is* that draw; the first draw that differs is itself the right token, and ends the row's step. So a reply has the
-same tokens with and without drafts, greedy or sampled; only the number of steps differs.
+same tokens with and without drafts, greedy or sampled; only the number of steps differs. That holds wherever the logits
+are the same: exactly on a CPU in float64. In half precision, and on GPUs at all, steps of different shapes round
+differently, with drafts as without; where two tokens are nearer than that, a reply may take the other turn.
 
 Where the reply ends inside accepted drafts, the rest is dropped. KV of rejected drafts lies beyond what counts as
 computed and is overwritten by the tokens that come instead; nothing of it is published.
