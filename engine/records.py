@@ -55,7 +55,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "time": ("step", "plan_us", "launch_us", "commit_us", "wall_ms", "device_ms", "work"),  # work: decode | prefill |
     #   mixed; wall: from plan to commit without the stretch of slow motion; device_ms: None when unknown
     "comm": ("step", "ranks", "ms"),  # just before its time, where several ranks share the model: how long rank 0 was
-    #   in collectives, waiting for the others included
+    #   in collectives, waiting for the others included; of a step replayed as CUDA graphs, what they take by themselves
     "experts": ("step", "load"),  # load: [(layer, [tokens that each of its experts got])] since the last such record; a
     #   few times a second, if the model has experts
     "first": ("request", "queue_ms", "prefill_ms", "sample_ms"),  # its first token: the three add up to TTFT

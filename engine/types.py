@@ -268,4 +268,5 @@ class StepResult:
     #   since the last step that told
     sample_ms: float = 0.0  # the part of the step spent on sampling, where it is known
     device_ms: float | None = None  # None where it is not known (yet)
-    comm: tuple[int, float] | None = None  # ranks, and the ms that they exchanged or waited for it; None: one rank
+    # Ranks, and the ms that they exchanged or waited for it (in graphs: what exchanging takes alone). None: one rank.
+    comm: tuple[int, float] | None = None

@@ -171,24 +171,19 @@ class Ranks(Group):
         """Between GPUs: find out how sums of [T, hidden] are fastest. A sentence about what was found; "" on a CPU."""
         if self.device.type != "cuda":
             return ""
-        why = ""
+        why_not = f"they carry half precision, and this is {str(dtype).removeprefix('torch.')}"
         if dtype.itemsize == 2:
             try:
                 import engine.kernels.mailbox  # noqa: F401
 
                 self.box = mailbox.connect(self._store, self.rank, self.size, hidden, self.device)
             except (ImportError, AttributeError, TypeError, RuntimeError) as error:
-                why = f" ({str(error).splitlines()[0]})"
+                why_not = str(error).partition("\n")[0] or type(error).__name__
         if not self.least(int(self.box is not None)):  # all or none
             self.box = None
-        self.timings = timings = measure(self, hidden, dtype)
-        self._direct_rows = timings.direct_rows
-        if self.box is None:
-            return f"sums over ranks: NCCL, {timings.sum_us(1):.0f} us for one row; no mailboxes{why}"
-        return (
-            f"sums over ranks: through mailboxes up to {self._direct_rows} rows, {timings.sum_us(1):.1f} us for one "
-            f"row where NCCL takes {timings.nccl_us(1):.1f}"
-        )
+        self.timings = measure(self, hidden, dtype)
+        self._direct_rows = self.timings.direct_rows
+        return self.timings.note(why_not)
 
     def direct(self, rows: int) -> bool:
         return rows <= self._direct_rows
@@ -288,7 +283,8 @@ class Ranks(Group):
             return logits.new_empty(0, self.vocab_size)
         gathered = logits.new_empty(self.size, *logits.shape)
         begin = self._begin()
-        dist.all_gather_into_tensor(gathered.view(-1, logits.shape[1]), logits.contiguous())
+        into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the same, newer name first
+        into(gathered.view(-1, logits.shape[1]), logits.contiguous())
         self._end(begin)
         return joined(list(gathered), self.vocab_size)
 

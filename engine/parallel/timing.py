@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,18 @@ class Timings:
         """A sum of so many rows, the way that it goes."""
         return between(self.boxed if rows <= self.direct_rows else self.nccl, rows)
 
+    def note(self, why_not: str) -> str:
+        """What was found, as a sentence for whoever starts the engine; `why_not` there are no mailboxes, if so."""
+        nccl = f"NCCL, {self.nccl_us(1):.1f} us for one row"
+        if not self.boxed:
+            return f"sums over ranks: {nccl}; no mailboxes, because {why_not}"
+        if not self.direct_rows:
+            return f"sums over ranks: {nccl}, where mailboxes take {self.boxed[0]:.1f}"
+        return (
+            f"sums over ranks: mailboxes up to {self.direct_rows} rows, {self.boxed[0]:.1f} us for one row where NCCL "
+            f"takes {self.nccl_us(1):.1f}"
+        )
+
     def draw_us(self, rows: int, gathered: bool) -> float:
         """What the ranks tell each other to draw for so many rows."""
         return between(self.gathers, rows) if gathered else self.elect
@@ -67,41 +80,29 @@ def measure(group: Ranks, hidden: int, dtype: torch.dtype) -> Timings:
     """A collective: every rank calls it, with the same arguments."""
     import torch.distributed as dist
 
-    from engine.kernels.mailbox import elect, sum_ranks
-
     device, box = group.device, group.box
     rows = [1 << k for k in range(MOST_ROWS.bit_length())]
     x = torch.randn(MOST_ROWS, hidden, device=device).to(dtype)
-
-    def sums(n: int) -> Callable[[], object]:
-        return lambda: dist.all_reduce(x[:n])
-
-    def boxed(n: int) -> Callable[[], object]:
-        assert box is not None
-        return lambda: sum_ranks(x[:n], box)
-
-    nccl = [_microseconds(group, sums(n)) for n in rows]
-    mine = [_microseconds(group, boxed(n)) for n in rows if box is not None and box.holds(x[:n])]
     logits = torch.randn(256, -(-group.vocab_size // group.size), device=device).to(dtype)
-
-    def gathers(n: int) -> Callable[[], object]:
-        return lambda: group.gather(logits[:n])
-
-    gathered = [_microseconds(group, gathers(n)) for n in rows if n <= len(logits)]
-    voted = 0.0
+    nccl = [_microseconds(group, partial(dist.all_reduce, x[:n])) for n in rows]
+    gathers = [_microseconds(group, partial(group.gather, logits[:n])) for n in rows if n <= len(logits)]
+    boxed, voted = [], 0.0
     if box is not None:
+        from engine.kernels.mailbox import elect, sum_ranks
+
+        boxed = [_microseconds(group, partial(sum_ranks, x[:n], box)) for n in rows if box.holds(x[:n])]
         ids, last = (torch.zeros(256, dtype=torch.int64, device=device) for _ in range(2))
         entries = torch.arange(256, dtype=torch.int32, device=device)
         scores = torch.zeros(256, device=device)
-        voted = _microseconds(group, lambda: elect(scores, ids, entries, entries, last, box))
-    found = torch.tensor([*nccl, *mine, *gathered, voted], dtype=torch.float64, device=device)
+        voted = _microseconds(group, partial(elect, scores, ids, entries, entries, last, box))
+    found = torch.tensor([*nccl, *boxed, *gathers, voted], dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     numbers = iter(found.tolist())
 
     def taken(like: list[float]) -> list[float]:
         return [next(numbers) for _ in like]
 
-    return Timings(taken(nccl), taken(mine), taken(gathered), next(numbers))
+    return Timings(taken(nccl), taken(boxed), taken(gathers), next(numbers))
 
 
 def _microseconds(group: Ranks, run: Callable[[], object]) -> float:
