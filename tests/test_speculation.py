@@ -290,6 +290,8 @@ def test_nobody_is_preempted_for_drafts() -> None:
 )
 def test_rows_whose_draws_depend_on_earlier_drafts_get_none(params: dict[str, object]) -> None:
     class Anything:
+        failed = ""
+
         def advance(self, token: int) -> bool:
             return False
 
