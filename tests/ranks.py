@@ -86,6 +86,7 @@ class ThreadWorkers:
         self.meeting = Meeting(self.size)
         self.runners: dict[int, Any] = {}
         self.failure = ""
+        self.on_lost = on_lost
         self._plans = [queue.SimpleQueue[bytes | None]() for _ in range(self.size - 1)]
         self._ready = threading.Semaphore(0)
         self._threads = [

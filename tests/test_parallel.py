@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -345,6 +346,25 @@ def test_what_cannot_be_cut_is_refused_with_what_can(checkpoints: dict[str, Path
         check(odd, 4)
     with pytest.raises(EngineError, match="tensor_parallel_size is 0"):
         EngineConfig(tensor_parallel_size=0)
+
+
+def test_what_a_gpu_computed_after_a_rank_was_lost_is_not_an_answer(
+    checkpoints: dict[str, Path], threads: None
+) -> None:
+    """Kernels that waited for the lost rank are let go, and come to an end with nonsense."""
+    runner: Any = ranks(checkpoints["qwen3"], 2)
+    driver = Driver(runner)
+    request = make_request([5, 6, 7], 0)
+    driver.run([(request, 3, True)])
+    let_go = threading.Event()
+    runner.group.abort = let_go.set
+    launched = runner.launch(driver.plan([(request, 1, True)]))
+    runner._workers.failure = "rank 1 of 2 (process 7) ended by signal SIGKILL"
+    runner._workers.on_lost(runner._workers.failure)
+    assert let_go.wait(5)
+    with pytest.raises(DeviceLost, match="rank 1 of 2"):
+        launched.wait()
+    runner.close()
 
 
 def test_all_ranks_learn_how_a_row_draws(checkpoints: dict[str, Path], threads: None) -> None:
