@@ -40,7 +40,8 @@ class MirrorDriver(WebDriver):
         update = compositor.render_update(full=True, screen_stack=app._background_screens)
         compositor._dirty_regions |= dirty
         assert isinstance(update, CompositorUpdate), "a full update is always one"
-        return f"\x1b[0m\x1b[2J{update.render_segments(app.console)}"
+        ground = ";".join(map(str, app.screen_stack[0].background_colors[1].rgb))  # for a terminal that is larger
+        return f"\x1b[0;48;2;{ground}m\x1b[2J\x1b[0m{update.render_segments(app.console)}"
 
     def run_input_thread(self) -> None:
         super().run_input_thread()
