@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SLICE = 0.010  # seconds of folding a frame: a backlog is worked off over frames, and keys still echo meanwhile
 LONG_SLICE = 0.030  # when the backlog has grown long: rather a slower picture than one of the past
 LONG_BACKLOG = 5_000  # records
-KEEP = 400_000  # records kept while frozen; beyond, a snapshot replaces them and they are told as dropped
+KEEP = 400_000  # records that wait; beyond, a snapshot replaces them and they are told as dropped
 
 
 class Feed:
@@ -30,7 +30,6 @@ class Feed:
         self.source = source
         self.view = view
         self.frozen = False
-        self.lost = 0  # records given up while frozen
         self.live = False  # a snapshot has been taken
         self._clock = clock
         self._held: deque[Record] = deque()
@@ -44,8 +43,8 @@ class Feed:
 
     @property
     def dropped(self) -> int:
-        """Records that were never folded: lost on the way, or given up while frozen."""
-        return self.view.dropped + self.lost
+        """Records that were never folded: lost on the way, or given up because too many waited."""
+        return self.view.dropped
 
     @property
     def steps_behind(self) -> int:
@@ -59,11 +58,9 @@ class Feed:
         self._steps_held += sum(1 for record in drained if record[2] == "step")
         if not self.live:
             return False
+        if len(self._held) > KEEP:
+            self._held.clear()  # the view counts what it misses when it sees the gap, and a snapshot ends that
         if self.frozen:
-            if len(self._held) > KEEP:
-                self.lost += len(self._held)
-                self._held.clear()
-                self._steps_held = 0
             return False
         end = self._clock() + (LONG_SLICE if len(self._held) > LONG_BACKLOG else SLICE)
         while self._held:
@@ -80,6 +77,7 @@ class Feed:
         try:
             self.view.reset(await self.source.snapshot())
             self.live = True
+            self._steps_held = sum(1 for record in self._held if record[2] == "step")
         except EngineError:
             self.live = False  # it died meanwhile; its restart syncs again
         finally:

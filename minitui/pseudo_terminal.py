@@ -10,8 +10,20 @@ import struct
 import sys
 import termios
 import time
+from typing import Protocol
 
-SILENCE_S = 120.0  # after so long without output it is taken for dead
+SILENCE_S = 300.0  # after so long without output it is taken for dead; a large load takes its time to be made
+LOOK_S = 0.005  # between two looks of a typist
+
+
+class Typist(Protocol):
+    """Presses keys, and sees what they do."""
+
+    def saw(self, data: bytes, now: float) -> None:
+        """The application has written this."""
+
+    def press(self, terminal: int, now: float) -> None:
+        """Write into its terminal, if it is time."""
 
 
 def start_in_terminal(
@@ -27,22 +39,32 @@ def start_in_terminal(
 
 
 def run_in_terminal(
-    arguments: list[str], size: tuple[int, int], environment: dict[str, str] | None = None
+    arguments: list[str], size: tuple[int, int], environment: dict[str, str] | None = None, typist: Typist | None = None
 ) -> list[tuple[float, int]]:
     """The same until it ends; when it wrote (time.monotonic) and how many bytes. TimeoutError if it falls silent."""
     pid, terminal = start_in_terminal(arguments, size, environment)
     arrived: list[tuple[float, int]] = []
+    heard = time.monotonic()
     try:
         while True:
-            if not select.select([terminal], [], [], SILENCE_S)[0]:
-                raise TimeoutError(f"the application under measurement has been silent for {SILENCE_S:.0f} seconds")
+            ready = select.select([terminal], [], [], LOOK_S if typist is not None else SILENCE_S)[0]
+            now = time.monotonic()
+            if typist is not None:
+                typist.press(terminal, now)
+            if not ready:
+                if now - heard >= SILENCE_S:
+                    raise TimeoutError(f"the application under measurement has been silent for {SILENCE_S:.0f} seconds")
+                continue
+            heard = now
             try:
                 data = os.read(terminal, 1 << 16)
             except OSError:  # its end closed
                 return arrived
             if not data:
                 return arrived
-            arrived.append((time.monotonic(), len(data)))
+            arrived.append((now, len(data)))
+            if typist is not None:
+                typist.saw(data, now)
     finally:
         os.close(terminal)  # if it still runs, this hangs up on it
         os.waitpid(pid, 0)

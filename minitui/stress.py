@@ -13,8 +13,8 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from engine.kv.cache import KVCache
 from engine.records import Record, RecordLog
@@ -111,14 +111,18 @@ class Words:
             self.words.append(word)
         return token
 
-    def decode(self, ids: Any) -> str:
-        out: list[str] = []
-        for token in ids:
-            word = self.words[token]
-            if token >= len(SPECIALS) and out and out[-1] not in SPECIALS:
-                out.append(" ")
-            out.append(word)
-        return "".join(out)
+    def decode(self, ids: Sequence[int]) -> str:
+        return spell(self.words, ids)
+
+
+def spell(words: list[str], ids: Sequence[int]) -> str:
+    """The text of token ids."""
+    out: list[str] = []
+    for token in ids:
+        if token >= len(SPECIALS) and out and out[-1] not in SPECIALS:
+            out.append(" ")
+        out.append(words[token])
+    return "".join(out)
 
 
 @dataclass(slots=True)

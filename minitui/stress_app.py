@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import pickle
+import math
+import os
+import random
+import re
+import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import cycle, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -18,29 +23,46 @@ from textual.app import App
 from textual.binding import Binding
 
 from engine.records import Record
-from engine.state import State
 from minitui.feed import Feed
 from minitui.pseudo_terminal import run_in_terminal
-from minitui.screens.inspect import InspectScreen
+from minitui.screens.inspect import TALL, WIDE, InspectScreen
 from minitui.screens.lecture import LectureScreen
 from minitui.stress import LOADS, Load, Stress
+from minitui.stress_process import StressProcess, describe, warmed
 from minitui.theme import THEMES
 from minitui.thrift import Thrift
 from minitui.view import View
 
-BATCH_SECONDS = 0.01  # of engine time that travel together, as they do from the engine's process
+SETTLE_S = 3.0  # before figures are taken
 
 
 class LiveStress:
-    """A source that lets as much make-believe time pass as real time does."""
+    """The same in this very process, for tests: time passes when records are drained."""
 
     def __init__(self, load: Load, warm_up: float = 8.0) -> None:
         self.stress = Stress(load)
         self.info = describe(load)
         self.error: str | None = None
         self.dropped = 0
-        self._state = _warm(self.stress, warm_up)
+        self.decode = self.stress.words.decode
+        self.made: deque[tuple[int, float]] = deque()
+        self._state = warmed(self.stress, warm_up)
         self._last = time.monotonic()
+
+    @property
+    def names(self) -> dict[str, str]:
+        return dict(self.stress.group_names)
+
+    def gate(self) -> None:
+        self.stress.gate(not self.stress.closed)
+
+    def step(self) -> None:
+        if not self.stress.closed:
+            self.stress.gate(True, "stepping")
+        self.stress.run_steps(1)
+
+    def close(self) -> None:
+        """There is no process to end."""
 
     def drain_records(self) -> list[Record]:
         now = time.monotonic()
@@ -50,51 +72,6 @@ class LiveStress:
 
     async def snapshot(self) -> dict[str, Any]:
         return self._state.snapshot()
-
-
-class Playback:
-    """A source that plays records made beforehand, in real time and pickled, as they would come over a pipe."""
-
-    def __init__(self, load: Load, seconds: float, warm_up: float = 8.0) -> None:
-        self.stress = Stress(load)
-        self.info = describe(load)
-        self.error: str | None = None
-        self.dropped = 0
-        self._state = _warm(self.stress, warm_up)
-        self._batches: deque[tuple[float, bytes]] = deque()
-        begin = self.stress.now
-        while self.stress.now - begin < seconds:
-            self.stress.run(BATCH_SECONDS)
-            self._batches.append((self.stress.now - begin, pickle.dumps(self.stress.drain())))
-        self._begin: float | None = None
-
-    def drain_records(self) -> list[Record]:
-        now = time.monotonic()
-        self._begin = self._begin or now
-        records: list[Record] = []
-        while self._batches and self._batches[0][0] <= now - self._begin:
-            records += pickle.loads(self._batches.popleft()[1])
-        return records
-
-    async def snapshot(self) -> dict[str, Any]:
-        return self._state.snapshot()
-
-
-def describe(load: Load) -> dict[str, Any]:
-    """What a source says about its engine."""
-    return {
-        "model": "stress", "device": "make-believe", "dtype": "none", "num_blocks": load.blocks,
-        "block_size": load.block_size,
-    }  # fmt: skip
-
-
-def _warm(stress: Stress, seconds: float) -> State:
-    load = stress.load
-    state = State(load.blocks + 1, load.block_size, load.budget, load.rows)
-    for _ in range(round(seconds / 0.25)):
-        stress.run(0.25)
-        state.apply_all(stress.drain())
-    return state
 
 
 class StressApp(App[None]):
@@ -117,7 +94,7 @@ class StressApp(App[None]):
     ]
 
     def __init__(
-        self, source: LiveStress | Playback, fps: float = 20.0, seconds: float = 0.0,
+        self, source: LiveStress | StressProcess, fps: float = 20.0, seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """`fps` 0: time passes only when somebody calls `tick`."""
@@ -128,8 +105,8 @@ class StressApp(App[None]):
         self.theme = THEMES[0].name
         self.source = source
         self.view = View()
-        self.view.ids_to_text = source.stress.words.decode
-        self.view.group_names = source.stress.group_names
+        self.view.ids_to_text = source.decode
+        self.view.group_names = source.names
         self.feed = Feed(source, self.view, clock)  # type: ignore[arg-type]
         self.fps = fps
         self.seconds = seconds  # measured, then the application ends; 0: it stays
@@ -140,26 +117,32 @@ class StressApp(App[None]):
         self.session = None
         self.thrift = Thrift()
         self._cpu: list[float] = []  # seconds of CPU time for each frame's fold and paint
+        self._ticks: list[float] = []  # when each frame was drawn
+        self._ages: list[float] = []  # seconds that the oldest record which is not in the picture has waited
         self._backlog = 0
 
     async def on_mount(self) -> None:
+        sys.setswitchinterval(0.001)  # as the application does
         await self.feed.sync()
         gc.collect()
-        gc.set_threshold(20_000, 20, 100)  # as the application does
+        gc.set_threshold(20_000, 20, 100)  # this, too
         gc.freeze()
         if self.fps:
             self.set_interval(1 / self.fps, self.tick)
         if self.seconds:
-            self.set_timer(3.0, self._begin)
+            self.set_timer(SETTLE_S, self._begin)
 
     def _begin(self) -> None:
-        self._cpu.clear()
+        for figures in (self._cpu, self._ticks, self._ages):
+            figures.clear()
+        self._backlog = 0
         self._start = (time.monotonic(), time.process_time(), self.view.steps.last, self.view.live.state.seq)
         self.set_timer(self.seconds, self._end)
 
     def _end(self) -> None:
         wall = time.monotonic() - self._start[0]
-        cpu = sorted(self._cpu)
+        cpu, ages = sorted(self._cpu), sorted(self._ages)
+        gaps = sorted(after - before for before, after in pairwise(self._ticks))
         self.figures = {
             "seconds": round(wall, 2),
             "cpu_percent": round(100 * (time.process_time() - self._start[1]) / wall, 1),
@@ -168,6 +151,11 @@ class StressApp(App[None]):
             "frames_per_s": round(len(cpu) / wall, 1),
             "frame_ms_p50": round(1e3 * cpu[len(cpu) // 2], 2),
             "frame_ms_p99": round(1e3 * cpu[int(len(cpu) * 0.99)], 2),
+            "drawn_per_s": round(len(self._ticks) / wall, 1),
+            "between_ms_p95": round(1e3 * gaps[int(len(gaps) * 0.95)], 1),
+            "between_ms_max": round(1e3 * gaps[-1], 1),
+            "behind_ms_p95": round(1e3 * ages[int(len(ages) * 0.95)], 1),
+            "behind_ms_max": round(1e3 * ages[-1], 1),
             "backlog_max": self._backlog,
             "requests": len(self.view.live.state.requests),
             "nodes": len(self.view.live.state.nodes) - 1,
@@ -182,12 +170,21 @@ class StressApp(App[None]):
         self.feed.pump()
         if self.is_headless or self.thrift.draws():
             if not self.feed.frozen:
-                self.view.group_names = dict(self.source.stress.group_names)
+                self.view.group_names = self.source.names
                 self.view.frame(self.clock())
             if isinstance(self.screen, (InspectScreen, LectureScreen)):
                 self.screen.paint(self.view)
+            self._note_time()
         self._cpu.append(time.process_time() - begin)
         self._backlog = max(self._backlog, self.feed.backlog)
+
+    def _note_time(self) -> None:
+        """When this frame was drawn, and how far it is behind."""
+        now, made = time.monotonic(), self.source.made
+        while made and made[0][0] <= self.view.live.state.seq:
+            made.popleft()
+        self._ticks.append(now)
+        self._ages.append(now - made[0][1] if made else 0.0)
 
     def _run(self, action: str) -> None:
         if action == "step":
@@ -199,12 +196,10 @@ class StressApp(App[None]):
         self.feed.frozen = not self.feed.frozen
 
     def action_gate(self) -> None:
-        self.source.stress.gate(not self.source.stress.closed)
+        self.source.gate()
 
     def action_step(self) -> None:
-        if not self.source.stress.closed:
-            self.source.stress.gate(True, "stepping")
-        self.source.stress.run_steps(1)
+        self.source.step()
 
     def action_travel(self, by: int) -> None:
         self.view.travel(by)
@@ -214,17 +209,71 @@ class StressApp(App[None]):
         self.theme = names[(names.index(self.theme) + 1) % len(names)]
 
 
+COLOURS = [(b"c", re.compile(rb"m" + word)) for word in (b"owner", b"age", b"refcount", b"state")]
+TITLES = (b"Block table", b"Batch lanes", b"Radix tree", b"Timings", b"Events", b"KV blocks")
+PANELS = [(b"\t", re.compile(title)) for title in TITLES]
+BETWEEN_KEYS_S = 0.12
+GIVE_UP_S = 2.0  # what has not been seen by then is counted as that
+
+
+class Keys:
+    """Presses keys that change something on the screen, one after the other, and times each until that is seen."""
+
+    def __init__(self, single: bool) -> None:
+        self.took: list[float] = []
+        self._keys = cycle([*COLOURS, *PANELS] if single else COLOURS)
+        self._waits_for: re.Pattern[bytes] | None = None
+        self._seen = b""
+        self._pressed, self._next = 0.0, math.inf
+
+    def saw(self, data: bytes, now: float) -> None:
+        """See Typist."""
+        if self._next == math.inf and TITLES[-1] in data:  # its first frame
+            self._next = now + SETTLE_S
+        if self._waits_for is None:
+            return
+        self._seen += data
+        if self._waits_for.search(self._seen):
+            self._note(now)
+
+    def press(self, terminal: int, now: float) -> None:
+        """See Typist."""
+        if self._waits_for is not None and now - self._pressed > GIVE_UP_S:
+            self._note(now)
+        if self._waits_for is None and now >= self._next:
+            key, self._waits_for = next(self._keys)
+            self._pressed = now
+            os.write(terminal, key)
+
+    def _note(self, now: float) -> None:
+        self.took.append(now - self._pressed)
+        self._waits_for, self._seen = None, b""
+        self._next = now + BETWEEN_KEYS_S * (0.5 + random.random())  # at any phase of a frame
+
+    def figures(self) -> dict[str, Any]:
+        """How many, and milliseconds."""
+        if not self.took:
+            return {"keys": 0}
+        took = sorted(self.took)
+        return {
+            "keys": len(took), "key_ms_p50": round(1e3 * took[len(took) // 2], 1),
+            "key_ms_p95": round(1e3 * took[int(len(took) * 0.95)], 1), "key_ms_max": round(1e3 * took[-1], 1),
+        }  # fmt: skip
+
+
 def measure(load: str, size: tuple[int, int], fps: float, seconds: float) -> dict[str, Any]:
-    """Run the application in a terminal of its own and return its figures, with the bytes it wrote."""
+    """Run the application in a terminal of its own and return its figures, with the bytes it wrote, and how long keys
+    took from their byte to what they change on the screen."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "figures.json")
         arguments = ["--load", load, "--fps", str(fps), "--seconds", str(seconds), "--out", str(out)]
-        arrived = run_in_terminal(["minitui.stress", *arguments], size)
+        keys = Keys(single=size[0] < WIDE or size[1] < TALL)
+        arrived = run_in_terminal(["minitui.stress", *arguments], size, typist=keys)
         figures: dict[str, Any] = json.loads(out.read_text())
         end = arrived[-1][0]
         sent = sum(n for at, n in arrived if at > end - seconds)
         return {
-            "size": f"{size[0]}x{size[1]}", "load": load, **figures, "kb_per_s": round(sent / seconds / 1e3),
+            "size": f"{size[0]}x{size[1]}", "load": load, **figures, **keys.figures(), "kb_per_s": round(sent / seconds / 1e3),
             "additions_per_us": loop_speed(),
         }  # fmt: skip
 
@@ -252,10 +301,11 @@ def main() -> None:
         for name, value in measure(options.load, (columns, rows), options.fps, options.seconds).items():
             print(f"{name:18}{value}")
         return
-    load = LOADS[options.load]
-    if options.out:
-        app = StressApp(Playback(load, options.seconds + 5.0), options.fps, options.seconds)
+    source = StressProcess(options.load, ahead=options.seconds + SETTLE_S + 1.0 if options.out else 0.0)
+    try:
+        app = StressApp(source, options.fps, options.seconds if options.out else 0.0)
         app.run()
+    finally:
+        source.close()
+    if options.out:
         Path(options.out).write_text(json.dumps(app.figures))
-    else:
-        StressApp(LiveStress(load), options.fps).run()

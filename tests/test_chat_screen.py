@@ -259,9 +259,9 @@ async def test_in_the_chats_the_footer_has_hints_and_figures_only_when_the_pictu
         await until(pilot, lambda: "ctrl+j new line" in footer.text)
         assert "/ commands  tab complete" in footer.text
         assert "steps/frame" not in footer.text
-        app.feed.lost = 3
+        app.view.dropped = 3
         await until(pilot, lambda: "3 dropped" in footer.text)
-        app.feed.lost = 0
+        app.view.dropped = 0
         app.commands.run("inspect")
         await until(pilot, lambda: any("0 dropped" in bar.text for bar in app.screen.query(StatusBar)))
 

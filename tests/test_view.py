@@ -564,3 +564,33 @@ async def test_records_of_an_engine_that_is_gone_do_not_count_as_dropped():
     await feed.sync()
     feed.pump()
     assert feed.dropped == 0 and feed.backlog == 0 and not feed.view.gap
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+async def test_records_that_wait_are_bounded_and_what_is_given_up_is_told(monkeypatch, frozen):
+    monkeypatch.setattr("minitui.feed.KEEP", 300)
+    stress = Stress(SMALL)
+    state = State(SMALL.blocks + 1, SMALL.block_size, SMALL.budget, SMALL.rows)
+
+    class Source:
+        """It says a hundred times as much as anybody could fold."""
+
+        def drain_records(self) -> list:
+            records = stress.drain()
+            state.apply_all(records)
+            return records
+
+        async def snapshot(self) -> dict:
+            return state.snapshot()
+
+    feed = Feed(Source(), View())
+    await feed.sync()
+    feed.frozen = frozen
+    stress.run(3.0)
+    assert feed.pump() is False and feed.backlog == 0 and feed.steps_behind > 100
+    lost = state.seq
+    feed.frozen = False
+    stress.run(0.1)
+    assert feed.pump(), "a snapshot is needed"
+    await feed.sync()
+    assert feed.dropped == lost and feed.steps_behind == 0 and feed.view.live.state.snapshot() == state.snapshot()

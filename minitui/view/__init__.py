@@ -182,9 +182,10 @@ class View:
             if kind == "experts":
                 self.experts.fold(record)
                 continue
-            if kind == "evict":
+            if kind == "evict":  # many, and of no lane
                 events.fold(record, lanes.step, evicted.get(record[0]))
-            elif kind == "match":
+                continue
+            if kind == "match":
                 events.fold(record, lanes.step, None, computing.get(record[0], -1))
             else:
                 events.fold(record, lanes.step)

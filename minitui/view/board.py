@@ -64,7 +64,7 @@ class Board:
             kind = record[2]
             if self._between_steps and kind in _PLANNING:
                 self.step_began, self._between_steps = record[1], False
-            if kind == "alloc":  # the commonest by far
+            if kind == "alloc":  # the commonest, with evictions in a full pool
                 apply(record)
                 touched.append(record[4])
                 touched_at.append(record[1])
@@ -156,7 +156,8 @@ class Board:
         keep = len(node.blocks) - record[4]
         start = keep * self.state.block_size
         self.evicted[record[0]] = node.ids[start : start + EVICTED_IDS_KEPT]
-        self._touch(node.blocks[keep:], record)
+        self._touched.append(node.blocks[keep:])
+        self._touched_at.append(record[1])
         self.state.apply(record)
         if not keep:
             self.node_changed.pop(record[3], None)
