@@ -273,8 +273,8 @@ def measure(load: str, size: tuple[int, int], fps: float, seconds: float) -> dic
         end = arrived[-1][0]
         sent = sum(n for at, n in arrived if at > end - seconds)
         return {
-            "size": f"{size[0]}x{size[1]}", "load": load, **figures, **keys.figures(), "kb_per_s": round(sent / seconds / 1e3),
-            "additions_per_us": loop_speed(),
+            "size": f"{size[0]}x{size[1]}", "load": load, **figures, **keys.figures(),
+            "kb_per_s": round(sent / seconds / 1e3), "additions_per_us": loop_speed(),
         }  # fmt: skip
 
 
