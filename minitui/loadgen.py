@@ -6,7 +6,9 @@
 
 Requests are sent when they are due, whether or not earlier ones have been answered (an open loop): a server that falls
 behind sees its queue grow, as from real callers. A trace has one JSON object a line: "t" (seconds), "prompt" or
-"messages", or "words" (so many random ones) after "prefix" (a name) of "prefix_words"; and "max_tokens".
+"messages", or "words" (so many random ones) after "prefix" (a name) of "prefix_words"; and "max_tokens". Or it has the
+format of Mooncake's, which tell no text, only who shares what: "timestamp" (ms), "input_length", "output_length" and
+"hash_ids", one for each 512 tokens.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ WORDS = (
     "decode", "prefill", "head", "layer", "request", "share", "evict", "admit", "stream", "model", "weight", "draw",
 )  # fmt: skip
 SAID = ("content", "reasoning_content", "tool_calls")  # of a chat's delta
+HASHED = 512  # tokens of a block in Mooncake's traces
 LEVELS = (50, 90, 99)
 
 
@@ -108,6 +111,8 @@ def replay(lines: Iterable[str], options: argparse.Namespace, model: str) -> lis
             continue
         try:
             entry = json.loads(line)
+            if "hash_ids" in entry:
+                entry = _of_mooncake(entry, options.seed)
             at = float(entry["t"]) / options.speed
             if "prompt" not in entry and "messages" not in entry:
                 prefix = str(entry.get("prefix", ""))
@@ -120,12 +125,19 @@ def replay(lines: Iterable[str], options: argparse.Namespace, model: str) -> lis
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidRequest(
                 f"{options.trace}, line {number}: {type(error).__name__} {error}; a line is a JSON object with t and "
-                "prompt, messages or words", "trace",
+                "prompt, messages or words, or one with timestamp and hash_ids", "trace",
             ) from error  # fmt: skip
         plan.append(_planned(at, body, options, model))
     if not plan:
         raise InvalidRequest(f"{options.trace} has no requests in it", "trace")
     return sorted(plan, key=lambda planned: planned.at)
+
+
+def _of_mooncake(entry: dict[str, Any], seed: int) -> dict[str, Any]:
+    """A line of such a trace in our words: the same id, the same text; a word is taken for a token."""
+    blocks = [words(HASHED, random.Random(f"{seed} {block}")) for block in entry["hash_ids"]]
+    text = " ".join(" ".join(blocks).split()[: int(entry["input_length"])])
+    return {"t": float(entry["timestamp"]) / 1e3, "prompt": text, "max_tokens": int(entry["output_length"])}
 
 
 def _planned(at: float, body: dict[str, Any], options: argparse.Namespace, model: str) -> Planned:

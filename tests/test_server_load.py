@@ -61,6 +61,18 @@ def test_a_trace_is_replayed_at_its_times_with_its_shared_beginnings() -> None:
             replay(['{"t": 0, "prompt": "x"}', broken], options("--trace", "x"), "m")
 
 
+def test_a_trace_of_hashed_blocks_has_texts_that_are_shared_where_the_hashes_are() -> None:
+    lines = ['{"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [7, 8]}',
+             '{"timestamp": 1500, "input_length": 1030, "output_length": 6, "hash_ids": [7, 9, 10]}']  # fmt: skip
+    first, second = replay(lines, options("--trace", "x"), "m")
+    assert (first.at, second.at, second.body["max_tokens"]) == (0.0, 1.5, 6)
+    one, two = first.body["prompt"].split(), second.body["prompt"].split()
+    assert (len(one), len(two)) == (700, 1030)
+    assert one[:512] == two[:512] and one[512:700] != two[512:700]
+    with pytest.raises(InvalidRequest, match="line 1"):
+        replay(['{"timestamp": 0, "hash_ids": [1]}'], options("--trace", "x"), "m")
+
+
 def test_figures_are_those_of_the_outcomes() -> None:
     outcomes = [Outcome(sent=i, first=0.1, total=0.1 + 0.02 * 10, output_tokens=11, prompt_tokens=10) for i in range(9)]
     outcomes.append(Outcome(sent=9.0, total=1.0, error="refused (429)"))
