@@ -77,10 +77,11 @@ def build_engine(
         "parameters": model.num_parameters, "active_parameters": model.active_parameters,
         "device": runner.device_name,
         "dtype": str(limits.dtype).removeprefix("torch."), "quantization": config.quantization,
+        "kv_cache_dtype": "fp8" if config.kv_cache_dtype == "fp8" else str(limits.dtype).removeprefix("torch."),
         "num_blocks": runner.num_blocks - 1, "block_size": runner.block_size, "max_model_len": limits.max_model_len,
         "max_num_seqs": limits.max_num_seqs, "max_num_batched_tokens": limits.max_num_batched_tokens,
         "vocab_size": model.vocab_size, "eos_ids": sorted(eos_ids), "attention": runner.attention_name,
-        "overlap": engine.delay > 0, "kv_bytes_per_token": model.kv_bytes_per_token(limits.dtype),
+        "overlap": engine.delay > 0, "kv_bytes_per_token": model.kv_bytes_per_token(limits.kv_dtype),
         "prefix_caching": config.enable_prefix_caching, "dummy_weights": config.dummy_weights,
         "generation": tokenizer.generation if tokenizer is not None else {},
         "load_seconds": round(time.perf_counter() - started, 3), "notes": notes,
@@ -133,19 +134,19 @@ def rank_runners(model: ModelConfig, config: EngineConfig) -> tuple[type[LeadRun
 
 def _graphs_fit(model: ModelConfig, config: EngineConfig) -> bool:
     """Can engine/graphs.py run this model on the device that `config` asks for?"""
+    from engine.attention import backend_names, without_triton
+
     limits = resolve(config, model)
-    if limits.device.type != "cuda" or config.attention_backend not in ("auto", "triton"):
+    prefill, decode = backend_names(config.attention_backend)
+    if limits.device.type != "cuda" or decode not in ("auto", "triton") or prefill == "torch":
         return False
     ranks, experts = config.tensor_parallel_size, model.experts
     if experts is not None and (model.hidden_size % 8 or experts.inner_size % (8 * ranks)):
         return False  # no rows that engine/kernels/moe.py can read
-    try:
-        import engine.graphs  # noqa: F401
-        from engine.attention.triton_backend import supports
-    except ImportError as error:
-        logger.warning("triton is not installed (%s): plain torch kernels are used", error)
-        return False
-    return not supports(model, limits.dtype)
+    why_not = without_triton(model, limits.dtype, limits.device)
+    if why_not:
+        logger.warning("plain torch kernels are used: %s", why_not)
+    return not why_not
 
 
 def _short_name(asked: str, directory: Path) -> str:

@@ -349,6 +349,7 @@ def _eos_ids(*tables: dict[str, Any]) -> tuple[int, ...]:
     return tuple(ids)
 
 
+KV_CACHE_DTYPES = ("auto", "fp8")
 SPECULATION = ("off", "prompt-lookup")
 MOST_SPECULATIVE_TOKENS = 32
 
@@ -368,6 +369,7 @@ class EngineConfig:
     max_num_seqs: int | None = None  # requests that run at once; None: 64 on a CPU, 256 elsewhere
     max_num_batched_tokens: int | None = None  # a step's token budget; None: 512 on a CPU, 8192 elsewhere
     max_model_len: int | None = None  # tokens of prompt and reply together; None: what the model is made for
+    kv_cache_dtype: str = "auto"  # fp8: 8-bit keys and values (engine/kv/fp8.py); auto: the model's type
     dummy_weights: bool = False  # random weights: only config.json is read
     attention_backend: str = "auto"
     enforce_eager: bool = False  # no CUDA graphs
@@ -387,6 +389,8 @@ class EngineConfig:
             raise EngineError(f"dtype is {self.dtype!r}: it must be auto, {', '.join(DTYPES)}")
         if self.quantization not in ("none", "int8", "fp8"):
             raise EngineError(f"quantization is {self.quantization!r}: it must be none, int8 or fp8")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise EngineError(f"kv_cache_dtype is {self.kv_cache_dtype!r}: it must be {' or '.join(KV_CACHE_DTYPES)}")
         if self.speculation not in SPECULATION:
             raise EngineError(f"speculation is {self.speculation!r}: it must be {' or '.join(SPECULATION)}")
         if not 1 <= self.speculative_tokens <= MOST_SPECULATIVE_TOKENS:
@@ -412,6 +416,7 @@ class Limits:
 
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype  # of the KV cache
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
@@ -453,4 +458,6 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
     if config.tensor_parallel_size > 1:
         how = "gloo between processes on the CPU" if cpu else "NCCL between GPUs"
         notes = (f"the model is cut over {config.tensor_parallel_size} ranks: {how}",)
-    return Limits(device, getattr(torch, name), sequences, budget, length, notes)
+    dtype = getattr(torch, name)
+    kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
+    return Limits(device, dtype, kv_dtype, sequences, budget, length, notes)

@@ -22,7 +22,7 @@ MOST_SEQUENCES = 48  # beyond, there is enough arithmetic in a call for the plai
 
 
 class CPURunner(Runner):
-    """Runner for float32 and dense MLPs. The same tokens, sooner."""
+    """Runner for float32 (the KV cache, too) and dense MLPs. The same tokens, sooner."""
 
     attention: TorchAttention
 
@@ -35,7 +35,8 @@ class CPURunner(Runner):
     ) -> None:
         super().__init__(model_config, engine_config, model_dir, on_progress)
         with torch.inference_mode():
-            self._decode = CPUDecode(self.model, self.pool) if CPUDecode.supports(self.model, self.dtype) else None
+            able = CPUDecode.supports(self.model, self.dtype, self.kv_dtype)
+            self._decode = CPUDecode(self.model, self.pool) if able else None
 
     def launch(self, plan: StepPlan) -> Launched:
         """Run a step; it is over when this returns."""

@@ -30,3 +30,4 @@ class ForwardMeta:
     # Of a batch filled up to a graph's size, how much of it comes first and is no padding; None: there is no padding.
     live: torch.Tensor | None = None  # int32 [1]  of the T tokens
     live_rows: torch.Tensor | None = None  # int32 [1]  of logit_rows
+    fresh: bool = False  # every chunk begins its sequence: this step's own keys are all that they attend to

@@ -23,6 +23,7 @@ from engine.attention import choose_attention
 from engine.config import EngineConfig, ModelConfig, resolve
 from engine.errors import EngineError
 from engine.forward import ForwardMeta
+from engine.kv.fp8 import FP8, kv_scales
 from engine.kv.pool import KVPool
 from engine.model import ops as torch_ops
 from engine.model.decoder import Decoder
@@ -146,6 +147,7 @@ class Runner:
         self.model_config = model_config
         self.config = engine_config
         self.device, self.dtype = self._own_device(limits.device), limits.dtype
+        self.kv_dtype = limits.kv_dtype
         self.shard = self._shard(model_config)
         self.max_rows = limits.max_num_seqs
         self.max_num_batched_tokens = limits.max_num_batched_tokens
@@ -158,6 +160,7 @@ class Runner:
         self.device_name = _device_name(self.device)
         with torch.inference_mode():
             self.model = self._load(model_dir, on_progress)
+            self._kv_scales = kv_scales(self.model) if self.kv_dtype == FP8 else None
             self.attention = choose_attention(
                 engine_config.attention_backend,
                 self.shard,
@@ -166,6 +169,7 @@ class Runner:
                 self.device,
                 self.max_rows,
                 self.max_model_len,
+                self.kv_dtype,
             )
             self.attention_name = self.attention.name
             self.memory = MemoryReport(weights=self.model.nbytes, kv_cache=0)
@@ -256,6 +260,7 @@ class Runner:
             max_seq_len=longest,
             num_decodes=plan.num_decodes,
             logit_rows=None if every else wanted_,
+            fresh=not plan.starts[plan.num_decodes :].any(),
         )
         return Inputs(
             token_ids=token_ids,
@@ -396,7 +401,7 @@ class Runner:
         return self._upload(np.concatenate(parts, dtype=np.int64)).split([len(part) for part in parts])
 
     def _make_pool(self, num_blocks: int) -> KVPool:
-        return KVPool(self.shard, num_blocks, self.block_size, self.dtype, self.device)
+        return KVPool(self.shard, num_blocks, self.block_size, self.kv_dtype, self.device, self._kv_scales)
 
     def _count_blocks(self) -> int:
         """Blocks for requests: as configured, else as many as memory allows."""
@@ -404,7 +409,7 @@ class Runner:
             return self.config.num_blocks
         if self.config.kv_tokens is not None:
             return -(-self.config.kv_tokens // self.block_size)
-        per_block = self.block_size * self.shard.kv_bytes_per_token(self.dtype)
+        per_block = self.block_size * self.shard.kv_bytes_per_token(self.kv_dtype)
         if self.device.type == "cpu":
             enough = CPU_KV_SEQUENCES * -(-self.max_model_len // self.block_size)
             return max(1, min(enough, CPU_KV_BYTES // per_block))
@@ -452,6 +457,7 @@ class Runner:
             max_seq_len=longest,
             num_decodes=0,
             logit_rows=self._upload(ends - 1),
+            fresh=True,
         )
         token_ids = torch.zeros(len(positions), dtype=torch.int64, device=self.device)
         self.attention.plan(meta)

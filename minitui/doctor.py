@@ -114,8 +114,8 @@ def _installed(package: str) -> bool:
 def _version(module: str) -> str | None:
     if importlib.util.find_spec(module) is None:
         return None
-    name = {"flash_attn": "flash-attn", "textual_serve": "textual-serve"}.get(module, module)
-    return version(name) if _installed(name) else "unknown version"
+    names = {"flash_attn": ("flash-attn-4", "flash-attn"), "textual_serve": ("textual-serve",)}.get(module, (module,))
+    return next((version(name) for name in names if _installed(name)), "unknown version")
 
 
 def _memory_gib() -> float:

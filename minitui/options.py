@@ -41,7 +41,13 @@ def _options(
     tensor_parallel_size: Annotated[
         int, typer.Option(help="Ranks to cut the model over: as many GPUs, or processes on the CPU.")
     ] = 1,
-    attention_backend: Annotated[str, typer.Option(help="auto, torch or triton.")] = "auto",
+    attention_backend: Annotated[
+        str,
+        typer.Option(help="auto, torch, triton or flash; or two, for prefill and decode: flash,triton."),
+    ] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="auto, or fp8: 8-bit keys and values: twice as many tokens, and decode reads half.")
+    ] = "auto",
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the device's memory to use.")] = 0.9,
     scheduling_policy: Annotated[

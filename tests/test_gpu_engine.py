@@ -71,13 +71,8 @@ def ids_of(outputs: list[Any]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("path", list(PATHS))
-@pytest.mark.parametrize("count,longest", [(1, 900), (7, 200), (40, 700)])
-def test_greedy_replies_are_the_reference_s_own(
-    model: str, reference: LLM, path: str, count: int, longest: int
-) -> None:
+def check_replies(llm: LLM, reference: LLM, count: int, longest: int) -> None:
     """Teacher forcing: the reference reads each reply as a prompt and says how far each token was from its best."""
-    llm = LLM(model, **OPTIONS, **PATHS[path])
     asked = prompts(count, count, longest)
     replies = ids_of(llm.generate(asked, greedy(24), use_tqdm=False))
     llm.engine.check()
@@ -90,6 +85,20 @@ def test_greedy_replies_are_the_reference_s_own(
             short.append(found.top[0][1] - found.logprob)
     assert max(short) < TOLERANCE, f"a token was {max(short):.3f} below the reference's best"
     assert np.mean([s > 0 for s in short]) < 0.1, "ties aside, the tokens should be the reference's own"
+
+
+@pytest.mark.parametrize("path", list(PATHS))
+@pytest.mark.parametrize("count,longest", [(1, 900), (7, 200), (40, 700)])
+def test_greedy_replies_are_the_reference_s_own(
+    model: str, reference: LLM, path: str, count: int, longest: int
+) -> None:
+    check_replies(LLM(model, **OPTIONS, **PATHS[path]), reference, count, longest)
+
+
+@pytest.mark.parametrize("path", ["graphs", "kernel by kernel"])
+def test_an_8_bit_cache_holds_what_the_reference_s_does(model: str, path: str) -> None:
+    small = {**OPTIONS, "kv_cache_dtype": "fp8"}
+    check_replies(LLM(model, **small, **PATHS[path]), LLM(model, attention_backend="torch", **small), 20, 700)
 
 
 def test_overlap_changes_no_token(model: str) -> None:

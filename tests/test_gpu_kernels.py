@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.kv import fp8
 from engine.model import ops as reference_ops
 from engine.sampling import Sampler
 from engine.types import Request, SamplingParams
@@ -23,6 +24,7 @@ from engine.kernels.prefill_attention import PrefillWorkspace, prefill_attention
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 SHAPES = [(8, 4, 128, 16), (8, 2, 128, 16), (2, 7, 64, 32), (2, 1, 64, 8)]
+ROUNDED_APART = 5e-3  # of 8-bit keys: two that are nearly the same may be rounded to neighbours
 BOUND = 4e-3  # relative error of bfloat16 results: one rounding is 2e-3 of the norm at most
 
 
@@ -36,10 +38,19 @@ def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
     return torch.empty(shape, device=DEVICE, dtype=DTYPE).normal_(0, std)
 
 
+def at(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """[n, kv_heads, dim] of a cache of any type."""
+    return cache.view(torch.uint8).flatten(0, 1)[slots].view(cache.dtype)
+
+
 class Pages:
     """A cache in which every block that no sequence owns is NaN, and random sequences in it."""
 
-    def __init__(self, rng: np.random.Generator, lengths: list[int], block_size: int, kv_heads: int, dim: int) -> None:
+    def __init__(
+        self, rng: np.random.Generator, lengths: list[int], block_size: int, kv_heads: int, dim: int,
+        small: bool = False,
+    ) -> None:  # fmt: skip
+        """`small`: of 8-bit numbers, with scales that are not all the same."""
         counts = [-(-length // block_size) for length in lengths]
         blocks = sum(counts) + 3
         self.keys, self.values = (normal(blocks, block_size, kv_heads, dim) for _ in range(2))
@@ -55,12 +66,22 @@ class Pages:
             for i, length in enumerate(lengths):  # nor may the slots behind a sequence's end matter
                 if length % block_size:
                     cache[self.table[i, counts[i] - 1].long(), length % block_size :] = float("nan")
+        self.scales = None
+        if small:
+            self.scales = torch.exp2(torch.arange(2 * kv_heads, device=DEVICE) % 3 - 3.0).view(2, kv_heads)
+            self.scales[0] *= 4
+            self.keys, self.values = (
+                fp8.quantise(cache.flatten(0, 1), scale).view(cache.shape)
+                for cache, scale in zip((self.keys, self.values), self.scales, strict=True)
+            )
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         self._block_size = block_size
 
     def of(self, i: int, cache: torch.Tensor) -> torch.Tensor:
         """[length, kv_heads, dim] of sequence i, float64."""
         length = int(self.lengths[i])
+        if self.scales is not None:
+            cache = fp8.dequantise(cache, self.scales[0 if cache is self.keys else 1], torch.float64)
         return cache[self.table[i].long()].flatten(0, 1)[:length].double()
 
     def slots(self, i: int, positions: range) -> torch.Tensor:
@@ -81,20 +102,24 @@ class Pages:
 
 @pytest.mark.parametrize("n,longest", [(1, 40), (1, 5000), (3, 700), (20, 1500), (64, 300), (200, 400)])
 @pytest.mark.parametrize("kv_heads,group,dim,block_size", SHAPES)
+@pytest.mark.parametrize("small", [False, True])
 def test_decode_attention_equals_the_reference(
-    n: int, longest: int, kv_heads: int, group: int, dim: int, block_size: int
+    small: bool, n: int, longest: int, kv_heads: int, group: int, dim: int, block_size: int
 ) -> None:
     rng = np.random.default_rng(n * longest + group)
     lengths = rng.integers(1, longest + 1, n).tolist()
     lengths[0] = longest
-    pages = Pages(rng, lengths, block_size, kv_heads, dim)
+    pages = Pages(rng, lengths, block_size, kv_heads, dim, small)
     workspace = DecodeWorkspace(n + 1, kv_heads, group, dim, DEVICE)
     q = normal(n + 1, kv_heads * group, dim)
     rows = torch.arange(n + 1, dtype=torch.int32, device=DEVICE).clamp_max(n - 1)
     seq_lens = torch.cat((pages.lengths, torch.zeros(1, dtype=torch.int32, device=DEVICE)))  # and a padding row
     for _ in range(2):  # the second time finds the counters as the first left them
         out = torch.full((n + 1, kv_heads * group * dim), float("nan"), device=DEVICE, dtype=DTYPE)
-        decode_attention(q, pages.keys, pages.values, out, workspace, pages.table, rows, seq_lens, dim**-0.5, group)
+        decode_attention(
+            q, pages.keys, pages.values, out, workspace, pages.table, rows, seq_lens, dim**-0.5, group,
+            kv_scales=pages.scales,
+        )  # fmt: skip
         for i in range(0, n, max(1, n // 12)):
             assert error(out[i].view(1, -1, dim), pages.attention(i, q[i : i + 1])) < BOUND
         assert not out[n].any()
@@ -103,11 +128,12 @@ def test_decode_attention_equals_the_reference(
 
 @pytest.mark.parametrize("n", [1, 5, 70, 256])
 @pytest.mark.parametrize("normed", [True, False])
-def test_fused_decode_equals_norm_rope_store_and_attention(n: int, normed: bool) -> None:
+@pytest.mark.parametrize("small", [False, True])
+def test_fused_decode_equals_norm_rope_store_and_attention(small: bool, n: int, normed: bool) -> None:
     rng = np.random.default_rng(n)
     kv_heads, group, dim, eps = 8, 2, 128, 1e-6
     lengths = rng.integers(1, 600, n).tolist()
-    pages = Pages(rng, lengths, 16, kv_heads, dim)
+    pages = Pages(rng, lengths, 16, kv_heads, dim, small)
     table = torch.randn(700, dim, device=DEVICE)
     weight = normal(kv_heads * (group + 1), dim) if normed else None
     qkv = normal(n, kv_heads * (group + 2) * dim)
@@ -115,37 +141,45 @@ def test_fused_decode_equals_norm_rope_store_and_attention(n: int, normed: bool)
     slots = torch.cat([pages.slots(i, range(length - 1, length)) for i, length in enumerate(lengths)])
     keys, values = pages.keys.clone(), pages.values.clone()
     rope = reference_ops.rope_rows(table, positions)
-    q = reference_ops.qk_norm_rope_store(qkv.clone(), weight, eps, rope, pages.keys, pages.values, slots)
+    q = reference_ops.qk_norm_rope_store(qkv.clone(), weight, eps, rope, pages.keys, pages.values, slots, pages.scales)
     workspace = DecodeWorkspace(n, kv_heads, group, dim, DEVICE)
     out = torch.empty(n, kv_heads * group * dim, device=DEVICE, dtype=DTYPE)
     rows = torch.arange(n, dtype=torch.int32, device=DEVICE)
     decode_attention(
         qkv, keys, values, out, workspace, pages.table, rows, pages.lengths, dim**-0.5, group,
-        fused=(weight, table, eps), pdl=True,
+        fused=(weight, table, eps), pdl=True, kv_scales=pages.scales,
     )  # fmt: skip
-    assert error(keys.flatten(0, 1)[slots], pages.keys.flatten(0, 1)[slots]) < 1e-3
-    assert torch.equal(values.flatten(0, 1)[slots], pages.values.flatten(0, 1)[slots])
+    assert error(at(keys, slots).float(), at(pages.keys, slots).float()) < (ROUNDED_APART if small else 1e-3)
+    assert torch.equal(at(values, slots).float(), at(pages.values, slots).float())
     for i in range(0, n, max(1, n // 12)):
         assert error(out[i].view(1, -1, dim), pages.attention(i, q[i : i + 1])) < BOUND
 
 
 @pytest.mark.parametrize("splits", [None, 1, 4])
 @pytest.mark.parametrize("kv_heads,group,dim,block_size", SHAPES)
+@pytest.mark.parametrize("small", [False, True])
 def test_prefill_attention_equals_the_reference(
-    splits: int | None, kv_heads: int, group: int, dim: int, block_size: int
+    small: bool, splits: int | None, kv_heads: int, group: int, dim: int, block_size: int
 ) -> None:
     """Chunks after cached prefixes of any length, behind sequences that decode; own keys from cache and projection."""
     rng = np.random.default_rng(group * dim)
     for case in range(4):
         decodes = int(rng.integers(0, 3))
         chunks = [1] * decodes + rng.integers(1, (20, 300)[case % 2], int(rng.integers(1, 6))).tolist()
-        lengths = [chunk + int(rng.integers(0, 400)) * int(rng.integers(0, 2)) for chunk in chunks]
-        pages = Pages(rng, lengths, block_size, kv_heads, dim)
+        fresh = case == 3  # nobody has keys of earlier steps
+        lengths = [chunk + int(rng.integers(0, 400)) * int(rng.integers(0, 1 if fresh else 2)) for chunk in chunks]
+        pages = Pages(rng, lengths, block_size, kv_heads, dim, small)
         bounds = torch.tensor([0, *np.cumsum(chunks)], dtype=torch.int32, device=DEVICE)
         qkv = normal(sum(chunks), kv_heads * (group + 2), dim)
         q, keys, values = qkv.split([kv_heads * group, kv_heads, kv_heads], 1)
         for i, (chunk, length) in enumerate(zip(chunks, lengths, strict=True)):
             where, slots = slice(int(bounds[i]), int(bounds[i + 1])), pages.slots(i, range(length - chunk, length))
+            if pages.scales is not None:
+                keys[where], values[where] = (
+                    fp8.dequantise(at(cache, slots), scale, DTYPE)
+                    for cache, scale in zip((pages.keys, pages.values), pages.scales, strict=True)
+                )
+                continue
             pages.keys.flatten(0, 1)[slots] = keys[where]
             pages.values.flatten(0, 1)[slots] = values[where]
         workspace = PrefillWorkspace(kv_heads, dim, DEVICE)
@@ -153,7 +187,8 @@ def test_prefill_attention_equals_the_reference(
             out = torch.full((len(q), kv_heads * group * dim), float("nan"), device=DEVICE, dtype=DTYPE)
             prefill_attention(
                 q, pages.keys, pages.values, out, workspace, pages.table, pages.lengths, bounds, dim**-0.5,
-                first=decodes, max_seq_len=max(lengths), dense=dense, splits=splits,
+                first=decodes, max_seq_len=max(lengths), dense=dense, splits=splits, kv_scales=pages.scales,
+                fresh=fresh,
             )  # fmt: skip
             for i in range(decodes, len(chunks)):
                 where = slice(int(bounds[i]), int(bounds[i + 1]))
@@ -178,24 +213,33 @@ def test_norms_and_activation_equal_the_reference(tokens: int, hidden: int) -> N
 
 @pytest.mark.parametrize("heads,kv_heads,dim", [(32, 8, 128), (16, 8, 128), (14, 2, 64)])
 @pytest.mark.parametrize("normed", [True, False])
-def test_qk_norm_rope_store_equals_the_reference(heads: int, kv_heads: int, dim: int, normed: bool) -> None:
+@pytest.mark.parametrize("small", [False, True])
+def test_qk_norm_rope_store_equals_the_reference(
+    small: bool, heads: int, kv_heads: int, dim: int, normed: bool
+) -> None:
     tokens = 50
     table, positions = torch.randn(90, dim, device=DEVICE), torch.randint(0, 90, (tokens,), device=DEVICE)
     weight = normal(heads + kv_heads, dim) if normed else None
     qkv = normal(tokens, (heads + 2 * kv_heads) * dim)
-    caches = [torch.zeros(10, 16, kv_heads, dim, device=DEVICE, dtype=DTYPE) for _ in range(4)]
+    caches = [torch.zeros(10, 16, kv_heads, dim, device=DEVICE, dtype=fp8.FP8 if small else DTYPE) for _ in range(4)]
+    scales = torch.exp2(torch.randint(-1, 2, (2, kv_heads), device=DEVICE).float()) if small else None
     slots = torch.randperm(144, device=DEVICE)[:tokens] + 16
-    rope = reference_ops.rope_rows(table, positions)
-    wanted = reference_ops.qk_norm_rope_store(qkv.clone(), weight, 1e-6, rope, caches[0], caches[1], slots)
+    rope, own = reference_ops.rope_rows(table, positions), ops.rope_rows(table, positions)
+    wanted = reference_ops.qk_norm_rope_store(qkv.clone(), weight, 1e-6, rope, caches[0], caches[1], slots, scales)
     mine = qkv.clone()
-    got = ops.qk_norm_rope_store(mine, weight, 1e-6, ops.rope_rows(table, positions), caches[2], caches[3], slots)
+    got = ops.qk_norm_rope_store(mine, weight, 1e-6, own, caches[2], caches[3], slots, scales)
     assert error(got, wanted) < 1e-3
-    assert error(caches[2], caches[0]) < 1e-3
-    assert torch.equal(caches[3], caches[1])
-    # What attention relies on: keys stand rotated, and values untouched, behind the queries.
+    assert error(caches[2].float(), caches[0].float()) < (ROUNDED_APART if small else 1e-3)
+    assert torch.equal(caches[3].view(torch.uint8), caches[1].view(torch.uint8))
+    # What attention relies on: keys stand rotated behind the queries, and values behind those, as the cache has them.
+    keys, values = (at(cache, slots) for cache in caches[2:])
+    if scales is not None:
+        keys, values = (fp8.dequantise(x, scale, DTYPE) for x, scale in zip((keys, values), scales, strict=True))
+    else:
+        assert torch.equal(values, qkv.view(tokens, -1, dim)[:, heads + kv_heads :])
     rotated = mine.view(tokens, -1, dim)
-    assert torch.equal(rotated[:, heads : heads + kv_heads], caches[2].flatten(0, 1)[slots])
-    assert torch.equal(rotated[:, heads + kv_heads :], qkv.view(tokens, -1, dim)[:, heads + kv_heads :])
+    assert torch.equal(rotated[:, heads : heads + kv_heads], keys)
+    assert torch.equal(rotated[:, heads + kv_heads :], values)
 
 
 @pytest.mark.parametrize("n,k", [(4096, 1024), (1000, 2560), (1024, 3072), (4096, 12288), (70_001, 512)])

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from engine.config import ModelConfig
 from engine.forward import ForwardMeta
+from engine.kv import fp8
 
 SMALL_GATHER = 1 << 21  # elements of K; up to here one thread of numpy's is faster than several of torch's
 
@@ -77,6 +78,7 @@ class TorchAttention:
         self._device = device
         self._by_numpy = device.type == "cpu" and dtype != torch.bfloat16  # numpy can copy
         self._num_decodes = 0
+        self._scales: torch.Tensor | None = None  # of the layer that runs
         self._plans: dict[int, tuple[_Decodes | None, list[_Prefill]]] = {}
         # One buffer for all layers and steps: fresh memory would cost more in page faults than the copy into it.
         self._buffer = torch.empty(0, dtype=dtype, device=device)
@@ -105,7 +107,11 @@ class TorchAttention:
         self._num_decodes = len(lengths)
         self._plans = {window: (self._plan_decodes(table, lengths, window), []) for window in set(self._windows)}
 
-    def run(self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+        kv_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        self._scales = kv_scales
         decodes, prefills = self._plans[self._windows[layer]]
         if not prefills and decodes is not None:
             return self._run_decodes(layer, decodes, q, k_cache, v_cache)
@@ -140,6 +146,8 @@ class TorchAttention:
         self, layer: int, gather: _Gather | _Run, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [n, Hkv, L, D] of this layer, good until the next call."""
+        if self._scales is not None:
+            return self._read_fp8(gather, self._scales, k_cache, v_cache)
         cache = self._caches.get(layer)
         if cache is None or cache.k_cache is not k_cache:
             flat = [part.view(-1, *self._heads) for part in (k_cache, v_cache)]
@@ -157,6 +165,22 @@ class TorchAttention:
             for part, out in zip((k_cache, v_cache), gather.buffers, strict=True):
                 torch.index_select(part.view(-1, *self._heads), 0, slots, out=out)
         return gather.keys, gather.values
+
+    def _read_fp8(
+        self, gather: _Gather | _Run, scales: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`_read` of 8-bit numbers: gathered as bytes, then made the model's type."""
+        n, length = (1, gather.length) if isinstance(gather, _Run) else gather.keys.shape[::2]
+        found = []
+        for cache, scale in zip((k_cache, v_cache), scales, strict=True):
+            flat = cache.view(-1, *self._heads).view(torch.uint8)
+            if isinstance(gather, _Run):
+                part = flat.narrow(0, gather.first, gather.length)
+            else:
+                part = flat.index_select(0, torch.from_numpy(gather.slots).to(self._device))
+            wide = fp8.dequantise(part.view(fp8.FP8), scale, self._dtype)
+            found.append(wide.view(n, length, *self._heads).transpose(1, 2))
+        return found[0], found[1]
 
     def _plan_decodes(self, table: np.ndarray, lengths: np.ndarray, window: int) -> _Decodes:
         """The last `window` (0: all) positions of each sequence, padded on the right to the longest."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
+from engine.attention.flash_backend import FlashAttention
+from engine.attention.rows import own_keys_and_values
 from engine.config import ModelConfig
 from engine.forward import ForwardMeta
-from engine.kernels.decode_attention import DecodeWorkspace, decode_attention, form_for
+from engine.kernels.decode_attention import DecodeWorkspace, decode_attention, form_for, form_for_fp8
 from engine.kernels.prefill_attention import PrefillWorkspace, prefill_attention
 from engine.kv.pool import KVPool
 
@@ -16,7 +20,14 @@ class TritonAttention:
 
     name = "triton"
 
-    def __init__(self, config: ModelConfig, max_rows: int, max_model_len: int, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, max_rows: int, max_model_len: int, device: torch.device,
+        flash: FlashAttention | None = None,
+    ) -> None:  # fmt: skip
+        """`flash`: takes the chunks, except those of captured steps, which are short."""
+        if flash is not None:
+            self.name = "flash + triton"
+        self._flash = flash
         self.group = config.num_heads // config.num_kv_heads
         self.scale = config.head_dim**-0.5
         self.workspace = DecodeWorkspace(
@@ -34,22 +45,31 @@ class TritonAttention:
         over how many programs the keys of a chunk are spread; None: as many as suit a batch without empty sequences."""
         self._meta, self._padded, self._splits = meta, padded, splits
 
-    def run(self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+        kv_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         meta = self._meta
         assert meta is not None, "plan() comes before run()"
         tokens, heads, dim = q.shape
-        out = self._padded_out(q) if self._padded else torch.empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
         n = meta.num_decodes
+        by_flash = self._flash is not None and tokens > n and not self._padded
+        if self._flash is not None and by_flash:
+            out = self._flash.chunks(meta, n, layer, q, k_cache, v_cache)  # what it leaves undefined is written now
+        elif self._padded:
+            out = self._padded_out(q)
+        else:
+            out = torch.empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
         if n:
             decode_attention(
                 q, k_cache, v_cache, out, self.workspace, meta.block_table, self._rows[:n], meta.seq_lens[:n],
-                self.scale, self.group,
+                self.scale, self.group, kv_scales=kv_scales,
             )  # fmt: skip
-        if tokens > n:
+        if tokens > n and not by_flash:
             prefill_attention(
                 q, k_cache, v_cache, out, self._prefill, meta.block_table, meta.seq_lens, meta.cu_seqlens_q,
-                self.scale, first=n, max_seq_len=meta.max_seq_len, dense=self._dense(q, k_cache.shape[2]),
-                splits=self._splits,
+                self.scale, first=n, max_seq_len=meta.max_seq_len, dense=own_keys_and_values(q, k_cache.shape[2]),
+                splits=self._splits, kv_scales=kv_scales, fresh=meta.fresh,
             )  # fmt: skip
         return out
 
@@ -71,30 +91,21 @@ class TritonAttention:
         nothing = torch.zeros(most + 1, dtype=torch.int32, device=device)
         q = torch.zeros(most, heads + 2 * kv_heads, dim, dtype=dtype, device=device)[:, :heads]
         out = torch.empty(most, heads * dim, dtype=dtype, device=device)
-        forms = {form_for(n, kv_heads, self.workspace.longest): n for n in range(1, most + 1)}
+        chosen = form_for if pool.scales[0] is None else form_for_fp8
+        forms = {chosen(n, kv_heads, self.workspace.longest): n for n in range(1, most + 1)}
         for n in forms.values():
             decode_attention(
                 q[:n], pool.keys[0], pool.values[0], out[:n], self.workspace, table, self._rows[:n], nothing[:n],
-                self.scale, self.group,
+                self.scale, self.group, kv_scales=pool.scales[0],
             )  # fmt: skip
-        for splits in (1, 2, 4, 8):
+        for splits, fresh in itertools.product((1, 2, 4, 8), (False, True)):
             prefill_attention(
                 q[:1], pool.keys[0], pool.values[0], out[:1], self._prefill, table[:1], nothing[:1], nothing[:2],
-                self.scale, max_seq_len=1, dense=self._dense(q[:1], kv_heads), splits=splits,
+                self.scale, max_seq_len=1, dense=own_keys_and_values(q[:1], kv_heads), splits=splits,
+                kv_scales=pool.scales[0], fresh=fresh,
             )  # fmt: skip
-
-    @staticmethod
-    def _dense(q: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """This step's keys and values, if q is the head of rows of qkv: the fused operations rotate those in place."""
-        tokens, heads, dim = q.shape
-        width = (heads + 2 * kv_heads) * dim
-        if q.stride() != (width, dim, 1) or q.dtype.itemsize * width % 16:
-            return None
-        size, stride = (tokens, kv_heads, dim), q.stride()
-        return (
-            q.as_strided(size, stride, q.storage_offset() + heads * dim),
-            q.as_strided(size, stride, q.storage_offset() + (heads + kv_heads) * dim),
-        )
+        if self._flash is not None:
+            self._flash.warm_up(pool, heads, dtype)
 
 
 def supports(config: ModelConfig, dtype: torch.dtype) -> str:

@@ -18,6 +18,9 @@ Measured on an H200, bf16, 32 query and 8 kv heads of 128, block size 16, norm t
 tokens 76 us (3.5 TB/s), 256 of 1,024 272 us (3.9 TB/s), one of 4,096 14 us, one of 300 9 us. What did not pay:
 prefetching the first tiles to L2 while the query is rotated (64 of 256 tokens: 27 us for 25), more splits than needed
 (idle programs).
+
+With 8-bit keys and values (engine/kv/fp8.py), against 16 bits in the same run: 64 sequences of 1,024 tokens 42 of 68
+us, 256 of 512 76 of 130, 256 of 1,024 135 of 247 (4.0 TB/s), 16 of 2,048 26 of 45, one of 4,096 10 of 13.
 """
 
 from __future__ import annotations
@@ -78,6 +81,35 @@ def _online(q_tile, k, v, inside, m, mass, acc, scale):
     return m_new, mass, acc
 
 
+@triton.jit
+def fp8_pairs(v):
+    """Pairs of 8-bit floating-point numbers, each in 16 bits -> the first of every pair, the second; float16.
+
+    Values are read so because no instruction transposes bytes on their way from shared memory to a matrix product, but
+    one does pairs of them: with single bytes the loop had 2,257 instructions a tile, with pairs 1,312.
+    """
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t;
+        cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }""",
+        "=r,=r,r", [v], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _online_fp8(q_tile, k, v, inside, m, mass, even, odd):
+    """`_online` for 8-bit keys [TILE, D] and pairs of values [TILE, D / 2]; the sums of even and odd columns apart."""
+    scores = tl.where(inside[None, :], tl.dot(q_tile, tl.trans(k.to(tl.float16))), -1.0e30)
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    p = tl.exp2(scores - m_new[:, None])
+    alpha = tl.exp2(m - m_new)
+    mass = mass * alpha + tl.sum(p, 1)
+    p = p.to(tl.float16)
+    v_even, v_odd = fp8_pairs(v)
+    even = tl.dot(p, v_even, even * alpha[:, None])
+    odd = tl.dot(p, v_odd, odd * alpha[:, None])
+    return m_new, mass, even, odd
+
+
 @triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["block_table", "rows", "seq_lens"])
 def _decode_kernel(
     q,
@@ -92,6 +124,7 @@ def _decode_kernel(
     seq_lens,
     qk_weight,
     rope,
+    kv_scales,
     stride_q,
     stride_o,
     stride_table,
@@ -116,6 +149,12 @@ def _decode_kernel(
     split = tl.program_id(2)
     HEADS: tl.constexpr = KV_HEADS * GROUP
     TOKEN: tl.constexpr = KV_HEADS * D  # elements per token of one cache
+    FP8: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
+    v_scale = 1.0
+    if FP8:
+        k_scale = tl.load(kv_scales + kvh)
+        v_scale = tl.load(kv_scales + KV_HEADS + kvh)
+        v_pairs = v_cache.to(tl.pointer_type(tl.int16))
 
     # Lengths, tables and older keys were written two kernels ago or more: they may be read before waiting.
     length = tl.load(seq_lens + i)
@@ -142,7 +181,10 @@ def _decode_kernel(
     token0 = start + t
     if PEEL:
         k0 = _load_tile(k_cache, table, token0, token0 < end, kvh, BLOCK_SIZE, TOKEN, D)
-        v0 = _load_tile(v_cache, table, token0, token0 < end, kvh, BLOCK_SIZE, TOKEN, D)
+        if FP8:
+            v0 = _load_tile(v_pairs, table, token0, token0 < end, kvh, BLOCK_SIZE, TOKEN // 2, D // 2)
+        else:
+            v0 = _load_tile(v_cache, table, token0, token0 < end, kvh, BLOCK_SIZE, TOKEN, D)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -157,28 +199,50 @@ def _decode_kernel(
             one = tl.arange(0, 1)
             k_new = norm_rope(q_row, qk_weight, rope, position, HEADS + kvh + one, one < 1, EPS, HAS_NORM, D)
             v_new = tl.load(q_row + (HEADS + KV_HEADS + kvh) * D + d)
+            if FP8:
+                k_new = (k_new.to(tl.float32) * tl.div_rn(1.0, k_scale)).to(tl.float8e4nv)
+                v_new = (v_new.to(tl.float32) * tl.div_rn(1.0, v_scale)).to(tl.float8e4nv)
             block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
             slot = (block * BLOCK_SIZE + position % BLOCK_SIZE) * TOKEN + kvh * D
             tl.store(k_cache + slot + one[:, None] * D + d[None, :], k_new)
             tl.store(v_cache + slot + d, v_new)
-            m = tl.sum(q_tile.to(tl.float32) * k_new.to(tl.float32), 1) * scale
+            m = tl.sum(q_tile.to(tl.float32) * k_new.to(tl.float32), 1) * (scale * k_scale if FP8 else scale)
             mass = tl.full([BLOCK_H], 1.0, tl.float32)
             acc = tl.zeros([BLOCK_H, D], tl.float32) + v_new.to(tl.float32)[None, :]
     else:
         q_tile = tl.load(q_row + (kvh * GROUP + h)[:, None] * D + d[None, :], mask=h_mask[:, None], other=0.0)
+    if FP8:
+        # Half precision holds 8-bit numbers exactly, and takes one instruction to make; the scale stays in its range.
+        q_tile = (q_tile.to(tl.float32) * (scale * k_scale)).to(tl.float16)
+        scale = 1.0
 
-    if PEEL:
-        m, mass, acc = _online(q_tile, k0, v0, token0 < end, m, mass, acc, scale)
-        start += TILE
-    for n0 in tl.range(start, end, TILE, num_stages=STAGES):
-        token = n0 + t
-        inside = token < end
-        k = _load_tile(k_cache, table, token, inside, kvh, BLOCK_SIZE, TOKEN, D)
-        v = _load_tile(v_cache, table, token, inside, kvh, BLOCK_SIZE, TOKEN, D)
-        m, mass, acc = _online(q_tile, k, v, inside, m, mass, acc, scale)
+    if FP8:
+        first, newest = m, acc
+        even = tl.zeros([BLOCK_H, D // 2], tl.float32)
+        odd = tl.zeros([BLOCK_H, D // 2], tl.float32)
+        if PEEL:
+            m, mass, even, odd = _online_fp8(q_tile, k0, v0, token0 < end, m, mass, even, odd)
+            start += TILE
+        for n0 in tl.range(start, end, TILE, num_stages=STAGES):
+            token = n0 + t
+            inside = token < end
+            k = _load_tile(k_cache, table, token, inside, kvh, BLOCK_SIZE, TOKEN, D)
+            v = _load_tile(v_pairs, table, token, inside, kvh, BLOCK_SIZE, TOKEN // 2, D // 2)
+            m, mass, even, odd = _online_fp8(q_tile, k, v, inside, m, mass, even, odd)
+        acc = tl.interleave(even, odd) + newest * tl.exp2(first - m)[:, None]
+    else:
+        if PEEL:
+            m, mass, acc = _online(q_tile, k0, v0, token0 < end, m, mass, acc, scale)
+            start += TILE
+        for n0 in tl.range(start, end, TILE, num_stages=STAGES):
+            token = n0 + t
+            inside = token < end
+            k = _load_tile(k_cache, table, token, inside, kvh, BLOCK_SIZE, TOKEN, D)
+            v = _load_tile(v_cache, table, token, inside, kvh, BLOCK_SIZE, TOKEN, D)
+            m, mass, acc = _online(q_tile, k, v, inside, m, mass, acc, scale)
 
     if active == 1:
-        tl.store(out_at, (acc / mass[:, None]).to(out.dtype.element_ty), mask=h_mask[:, None])
+        tl.store(out_at, (acc / mass[:, None] * v_scale).to(out.dtype.element_ty), mask=h_mask[:, None])
         return
     pair = i * KV_HEADS + kvh
     base = (pair * SPLITS).to(tl.int64)
@@ -204,7 +268,7 @@ def _decode_kernel(
                 volatile=True,
             )
             result = tl.sum(a * weight[:, None], 0) / tl.sum(mass_s * weight, 0)
-            tl.store(out + i * stride_o + (kvh * GROUP + g) * D + d, result.to(out.dtype.element_ty))
+            tl.store(out + i * stride_o + (kvh * GROUP + g) * D + d, (result * v_scale).to(out.dtype.element_ty))
 
 
 class DecodeWorkspace:
@@ -257,25 +321,36 @@ def form_for(n: int, kv_heads: int, longest: int) -> Form:
     return Form(64, 2, 4, 256 if pairs < 512 else 1024, splits, False)
 
 
+def form_for_fp8(n: int, kv_heads: int, longest: int) -> Form:
+    """`form_for` where keys and values have 8 bits: the same bytes are twice the tokens."""
+    pairs, splits = n * kv_heads, num_splits(n, kv_heads, longest)
+    if pairs <= 64:
+        return Form(64, 2, 3, 64, splits, True)
+    if pairs >= 1792:
+        return Form(32, 1, 6, 1024, splits, False)
+    return Form(32, 1, 4, 256, splits, False) if pairs < 512 else Form(128, 2, 3, 1024, splits, False)
+
+
 def decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor, workspace: DecodeWorkspace,
     block_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, scale: float, group: int, *,
     fused: tuple[torch.Tensor | None, torch.Tensor, float] | None = None, pdl: bool = False,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write attention to `out` [n, heads * d].
 
     q: [n, heads * d] (row stride free); or, with `fused` = (qk_weight [heads + kv_heads, d] or None, rope table fp32
     [positions, d], eps), rows [n, (heads + 2 kv_heads) * d] of the qkv projection. `pdl` needs `fused`: the kernel
     then starts before the one ahead of it has ended, and may read neither what that wrote to the cache nor its
-    lengths.
+    lengths. kv_scales: fp32 [2, kv_heads] of a cache of 8-bit numbers (engine/kv/fp8.py).
     """
     n = seq_lens.shape[0]
     block_size, kv_heads, head_dim = k_cache.shape[1:]
-    form = form_for(n, kv_heads, workspace.longest)
+    form = (form_for if kv_scales is None else form_for_fp8)(n, kv_heads, workspace.longest)
     qk_weight, rope, eps = fused or (None, None, 0.0)
     _decode_kernel[(kv_heads, n, form.splits)](
         q, k_cache, v_cache, out, workspace.partial, workspace.stats, workspace.counters, block_table, rows, seq_lens,
-        qk_weight, rope, q.stride(0), out.stride(0), block_table.stride(0), scale * LOG2E,
+        qk_weight, rope, kv_scales, q.stride(0), out.stride(0), block_table.stride(0), scale * LOG2E,
         KV_HEADS=kv_heads, GROUP=group, D=head_dim, BLOCK_SIZE=block_size,
         BLOCK_H=max(16, triton.next_power_of_2(group)), TILE=form.tile, SPLITS=form.splits, MIN_CHUNK=form.min_chunk,
         FUSED=fused is not None, HAS_NORM=qk_weight is not None, EPS=eps,

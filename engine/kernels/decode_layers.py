@@ -135,15 +135,16 @@ class DecodeLayers:
         decode_attention(
             qkv, self._pool.keys[i], self._pool.values[i], out, attention.workspace, self._block_table, rows, seq_lens,
             attention.scale, attention.group, fused=(layer.qk_norm, self._model.rope_table, config.rms_norm_eps),
-            pdl=True,
+            pdl=True, kv_scales=self._pool.scales[i],
         )  # fmt: skip
         return out
 
     def _attend_chunks(self, i: int, layer: Layer, qkv: torch.Tensor, meta: ForwardMeta) -> torch.Tensor:
         keys, values, eps = self._pool.keys[i], self._pool.values[i], self._model.config.rms_norm_eps
         rope = self._model.rope_table, meta.positions
-        q = norms.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, meta.slot_mapping, pdl=True)
-        return self._attention.run(i, q, keys, values)
+        scales = self._pool.scales[i]
+        q = norms.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, meta.slot_mapping, scales, pdl=True)
+        return self._attention.run(i, q, keys, values, scales)
 
 
 def _linear(x: torch.Tensor, w: Matrix, bias: torch.Tensor | None) -> torch.Tensor:

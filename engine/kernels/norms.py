@@ -2,9 +2,10 @@
 
 Each reads its input once and writes its output once. Shapes are those of engine/model/ops.py, their specification;
 roundings fall at the same places. Measured on an H200 at 8,192 tokens of Qwen3-8B's shape: norm 68 us (3.9 TB/s), q/k
-norm + RoPE + store 72 us, SiLU 140 us (4.3 TB/s); at 64 tokens 2.7, 3.2 and 2.8 us. What did not pay: prefetching the
-next layer's weights to L2 from here (a step of 64 rows of 8B took 6.1 ms for 5.8: the kernel ends only when its
-prefetches do).
+norm + RoPE + store 72 us, SiLU 140 us (4.3 TB/s); at 64 tokens 2.7, 3.2 and 2.8 us. To a cache of 8-bit numbers the
+store took 114 and 3.8 us with the keys in one tile with the queries; apart from them, as now, it has not been timed.
+What did not pay: prefetching the next layer's weights to L2 from here (a step of 64 rows of 8B took 6.1 ms for 5.8: the
+kernel ends only when its prefetches do).
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ def _qk_norm_rope_store_kernel(
     k_cache,
     v_cache,
     slots,
+    kv_scales,
     stride_qkv,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -101,15 +103,32 @@ def _qk_norm_rope_store_kernel(
     position = tl.load(positions + token)
     slot = tl.load(slots + token) * KV_HEADS * D
     base = qkv + token * stride_qkv
-    mask = h < HEADS + KV_HEADS
-    rotated = norm_rope(base, qk_weight, rope, position, h, mask, EPS, HAS_NORM, D)
-    tl.debug_barrier()  # all of the row has been read: queries and keys are rotated in place
-    tl.store(base + h[:, None] * D + d[None, :], rotated, mask=mask[:, None])
-    key = (mask & (h >= HEADS))[:, None]
-    tl.store(k_cache + slot + (h - HEADS)[:, None] * D + d[None, :], rotated, mask=key)
     j = tl.arange(0, KV_HEADS)
-    v = tl.load(base + (HEADS + KV_HEADS + j)[:, None] * D + d[None, :])
-    tl.store(v_cache + slot + j[:, None] * D + d[None, :], v)
+    v_at = base + (HEADS + KV_HEADS + j)[:, None] * D + d[None, :]
+    v = tl.load(v_at)
+    cell = slot + j[:, None] * D + d[None, :]
+    if k_cache.dtype.element_ty == tl.float8e4nv:
+        # The row, too, holds what the cache does: attention may read this step's keys and values from either.
+        mask = h < HEADS
+        rotated = norm_rope(base, qk_weight, rope, position, h, mask, EPS, HAS_NORM, D)
+        k = norm_rope(base, qk_weight, rope, position, HEADS + j, j < KV_HEADS, EPS, HAS_NORM, D)
+        k_scale = tl.load(kv_scales + j)[:, None]
+        v_scale = tl.load(kv_scales + KV_HEADS + j)[:, None]
+        small_k = (k.to(tl.float32) * tl.div_rn(1.0, k_scale)).to(tl.float8e4nv)
+        small_v = (v.to(tl.float32) * tl.div_rn(1.0, v_scale)).to(tl.float8e4nv)
+        tl.debug_barrier()  # all of the row has been read: queries and keys are rotated in place
+        tl.store(k_cache + cell, small_k)
+        tl.store(v_cache + cell, small_v)
+        tl.store(base + (HEADS + j)[:, None] * D + d[None, :], (small_k.to(tl.float32) * k_scale).to(k.dtype))
+        tl.store(v_at, (small_v.to(tl.float32) * v_scale).to(v.dtype))
+    else:
+        mask = h < HEADS + KV_HEADS
+        rotated = norm_rope(base, qk_weight, rope, position, h, mask, EPS, HAS_NORM, D)
+        tl.debug_barrier()  # see above
+        key = (mask & (h >= HEADS))[:, None]
+        tl.store(k_cache + slot + (h - HEADS)[:, None] * D + d[None, :], rotated, mask=key)
+        tl.store(v_cache + cell, v)
+    tl.store(base + h[:, None] * D + d[None, :], rotated, mask=mask[:, None])
 
 
 def qk_norm_rope_store(
@@ -120,6 +139,7 @@ def qk_norm_rope_store(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
     *,
     pdl: bool = False,
 ) -> torch.Tensor:
@@ -129,7 +149,7 @@ def qk_norm_rope_store(
     kv_heads, dim = k_cache.shape[2:]
     tokens = qkv.shape[0]
     heads = qkv.shape[1] // dim - 2 * kv_heads
-    block_h = triton.next_power_of_2(heads + kv_heads)
+    block_h = triton.next_power_of_2(heads + (kv_heads if kv_scales is None else 0))
     _qk_norm_rope_store_kernel[(tokens,)](
         qkv,
         qk_weight,
@@ -138,6 +158,7 @@ def qk_norm_rope_store(
         k_cache,
         v_cache,
         slot_mapping,
+        kv_scales,
         qkv.stride(0),
         HEADS=heads,
         KV_HEADS=kv_heads,

@@ -27,10 +27,10 @@ def rope_rows(table: torch.Tensor, positions: torch.Tensor) -> Rope:
 
 def qk_norm_rope_store(
     qkv: torch.Tensor, qk_weight: torch.Tensor | None, eps: float, rope: Rope, k_cache: torch.Tensor,
-    v_cache: torch.Tensor, slot_mapping: torch.Tensor,
+    v_cache: torch.Tensor, slot_mapping: torch.Tensor, kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Rotates queries and keys in place, stores keys and values, returns the queries: the head of the rows of qkv."""
-    return norms.qk_norm_rope_store(qkv, qk_weight, eps, rope, k_cache, v_cache, slot_mapping, pdl=True)
+    return norms.qk_norm_rope_store(qkv, qk_weight, eps, rope, k_cache, v_cache, slot_mapping, kv_scales, pdl=True)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from engine.config import ModelConfig
@@ -10,15 +12,19 @@ from engine.config import ModelConfig
 class KVPool:
     """keys[layer], values[layer]: [num_blocks, block_size, kv_heads, head_dim], zeros at first; storage never moves.
 
+    scales[layer]: None, or of a cache of 8-bit numbers the scales fp32 [2, kv_heads] of its keys and of its values.
     Block 0 is the null block: padding points at it, nobody owns it, and what it holds is always finite.
     """
 
     def __init__(
-        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
+        scales: list[torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
         shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.dtype = dtype
+        self.scales: Sequence[torch.Tensor | None] = scales if scales is not None else [None] * config.num_layers
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
 

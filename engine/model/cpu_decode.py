@@ -79,8 +79,8 @@ class CPUDecode:
         self._columns: dict[int, Columns] = {}
 
     @staticmethod
-    def supports(decoder: Decoder, dtype: torch.dtype) -> bool:
-        return dtype == torch.float32 and all(isinstance(layer.mlp, DenseMLP) for layer in decoder.layers)
+    def supports(decoder: Decoder, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
+        return dtype == kv_dtype == torch.float32 and all(isinstance(layer.mlp, DenseMLP) for layer in decoder.layers)
 
     @np.errstate(invalid="ignore")  # a NaN that is rounded to an integer is seen by its scale
     def logits(

@@ -152,10 +152,10 @@ class Decoder:
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
-            keys, values = pool.keys[i], pool.values[i]
+            keys, values, scales = pool.keys[i], pool.values[i], pool.scales[i]
             qkv = linear(x, layer.qkv, layer.qkv_bias)
-            q = ops.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, meta.slot_mapping)
-            x = attention.run(i, q, keys, values)
+            q = ops.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, meta.slot_mapping, scales)
+            x = attention.run(i, q, keys, values, scales)
             live = meta.live
             if i == last and meta.logit_rows is not None:  # nothing after this depends on other tokens
                 live = meta.live_rows

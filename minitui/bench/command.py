@@ -47,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report: dict[str, Any] = {"device": name, "torch": torch.__version__, "limits": vars(limits), "models": {}}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="minitui-bench-")))
-        for label, model, dummy in _models(options, folder, on_gpu):
+        for shape, model, dummy in _models(options, folder, on_gpu):
+            # Rows of their own: nobody else's numbers, which are of 16-bit caches, stand beside them.
+            label = f"{shape}, fp8 KV cache" if options.kv_cache_dtype == "fp8" else shape
             say(f"\n{label}")
             report["models"][label] = _measure(label, model, dummy, options, limits, device, say)
             gc.collect()
@@ -99,7 +101,8 @@ def _engine_options(options: argparse.Namespace, dummy: bool, on_gpu: bool, max_
     chosen: dict[str, Any] = {
         "dummy_weights": dummy, "load_tokenizer": False, "device": options.device,
         "enforce_eager": options.enforce_eager, "overlap": options.overlap,
-        "attention_backend": options.attention_backend, "cpu_threads": options.threads,
+        "attention_backend": options.attention_backend, "kv_cache_dtype": options.kv_cache_dtype,
+        "cpu_threads": options.threads,
         "quantization": options.quantization, "tensor_parallel_size": options.tensor_parallel_size,
     }  # fmt: skip
     if on_gpu:
@@ -153,12 +156,14 @@ def _measure(
     active = f" ({used / 1e9:.2f} for a token)" if used < info["parameters"] else ""
     say(
         f"{info['parameters'] / 1e9:.2f} billion parameters{active} "
-        f"in {info['quantization' if quantised else 'dtype']}, attention {info['attention']}, "
+        f"in {info['quantization' if quantised else 'dtype']}, attention {info['attention']}, KV cache in "
+        f"{info['kv_cache_dtype']}, "
         f"{info['num_blocks']:,} blocks of {info['block_size']} tokens, overlap {'on' if info['overlap'] else 'off'}, "
         f"ready in {info['load_seconds']:.1f} s",
         *notes, sep="\n",
     )  # fmt: skip
-    work = Work.of(config, getattr(torch, info["dtype"]).itemsize, weight_itemsize=1 if quantised else None)
+    itemsize, small = getattr(torch, info["dtype"]).itemsize, info["kv_cache_dtype"] == "fp8"
+    work = Work.of(config, 1 if small else itemsize, weight_itemsize=1 if quantised else itemsize)
     if on_gpu:
         references = H200.get(label, {}) if "H200" in torch.cuda.get_device_name() else {}
         found = GpuRows(llm, work, limits, references).all()
@@ -210,7 +215,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks that share the model")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--overlap", default="auto", choices=["auto", "on", "off"])
-    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--attention-backend", default="auto", help="as in minitui chat: flash,triton")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"], help="fp8: 8-bit KV cache")
     parser.add_argument("--max-num-batched-tokens", type=int, default=16_384, help="token budget of a step, on a GPU")
     parser.add_argument("--threads", type=int, help="on a CPU; default: one fewer than there are cores")
     parser.add_argument("--no-compare", action="store_true", help="on a CPU: do not measure transformers")

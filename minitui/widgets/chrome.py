@@ -110,7 +110,8 @@ def describe_engine(info: dict[str, object]) -> str:
     weights = "dtype" if info.get("quantization", "none") == "none" else "quantization"
     known = [str(info[name]) for name in ("model", "device", weights) if name in info]
     if "num_blocks" in info:  # a server of another make does not tell
-        known.append(f"{info['num_blocks']:,} blocks of {info['block_size']}")
+        small = " in fp8" if info.get("kv_cache_dtype") == "fp8" else ""
+        known.append(f"{info['num_blocks']:,} blocks of {info['block_size']}{small}")
     return dot.join(known)
 
 
