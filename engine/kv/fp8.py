@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of its numbers
-SLACK = 1.15  # what is bounded has been rounded on the way, to 8 bits where weights have as many (engine/quantization.py)
+SLACK = 1.15  # what is bounded has been rounded on the way, to 8 bits where weights have as many
 LEAST = 2.0**-14  # a scale: the smallest that 16 bits hold with all their precision
 
 
