@@ -46,6 +46,7 @@ class MinituiApp(App[int]):
     DEFAULT_MODE = "chat"
     CSS = """
     Screen { background: $ground; color: $ink; }
+    ModalScreen { background: $ground 40%; }
     Toast { background: $empty-chip; width: 44; }
     ToastRack { align: right bottom; margin-bottom: 1; }
     """
@@ -100,6 +101,7 @@ class MinituiApp(App[int]):
         self.story = ""  # what a demo tells, under the top bar
         self._load_codec, self._guard, self._script = load_codec, guard, script
         self._interrupted = 0.0
+        self._frames = 0
         for theme in THEMES:
             self.register_theme(theme)
         self.theme = settings.theme if settings.theme in self.available_themes else THEMES[0].name
@@ -171,8 +173,11 @@ class MinituiApp(App[int]):
             return
         if not self.feed.frozen:
             self.view.frame(time.monotonic())
-        for screen in reversed(self.screen_stack):  # under an overlay the screen goes on
+        self._frames += 1
+        for depth, screen in enumerate(reversed(self.screen_stack)):
             if hasattr(screen, "paint"):
+                if depth and self._frames % self.settings.fps:  # under a dialog once a second will do
+                    break
                 with contextlib.suppress(NoMatches):  # it is being taken down
                     screen.paint(self.view)
                 break

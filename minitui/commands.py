@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -349,12 +349,19 @@ class Commands:
             raise EngineError("the engine is running: there is nothing to restart")
         self.app.restart_engine()
 
-    def _control(self, call: Awaitable[Any]) -> None:
+    def _control(self, call: Coroutine[Any, Any, Any]) -> None:
+        """Have the engine do it: at once, or as soon as it is up."""
+        if not self.app.source.info and self.app.source.error is None:
+            self.app.say("the engine is still being started: this is done as soon as it is up")
+
         async def guarded() -> None:
             try:
+                await self.app.source.ready()
                 await call
             except EngineError as error:
                 self.app.say(str(error), error=True)
+            finally:
+                call.close()  # it was not begun if the engine never came up
 
         self.app.run_worker(guarded(), group="control")
 

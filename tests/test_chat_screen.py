@@ -116,6 +116,37 @@ async def test_a_question_typed_while_the_engine_loads_is_answered_when_it_is_th
         assert app.session.state == "done"
 
 
+async def test_what_is_asked_of_the_engine_while_it_loads_is_done_when_it_is_there():
+    async with running(FakeSource(start_seconds=1.0)) as (app, pilot, _screen):
+        app.submit("/slow 20")
+        app.submit("/pause")
+        app.submit("early")
+        await _said(app, pilot, "as soon as it is up")
+        assert app.pace == 1 and not app.source.info
+        await until(pilot, lambda: app.pace == 20 and app.gated)
+        await asyncio.sleep(0.2)
+        assert app.session.busy and not app.session.messages[-1].text
+        app.submit("/pause")
+        app.submit("/slow 1")
+        await until(pilot, lambda: not app.session.busy)
+
+
+async def test_a_dialog_stands_before_the_dimmed_picture_which_costs_little_meanwhile():
+    async with running(size=(120, 36)) as (app, pilot, _screen):
+        await ask(app, pilot, "What is a block table?")
+        await press(pilot, "escape", "2", "u")
+        assert isinstance(app.screen, ChoiceDialog)
+        below = app.screen_stack[-2]
+        painted = below._frames
+        drawn = app.export_screenshot().replace("&#160;", " ")
+        assert "Run until" in drawn and "Batch lanes" in drawn
+        frames = app._frames
+        await until(pilot, lambda: app._frames > frames + 10)
+        assert below._frames <= painted + 1 + (app._frames - frames) // app.settings.fps
+        await press(pilot, "escape")
+        await until(pilot, lambda: below._frames > painted)
+
+
 async def test_a_second_chat_with_the_same_system_prompt_shows_tokens_from_the_cache():
     async with running() as (app, pilot, screen):
         await ask(app, pilot, "What is a block table?")

@@ -16,7 +16,6 @@ from minitui.widgets.prompt import Prompt
 
 FRAME_CSS = """
     align: center middle;
-    background: $ground 60%;
     & > Vertical {
         width: 80; max-width: 94%; height: auto; max-height: 90%;
         border: round $accent; border-title-color: $ink; border-title-style: bold; background: $ground; padding: 1 2;

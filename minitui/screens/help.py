@@ -93,7 +93,7 @@ class HelpScreen(ModalScreen[None]):
 
     DEFAULT_CSS = """
     HelpScreen {
-        align: center middle; background: $ground 60%;
+        align: center middle;
         & > Vertical { width: 104; max-width: 96%; height: 92%; border: round $accent; background: $ground;
             border-title-color: $ink; border-title-style: bold; }
         & VerticalScroll { padding: 1 2; scrollbar-size-vertical: 1; }

@@ -449,7 +449,7 @@ class CodeScreen(ModalScreen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,v", "dismiss", "close", show=False, id="code.close")]
     DEFAULT_CSS = """
     CodeScreen {
-        align: center middle; background: $ground 60%;
+        align: center middle;
         & CodePanel { width: 96%; max-width: 132; height: 94%; }
     }
     """
