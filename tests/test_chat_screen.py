@@ -449,7 +449,7 @@ async def test_the_engines_death_is_told_and_one_key_starts_it_again():
         source.die("the engine process ended by signal SIGKILL")
         await until(pilot, lambda: isinstance(app.screen, DeathDialog))
         assert "SIGKILL" in "".join(str(s.render()) for s in app.screen.query("Static"))
-        assert "SIGKILL" in screen.transcript.text
+        await until(pilot, lambda: "SIGKILL" in screen.transcript.text)
         await press(pilot, "r")
         await until(pilot, lambda: app.progress is None and source.error is None)
         app.commands.run("retry")
