@@ -29,7 +29,7 @@ from minitui.sessions import Chats, Codec, Session
 from minitui.settings import Settings
 from minitui.source import Source
 from minitui.terminal import TerminalGuard
-from minitui.theme import THEMES, use_ascii
+from minitui.theme import THEMES, themes_for, use_ascii
 from minitui.thrift import Thrift
 from minitui.view import View
 
@@ -102,7 +102,7 @@ class MinituiApp(App[int]):
         self._load_codec, self._guard, self._script = load_codec, guard, script
         self._interrupted = 0.0
         self._frames = 0
-        for theme in THEMES:
+        for theme in themes_for(self.console.color_system):
             self.register_theme(theme)
         self.theme = settings.theme if settings.theme in self.available_themes else THEMES[0].name
         use_ascii(settings.ascii)

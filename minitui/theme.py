@@ -15,6 +15,8 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.theme import Theme
 
+from minitui import sixteen
+
 DARK = {
     "ground": "#0e1116",
     "ink": "#e4e8ee",
@@ -181,6 +183,12 @@ THEMES: list[Theme] = [
     _theme("minitui-projector", PROJECTOR, dark=True),
 ]
 COLOURS: dict[str, dict[str, str]] = {theme.name: dict(theme.variables) for theme in THEMES}
+# The same for terminals that have no more than sixteen colours; there, dark is as plain as projector.
+SIXTEEN: list[Theme] = [
+    _theme("minitui-dark", sixteen.DARK, dark=True),
+    _theme("minitui-light", sixteen.LIGHT, dark=False),
+    _theme("minitui-projector", sixteen.DARK, dark=True),
+]
 
 
 class Palette:
@@ -228,11 +236,21 @@ class Palette:
 
 
 _PALETTES = {name: Palette(colours) for name, colours in COLOURS.items()}
+_PALETTES_OF_SIXTEEN = {theme.name: Palette(dict(theme.variables)) for theme in SIXTEEN}
+_sixteen = False
 
 
 def palette(app: Any = None) -> Palette:
     """The palette of the app's current theme; the dark one where there is no app or the theme is not ours."""
-    return _PALETTES.get(getattr(app, "theme", ""), _PALETTES["minitui-dark"])
+    known = _PALETTES_OF_SIXTEEN if _sixteen else _PALETTES
+    return known.get(getattr(app, "theme", ""), known["minitui-dark"])
+
+
+def themes_for(color_system: str | None) -> list[Theme]:
+    """The themes for what a terminal can show (Rich's name of it), in use from now on."""
+    global _sixteen
+    _sixteen = color_system in ("standard", "windows")
+    return SIXTEEN if _sixteen else THEMES
 
 
 @dataclass(frozen=True, slots=True)

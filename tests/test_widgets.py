@@ -9,9 +9,10 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+from rich.color import ColorSystem
 
 from engine.state import ACTIVE, CACHED, FREE, SHARED
-from minitui import theme
+from minitui import sixteen, theme
 from minitui.stress import CLASSROOM, LARGE, SMALL, Load
 from minitui.theme import ASCII, COLOURS, UNICODE, Palette, contrast, palette, use_ascii
 from minitui.view import View
@@ -760,6 +761,21 @@ def test_every_theme_has_every_colour():
     names = [set(colours) for colours in COLOURS.values()]
     assert names[0] == names[1] == names[2]
     assert {theme.name for theme in theme.THEMES} == set(COLOURS)
+
+
+def test_a_terminal_of_sixteen_colours_has_themes_of_its_own():
+    try:
+        own = {one.name: dict(one.variables) for one in theme.themes_for("standard")}
+        assert palette().style("decode").color.downgrade(ColorSystem.STANDARD).number == 10
+        for name, colours in own.items():
+            assert set(colours) == set(COLOURS[name]) and set(colours.values()) <= set(sixteen.ANSI)
+            for ink in "ink dim accent decode prefill running waiting hit pool bad good".split():  # noqa: SIM905
+                assert contrast(colours[ink], colours["ground"]) >= 3, f"{name}: {ink}"
+            for group in (("free", "cached", "shared", "active"), ("decode", "prefill", "hit", "pool", "dim")):
+                assert len({colours[one] for one in group}) == len(group), f"{name}: {group}"
+    finally:
+        assert theme.themes_for("truecolor") is theme.THEMES
+    assert palette().style("decode").color.name == COLOURS["minitui-dark"]["decode"]
 
 
 # ---- text snapshots
