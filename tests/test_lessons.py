@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from engine.errors import EngineError
+from engine.scheduler import SchedulerConfig
 from minitui.cli import engine_config
 from minitui.feed import Feed
 from minitui.lessons import LESSONS, lesson
@@ -138,6 +139,24 @@ def test_the_radix_lesson_counts_the_share_that_was_saved(outcome: Callable[[int
     )
     assert computed + cached == total
     assert f"{cached / total:.0%} of the prefill saved" in text and cached / total > 0.5
+
+
+def test_the_radix_lesson_tells_why_a_hit_ended_and_what_an_eviction_was_for(outcome: Callable[[int], Taught]) -> None:
+    seen = outcome(8).seen
+    assert "all that can be shared" in seen["The same beginning, another question"].text
+    text = seen["What goes, and when"].text
+    needed, free = (int(re.search(p, text)[1]) for p in (r"needs (\d+)", r"only (\d+) were"))  # type: ignore[index]
+    out = [(int(n), whose) for n, whose in re.findall(r"(\d+) of node \d+, which is ([AB])'s", text)]
+    assert needed - free == sum(n for n, _ in out), text
+    assert [whose for _, whose in out] == ["B", "A"], "A's only when all of B's is gone"
+
+
+def test_the_figures_in_the_text_are_those_of_the_pool_on_screen(outcome: Callable[[int], Taught]) -> None:
+    blocks = lesson(2).options["kv_blocks"]
+    text = " ".join(page.text for page in lesson(2).pages)
+    assert f"here {blocks}." in text and f"of these {blocks}, none" in text and f"pool of {16 * blocks}," in text
+    assert int(SchedulerConfig().watermark * blocks) == 0 and 16 * blocks == 4 * 192
+    assert f"pool of {blocks} blocks" in outcome(2).seen["What a token costs"].text
 
 
 @pytest.mark.parametrize("one", LESSONS, ids=lambda one: one.name)

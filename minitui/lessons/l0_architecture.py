@@ -88,11 +88,12 @@ LESSON = Lesson(
             """
             A step has three parts. It is planned on the host: the scheduler chooses, the allocator gives blocks,
             and the result is a few plain arrays. It is launched on the device: forward pass and sampling. It is
-            committed on the host: the ids drawn are appended, replies that have ended give back their blocks, what
-            was written is published for others to share.
+            committed on the host: ids are appended, ended replies give back their blocks. Full blocks are published
+            for others: a prompt's when planned, a reply's when committed.
 
-            The scheduler works on lengths alone and the model never sees a request. On a GPU this lets the host
-            plan step n+1 while the device runs step n. On a CPU the three come one after the other.
+            A plan needs the ids of prompts, but of replies only the length. So a GPU's host plans step n+1 while
+            the device runs n; what n+1 draws for a reply that ended with n is thrown away. On a CPU the three come
+            one after the other.
 
             Press v to read the step itself: it is about twenty lines.
             """,

@@ -65,7 +65,7 @@ async def many_or_one(stage: Stage) -> Seen:
     return Seen(
         f"{prompt.tokens} prompt tokens took {many:.1f} ms in one step, {many / prompt.tokens:.2f} ms each. A single "
         "token took "
-        f"{one:.1f} ms (median): {ratio:.0f} times as long as one of many.",
+        f"{one:.1f} ms (median): {ratio:.0f} times as long as one of many. Each run measures anew: the figures vary.",
         0 if ratio < 1.5 else 1 if ratio < 200 else 2,
     )
 

@@ -155,11 +155,11 @@ LESSON = Lesson(
             Who owns a block follows from two facts: how many requests hold it, and whether the tree of known
             prefixes refers to it.
 
-              free     nobody            active   one request
+              free     nobody            active   one request, with the tree or without
               shared   two or more       cached   the tree alone: it may be evicted
 
-            The allocator keeps the counts, and free + active + shared + cached is always the whole pool. Block 0 is
-            none of them: it is the null block, always finite, and padding points at it.
+            The allocator keeps the counts: free + active + shared + cached is always the whole pool, here 48. Block
+            0 is not one of the 48: it is the null block, always finite, and padding points at it.
             """,
             panel="map",
             code="engine.kv.allocator:BlockAllocator",
@@ -176,9 +176,9 @@ LESSON = Lesson(
         Page(
             "No reservation",
             """
-            A request is admitted if its prompt fits, with a little left for growth (a watermark of one block in a
-            hundred). What it might still write is not reserved: four requests that may write 2,000 tokens each
-            would fill the pool and use a tenth.
+            A request is admitted if its prompt fits, with a little left for those who run (a watermark of one block
+            in a hundred; of these 48, none). What it might still write is not reserved: four requests that may
+            write 192 tokens each would fill this pool of 768, and with replies of 20 use a tenth of it.
 
             The price: all running requests together may outgrow the pool. Then cached blocks are evicted, the least
             recently used first. If there are none left, the youngest request gives back its blocks and waits at the
@@ -207,10 +207,10 @@ LESSON = Lesson(
             _last_block,
         ),
         Check(
-            "In how many tokens will that request need another block?",
+            "How many more tokens fit until that request needs another block?",
             "table",
             "the block table: what is missing to a full last block.",
-            lambda stage: f"in {_missing(stage)} tokens",
+            lambda stage: f"{_missing(stage)}; the next one needs another block",
         ),
     ),
     {"kv_blocks": 48},

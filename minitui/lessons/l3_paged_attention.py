@@ -123,8 +123,9 @@ LESSON = Lesson(
             """
             A token may see itself and what comes before it, never what comes after. For a prompt in one piece that
             is a triangle. When its beginning is cached, only the rest has queries, and the triangle becomes a wide
-            rectangle with a slanted end: query i of a chunk sees keys 0 to (keys - queries + i). To forget this is
-            a classic mistake: the text then looks nearly right.
+            rectangle with a slanted end: query i of a chunk, counted from 0, sees keys 0 to K - Q + i, where Q is
+            how many queries the chunk has and K how many keys there are, its own included. To forget this is a
+            classic mistake: the text then looks nearly right.
             """,
             panel="step",
             code="engine.forward:ForwardMeta",

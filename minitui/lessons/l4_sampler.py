@@ -119,7 +119,7 @@ LESSON = Lesson(
         Page(
             "Candidates",
             """
-            Here is the same first step of a reply, with the model's own probabilities asked for (logprobs=4). They
+            Here is the first step of a reply, with the model's own probabilities asked for (logprobs=4). They
             are those before temperature and before anything was cut away.
             """,
             panel="step",
@@ -149,10 +149,10 @@ LESSON = Lesson(
             preempted, resumed, cached or batched with anybody, and its tokens stay the same for the same seed. A
             request without a seed is given one, and it is recorded, so that any reply can be drawn again.
 
-            One thing can still change a reply: arithmetic. In half precision a sum depends on the order of its
-            terms, and another batch size may use another order. Where two tokens are almost equally likely, that
-            can decide. The tests of this engine therefore compare tokens in double precision, where they must be
-            equal.
+            One thing can still change a reply: arithmetic. A sum of rounded numbers depends on the order of its
+            terms, most of all in half precision, and another batch size may use another order. Where two tokens are
+            almost equally likely, that can decide. The tests of this engine therefore compare tokens in double
+            precision, where they must be equal.
 
             If the logits of a row are not finite numbers, that request ends with an error, and the others go on.
             """,

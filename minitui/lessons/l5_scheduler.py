@@ -132,8 +132,8 @@ LESSON = Lesson(
             All of it is one forward pass. A prompt longer than what is left of the budget is computed in chunks,
             over several steps, so that it never holds up those who are writing.
 
-            The scheduler knows lengths, not texts; so it can plan a step before the tokens of the last one are
-            known.
+            Of a reply (without grammar or speculation) the scheduler needs only the length. So it plans a step
+            before the last one's tokens are known; what is drawn for a reply that has ended is thrown away.
             """,
             code="engine.scheduler:Scheduler.plan",
         ),
@@ -178,8 +178,8 @@ LESSON = Lesson(
             "Waiting, with a reason",
             """
             This engine has four rows: four requests can run at once. A request that is not admitted stays in the
-            queue, and the record says why, once for each reason: budget, rows, blocks, or that its own last step
-            has not been committed yet.
+            queue, and the record says why, once for each reason. The first that holds is told: budget, rows, its own
+            last step not yet committed (after a preemption), blocks.
             """,
             panel="lanes",
             code="engine.scheduler:Scheduler._obstacle",
@@ -198,12 +198,13 @@ LESSON = Lesson(
             """
             A decode step may need a new block. If none is free, cached blocks are evicted. If there are none of
             those either, the youngest running request is preempted: it gives back row and blocks and goes to the
-            head of the queue. Its full blocks stay in the tree as long as nobody needs them, so it often resumes
-            cheaply. What is gone by then is computed again, the prompt and the reply so far in one go, like a
-            prompt. The text it has written is kept, and goes on where it stood.
+            head of the queue. Its full blocks stay in the tree; the others take them from the end, one
+            for every 16 tokens they write, until there is room again. Then it resumes with what is left. What is
+            gone is computed again, prompt and reply so far in one go, like a prompt. The text goes on where it
+            stood.
 
-            A prompt that can never fit is refused when it is submitted, with the numbers, and blocks nobody. A
-            reply that would outgrow the whole pool ends with the reason `length`.
+            A prompt that can never fit is refused when it is submitted, with its length and the limit; so nobody
+            waits behind it. A reply that would outgrow the whole pool ends with the reason `length`.
             """,
             panel="events",
             code="engine.scheduler:Scheduler._plan_decodes",
@@ -212,7 +213,12 @@ LESSON = Lesson(
     close,
     (
         Check("How is the budget of the last step divided?", "step", "the step bar, and the line under it.", _last),
-        Check("Who waits, and what for?", "events", "the events: the line that says `waits`.", _waits),
+        Check(
+            "Who waits, and what for?",
+            "events",
+            "the events: the line that says `waits`; of several reasons the first is told.",
+            _waits,
+        ),
         Check(
             "Which request is inside its prompt?",
             "lanes",

@@ -162,7 +162,7 @@ LESSON = Lesson(
         Check(
             "Has the reply ended, and if it has, why?",
             "events",
-            "the events: an end is told with its reason, stop, length or abort.",
+            "the events: an end is told with its reason, stop, length, abort or error.",
             lambda stage: "not yet" if stage.state().requests else "it has",
         ),
     ),

@@ -69,7 +69,7 @@ LESSON = Lesson(
     "How do many people use one engine?",
     (
         Page(
-            "Three processes at most",
+            "Client, server, engine",
             """
             `minitui serve` puts HTTP in front of the same engine. The engine is a process of its own, as it is
             here; the server is another and talks to it over a socket: requests one way, text with ids the other.
@@ -122,7 +122,7 @@ LESSON = Lesson(
             answers 503 until it is there.
 
             Two figures tell how a server feels: the time to the first token (queue + prefill), and the time from
-            token to token (the length of a step). A larger batch serves more people and makes both longer.
+            token to token (the length of a step). A larger batch shortens the queue, but makes each step longer.
             `/metrics` has both as histograms.
             """,
             code="minitui.server.failures",

@@ -26,8 +26,8 @@ async def replay(stage: Stage) -> Seen:
         f"r{id} took {record[4]} of its {lane.prompt_tokens} prompt tokens from the tree, {record[4] // size} whole "
         "blocks, and computed "
         f"{lane.prompt_tokens - record[4]}: {record[4] / lane.prompt_tokens:.0%} of its prefill saved. Why not more? "
-        f"The engine says: {stop_text(record[5], record[6])}. The block in which the questions begin to differ cannot "
-        "be shared, nor can half of it.",
+        f"The engine says: {stop_text(record[5], record[6])}. What it looks up are the whole blocks before the last "
+        "token, and all of them were there; the questions differ only behind them.",
         1 if 0 < record[4] < lane.prompt_tokens else 0,
     )
 
@@ -64,18 +64,23 @@ async def touch_and_evict(stage: Stage) -> Seen:
         await stage.ask(session, QUESTIONS[0])
         await stage.run_until("finish")
     stage.show(chats[0])
-    expected = leaves(stage.state())[0].id
-    whose = "B" if stage.view.decode(leaves(stage.state())[0].ids).find("Bravo") >= 0 else "A"
+    expected, free = leaves(stage.state())[0].id, stage.state().counts[FREE]
+    whose = {
+        node.id: "B" if "Bravo" in stage.view.decode(node.ids) else "A"
+        for node in stage.state().nodes.values()
+        if node.id
+    }
     await stage.pause(1.5)
     big = stage.chat(VOICES[2], "C", max_tokens=8, whole=True)
-    await stage.ask(big, paste_of(stage, VOICES[2], stage.state().counts[FREE] + 2))
+    await stage.ask(big, paste_of(stage, VOICES[2], free + 2))
     await stage.run_until("eviction")
-    record = stage.events("evict")[0].record
+    gone = [event.record[3:] for event in stage.events("evict")]
+    nodes = ", then ".join(f"{n} of node {node}, which is {whose[node]}'s" for node, n, _ in gone)
     return Seen(
-        f"C needed room: {record[4]} blocks of node {record[3]} were evicted first, which is {whose}'s ({record[5]}). "
-        "A was asked first of all, "
-        "but also last of all, and every use makes it young again.",
-        (0 if whose == "A" else 1) if record[3] == expected else 2,
+        f"C needed room. The record says “{gone[0][2]}”: so many blocks, and of the pool's "
+        f"{stage.source.info['num_blocks']} only {free} were free. Out of the tree went {nodes}. A came first, but was "
+        "used again after B, and every use makes it young again.",
+        (0 if whose[gone[0][0]] == "A" else 1) if gone[0][0] == expected else 2,
     )
 
 
@@ -108,13 +113,15 @@ LESSON = Lesson(
             "What can be shared",
             """
             Keys and values of a token depend on all tokens before it and on nothing else. So two prompts that begin
-            alike have, for that beginning, the same keys and values, to the bit. It is enough to compute them once.
+            alike have, for that beginning, the same keys and values, rounding aside. It is enough to compute them
+            once.
 
             A passage in the middle of two prompts that begin differently cannot be shared, even if it is the same
             word for word: what stands before it is part of its keys and values.
 
             What sharing saves is prefill: the first token comes sooner, and the device has more time for others.
-            Once a reply is being written, it is not written faster; and it is the same reply as without the cache.
+            Once a reply is being written, it is not written faster; and it is the same reply as without the cache,
+            rounding aside (L4 tells more).
             """,
         ),
         Page(
@@ -154,9 +161,10 @@ LESSON = Lesson(
             "All at the same time",
             """
             Six chats with one system prompt arrive together, in an empty engine. None of them has been computed
-            when the first step is planned. But blocks are published when the step that writes them is planned,
-            marked as pending: every layer writes all keys of a step before it reads any, so the others may rely on
-            them in the same step.
+            when the first step is planned. But a prompt's blocks are published when the step that writes them is
+            planned, marked as pending: every layer writes all keys of a step before it reads any, so the others may
+            rely on them in the same step. (A reply's blocks are published when their step is committed: before that
+            its tokens are not known.)
             """,
             panel="tree",
             code="engine.kv.cache:KVCache.publish_planned",
@@ -189,11 +197,11 @@ LESSON = Lesson(
             """
             Under every answer in the chat stands how much of its prompt came from the cache, and why not more:
 
-              all that can be shared    the match reached the last whole block before the last token
-              differs at token n        another prompt is the same up to there; often it is a date or a name
-              nothing begins like this  the first block is new
-              shorter than a block      less than 16 tokens are left
-              evicted at step n         it was there, and had to go
+              all that can be shared    all whole blocks before the last token; the rest is not looked up
+              differs at token n        in one of those blocks: often it is a date or a name
+              nothing begins like this  the first token is new
+              shorter than a block      the prompt has no more than 16 tokens
+              evicted at step n         the next block was there, and had to go
 
             To profit from the cache, put what is always the same first, and what changes last. One changed token at
             the beginning of a system prompt makes everything after it new.

@@ -23,7 +23,9 @@ async def host_share(stage: Stage) -> Seen:
         "This engine runs on a GPU: the launch is a graph's." if gpu
         else "This engine runs on a CPU: there is nothing to launch, the host itself computes; no graphs are captured."
     )  # fmt: skip
-    return Seen(f"A decode step took {wall:.1f} ms (median), {plan:.2f} ms of it planning and committing. {about}")
+    return Seen(
+        f"In this run a decode step took {wall:.1f} ms (median), {plan:.2f} ms of it planning and committing. {about}"
+    )
 
 
 async def batch_sizes(stage: Stage) -> Seen:
@@ -69,7 +71,7 @@ def _host(stage: Stage) -> str:
 LESSON = Lesson(
     9,
     "CUDA graphs",
-    "Why does a small step cost as much as a large one, and what helps?",
+    "Why does a GPU wait for its host in a short step, and what helps?",
     (
         Page(
             "The price of a launch",
@@ -98,9 +100,9 @@ LESSON = Lesson(
             "A ladder of sizes",
             """
             A graph is captured for a fixed number of rows, and a batch may have any number. To capture one for each
-            would take long and much memory. So there is a ladder: 1, 2, 4, 8, then every 16, and farther up every
-            32. A batch uses the next size that is large enough, and the rows too many are padding: they belong to
-            no request and point at the null block.
+            would take long and much memory. So there is a ladder: 1, 2, 4, 8, 16, then 32, 48 and so on by 16, and
+            above 128 by 32. A batch uses the next size that is large enough, and the rows too many are padding:
+            they belong to no request and point at the null block.
             """,
             panel="step",
             code="engine.graphs:ladder",
