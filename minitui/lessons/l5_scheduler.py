@@ -132,7 +132,7 @@ LESSON = Lesson(
             All of it is one forward pass. A prompt longer than what is left of the budget is computed in chunks,
             over several steps, so that it never holds up those who are writing.
 
-            Of a reply (without grammar or speculation) the scheduler needs only the length. So it plans a step
+            Of a reply (without grammar or speculation) the scheduler needs only the length. So it can plan a step
             before the last one's tokens are known; what is drawn for a reply that has ended is thrown away.
             """,
             code="engine.scheduler:Scheduler.plan",
