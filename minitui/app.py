@@ -102,7 +102,7 @@ class MinituiApp(App[int]):
         self._load_codec, self._guard, self._script = load_codec, guard, script
         self._interrupted = 0.0
         self._frames = 0
-        for theme in themes_for(self.console.color_system):
+        for theme in themes_for(self.console.color_system if guard else None):  # else nobody sees it in a terminal
             self.register_theme(theme)
         self.theme = settings.theme if settings.theme in self.available_themes else THEMES[0].name
         use_ascii(settings.ascii)
