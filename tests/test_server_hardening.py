@@ -68,7 +68,8 @@ class Open:
 
 @pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "application/json; charset=utf-8"])
 def test_generate_takes_what_a_bare_curl_sends(server: Running, kind: str | None) -> None:
-    body = b'{"prompt": "A KV cache", "max_tokens": 6, "temperature": 0, "top_k": 5, "top_p": 0.9, "rep_penalty": 1.1}'
+    prompt = b'"<|im_start|>user\\nWhat is the KV cache?<|im_end|>\\n<|im_start|>assistant\\n"'
+    body = b'{"prompt": %s, "max_tokens": 6, "temperature": 0, "top_k": 5, "top_p": 0.9, "rep_penalty": 1.1}' % prompt
     whole = server.http.post("/generate", content=body, headers={"content-type": kind} if kind else {})
     assert whole.status_code == 200 and whole.json()["usage"]["completion_tokens"] == 6
     streamed = server.http.post("/generate", content=body[:-1] + b', "stream": true}').text

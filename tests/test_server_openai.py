@@ -16,6 +16,7 @@ openai = pytest.importorskip("openai", reason="the openai client is not installe
 pytest.importorskip("llguidance", reason="the extra 'structured' is not installed")
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is the KV cache?"}]
+TEXT = "<|im_start|>user\nWhat is the KV cache?<|im_end|>\n<|im_start|>assistant\n"
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -166,14 +167,25 @@ def test_thinking_is_told_apart_from_the_answer(client: Any, stream: bool) -> No
 
 def test_texts_go_on_as_they_stand_whole_and_streamed(client: Any) -> None:
     options: dict[str, Any] = {"model": "tutor", "max_tokens": 8, "temperature": 0}
-    several = client.completions.create(prompt=["A KV cache", "Paging is"], n=2, logprobs=2, **options)
+    several = client.completions.create(prompt=[TEXT, TEXT.replace("the KV cache", "paging")], n=2, logprobs=2, **options)
     assert [c.index for c in several.choices] == [0, 1, 2, 3] and several.choices[0].text == several.choices[1].text
     assert "".join(several.choices[0].logprobs.tokens) == several.choices[0].text
     assert len(several.choices[0].logprobs.text_offset) == 8
-    streamed = client.completions.create(prompt="A KV cache", stream=True, **options)
+    streamed = client.completions.create(prompt=TEXT, stream=True, **options)
     assert "".join(c.choices[0].text for c in streamed) == several.choices[0].text
-    echoed = client.completions.create(prompt="A KV cache", echo=True, **options)
-    assert echoed.choices[0].text == "A KV cache" + several.choices[0].text
+    echoed = client.completions.create(prompt=TEXT, echo=True, **options)
+    assert echoed.choices[0].text == TEXT + several.choices[0].text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_token_that_ends_a_text_is_no_part_of_its_logprobs(client: Any, stream: bool) -> None:
+    answer = client.completions.create(
+        model="tutor", prompt=TEXT, max_tokens=300, temperature=0, logprobs=1, stream=stream
+    )
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    assert choices[-1].finish_reason == "stop"
+    tokens = [token for choice in choices for token in (choice.logprobs.tokens if choice.logprobs else ())]
+    assert "".join(tokens) == "".join(choice.text for choice in choices) != ""
 
 
 def test_models_are_listed(client: Any) -> None:

@@ -11,10 +11,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from engine.errors import InvalidRequest
-from engine.output import Delta
 from engine.types import SamplingParams
 from minitui.server.failures import RESPONSES, STREAMED, ApiError
-from minitui.server.logprobs import chat_logprobs
+from minitui.server.logprobs import chat_logprobs, without_end
 from minitui.server.prompts import conversation
 from minitui.server.replies import Gathered, Reply, respond, usage_of
 from minitui.server.schema import Answer, ChatRequest, NamedTool
@@ -113,7 +112,7 @@ class ChatAnswer:
             for delta in deltas:
                 sequence.add(delta)
             choice.take("".join(delta.text for delta in deltas), deltas[-1].finish_reason)
-            logprobs = self.logprobs([entry for delta in deltas for entry in _shown(delta, self)])
+            logprobs = self.logprobs([entry for delta in deltas for entry in delta.logprobs], deltas[-1].finish_reason)
             for changes in choice.changes() or ([{}] if logprobs and logprobs["content"] else []):
                 yield self._chunk(index, changes, logprobs=logprobs)
                 logprobs = None  # they stand in the first chunk of their tokens
@@ -126,8 +125,11 @@ class ChatAnswer:
             yield event({**self.head, "object": "chat.completion.chunk", "choices": [], "usage": usage})
         yield DONE
 
-    def logprobs(self, entries: list[Any]) -> dict[str, Any] | None:
-        return chat_logprobs(self.tokenizer, entries, self.body.top_logprobs or 0) if self.body.logprobs else None
+    def logprobs(self, entries: list[Any], finish_reason: str) -> dict[str, Any] | None:
+        if not self.body.logprobs:
+            return None
+        shown = without_end(entries, finish_reason, self.service.info["eos_ids"])
+        return chat_logprobs(self.tokenizer, shown, self.body.top_logprobs or 0)
 
     def _chunk(
         self, index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None, usage: Any = None
@@ -135,12 +137,6 @@ class ChatAnswer:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         chunk = {**self.head, "object": "chat.completion.chunk", "choices": [choice]}
         return event({**chunk, "usage": usage} if usage else chunk)
-
-
-def _shown(delta: Delta, answer: ChatAnswer) -> list[Any]:
-    """Log-probabilities of a delta, but not of the token that ended the reply: it is no part of the answer."""
-    ends = answer.service.info["eos_ids"]
-    return [entry for entry in delta.logprobs if delta.finish_reason != "stop" or entry.token_id not in ends]
 
 
 class Choice:
@@ -191,9 +187,5 @@ class Choice:
         if self.parts.calls:
             message["tool_calls"] = self.parts.calls
             message["content"] = self.parts.content or None
-        last = Delta(0, "", [], sequence.finish_reason, logprobs=sequence.logprobs[-1:])
-        entries = sequence.logprobs[:-1] + _shown(last, self._answer)
-        return {
-            "index": index, "message": message, "logprobs": self._answer.logprobs(entries),
-            "finish_reason": self.finish_reason,
-        }  # fmt: skip
+        logprobs = self._answer.logprobs(sequence.logprobs, sequence.finish_reason)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self.finish_reason}

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from minitui.server.failures import RESPONSES, STREAMED, ApiError
-from minitui.server.logprobs import completion_logprobs
+from minitui.server.logprobs import completion_logprobs, without_end
 from minitui.server.prompts import encode
 from minitui.server.replies import Gathered, Reply, respond, usage_of
 from minitui.server.schema import Answer, CompletionRequest, Generated, GenerateRequest
@@ -116,7 +116,7 @@ class CompletionAnswer:
         choices = [
             {
                 "index": index, "text": self._echo(index) + one.text, "finish_reason": one.finish_reason,
-                "logprobs": self._logprobs(one.logprobs, 0),
+                "logprobs": self._logprobs(one.logprobs, one.finish_reason, 0),
             }
             for index, one in enumerate(sequences)
         ]  # fmt: skip
@@ -134,7 +134,8 @@ class CompletionAnswer:
                 sequences[index].add(delta)
             _refuse_abort(deltas[-1].finish_reason)
             text = "".join(delta.text for delta in deltas)
-            logprobs = self._logprobs([entry for delta in deltas for entry in delta.logprobs], offsets[index])
+            entries = [entry for delta in deltas for entry in delta.logprobs]
+            logprobs = self._logprobs(entries, deltas[-1].finish_reason, offsets[index])
             if logprobs:
                 offsets[index] += sum(map(len, logprobs["tokens"]))
             if text or deltas[-1].finish_reason or (logprobs and logprobs["tokens"]):
@@ -143,10 +144,11 @@ class CompletionAnswer:
             yield event({**self.head, "choices": [], "usage": usage_of(sequences, self.samples).model_dump()})
         yield DONE
 
-    def _logprobs(self, entries: list[Any], offset: int) -> dict[str, Any] | None:
+    def _logprobs(self, entries: list[Any], finish_reason: str, offset: int) -> dict[str, Any] | None:
         if self.body.logprobs is None:
             return None
-        return completion_logprobs(self.tokenizer, entries, self.body.logprobs, offset)
+        shown = without_end(entries, finish_reason, self.service.info["eos_ids"])
+        return completion_logprobs(self.tokenizer, shown, self.body.logprobs, offset)
 
     def _chunk(self, index: int, text: str, finish: str | None, logprobs: Any) -> bytes:
         choice = {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs}

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from engine.tokenizer import Tokenizer
 from engine.types import TokenLogprobs
 
 LOWEST = -9999.0  # JSON has no -inf
+
+
+def without_end(
+    entries: Sequence[TokenLogprobs], finish_reason: str, eos_ids: Collection[int]
+) -> Sequence[TokenLogprobs]:
+    """All but the token that ended the reply, if one did: it is no part of the answer."""
+    ended = finish_reason == "stop" and entries and entries[-1].token_id in eos_ids
+    return entries[:-1] if ended else entries
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int) -> dict[str, Any]:
