@@ -138,8 +138,12 @@ async def test_a_dialog_stands_before_the_dimmed_picture_which_costs_little_mean
         assert isinstance(app.screen, ChoiceDialog)
         below = app.screen_stack[-2]
         painted = below._frames
-        drawn = app.export_screenshot().replace("&#160;", " ")
-        assert "Run until" in drawn and "Batch lanes" in drawn
+
+        def drawn(*words: str) -> bool:
+            picture = app.export_screenshot().replace("&#160;", " ")
+            return all(word in picture for word in words)
+
+        await until(pilot, lambda: drawn("Run until", "Batch lanes"))
         frames = app._frames
         await until(pilot, lambda: app._frames > frames + 10)
         assert below._frames <= painted + 1 + (app._frames - frames) // app.settings.fps

@@ -167,7 +167,8 @@ def test_thinking_is_told_apart_from_the_answer(client: Any, stream: bool) -> No
 
 def test_texts_go_on_as_they_stand_whole_and_streamed(client: Any) -> None:
     options: dict[str, Any] = {"model": "tutor", "max_tokens": 8, "temperature": 0}
-    several = client.completions.create(prompt=[TEXT, TEXT.replace("the KV cache", "paging")], n=2, logprobs=2, **options)
+    prompts = [TEXT, TEXT.replace("the KV cache", "paging")]
+    several = client.completions.create(prompt=prompts, n=2, logprobs=2, **options)
     assert [c.index for c in several.choices] == [0, 1, 2, 3] and several.choices[0].text == several.choices[1].text
     assert "".join(several.choices[0].logprobs.tokens) == several.choices[0].text
     assert len(several.choices[0].logprobs.text_offset) == 8
