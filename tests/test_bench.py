@@ -11,8 +11,9 @@ import pytest
 from engine.config import ModelConfig
 from engine.kv.allocator import BlockAllocator
 from engine.kv.radix import RadixTree
+from engine.llm import LLM
 from engine.records import RecordLog
-from minitui.bench import command, cpu, host, speculation
+from minitui.bench import command, cpu, gpu, host, speculation
 from minitui.bench.limits import Limits
 from minitui.bench.rows import Row
 from minitui.bench.shapes import Work, write_config
@@ -89,6 +90,18 @@ def test_the_command_measures_the_bundled_model_on_a_cpu(
     edited, random = rows["edited code, 1 with drafts"], rows["nothing repeats, 1 with drafts"]
     assert edited["value"] < random["value"], "what is guessed right should make tokens come sooner"
     assert "1.00 tokens a step, no drafts" in random["note"] and "drafts right" in edited["note"]
+
+
+def test_a_batch_is_told_with_its_prompts_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "REPLY", 8)
+    llm = LLM(_bundled(), device="cpu", cpu_threads=1)
+    work = Work.of(ModelConfig.from_pretrained(_bundled()), 4)
+    decoding, whole = gpu.GpuRows(llm, work, LIMITS, {}).batch(4)
+    assert (decoding.name, whole.name) == ("batch 4", "batch 4 with its prompts")
+    assert 0 < whole.value < decoding.value, "512 prompt tokens take longer than a step that decodes four"
+    # Four steps' worth of keys more or less is nothing beside the weights: a step is read once for four tokens.
+    assert decoding.limit == pytest.approx(4 / work.decode(LIMITS, [132] * 4), rel=0.01)
+    assert whole.limit == pytest.approx(4 * 8 / work.replies(LIMITS, [128] * 4, [8] * 4))
 
 
 def _bundled() -> str:
