@@ -26,7 +26,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "admit": ("request", "row", "reason"),  # leaves the queue, gets a row; reason: "new" or "resumed"
     "match": ("request", "tokens", "stop", "at", "detail"),  # prefix match at admission or before a chunk: tokens taken
     #   from the tree by it, and why it stopped: "whole" (all that may be shared is), "differs" (at token `at`),
-    #   "short" (under one block is left), "empty" (nothing begins like this), "evicted" (it stood here; at = step)
+    #   "ends" (the tree holds nothing beyond token `at`), "short" (under one block is left), "empty" (nothing begins
+    #   like this), "evicted" (it stood here; at = step)
     "preempt": ("request", "reason", "blocks"),  # its blocks are given back, it rejoins the head of the queue
     "requeue": ("request", "reason"),  # like preempt, after a failed step: work in flight is void
     "finish": ("request", "reason", "output_tokens"),  # stop | length | abort | error: ...; row and blocks given back

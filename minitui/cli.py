@@ -200,6 +200,7 @@ def demo(
       minitui demo preemption        a pool too small for all: predict who gives way
       minitui demo fork              one conversation, four continuations
       minitui demo batching          static against continuous batching
+      minitui demo speculation       tokens guessed from the text, several checked in a step
       minitui demo cache --plain     the same story as text
     """
     from minitui.launch import run_demo

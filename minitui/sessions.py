@@ -636,6 +636,7 @@ def describe_match(match: dict[str, Any], missed: int) -> str:
     return {
         "whole": "all that can be shared",
         "differs": f"differs at token {at:,}" if isinstance(at, int) else "differs",
+        "ends": "no more is cached",
         "short": f"the other {missed:,} are shorter than a block" if missed else "",
         "empty": "nothing cached begins like this",
         "evicted": f"evicted at step {at:,}" if isinstance(at, int) else "evicted",

@@ -384,6 +384,7 @@ async def test_every_command_is_in_the_help_with_its_key_and_in_the_palette():
         await press(pilot, "escape", "question_mark")
         assert isinstance(app.screen, HelpScreen)
         text = "\n".join(str(s.render()) for s in app.screen.query("Static"))
+        assert "[keys]" in text
         for action in offered():
             assert action.id in text
             assert not action.slash or f"/{action.slash}" in text

@@ -48,6 +48,9 @@ class TreeAgainstASet(RuleBasedStateMachine):
         if match.stop == "differs":
             assert all(list(p[: match.at + 1]) != ids[: match.at + 1] for p in self.known if len(p) > match.at)
             assert match.at == 0 or any(list(p[: match.at]) == ids[: match.at] for p in self.known)
+        if match.stop == "ends":
+            assert match.at == expected * SIZE > 0
+            assert not any(len(p) > match.at and list(p[: match.at]) == ids[: match.at] for p in self.known)
         self.cache.take(request, match)
         before = self._evictable()
         if not self.cache.grow(request, len(ids)):

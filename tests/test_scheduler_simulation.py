@@ -296,6 +296,7 @@ def test_a_miss_says_where_and_why() -> None:
 
     assert match_of([1, 2, 3, 4, 5, 6, 7, 8, 9]) == (0, "empty", 0)
     assert match_of([1, 2, 3, 4, 5, 6, 0, 0, 0]) == (4, "differs", 6)
+    assert match_of([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]) == (8, "ends", 8)
     assert match_of([1, 2, 3]) == (0, "short", 0)
     assert match_of([1, 2, 3, 4, 5, 6, 7, 8, 9]) == (8, "whole", 8)
     match_of([7] * 31)  # fills the pool

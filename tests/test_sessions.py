@@ -284,6 +284,7 @@ def test_sampling_is_set_by_name_and_refused_with_a_sentence():
     ("match", "words"),
     [
         ({"stop": "differs", "at": 37}, "differs at token 37"),
+        ({"stop": "ends", "at": 32}, "no more is cached"),
         ({"stop": "evicted", "at": 812}, "evicted at step 812"),
         ({"stop": "short", "at": 0}, "shorter than a block"),
         ({"stop": "empty", "at": 0}, "nothing cached begins like this"),

@@ -231,6 +231,14 @@ def test_a_slow_step_is_explained_by_its_prefill():
     assert "prefill tokens" not in why_slow(decode, view.timings)
 
 
+def test_the_median_of_two_first_tokens_lies_between_them():
+    firsts = FirstTokens()
+    for seq, prefill_ms in enumerate((60.0, 12.0)):
+        firsts.fold((seq, 0.0, "first", seq, 1.0, prefill_ms, 1.0))
+    assert summarise(Steps(), firsts, 0, 99).median_first_ms == pytest.approx(38.0)
+    assert summarise(Steps(), FirstTokens(), 0, 99).median_first_ms is None
+
+
 def test_a_slow_step_that_only_decodes_is_explained_by_what_the_records_tell():
     def explained(rows: int, rest: float, host_us: int = 100) -> str:
         steps, t = Steps(), 0.0

@@ -121,9 +121,9 @@ class RadixTree:
         step = self._ghosts.get(hash((end, key)))
         if step is not None:
             return Match(node, part, n, blocks, "evicted", step)
-        rivals = [part.keys[n]] if part is not None else islice(node.children, RIVALS)
+        rivals = [part.keys[n]] if part is not None else list(islice(node.children, RIVALS))
         common = max((_common(key, rival) for rival in rivals), default=0)
-        stop = "empty" if depth == 0 and common == 0 else "differs"
+        stop = "differs" if common or (depth and rivals) else "ends" if depth else "empty"
         return Match(node, part, n, blocks, stop, depth * self.block_size + common)
 
     # ---- holding

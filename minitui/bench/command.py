@@ -6,6 +6,7 @@
     minitui bench --host              what the host alone does for a step, and the radix tree at 1,000 to 100,000 blocks
     minitui bench --attached          what the engine loses while the application watches it, against nobody watching
     minitui bench --app               what the application costs: folding, Inspect, Chat, memory over hours
+    minitui bench --url ADDRESS       load on a server; with --help behind it, its own options
 """
 
 from __future__ import annotations

@@ -199,6 +199,7 @@ LESSON = Lesson(
 
               all that can be shared    all whole blocks before the last token; the rest is not looked up
               differs at token n        in one of those blocks: often it is a date or a name
+              no more is cached         the text in the tree ends there: a block is kept once it is full
               nothing begins like this  the first token is new
               shorter than a block      the prompt has no more than 16 tokens
               evicted at step n         the next block was there, and had to go

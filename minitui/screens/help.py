@@ -121,7 +121,8 @@ class HelpScreen(ModalScreen[None]):
                 for group in dict.fromkeys(a.group for a in self._offered):
                     yield Static(f"{group} (keys act outside the prompt; esc leaves it)", classes="head")
                     yield Static(self._table(group))
-                yield Static("Names in the first column are those of settings.toml, table [keys].", classes="foot")
+                names = "Names in the first column are those of settings.toml, table [keys]."
+                yield Static(names, classes="foot", markup=False)
             yield Static("up, down, page keys scroll · esc closes", classes="foot")
 
     @property

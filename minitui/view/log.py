@@ -91,6 +91,7 @@ def stop_text(stop: str, at: int) -> str:
     return {
         "whole": "all that can be shared",
         "differs": f"differs at token {at:,}",
+        "ends": "no more is cached",
         "short": "shorter than a block",
         "empty": "nothing in the tree begins like this",
         "evicted": f"the rest was evicted at step {at:,}",

@@ -37,7 +37,7 @@ class Timings:
     steps: int = 0
     slowest: StepRow | None = None
     first_token: FirstToken | None = None  # the last one
-    median_first: FirstToken | None = None  # by total, of the last RECENT_FIRST_TOKENS
+    median_first_ms: float | None = None  # of the last RECENT_FIRST_TOKENS
     first_tokens: int = 0
     host_ms: float = 0.0  # mean per step: plan + launch + commit
     device_ms: float | None = None  # mean per step; None: not measured
@@ -59,9 +59,9 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
     while last is not None and last.wall_ms is None:  # its timing has not arrived
         last = steps.get(last.step - 1)
     seen = firsts.until(seq)[-RECENT_FIRST_TOKENS:]
-    median = sorted(seen, key=lambda item: item.total_ms)[len(seen) // 2] if seen else None
+    median = float(np.median([item.total_ms for item in seen])) if seen else None
     if last is None:
-        return Timings(first_token=seen[-1] if seen else None, median_first=median, first_tokens=len(seen))
+        return Timings(first_token=seen[-1] if seen else None, median_first_ms=median, first_tokens=len(seen))
     begin = max(steps.since(last.t - WINDOW_SECONDS, last.step), last.step - MOST_STEPS)
     at = steps.indices(begin, last.step)
     wall = steps.column("wall")[at]
@@ -88,7 +88,7 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
         steps=len(at),
         slowest=worst,
         first_token=seen[-1] if seen else None,
-        median_first=median,
+        median_first_ms=median,
         first_tokens=len(seen),
         host_ms=float(host.mean()),
         device_ms=float(device[known].mean()) if known.any() else None,

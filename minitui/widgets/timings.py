@@ -94,7 +94,7 @@ opens the slowest step.""")
         return row.add(" " + why, style).done(width)
 
     def _first_token(self, t: Timings, width: int) -> Runs:
-        first, median = t.first_token, t.median_first
+        first, median = t.first_token, t.median_first_ms
         row = Row("first token", "dim").to(LABEL)
         if first is None or median is None:
             return row.add("none yet", "dim").done(width)
@@ -109,7 +109,7 @@ opens the slowest step.""")
         row.add(" = ", "dim")
         for word in parts.split(" "):
             row.add(word + " ", "ink" if word[0].isdigit() else "dim")
-        tail = f" median of {t.first_tokens}: {ms(median.total_ms)} ms"
+        tail = f" median of {t.first_tokens}: {ms(median)} ms"
         if row.width + len(tail) <= width:
             row.add(tail, "dim")
         return row.done(width)
