@@ -26,6 +26,7 @@ from minitui.store import Store, StoredChat, StoredMessage
 
 THINK, END_THINK = "<think>", "</think>"
 SAVE_EVERY = 1.0  # seconds between two saves of an answer being written
+SHORTEST_S = 0.05  # between the first and the last arrival of which a rate is told: a burst has none
 
 
 class Codec(Protocol):
@@ -268,10 +269,10 @@ class Session:
         return self.messages[-1].state if self.messages else "idle"
 
     def rate(self, window: float = 1.0, now: float | None = None) -> float:
-        """Tokens a second over the last `window` seconds, as they arrived; 0 with fewer than two arrivals in it."""
+        """Tokens a second over the last `window` seconds, as they arrived; 0 where they span less than SHORTEST_S."""
         now = time.monotonic() if now is None else now
         recent = [(t, n) for t, n in self._arrivals if now - t <= window]
-        if len(recent) < 2 or recent[-1][0] <= recent[0][0]:
+        if not recent or recent[-1][0] - recent[0][0] < SHORTEST_S:
             return 0.0
         return sum(n for _, n in recent[1:]) / (recent[-1][0] - recent[0][0])
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -490,18 +492,26 @@ async def test_the_screen_fits_every_size_and_keeps_what_matters(size):
 
 
 async def test_titles_use_the_room_there_is_and_what_is_cut_has_dots():
-    async with running(size=(80, 24)) as (app, _, screen):
-        app.chats.rename(app.session, "short")
-        for number in range(2, 9):
-            app.chats.new("", f"chat number {number} of eight")
+    titles = [f"chat number {number} of many" for number in range(1, 13)]
+    async with running(size=(80, 30)) as (app, pilot, screen):
+        app.chats.rename(app.session, titles[0])
+        for title in titles[1:]:
+            app.chats.new("", title)
         everything, strip = list(app.chats.sessions), screen.query_one(SessionStrip)
-        for count, expected in ((4, " 1 short   2 chat number 2 …   3 chat"), (8, "2 chat number 2 of eight   3 ")):
+        for columns, count in itertools.product((80, 120, 160), (2, 7, 12)):
+            await pilot.resize_terminal(columns, 30)
             app.chats.sessions[:] = everything[:count]
-            app.select_session(everything[1])
-            strip.paint(app.view)
-            line = strip.render_line(0).text
-            assert expected in line and line.rstrip().endswith("+ new") and len(line.rstrip()) > 66
-            assert [n for n in range(1, count + 1) if f" {n} " not in line] == []
+            for number in (1, count):
+                app.select_session(everything[number - 1])
+                strip.paint(app.view)
+                line = strip.render_line(0).text.rstrip()
+                assert f" {number} {titles[number - 1][:9]}" in line and line.endswith("+ new")
+                hidden = sum(int(n) for n in re.findall(r"(\d+) more", line))
+                entries = [n for n in range(1, count + 1) if f" {n} " in line]
+                assert len(entries) + hidden >= count and (columns < 120 or not hidden), line
+                for title in re.findall(r"\d+ (chat.*?) *(?=  | [^ \w]|$)", line):
+                    assert title in titles or (title[-1] == "…" and len(title) > 6), f"{title!r} is cut without a sign"
+                assert line.count("…") == 0 or len(line) > columns - 24, "letters are left out while there is room"
 
 
 @pytest.mark.parametrize("name", ["minitui-dark", "minitui-light", "minitui-projector"])

@@ -6,6 +6,7 @@ import re
 import shutil
 import struct
 import xml.etree.ElementTree as ElementTree
+import zlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from textwrap import wrap
@@ -141,9 +142,19 @@ async def test_a_screen_of_a_recording_is_a_picture_without_a_network() -> None:
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed")
 def test_a_picture_of_a_recording_is_drawn_by_the_browser(tmp_path: Path) -> None:
     path = run_export(GOLDEN, "png", tmp_path / "a.png", 40, "80x24", "light")
-    head = path.read_bytes()[:24]
-    width, height = struct.unpack(">II", head[16:])
-    assert head.startswith(b"\x89PNG\r\n\x1a\n") and 1200 < width < 1800 and 700 < height < 1200
+    data = path.read_bytes()
+    chunks, at = [], 8
+    while at < len(data):
+        (length,) = struct.unpack_from(">I", data, at)
+        kind, body = data[at + 4 : at + 8], data[at + 8 : at + 8 + length]
+        assert struct.unpack_from(">I", data, at + 8 + length) == (zlib.crc32(kind + body),)
+        chunks.append((kind, body))
+        at += 12 + length
+    assert data.startswith(b"\x89PNG\r\n\x1a\n") and chunks[0][0] == b"IHDR" and chunks[-1] == (b"IEND", b"")
+    width, height, depth, colours = struct.unpack_from(">IIBB", chunks[0][1])
+    assert 1200 < width < 1800 and 700 < height < 1200 and (depth, colours) in {(8, 2), (8, 6)}
+    pixels = zlib.decompress(b"".join(body for kind, body in chunks if kind == b"IDAT"))
+    assert len(pixels) == height * (1 + width * {2: 3, 6: 4}[colours]) and len(set(pixels)) > 20
 
 
 def test_a_png_without_a_browser_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

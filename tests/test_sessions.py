@@ -313,6 +313,8 @@ def test_the_rate_is_that_of_the_arrivals_and_not_of_how_often_one_looks():
     assert session.rate(now=1.05) == pytest.approx(20.0)
     assert session.rate(now=3.0) == 0.0
     assert session.rate(window=5.0, now=3.0) == pytest.approx(20.0)
+    session._arrivals.extend([(9.0, 10), (9.0001, 10)])
+    assert session.rate(now=9.1) == 0.0, "steps taken one by one come in bursts, which have no speed"
 
 
 def test_an_answer_that_ended_with_the_process_says_so_and_one_that_was_cancelled_too(tmp_path):

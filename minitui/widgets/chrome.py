@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from minitui.app import MinituiApp
     from minitui.view import View
 
-FEWEST_LETTERS = 5  # of a chat's title: fewer say nothing
+FEWEST_LETTERS = 10  # of a chat's title: fewer say nothing
 OWN_LETTERS = 18  # of the title of the chat that is shown, at least
 SCREENS = (("chat", "1 Chat"), ("inspect", "2 Inspect"), ("lecture", "3 Lecture"))
 
@@ -158,17 +158,18 @@ class SessionStrip(Bar):
         return Picture([row.done(width)])
 
     def _entries(self, sessions: list[Session], states: list[tuple[str, str]], room: int) -> list[list[Run]]:
-        """What is written of each. Every title gets as many letters as any other can have; where that is hardly a
-        word, the chat that is shown has a title, then those beside it, and of the others number and sign are left."""
+        """What is written of each. Every title gets as many letters as any other can have. Before that is hardly a
+        word, what the others do becomes a sign; where that is not enough, the chat that is shown has a title, then
+        those beside it, and of the others number and sign are left."""
         titles = [cells(session.title) for session in sessions]
-        numbers = [len(str(i + 1)) + 3 for i in range(len(sessions))]  # and the spaces around
-        whole = sum(numbers) + sum(cells(state) + 1 for state, _ in states if state)
-        for letters in range(max(titles, default=0), FEWEST_LETTERS - 1, -1):
-            if whole + sum(min(title, letters) + 1 for title in titles) <= room:
-                return [self._entry(s, state, letters) for s, state in zip(sessions, states, strict=True)]
+        numbers = sum(len(str(i + 1)) + 3 for i in range(len(sessions)))  # and the spaces around
         current = next((i for i, session in enumerate(sessions) if session is host(self.app).session), 0)
-        short = [state if i == current else (_sign(*state), state[1]) for i, state in enumerate(states)]
-        left = room - sum(numbers) - sum(cells(state) + 1 for state, _ in short if state)
+        signs = [state if i == current else (_sign(*state), state[1]) for i, state in enumerate(states)]
+        for told in (states, signs):
+            left = room - numbers - sum(cells(state) + 1 for state, _ in told if state)
+            for letters in range(max(titles, default=0), FEWEST_LETTERS - 1, -1):
+                if sum(min(title, letters) + 1 for title in titles) <= left:
+                    return [self._entry(s, state, letters) for s, state in zip(sessions, told, strict=True)]
         given = [0] * len(sessions)
         given[current] = min(titles[current], max(OWN_LETTERS, left - 1))
         left -= given[current] + 1
@@ -176,7 +177,7 @@ class SessionStrip(Bar):
             if i != current and left > FEWEST_LETTERS:
                 given[i] = min(titles[i], left - 1)
                 left -= given[i] + 1
-        return [self._entry(*one) for one in zip(sessions, short, given, strict=True)]
+        return [self._entry(*one) for one in zip(sessions, signs, given, strict=True)]
 
     def _entry(self, session: Session, doing: tuple[str, str], letters: int) -> list[Run]:
         app = host(self.app)
@@ -199,9 +200,9 @@ class SessionStrip(Bar):
             told = "asked" if place is None else f"waiting, {ordinal(place)}" if place else "prefill"
             return told, "waiting"
         if session.state == "running":
-            # Arrivals are stretched by slow motion; the figure shown is the real one.
+            # Arrivals are stretched by slow motion; the figure shown is the real one. Between two steps there is none.
             pace = app.pace_of(session)
-            rate = session.rate(window=max(1.0, pace / 5)) * pace
+            rate = 0.0 if app.gated else session.rate(window=max(1.0, pace / 5)) * pace
             return f"{g.folded} {rate:,.0f} tok/s" if rate else g.folded, "decode"
         return {
             "done": ("ok" if g.rule == "-" else "✓", "good"),
