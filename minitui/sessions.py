@@ -83,6 +83,8 @@ def continue_prompt(rendered: list[int], kept: list[int], codec: Codec) -> Promp
         elif index == len(old) - 1 and (rest := _rest(old[index], piece, spell)) is not None:
             # An answer cut short is the beginning of its piece: the rendering goes on after it.
             return Prompt(ids + old[index] + rest + _joined(new[index + 1 :]), kept=len(kept))
+        elif index == len(new) - 1 and old[index][: len(piece)] == piece:
+            ids += piece  # an answer that goes on from here was taken back
         else:
             at = len(ids) + _common(old[index], piece)
             reason = _why(spell(old[index]), spell(piece), index)
@@ -150,7 +152,7 @@ def _why(old: str, new: str, piece: int) -> str:
         return "the template adds an empty thinking part"
     if piece <= 1:
         return "the system prompt was changed"
-    return "the template rewrites an earlier turn"
+    return "the conversation reads otherwise there"
 
 
 def split_thinking(text: str) -> tuple[str, str, bool]:

@@ -109,6 +109,18 @@ async def test_a_template_that_drops_thinking_says_where_the_turn_diverges_and_w
     assert f"from token {at} on the prompt is a new text" in text
 
 
+async def test_an_answer_that_is_asked_for_again_blames_no_template():
+    chats = await chats_on(FakeSource())
+    session = chats.new(SYSTEM)
+    chats.send(session, "What is a block table?")
+    await answered(session)
+    asked = session.messages[-1].metrics["prompt_tokens"]
+    chats.retry(session)
+    await answered(session)
+    metrics = session.messages[-1].metrics
+    assert "diverged" not in metrics and metrics["cached_tokens"] == (asked - 1) // 16 * 16
+
+
 async def test_a_changed_system_prompt_diverges_in_the_first_tokens():
     chats = await chats_on(FakeSource())
     session = chats.new("You are terse.")
