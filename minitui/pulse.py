@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from minitui.wire import httpx
+from minitui.wire import httpx, reason_of
 
 POLL_S = 2.0
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # between two tries to reach a server that is away
@@ -149,7 +149,9 @@ class Pulse:
                 trouble = await self._not_ready()
                 page = await self._http.get("/metrics")
         except (httpx.HTTPError, OSError) as error:
-            self.trouble, self.vitals = str(error) or f"it does not answer within {PATIENCE_S:g} s", Vitals()
+            slow = isinstance(error, TimeoutError)
+            self.trouble = f"it does not answer within {PATIENCE_S:g} s" if slow else reason_of(error)
+            self.vitals = Vitals()
             self._failures += 1
             self.away.set()
             return

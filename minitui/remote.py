@@ -26,7 +26,7 @@ from engine.records import Record
 from engine.types import SamplingParams
 from minitui.server.settings import TOKENIZER_FILES
 from minitui.source import Progress
-from minitui.wire import check, httpx, normalise, open_client, parse, server_events, unreachable
+from minitui.wire import check, httpx, normalise, open_client, parse, reason_of, server_events, unreachable
 
 MAX_RECORDS = 200_000  # kept for a reader that does not drain
 GIVE_UP_S = 60.0  # a server that cannot be reached for so long is dead
@@ -274,7 +274,7 @@ class RemoteSource:
                         lost_at, attempt = None, 0
                 reason = "the server ended the connection"
             except (httpx.HTTPError, OSError) as error:
-                reason = str(error) or type(error).__name__
+                reason = reason_of(error)
             except (EngineError, ValueError) as error:
                 reason = str(error)
             lost_at = lost_at or time.monotonic()

@@ -29,7 +29,7 @@ from minitui.pulse import BACKOFF_S, Pulse, Vitals
 from minitui.remote import RemoteSource, introduce
 from minitui.sessions import Session
 from minitui.source import Progress
-from minitui.wire import Overloaded, httpx, normalise
+from minitui.wire import Overloaded, httpx, normalise, reason_of
 
 LOADING_S = 600.0  # replicas may load their model for so long
 HASTE_S = 1.5  # at the start, those that have not answered by then are not waited for
@@ -129,7 +129,7 @@ class Replica:
             try:
                 await self._meet()
             except (EngineError, httpx.HTTPError, OSError) as error:
-                self._trouble = str(error) or type(error).__name__
+                self._trouble = reason_of(error)
                 wait = BACKOFF_S[min(failures, len(BACKOFF_S) - 1)] * random.uniform(0.8, 1.2)
                 failures += self._trouble != LOADING
                 self._again_at = time.monotonic() + wait

@@ -19,6 +19,7 @@ except ImportError as error:
 CONNECT_S = 5.0
 SILENCE_S = 35.0  # servers send at least a comment more often
 MAX_EVENT = 64 << 20
+LOST = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError, httpx.ReadTimeout)  # there was a connection
 
 
 class Overloaded(InvalidRequest):
@@ -76,10 +77,27 @@ async def check(response: httpx.Response) -> httpx.Response:
     raise EngineError(message)
 
 
+def reason_of(error: Exception) -> str:
+    """A transport error in a few words."""
+    said, cause = str(error), error.__cause__ or error.__context__
+    while cause is not None:  # "All connection attempts failed" says less than what they failed of
+        if isinstance(cause, ConnectionRefusedError):
+            return "nothing listens there"
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(error, httpx.ConnectTimeout):
+        return f"no connection within {CONNECT_S:g} s"
+    if isinstance(error, httpx.TimeoutException):
+        return f"nothing came for {SILENCE_S:g} s"
+    if isinstance(error, LOST) and ("closed" in said or "disconnected" in said or not said):
+        return "it hung up"
+    return said or type(error).__name__
+
+
 def unreachable(url: str, error: Exception) -> EngineDead:
     """A transport error as a sentence."""
-    reason = str(error) or type(error).__name__
-    return EngineDead(f"{url} cannot be reached ({reason}): is the server running, and is the address right?")
+    if isinstance(error, LOST):
+        return EngineDead(f"the connection to {url} was lost: {reason_of(error)}")
+    return EngineDead(f"{url} cannot be reached ({reason_of(error)}): is the server running, and is the address right?")
 
 
 async def server_events(response: httpx.Response) -> AsyncIterator[tuple[str, str]]:
