@@ -18,6 +18,7 @@ class ForeignChatScreen(ChatScreen):
     """There is no engine to be seen: the rail shows what the server's own page tells."""
 
     RAIL: ClassVar[tuple[type[LinePanel], ...]] = (ServerVitals,)
+    HEADLINE = "Several chats, one server."
     LEAD = "Ask something. Beside the answer stands what the server tells of itself."
     HINTS: ClassVar[tuple[tuple[str, str], ...]] = (
         ("r", "the same first question again, in a second chat"),

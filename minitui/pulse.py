@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from minitui.sessions import duration
 from minitui.wire import httpx, reason_of
 
 POLL_S = 2.0
@@ -21,6 +22,7 @@ BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # between two tries to reach a serv
 PATIENCE_S = 6.0  # for an answer; a server that takes longer counts as away
 MAX_PAGE = 4 << 20
 KEPT = 120  # vitals
+NOTHING = "its /metrics has no name that is known here"
 
 
 @dataclass
@@ -45,7 +47,7 @@ class Vitals:
         def count(value: float | None) -> str:
             return "unknown" if value is None else f"{value:,.0f}"
 
-        first = "unknown" if self.ttft_mean_s is None else f"{self.ttft_mean_s * 1e3:,.0f} ms"
+        first = "unknown" if self.ttft_mean_s is None else duration(self.ttft_mean_s * 1e3)
         return (
             f"running {count(self.running)}  waiting {count(self.waiting)}  KV in use {share(self.cache_use)}  "
             f"prefix hits {share(self.hit_rate)}  {count(self.tokens_per_s)} tok/s  first token {first}"
@@ -69,21 +71,40 @@ HITS = (
     ("sglang:cached_tokens_total", "sglang:prompt_tokens_total"),
 )
 FIRST = ("vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds")
-_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?\s+(\S+)")
+WANTED = (
+    {name for names in NAMES.values() for name in names}
+    | {name for pair in HITS for name in pair}
+    | {f"{name}_{part}" for name in FIRST for part in ("sum", "count")}
+)
+ONE_ENGINE = {"tp_rank", "pp_rank", "moe_ep_rank"}  # SGLang's ranks of one engine each tell what all of them do
+_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+def read_samples(text: str) -> dict[str, list[float]]:
+    """The values under each of the names WANTED, one for each engine."""
+    samples: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for line in text.splitlines():
+        found = _SAMPLE.match(line)
+        if not found or found[1] not in WANTED:
+            continue
+        labels = dict(_LABEL.findall(found[2] or ""))
+        if labels.get("priority"):
+            continue  # SGLang repeats its requests by priority; all of them stand under an empty one
+        try:
+            value = float(found[3])
+        except ValueError:
+            continue
+        if value == value:  # a server that knows nothing yet says NaN
+            engine = tuple(sorted((name, of) for name, of in labels.items() if name not in ONE_ENGINE))
+            of_name = samples.setdefault(found[1], {})
+            of_name[engine] = max(value, of_name.get(engine, value))
+    return {name: list(values.values()) for name, values in samples.items()}
 
 
 def read_page(text: str, before: Vitals | None = None, seconds: float = 0.0) -> Vitals:
     """Vitals of a Prometheus page. With those of `seconds` before, the rate of tokens since."""
-    samples: dict[str, list[float]] = {}
-    for line in text.splitlines():
-        found = _SAMPLE.match(line)
-        if found:
-            try:
-                value = float(found[2])
-            except ValueError:
-                continue
-            if value == value:  # a server that knows nothing yet says NaN
-                samples.setdefault(found[1], []).append(value)
+    samples = read_samples(text)
     vitals = Vitals()
     for field, names in NAMES.items():
         for name in names:
@@ -113,6 +134,7 @@ class Pulse:
         self.vitals = Vitals()
         self.history: deque[Vitals] = deque(maxlen=KEPT)  # one for each time that it was asked
         self.trouble = ""
+        self.mute = ""  # a sentence if its page tells nothing
         self.again_at = 0.0  # when it is asked again, of time.monotonic
         self.away = asyncio.Event()  # set while it does not answer
         self.beats = 0  # times that it has answered
@@ -158,6 +180,7 @@ class Pulse:
         was_away, now = bool(self._failures), time.monotonic()
         usable = page.status_code == 200 and len(page.content) < MAX_PAGE
         self.vitals = read_page(page.text, self.vitals, now - self._seen) if usable else Vitals()
+        self.mute = "" if self.vitals != Vitals() else NOTHING if usable else f"its /metrics answers {page.status_code}"
         self._seen, self._failures = now, 0
         self.trouble = trouble
         self.away.clear()

@@ -13,6 +13,7 @@ from minitui.models import load_codec
 from minitui.pulse import Pulse
 from minitui.remote import RemoteSource
 from minitui.replicas import Opening, Replica, ReplicaSource, opening_of
+from minitui.screens.chat import ChatScreen
 from minitui.screens.replicas import ReplicaScreen
 from minitui.sessions import Session
 from minitui.widgets.chrome import SCREENS
@@ -20,6 +21,25 @@ from minitui.widgets.replicas import Replicas
 
 EVERY_S = 0.5
 TAB = ("replicas", "4 Replicas")
+HEADLINE = "Several chats, several servers."
+HINT = ("4", "the servers, and where each chat goes")
+
+
+class ReplicaChatScreen(ChatScreen):
+    """One of several answers."""
+
+    HEADLINE = HEADLINE
+    LEAD = "Ask something: one of them answers. The panels follow one of them."
+    HINTS: ClassVar[tuple[tuple[str, str], ...]] = (*ChatScreen.HINTS[:-1], HINT, ChatScreen.HINTS[-1])
+
+
+class BlindChatScreen(ForeignChatScreen):
+    """One of several answers, and none tells what its engine does."""
+
+    HEADLINE = HEADLINE
+    HINTS: ClassVar[tuple[tuple[str, str], ...]] = (
+        *ForeignChatScreen.HINTS[:-1], HINT, ForeignChatScreen.HINTS[-1],
+    )  # fmt: skip
 
 
 class ReplicaApp(MinituiApp):
@@ -27,7 +47,7 @@ class ReplicaApp(MinituiApp):
 
     FEATURES: ClassVar[frozenset[str]] = frozenset({"replicas"})
     TABS: ClassVar[tuple[tuple[str, str], ...]] = (*SCREENS, TAB)
-    MODES: ClassVar[dict[str, Any]] = {**MinituiApp.MODES, "replicas": ReplicaScreen}
+    MODES: ClassVar[dict[str, Any]] = {**MinituiApp.MODES, "chat": ReplicaChatScreen, "replicas": ReplicaScreen}
 
     def __init__(self, source: ReplicaSource, *args: Any, **options: Any) -> None:
         if source.codec is not None:
@@ -153,7 +173,7 @@ class ReplicaApp(MinituiApp):
         source = self.replicas
         if not source.info:
             return ""
-        parts = [f"{len(source.usable)} of {len(source.replicas)} replicas up"]
+        parts = [f"{len(source.usable)} of {len(source.replicas)} replicas can answer"]
         if source.shown is not None:
             parts.append(f"panels: {source.shown.number}")
         to, why = self.whither(self.session)
@@ -165,7 +185,7 @@ class BlindReplicaApp(ReplicaApp):
     """Over servers none of which tells what its engine does: there is nothing to inspect."""
 
     TABS: ClassVar[tuple[tuple[str, str], ...]] = (SCREENS[0], TAB)
-    MODES: ClassVar[dict[str, Any]] = {**ReplicaApp.MODES, "chat": ForeignChatScreen}
+    MODES: ClassVar[dict[str, Any]] = {**ReplicaApp.MODES, "chat": BlindChatScreen}
 
     def beside(self) -> tuple[str, Pulse | None]:
         """See ServerVitals: the replica that writes this chat's answer, or wrote the last one, or would write one."""

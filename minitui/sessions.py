@@ -607,7 +607,7 @@ def describe_answer(message: Message) -> list[tuple[str, str]]:
     if message.state == "cancelled" and not m.get("output_tokens"):
         return [("cancelled before its first token", "bad")]
     if m.get("ttft_ms") is not None:
-        parts.append((f"first token {_ms(m['ttft_ms'])}", "dim"))
+        parts.append((f"first token {duration(m['ttft_ms'])}", "dim"))
     if m.get("decode_tok_s"):
         parts.append((f"{m['decode_tok_s']:,.0f} tok/s", "dim"))
     parts.append((f"{m.get('output_tokens', 0):,} tokens", "dim"))
@@ -646,5 +646,6 @@ def describe_match(match: dict[str, Any], missed: int) -> str:
     }.get(str(match.get("stop")), "")
 
 
-def _ms(value: float) -> str:
+def duration(value: float) -> str:
+    """Milliseconds as people read them."""
     return f"{value:,.1f} ms" if value < 10 else f"{value:,.0f} ms" if value < 10_000 else f"{value / 1e3:,.1f} s"

@@ -69,6 +69,17 @@ def test_the_names_of_vllm_and_sglang_are_both_known() -> None:
     assert sglang.hit_rate == pytest.approx(0.0075, abs=1e-4) and unknown(sglang) == []
 
 
+def test_ranks_and_priorities_of_one_engine_are_counted_once() -> None:
+    from minitui.pulse import read_page
+
+    def running(tp: int, dp: int, priority: str, value: int) -> str:
+        labels = f'dp_rank="{dp}",model_name="m {{x}}",pp_rank="0",priority="{priority}",tp_rank="{tp}"'
+        return f"sglang:num_running_reqs{{{labels}}} {value}.0"
+
+    ranks = [running(tp, dp, "", 14 + dp) for tp in (0, 1) for dp in (0, 1)]
+    assert read_page("\n".join([*ranks, running(0, 0, "-1", 9), running(0, 0, "0", 5)])).running == 14 + 15
+
+
 def test_what_a_server_does_not_tell_is_unknown_and_not_zero() -> None:
     from minitui.pulse import Vitals, read_page
 
@@ -76,6 +87,22 @@ def test_what_a_server_does_not_tell_is_unknown_and_not_zero() -> None:
         assert len(unknown(read_page(page))) == 8
     assert "running unknown" in Vitals().describe() and "0" not in Vitals().describe()
     assert "running 12  waiting 2  KV in use 38%  prefix hits 75%" in read_page(VLLM).describe()
+
+
+@pytest.mark.parametrize(
+    ("status", "page", "said"),
+    [(404, "", "its /metrics answers 404"), (200, "python_info 1", "no name that is known"), (200, VLLM, "")],
+)
+async def test_a_server_whose_page_tells_nothing_is_said_to(status: int, page: str, said: str) -> None:
+    import httpx
+
+    from minitui.pulse import Pulse
+
+    answer = httpx.MockTransport(lambda request: httpx.Response(status, text=page))
+    async with httpx.AsyncClient(transport=answer, base_url="http://m") as http:
+        pulse = Pulse(http)
+        await pulse.ask()
+    assert (said in pulse.mute) and bool(pulse.mute) == bool(said) and not pulse.trouble
 
 
 def test_ids_of_texts_keep_a_conversation() -> None:

@@ -403,13 +403,13 @@ async def test_the_application_shows_its_replicas_and_survives_one(server: Runni
         await shown(lambda: not app.session.busy)
         assert app.session.messages[-1].metrics["replica"]["number"] == 1, app.session.messages[-1].error
         app.open_mode("chat")
-        await shown(lambda: "1 of 2 replicas up" in app.story)
+        await shown(lambda: "1 of 2 replicas can answer" in app.story)
         app.commands.run("pin", "2")
         app.ask_question("And now?")
         await shown(lambda: not app.session.busy)
         assert "pinned to replica 2" in app.session.messages[-1].error
         await doors[1].start()
-        await shown(lambda: "2 of 2 replicas up" in app.story and not source.connection)
+        await shown(lambda: "2 of 2 replicas can answer" in app.story and not source.connection)
         step = app.view.live.state.step
         app.commands.run("retry")
         await shown(lambda: not app.session.busy and app.view.live.state.step > step)

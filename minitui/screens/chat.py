@@ -56,6 +56,7 @@ class ChatScreen(Screen[None]):
     }
     """
     RAIL: ClassVar[tuple[type[LinePanel], ...]] = (Vitals, BlockTable, PromptOrigin, Events)
+    HEADLINE = "Several chats, one engine."
     LEAD = "Ask something, and watch beside the answer what the engine does to write it."
     HINTS: ClassVar[tuple[tuple[str, str], ...]] = (
         ("r", "the system prompt again, in a second chat: a cache hit"),
@@ -128,7 +129,7 @@ class ChatScreen(Screen[None]):
         """What an empty chat shows."""
         app = host(self.app)
         lead = " " * LABEL
-        rows: list[list[Run]] = [[("welcome".ljust(LABEL), "hit"), ("Several chats, one engine.", "bold ink")]]
+        rows: list[list[Run]] = [[("welcome".ljust(LABEL), "hit"), (self.HEADLINE, "bold ink")]]
 
         def add(text: str, tone: str, mark: str = "") -> None:
             for number, line in enumerate(markdown.plain(text, width - len(mark))):

@@ -9,6 +9,7 @@ from textual.binding import Binding
 from textual.message import Message
 
 from minitui.replicas import LOADING, Replica, ReplicaSource
+from minitui.sessions import duration
 from minitui.theme import glyphs
 from minitui.view import View
 from minitui.widgets.base import LinePanel, Picture
@@ -94,7 +95,7 @@ class Replicas(LinePanel):
         told = (
             (state, tone), (_count(vitals.running), "ink"), (_count(vitals.waiting), "ink"),
             (_share(vitals.cache_use), "pool"), (_share(vitals.hit_rate), "hit"),
-            (_count(vitals.tokens_per_s), "decode"), (glyphs().dash if first is None else f"{short(first)} ms", "ink"),
+            (_count(vitals.tokens_per_s), "decode"), (glyphs().dash if first is None else duration(first), "ink"),
             (str(len(replica.streams)), "ink"),
         )  # fmt: skip
         for (text, style), (_, cells) in zip(told, COLUMNS, strict=True):

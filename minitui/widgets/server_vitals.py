@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from typing import Protocol, cast
 
 from minitui.pulse import POLL_S, Pulse
+from minitui.sessions import duration
 from minitui.view import View
 from minitui.widgets.base import LinePanel, Picture
-from minitui.widgets.rows import Row, Runs, ms, number
+from minitui.widgets.rows import Row, Runs, number
 from minitui.widgets.vitals import spark
 
 
@@ -24,7 +26,7 @@ FIGURES: tuple[Figure, ...] = (
     ("waiting", "waiting", number, "requests", "waiting", 0.0),
     ("cache_use", "KV in use", _percent, "%", "pool", 1.0),
     ("hit_rate", "hit rate", _percent, "% of prompt tokens", "hit", 1.0),
-    ("ttft_mean_s", "first", lambda seconds: ms(seconds * 1e3), "ms, mean of all", "step", 0.0),
+    ("ttft_mean_s", "first", lambda seconds: duration(seconds * 1e3), "mean of all", "step", 0.0),
 )
 
 
@@ -46,8 +48,11 @@ class ServerVitals(LinePanel, can_focus=False):
         if pulse is None or pulse.trouble:
             told = pulse.trouble if pulse is not None else "it has not answered yet"
             rows.append(Row(told, "bad").done(width))
+        elif pulse.mute:
+            told = f"{pulse.mute}: it tells nothing of itself (SGLang does so with --enable-metrics)"
+            rows += [Row(line, "dim").done(width) for line in textwrap.wrap(told, width)]
         history = list(pulse.history)[-width:] if pulse is not None else []
-        tall = height >= 1 + 2 * len(FIGURES)
+        tall = height >= len(rows) + 2 * len(FIGURES)
         for field, label, figure, unit, style, top in FIGURES:
             value = getattr(pulse.vitals, field) if pulse is not None else None
             row = Row(label, "dim").to(10)
