@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import random
 import ssl
 import sys
@@ -300,28 +301,29 @@ def report(figures: dict[str, Any]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="minitui bench --url", description="Load on an OpenAI-compatible server.", allow_abbrev=False
-    )
+        prog="minitui bench", formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__,
+        allow_abbrev=False,
+    )  # fmt: skip
     parser.add_argument("--url", required=True, help="the server, such as http://127.0.0.1:8000")
-    parser.add_argument("--key", default="", help="its API key")
+    parser.add_argument("--key", default=os.environ.get("MINITUI_KEY", ""), help="its API key; default: MINITUI_KEY")
     parser.add_argument("--model", default="", help="model to ask for; default: the first that the server lists")
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second on average; inf: all at once")
-    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--requests", type=int, default=100, help="how many")
     parser.add_argument("--prompt-words", type=int, default=40, help="random words in each prompt")
     parser.add_argument("--shared-words", type=int, default=0, help="words before them that a group shares")
     parser.add_argument("--groups", type=int, default=1, help="different shared beginnings")
-    parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--output-tokens", type=int, default=64, help="max_tokens of each")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the same replies each time")
     parser.add_argument("--ignore-eos", action="store_true", help="replies of full length; vLLM and minitui know it")
     parser.add_argument("--chat", action="store_true", help="ask /v1/chat/completions instead of /v1/completions")
     parser.add_argument("--trace", type=Path, help="JSONL file to replay instead")
     parser.add_argument("--speed", type=float, default=1.0, help="replay so many times as fast")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of arrivals and random words")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds of silence before one is given up")
     parser.add_argument("--ttft-ms", type=float, help="limit for goodput")
     parser.add_argument("--tpot-ms", type=float, help="limit for goodput")
     parser.add_argument("--e2e-ms", type=float, help="limit for goodput")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
     return parser
 
 

@@ -204,8 +204,9 @@ def _parser() -> argparse.ArgumentParser:
     from minitui.bench.shapes import SIZES
 
     parser = argparse.ArgumentParser(
-        prog="minitui bench", formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__
-    )
+        prog="minitui bench", formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__,
+        epilog="with --url ADDRESS: load on a server that runs already; minitui bench --url ADDRESS --help tells more",
+    )  # fmt: skip
     parser.add_argument("--model", help="directory or name of a checkpoint; default: as above")
     parser.add_argument("--dummy-weights", action="store_true", help="random weights: only config.json is read")
     parser.add_argument("--shape", action="append", choices=list(SIZES), help="a built-in shape; may be repeated")

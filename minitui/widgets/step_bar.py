@@ -56,7 +56,9 @@ class StepBar(LinePanel):
         elif view.last_frame.count:
             text, bar, title = self._mean(view, width), _mean_bar(view, width, budget), "Steps"
         else:
-            text = Row("no step yet: nobody has asked anything", "dim").done(width)
+            new = view.board.state.step < 0
+            said = "no step yet: nobody has asked anything" if new else "no step since we have been watching"
+            text = Row(said, "dim").done(width)
             bar = Row(glyphs().unused * width, "faint").done(width)
             title = "Step"
         legend: list[Run] = [
