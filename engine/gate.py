@@ -19,6 +19,7 @@ EVENTS = {  # what "run until" can wait for -> the records that fulfil it
     "finish": ("finish",),
     "slow": ("time",),
 }
+RUNNING = "running until "  # how the reason begins while an event is waited for; its name follows
 
 
 class Gate:
@@ -57,17 +58,16 @@ class Gate:
         """Close the gate if it is open, and let `n` steps through."""
         if not 1 <= n <= 1_000_000:
             raise InvalidRequest(f"step by {n}: it must be from 1 to 1,000,000", "n")
-        if self.state == "open":
-            self.pause("stepping")
-        self._allowed, self._until = n, None
+        if self.state == "open" or self._until is not None:
+            self._set("closed", "stepping")
+        self._allowed = n
 
     def run_until(self, event: str, slower_than_ms: float = 0.0) -> None:
         """Let steps through until one contains `event` (a key of EVENTS), then stay closed."""
         if event not in EVENTS:
             raise InvalidRequest(f"run until {event!r}: there are {', '.join(EVENTS)}", "event")
-        if self.state == "open":
-            self.pause(f"running until {event}")
-        self._until, self._slower_than_ms, self._allowed = event, slower_than_ms, 0
+        self._set("closed", f"{RUNNING}{event}", always=True)
+        self._until, self._slower_than_ms = event, slower_than_ms
 
     def set_pace(self, factor: float) -> None:
         """Stretch every step to `factor` times its real duration; 1 is full speed."""
@@ -96,9 +96,10 @@ class Gate:
         causes = (fulfils(record, self._until, self._slower_than_ms) for record in records)
         return next((cause for cause in causes if cause), "")
 
-    def _set(self, state: str, reason: str) -> None:
+    def _set(self, state: str, reason: str, always: bool = False) -> None:
+        news = always or state != self.state or self._until is not None
         self._allowed, self._until = 0, None
-        if state != self.state:
+        if news:
             self.state = state
             self._log.append("gate", state, reason)
 

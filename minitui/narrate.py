@@ -99,8 +99,8 @@ def _prompt(view: View, lane: Lane | None, match: Event | None, chunk: tuple[int
     size = view.board.state.block_size
     if match is not None and match.kind == "hit":
         taken = match.record[4]
-        source = f"which r{match.writer} is still computing" if match.writer >= 0 else "which are in the tree already"
-        text = f": it shares the first {taken:,} of its {total:,} tokens, {source} ({_blocks(taken // size)})"
+        where = f"being computed by r{match.writer} already" if match.writer >= 0 else "in the tree already"
+        text = f": the first {taken:,} of its {total:,} tokens are {where} ({_blocks(taken // size)})"
     elif match is not None:
         stop, at = match.record[5], match.record[6]
         text = f": nothing of its prompt is in the tree ({stop_text(stop, at)})"

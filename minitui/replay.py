@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine.errors import InvalidRequest
-from engine.gate import EVENTS, MAX_PACE, fulfils
+from engine.gate import EVENTS, MAX_PACE, RUNNING, fulfils
 from engine.records import Record
 from engine.state import State
 from engine.types import SamplingParams
@@ -88,7 +88,7 @@ class ReplaySource:
             predicate = arguments["predicate"]
             if predicate["event"] not in EVENTS:
                 raise InvalidRequest(f"run until {predicate['event']!r}: there are {', '.join(EVENTS)}", "event")
-            self._gate("closed", f"running until {predicate['event']}")
+            self._gate("closed", f"{RUNNING}{predicate['event']}")
             self._until = (predicate["event"], predicate.get("ms", 0.0))
         elif verb == "pace":
             self.set_speed(1.0 / arguments["factor"])
@@ -279,9 +279,9 @@ class ReplaySource:
 
     def _gate(self, state: str, reason: str) -> None:
         self._advance_clock()
+        closed, waited = state == "closed", self._until is not None
         self._allowed, self._until, self._cause = 0, None, ""
-        closed = state == "closed"
-        if closed != self._closed:
+        if closed != self._closed or waited or reason.startswith(RUNNING):
             self._closed = closed
             self._finishing = closed and self._in_step  # a gate closes between two steps
             self._control.append(("gate", state, reason))

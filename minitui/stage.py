@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from engine.errors import EngineError
+from engine.gate import RUNNING
 from engine.state import RequestView, State
 from minitui.feed import Feed
 from minitui.sessions import Chats, Sampling, Session
@@ -234,7 +235,7 @@ class Stage:
         return [
             event for event in self.view.events.items
             if event.record[2] == "gate" and event.record[3] == "closed"
-            and not str(event.record[4]).startswith(("running until", "paused", "stepping"))
+            and not str(event.record[4]).startswith((RUNNING, "paused", "stepping"))
         ]  # fmt: skip
 
     async def answers(self, sessions: Sequence[Session]) -> list[dict[str, Any]]:

@@ -424,12 +424,15 @@ async def test_gate_step_pace_and_run_until_reach_the_engine():
         await press(pilot, "greater_than_sign")
         await until(pilot, lambda: app.pace == 2)
         assert "slow motion" in screen.query_one(TopBar).text
+        app.commands.run_slash("/until eviction")
+        await until(pilot, lambda: "RUNNING until the next eviction" in screen.query_one(TopBar).text)
         app.commands.run_slash("/until finish")
         await until(pilot, lambda: not app.session.busy)
+        await until(pilot, lambda: "PAUSED at step" in screen.query_one(TopBar).text)
         await press(pilot, "p")
         await until(pilot, lambda: not app.gated)
         verbs = [verb for verb, _ in source.calls]
-        assert verbs == ["pause", "step", "step", "pace", "pace", "pace", "run_until", "resume"]
+        assert verbs == ["pause", "step", "step", "pace", "pace", "pace", "run_until", "run_until", "resume"]
 
 
 async def test_freezing_stops_the_picture_not_the_engine():

@@ -62,6 +62,25 @@ def test_run_until_stops_after_the_step_in_which_it_happened_and_says_what(event
     assert steps_taken(engine) == 0
 
 
+def test_what_is_waited_for_is_told_and_so_is_its_end() -> None:
+    engine = busy_engine()
+
+    def told() -> list[str]:
+        return [record[4] for record in engine.log.drain() if record[2] == "gate"]
+
+    engine.gate.pause()
+    assert told() == ["paused"]
+    engine.gate.run_until("eviction")
+    engine.gate.run_until("hit")
+    assert told() == ["running until eviction", "running until hit"]
+    engine.gate.step(2)
+    engine.gate.step(1)
+    assert told() == ["stepping"]
+    engine.gate.run_until("slow", 1e9)
+    engine.gate.pause()
+    assert told() == ["running until slow", "paused"] and not engine.gate.allows()
+
+
 def test_run_until_preemption_and_eviction() -> None:
     engine = make_engine(blocks=10, block_size=4, budget=64, watermark=0.0)
     for i in range(3):

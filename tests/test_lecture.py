@@ -52,7 +52,7 @@ def test_each_sentence_says_what_the_records_say():
                 assert f"r{record[3]} {verb}" in text
                 match = matches.get(record[3])
                 if match is not None and match[4] > 0:
-                    assert f"shares the first {match[4]:,} of its" in text
+                    assert f"the first {match[4]:,} of its" in text
                 n = prefills[record[3]][2]
                 assert re.search(rf"\b{n:,} (tokens )?are computed|only one is computed", text), (n, text)
             elif record[2] == "preempt":
@@ -100,8 +100,8 @@ def test_a_prefix_that_is_still_being_computed_is_told():
         view.fold(stress.drain(), stress.now)
         view.frame(stress.now)
         texts.append(narrate(view, view.steps.last))
-    assert texts[0].count("joins") == 2 and "r2 joins: it shares the first 160" in texts[0]
-    assert any("r1 is still computing" in text for text in texts), texts
+    assert texts[0].count("joins") == 2 and "r2 joins: the first 160 of its" in texts[0]
+    assert any("being computed by r1" in text for text in texts), texts
 
 
 def test_nothing_is_said_of_a_step_that_is_not_known():

@@ -301,6 +301,8 @@ def test_a_miss_says_where_and_why() -> None:
     assert match_of([1, 2, 3, 4, 5, 6, 7, 8, 9]) == (8, "whole", 8)
     match_of([7] * 31)  # fills the pool
     assert match_of([1, 2, 3, 4, 5, 6, 7, 8, 9])[1] == "evicted"
+    engine.clear_cache()
+    assert match_of([1, 2, 3, 4, 5, 6, 7, 8, 9]) == (0, "empty", 0), "after a clear nothing has been there before"
 
 
 def test_a_prompt_of_one_token_and_a_reply_of_one_token() -> None:

@@ -175,8 +175,10 @@ class KVCache:
                 self.tree.drop(node, "its request failed")
 
     def clear(self) -> int:
-        """Evict everything no request holds. Returns the number of blocks freed."""
-        return self.tree.evict(self.allocator.num_cached, "cleared")
+        """Evict everything no request holds, as if it had never been there. Returns the number of blocks freed."""
+        freed = self.tree.evict(self.allocator.num_cached, "cleared")
+        self.tree.forget_evicted()
+        return freed
 
     def check(self, requests: Iterable[Request]) -> None:
         """Raise AssertionError unless holders, tables, tree and counts all agree."""

@@ -69,7 +69,7 @@ class Match:
     part: Node | None  # its child, matched for the first `part_blocks` blocks only
     part_blocks: int
     blocks: list[int]
-    stop: str  # whole | differs | short | empty | evicted
+    stop: str  # whole | differs | ends | short | empty | evicted
     at: int  # the first token that differs; for "evicted", the step
 
 
@@ -217,6 +217,10 @@ class RadixTree:
                 self._push(node)
             freed += take
         return freed
+
+    def forget_evicted(self) -> None:
+        """From now on a miss is told as a miss, not as an eviction."""
+        self._ghosts.clear()
 
     def drop(self, node: Node, reason: str) -> None:
         """Take a whole evictable leaf out of the tree."""

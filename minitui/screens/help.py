@@ -59,7 +59,7 @@ One sentence tells what the step did and why; under it the step, the blocks and 
 
   n, page down    the next step (the engine stops before it); in the past, one step forward
   comma, page up  one step back in time; the engine is not touched
-  d               predict: each step is asked about before it is shown
+  d               predict: a step with something to guess (an arrival, an eviction, a preemption) is asked about first
   u               run until an admission, a hit, an eviction, a preemption, a finish, a slow step
   < and >         slow motion, for watching without stopping
 

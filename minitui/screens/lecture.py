@@ -56,7 +56,6 @@ class LectureScreen(Screen[None]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.predicting = False
         self._asked_from = -1  # the step at which the picture is held back while a question stands; -1: none stands
         self._stepping_from = -1  # a step was asked for with a prediction, and has not come yet
         self._painted: object = None
@@ -151,7 +150,7 @@ class LectureScreen(Screen[None]):
         elif view.travel_text:
             view.travel(1)
         else:
-            if self.predicting:
+            if self._why.predicting:
                 self._stepping_from = view.steps.last
             host(self.app).commands.run("step")
             return
@@ -167,11 +166,12 @@ class LectureScreen(Screen[None]):
 
     def action_predict(self) -> None:
         """Ask before each step from now on, or no longer."""
-        self.predicting = not self.predicting
+        predicting = self._why.predicting = not self._why.predicting
         view = self._map.view
-        if not self.predicting and view is not None and self._asked_from >= 0:
+        if not predicting and view is not None and self._asked_from >= 0:
             self._reveal(view)
-        self.notify("predict, then n reveals" if self.predicting else "steps are shown at once", timeout=3)
+        asked = "a step with something to guess is asked about first, then n reveals it"
+        self.notify(asked if predicting else "steps are shown at once", timeout=3)
 
     def action_colour(self) -> None:
         self._map.action_colour()

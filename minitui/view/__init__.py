@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.gate import RUNNING
 from engine.records import Record
 from engine.state import State
 from minitui.view.board import Board
@@ -369,9 +370,14 @@ class View:
 
     @property
     def gate_text(self) -> str:
-        """"PAUSED at step 812", or nothing."""
+        """"PAUSED at step 812", "RUNNING until the next eviction", or nothing."""
         state = self.live.state
-        return f"PAUSED at step {state.step:,}" if state.gate == "closed" else ""
+        if state.gate == "open":
+            return ""
+        if self.gate_reason.startswith(RUNNING):
+            event = self.gate_reason.removeprefix(RUNNING)
+            return f"RUNNING until the next {'slow step' if event == 'slow' else event}"
+        return f"PAUSED at step {state.step:,}"
 
     @property
     def pace_text(self) -> str:

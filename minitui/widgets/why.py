@@ -23,6 +23,7 @@ class Why(LinePanel, can_focus=False):
     def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
         super().__init__(id=id, frame=frame)
         self.question: Question | None = None
+        self.predicting = False  # are questions asked, where a step has one?
         self._told = (-1, "")  # while running: the last step told, and its sentence
 
     def picture(self, view: View, width: int, height: int) -> Picture:
@@ -37,8 +38,9 @@ class Why(LinePanel, can_focus=False):
 
     def _keys(self, view: View) -> list[Run]:
         if view.exact:
-            keys = (("n", " next  "), (",", " back  "), ("d", " predict first"))
-            return [run for key, what in keys for run in ((key, "ink"), (what, "dim"))]
+            keys = [run for key, what in (("n", " next  "), (",", " back  ")) for run in ((key, "ink"), (what, "dim"))]
+            predict = (" predict is on", "accent") if self.predicting else (" predict first", "dim")
+            return [*keys, ("d", "ink"), predict]
         return [("p", "ink"), (" pause between two steps", "dim")]
 
     def _sentence(self, view: View) -> tuple[int, str, list[Run]]:
