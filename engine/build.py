@@ -72,6 +72,8 @@ def build_engine(
         notes.append(
             "speculation: steps are not overlapped, because what a step computes depends on the tokens of the last"
         )
+    if limits.device.type == "cuda" and (why_not := without_graphs(model, config)):
+        notes.append(f"no CUDA graphs and few of our kernels, which is several times slower: {why_not}")
     info = {
         "model": _short_name(config.model, directory), "model_dir": str(directory), "architecture": model.architecture,
         "parameters": model.num_parameters, "active_parameters": model.active_parameters,
@@ -110,7 +112,7 @@ def make_runner(
         from engine.cpu_runner import CPURunner
 
         return CPURunner(model, config, directory, on_progress)
-    if _graphs_fit(model, config):
+    if not without_graphs(model, config):
         from engine.graphs import GraphRunner
         from engine.verify_graphs import SpeculativeGraphRunner
 
@@ -123,7 +125,7 @@ def make_runner(
 
 def rank_runners(model: ModelConfig, config: EngineConfig) -> tuple[type[LeadRunner], type[FollowRunner]]:
     """The runner of rank 0, and that of the other ranks."""
-    if config.speculation == "off" and _graphs_fit(model, config):
+    if not without_graphs(model, config):
         from engine.parallel.graphs import FollowGraphRunner, LeadGraphRunner
 
         return LeadGraphRunner, FollowGraphRunner
@@ -132,21 +134,25 @@ def rank_runners(model: ModelConfig, config: EngineConfig) -> tuple[type[LeadRun
     return LeadRunner, FollowRunner
 
 
-def _graphs_fit(model: ModelConfig, config: EngineConfig) -> bool:
-    """Can engine/graphs.py run this model on the device that `config` asks for?"""
+def without_graphs(model: ModelConfig, config: EngineConfig) -> str:
+    """Empty if engine/graphs.py can run this model as `config` asks, else why its steps go kernel by kernel."""
     from engine.attention import backend_names, without_triton
 
     limits = resolve(config, model)
+    if limits.device.type != "cuda":
+        return f"the device is {limits.device}"
     prefill, decode = backend_names(config.attention_backend)
-    if limits.device.type != "cuda" or decode not in ("auto", "triton") or prefill == "torch":
-        return False
+    if decode not in ("auto", "triton") or prefill == "torch":
+        return f"attention_backend is {config.attention_backend}, and graphs go with triton, or with flash for prompts"
     ranks, experts = config.tensor_parallel_size, model.experts
+    if ranks > 1 and config.speculation != "off":
+        return f"steps with drafts are captured on one GPU only, and tensor_parallel_size is {ranks}"
     if experts is not None and (model.hidden_size % 8 or experts.inner_size % (8 * ranks)):
-        return False  # no rows that engine/kernels/moe.py can read
-    why_not = without_triton(model, limits.dtype, limits.device)
-    if why_not:
-        logger.warning("plain torch kernels are used: %s", why_not)
-    return not why_not
+        return (
+            f"an expert has matrices of {model.hidden_size} by {experts.inner_size} over {ranks} "
+            f"rank{'s' if ranks > 1 else ''}, and our kernels read rows of a multiple of 8 numbers"
+        )
+    return without_triton(model, limits.dtype, limits.device)
 
 
 def _short_name(asked: str, directory: Path) -> str:

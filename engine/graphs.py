@@ -149,14 +149,15 @@ class GraphRunner(Runner):
     def launch(self, plan: StepPlan) -> Launched | Drawing:  # type: ignore[override]
         """Enqueue a step: by a graph if one is large enough, else kernel by kernel."""
         n, tokens = len(plan.rows), plan.num_tokens
-        if self._decode and plan.num_decodes == n and n <= self.max_rows:
-            return self._launch_decode(plan)
-        if self._extend and not plan.num_drafted and n <= EXTEND_SEQUENCES and tokens <= self._extend_sizes[-1]:
-            self._join(plan)
-            plain = not self.sampler.asked(plan.rows) & ~DRAWABLE
-            if plain and all(request.params.prompt_logprobs is None for request in plan.requests):
-                return self._launch_extend(plan)
-        return super().launch(plan)
+        with torch.inference_mode():  # before anything of the rows is set: what is made in here can be changed only so
+            if self._decode and plan.num_decodes == n and n <= self.max_rows:
+                return self._launch_decode(plan)
+            if self._extend and not plan.num_drafted and n <= EXTEND_SEQUENCES and tokens <= self._extend_sizes[-1]:
+                self._join(plan)
+                plain = not self.sampler.asked(plan.rows) & ~DRAWABLE
+                if plain and all(request.params.prompt_logprobs is None for request in plan.requests):
+                    return self._launch_extend(plan)
+            return super().launch(plan)
 
     def apply(self, plan: StepPlan) -> None:
         """The plan's changes to the persistent rows, on the host and (sent by themselves) on the device."""
@@ -166,62 +167,60 @@ class GraphRunner(Runner):
     def _launch_decode(self, plan: StepPlan) -> Launched | Drawing:
         started = time.perf_counter()
         n, changes = len(plan.rows), len(plan.table_rows)
-        with torch.inference_mode():
-            begin = self._mark()
-            self._join(plan)
-            if changes <= CHANGES:  # they travel with the step
-                self._host_table[plan.table_rows, plan.table_columns] = plan.table_blocks
-            else:
-                self._change_table(plan)
-                changes = 0
-            size = self.max_rows
-            sent = self._decode_input.array()
-            sent[0], sent[1] = n, changes
-            at = HEADER
-            for part in (plan.rows, plan.starts, plan.token_ids):
-                sent[at : at + n] = part
-                at += size
-            if changes:
-                for part in (plan.table_rows, plan.table_columns, plan.table_blocks):
-                    sent[at : at + changes] = part
-                    at += CHANGES
-            self._decode_input.send(at)
-            bucket = self._decode_bucket[n]
-            self._decode[bucket].replay()
-            self.group.replayed(self.shard.num_layers, bucket)
-            asked = self.sampler.asked(plan.rows)
-            if asked & ~DRAWABLE:
-                return self._sample_eagerly(plan, started, begin)
-            return self._draw(bucket, asked, n, None, begin)
+        begin = self._mark()
+        self._join(plan)
+        if changes <= CHANGES:  # they travel with the step
+            self._host_table[plan.table_rows, plan.table_columns] = plan.table_blocks
+        else:
+            self._change_table(plan)
+            changes = 0
+        size = self.max_rows
+        sent = self._decode_input.array()
+        sent[0], sent[1] = n, changes
+        at = HEADER
+        for part in (plan.rows, plan.starts, plan.token_ids):
+            sent[at : at + n] = part
+            at += size
+        if changes:
+            for part in (plan.table_rows, plan.table_columns, plan.table_blocks):
+                sent[at : at + changes] = part
+                at += CHANGES
+        self._decode_input.send(at)
+        bucket = self._decode_bucket[n]
+        self._decode[bucket].replay()
+        self.group.replayed(self.shard.num_layers, bucket)
+        asked = self.sampler.asked(plan.rows)
+        if asked & ~DRAWABLE:
+            return self._sample_eagerly(plan, started, begin)
+        return self._draw(bucket, asked, n, None, begin)
 
     def _launch_extend(self, plan: StepPlan) -> Drawing:
         n, tokens, size = len(plan.rows), plan.num_tokens, self.block_size
         bucket = next(t for t in self._extend_sizes if t >= tokens)
-        with torch.inference_mode():
-            begin = self._mark()
-            self._change_table(plan)
-            starts, q_lens = plan.starts.astype(np.int64), plan.q_lens.astype(np.int64)
-            rows, seq_lens, ends = plan.rows.astype(np.int64), starts + q_lens, np.cumsum(q_lens)
-            token_rows = np.repeat(rows, q_lens)
-            positions = np.arange(tokens) - np.repeat(ends - seq_lens, q_lens)
-            sent = self._extend_input.array()
-            total = 4 * bucket + 5 * EXTEND_SEQUENCES
-            sent[:total] = 0
-            sent[:tokens] = plan.token_ids
-            sent[bucket : bucket + tokens] = positions
-            slots = self._host_table[token_rows, positions // size] * np.int64(size) + positions % size
-            sent[2 * bucket : 2 * bucket + tokens] = slots
-            sent[3 * bucket : 3 * bucket + tokens] = token_rows
-            tail = sent[4 * bucket : total].reshape(5, EXTEND_SEQUENCES)
-            tail[0, :n] = rows
-            tail[1, :n], tail[1, n:] = ends, tokens  # where each sequence ends; those of the padding are empty
-            tail[2, :n] = seq_lens
-            tail[3, :n] = ends - 1
-            tail[4, :n] = np.where(plan.samples, seq_lens, 0)  # 0: draws nothing
-            self._extend_input.send(total)
-            self._extend[bucket].replay()
-            self.group.replayed(self.shard.num_layers, bucket)
-            return self._draw(EXTEND_SEQUENCES, self.sampler.asked(plan.rows), n, plan.samples, begin)
+        begin = self._mark()
+        self._change_table(plan)
+        starts, q_lens = plan.starts.astype(np.int64), plan.q_lens.astype(np.int64)
+        rows, seq_lens, ends = plan.rows.astype(np.int64), starts + q_lens, np.cumsum(q_lens)
+        token_rows = np.repeat(rows, q_lens)
+        positions = np.arange(tokens) - np.repeat(ends - seq_lens, q_lens)
+        sent = self._extend_input.array()
+        total = 4 * bucket + 5 * EXTEND_SEQUENCES
+        sent[:total] = 0
+        sent[:tokens] = plan.token_ids
+        sent[bucket : bucket + tokens] = positions
+        slots = self._host_table[token_rows, positions // size] * np.int64(size) + positions % size
+        sent[2 * bucket : 2 * bucket + tokens] = slots
+        sent[3 * bucket : 3 * bucket + tokens] = token_rows
+        tail = sent[4 * bucket : total].reshape(5, EXTEND_SEQUENCES)
+        tail[0, :n] = rows
+        tail[1, :n], tail[1, n:] = ends, tokens  # where each sequence ends; those of the padding are empty
+        tail[2, :n] = seq_lens
+        tail[3, :n] = ends - 1
+        tail[4, :n] = np.where(plan.samples, seq_lens, 0)  # 0: draws nothing
+        self._extend_input.send(total)
+        self._extend[bucket].replay()
+        self.group.replayed(self.shard.num_layers, bucket)
+        return self._draw(EXTEND_SEQUENCES, self.sampler.asked(plan.rows), n, plan.samples, begin)
 
     def _draw(self, bucket: int, asked: int, n: int, samples: np.ndarray | None, begin: torch.cuda.Event) -> Drawing:
         """Replay the sampling graph that is enough for `asked`, and send what it drew on its way."""

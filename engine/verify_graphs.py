@@ -79,7 +79,8 @@ class SpeculativeGraphRunner(GraphRunner):
     def launch(self, plan: StepPlan) -> Launched | Drawing | Verified:  # type: ignore[override]
         """Enqueue a step: by a graph if one is large enough, else kernel by kernel."""
         bucket = self._bucket(plan) if plan.num_drafted and self._verify else None
-        return super().launch(plan) if bucket is None else self._launch_verify(plan, bucket)
+        with torch.inference_mode():
+            return super().launch(plan) if bucket is None else self._launch_verify(plan, bucket)
 
     def _bucket(self, plan: StepPlan) -> int | None:
         n, tokens = len(plan.rows), plan.num_tokens
@@ -95,31 +96,30 @@ class SpeculativeGraphRunner(GraphRunner):
         token_rows = np.repeat(plan.rows, q_lens)
         positions = np.arange(tokens) - np.repeat(ends - seq_lens, q_lens)
         samples, drawing = drawing_tokens(plan, ends)
-        with torch.inference_mode():
-            begin = self._mark()
-            self._join(plan)
-            self._change_table(plan)
-            sent = self._verify_input.array()
-            by_token = sent[: 5 * bucket].reshape(5, bucket)
-            by_token[:, tokens:] = 0
-            by_token[0, :tokens] = plan.token_ids
-            by_token[1, :tokens] = positions
-            blocks, offsets = np.divmod(positions, size)
-            by_token[2, :tokens] = self._host_table[token_rows, blocks] * np.int64(size) + offsets
-            by_token[3, :tokens] = token_rows
-            by_token[4, :tokens] = 0
-            by_token[4, drawing] = positions[drawing] + 1
-            by_sequence = sent[5 * bucket : 5 * bucket + 3 * limit].reshape(3, limit)
-            by_sequence[:, n:] = 0
-            by_sequence[0, :n] = plan.rows
-            by_sequence[1, :n], by_sequence[1, n:] = ends, tokens
-            by_sequence[2, :n] = seq_lens
-            self._verify_input.send(5 * bucket + 3 * limit)
-            self._verify[bucket].replay()
-            asked = self.sampler.asked(plan.rows)
-            if asked & ~DRAWABLE:
-                return self._sample_drafts_eagerly(plan, samples, drawing, positions[drawing] + 1, started, begin)
-            drawn = self._draw(bucket, asked, tokens, None, begin)
+        begin = self._mark()
+        self._join(plan)
+        self._change_table(plan)
+        sent = self._verify_input.array()
+        by_token = sent[: 5 * bucket].reshape(5, bucket)
+        by_token[:, tokens:] = 0
+        by_token[0, :tokens] = plan.token_ids
+        by_token[1, :tokens] = positions
+        blocks, offsets = np.divmod(positions, size)
+        by_token[2, :tokens] = self._host_table[token_rows, blocks] * np.int64(size) + offsets
+        by_token[3, :tokens] = token_rows
+        by_token[4, :tokens] = 0
+        by_token[4, drawing] = positions[drawing] + 1
+        by_sequence = sent[5 * bucket : 5 * bucket + 3 * limit].reshape(3, limit)
+        by_sequence[:, n:] = 0
+        by_sequence[0, :n] = plan.rows
+        by_sequence[1, :n], by_sequence[1, n:] = ends, tokens
+        by_sequence[2, :n] = seq_lens
+        self._verify_input.send(5 * bucket + 3 * limit)
+        self._verify[bucket].replay()
+        asked = self.sampler.asked(plan.rows)
+        if asked & ~DRAWABLE:
+            return self._sample_drafts_eagerly(plan, samples, drawing, positions[drawing] + 1, started, begin)
+        drawn = self._draw(bucket, asked, tokens, None, begin)
         return Verified(n, drawn, drawing, samples, range(plan.num_decodes, plan.num_decoding))
 
     def _sample_drafts_eagerly(

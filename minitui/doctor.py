@@ -19,7 +19,7 @@ EXTRAS = {  # module -> (extra, what it is for)
     "textual_serve": ("web", "minitui chat --web: the application in a browser"),
     "llguidance": ("structured", "answers that follow a JSON schema, a regular expression or a choice"),
     "transformers": ("verify", "minitui verify: token-for-token parity with transformers"),
-    "triton": ("", "attention kernels for NVIDIA GPUs; comes with torch's CUDA builds"),
+    "triton": ("", "kernels for NVIDIA GPUs from Hopper on; comes with torch's CUDA builds"),
 }
 SIZES = (("Qwen3-0.6B", 0.6e9), ("Qwen3-1.7B", 1.7e9), ("Qwen3-4B", 4.0e9), ("Qwen3-8B", 8.2e9), ("Qwen3-32B", 32.8e9))
 

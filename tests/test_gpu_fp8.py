@@ -16,8 +16,8 @@ from engine.model.linear import Fp8Weight, embed
 from engine.types import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
-    pytest.skip("needs a CUDA device of compute capability 8.9", allow_module_level=True)
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
 from engine.kernels import fp8  # noqa: E402
@@ -84,6 +84,15 @@ def test_a_row_that_is_not_finite_stays_seen_and_alone() -> None:
         product = fp8.fp8_linear(x, weight)
         assert not product[0].isfinite().any()
         assert product[1:].isfinite().all()
+
+
+def test_a_step_in_which_nobody_samples_multiplies_nothing(model: str) -> None:
+    weight, _ = rounded(128, 256)
+    assert fp8.fp8_linear(normal(0, 256), weight).shape == (0, 128)
+    llm = LLM(model, **OPTIONS, quantization="fp8")
+    text = np.random.default_rng(0).integers(0, 5000, 1300).tolist()  # three chunks, of which the last draws
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    assert len(ids_of(llm.generate([text], params, use_tqdm=False))[0]) == 4
 
 
 def test_an_embedding_is_the_rounded_row() -> None:

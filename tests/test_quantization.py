@@ -200,7 +200,7 @@ def test_what_cannot_be_rounded_is_refused_in_a_sentence(
         ({"tensor_parallel_size": 2}, {}, "fp8 weights are for one rank"),
         ({}, {"intermediate_size": 96}, "need intermediate_size to be a multiple of 128, and it is 96"),
         ({}, {"vocab_size": 199}, "a vocabulary that is a multiple of 16, and it has 199"),
-        ({"capability": (8, 0)}, {}, "compute capability 8.9, and Some GPU has 8.0"),
+        ({"capability": (8, 9)}, {}, "compute capability 9.0, and Some GPU has 8.9"),
         ({"triton": None}, {}, "need triton, which is not installed"),
     ],
 )

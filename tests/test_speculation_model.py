@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from engine import build
 from engine.build import build_engine
-from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.output import OutputProcessor
@@ -209,21 +205,3 @@ def test_the_engine_tells_what_it_does(checkpoint: Path) -> None:
 def test_what_cannot_be_is_told_in_a_sentence(text: str, words: str) -> None:
     with pytest.raises(EngineError, match=words):
         engine_config("", speculation=text)
-
-
-@pytest.mark.parametrize(("speculation", "chosen"), [("off", "plain"), ("prompt-lookup", "with drafts")])
-def test_on_a_gpu_steps_with_drafts_have_graphs_of_their_own(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, speculation: str, chosen: str
-) -> None:
-    stand_ins = {
-        "engine.graphs": {"GraphRunner": lambda *_: "plain"},
-        "engine.verify_graphs": {"SpeculativeGraphRunner": lambda *_: "with drafts"},
-        "engine.attention.triton_backend": {"supports": lambda model, dtype: ""},
-    }
-    for name, attributes in stand_ins.items():
-        module = ModuleType(name)
-        vars(module).update(attributes)
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    config = EngineConfig(model=str(checkpoint), device="cuda", speculation=speculation)
-    assert build.make_runner(ModelConfig.from_pretrained(checkpoint), config, checkpoint) == chosen

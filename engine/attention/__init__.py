@@ -93,6 +93,12 @@ def without_triton(config: ModelConfig, dtype: torch.dtype, device: torch.device
     """Empty if our Triton kernels can run this model on this device, else why not."""
     if device.type != "cuda":
         return "it needs a CUDA device"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 9:  # their launches overlap by instructions that older ones do not have
+        return (
+            f"our Triton kernels are for GPUs of compute capability 9.0 (Hopper) and later, and "
+            f"{torch.cuda.get_device_name(device)} has {major}.{minor}"
+        )
     try:
         from engine.attention.triton_backend import supports
     except ImportError as error:

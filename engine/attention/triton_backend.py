@@ -42,7 +42,8 @@ class TritonAttention:
 
     def plan(self, meta: ForwardMeta, padded: bool = False, splits: int | None = None) -> None:
         """`padded`: q may hold tokens of no sequence; their output is finite (it is undefined otherwise). `splits`:
-        over how many programs the keys of a chunk are spread; None: as many as suit a batch without empty sequences."""
+        over how many programs the keys of a chunk are spread, given for steps that are captured, which may hold empty
+        sequences; None: as many as suit a batch without any."""
         self._meta, self._padded, self._splits = meta, padded, splits
 
     def run(
@@ -53,9 +54,9 @@ class TritonAttention:
         assert meta is not None, "plan() comes before run()"
         tokens, heads, dim = q.shape
         n = meta.num_decodes
-        by_flash = self._flash is not None and tokens > n and not self._padded
-        if self._flash is not None and by_flash:
-            out = self._flash.chunks(meta, n, layer, q, k_cache, v_cache)  # what it leaves undefined is written now
+        flash = self._flash if tokens > n and self._splits is None else None
+        if flash is not None:
+            out = flash.chunks(meta, n, layer, q, k_cache, v_cache)  # what it leaves undefined is written now
         elif self._padded:
             out = self._padded_out(q)
         else:
@@ -65,7 +66,7 @@ class TritonAttention:
                 q, k_cache, v_cache, out, self.workspace, meta.block_table, self._rows[:n], meta.seq_lens[:n],
                 self.scale, self.group, kv_scales=kv_scales,
             )  # fmt: skip
-        if tokens > n and not by_flash:
+        if tokens > n and flash is None:
             prefill_attention(
                 q, k_cache, v_cache, out, self._prefill, meta.block_table, meta.seq_lens, meta.cu_seqlens_q,
                 self.scale, first=n, max_seq_len=meta.max_seq_len, dense=own_keys_and_values(q, k_cache.shape[2]),

@@ -167,6 +167,8 @@ def product(values: torch.Tensor, scale: torch.Tensor, w: Fp8Weight, out: torch.
 
 def fp8_linear(x: torch.Tensor, w: Fp8Weight, out: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, K] bfloat16 -> x W^T [T, N], in `out` if given."""
+    if not len(x):  # a step in which nobody samples; the copy engine cannot be told of a tensor without rows
+        return x.new_empty(0, w.shape[0])
     if len(x) == 1:
         return gemv(x, w, out=out)
     if len(x) <= SKINNY:

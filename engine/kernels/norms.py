@@ -90,6 +90,7 @@ def _qk_norm_rope_store_kernel(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
     EPS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     PDL: tl.constexpr,
@@ -103,31 +104,33 @@ def _qk_norm_rope_store_kernel(
     position = tl.load(positions + token)
     slot = tl.load(slots + token) * KV_HEADS * D
     base = qkv + token * stride_qkv
-    j = tl.arange(0, KV_HEADS)
+    j = tl.arange(0, BLOCK_KV)
+    inside = (j < KV_HEADS)[:, None]
     v_at = base + (HEADS + KV_HEADS + j)[:, None] * D + d[None, :]
-    v = tl.load(v_at)
+    v = tl.load(v_at, mask=inside)
     cell = slot + j[:, None] * D + d[None, :]
     if k_cache.dtype.element_ty == tl.float8e4nv:
         # The row, too, holds what the cache does: attention may read this step's keys and values from either.
         mask = h < HEADS
         rotated = norm_rope(base, qk_weight, rope, position, h, mask, EPS, HAS_NORM, D)
         k = norm_rope(base, qk_weight, rope, position, HEADS + j, j < KV_HEADS, EPS, HAS_NORM, D)
-        k_scale = tl.load(kv_scales + j)[:, None]
-        v_scale = tl.load(kv_scales + KV_HEADS + j)[:, None]
+        k_scale = tl.load(kv_scales + j, mask=j < KV_HEADS, other=1.0)[:, None]
+        v_scale = tl.load(kv_scales + KV_HEADS + j, mask=j < KV_HEADS, other=1.0)[:, None]
         small_k = (k.to(tl.float32) * tl.div_rn(1.0, k_scale)).to(tl.float8e4nv)
         small_v = (v.to(tl.float32) * tl.div_rn(1.0, v_scale)).to(tl.float8e4nv)
         tl.debug_barrier()  # all of the row has been read: queries and keys are rotated in place
-        tl.store(k_cache + cell, small_k)
-        tl.store(v_cache + cell, small_v)
-        tl.store(base + (HEADS + j)[:, None] * D + d[None, :], (small_k.to(tl.float32) * k_scale).to(k.dtype))
-        tl.store(v_at, (small_v.to(tl.float32) * v_scale).to(v.dtype))
+        tl.store(k_cache + cell, small_k, mask=inside)
+        tl.store(v_cache + cell, small_v, mask=inside)
+        k = (small_k.to(tl.float32) * k_scale).to(k.dtype)
+        tl.store(base + (HEADS + j)[:, None] * D + d[None, :], k, mask=inside)
+        tl.store(v_at, (small_v.to(tl.float32) * v_scale).to(v.dtype), mask=inside)
     else:
         mask = h < HEADS + KV_HEADS
         rotated = norm_rope(base, qk_weight, rope, position, h, mask, EPS, HAS_NORM, D)
         tl.debug_barrier()  # see above
         key = (mask & (h >= HEADS))[:, None]
         tl.store(k_cache + slot + (h - HEADS)[:, None] * D + d[None, :], rotated, mask=key)
-        tl.store(v_cache + cell, v)
+        tl.store(v_cache + cell, v, mask=inside)
     tl.store(base + h[:, None] * D + d[None, :], rotated, mask=mask[:, None])
 
 
@@ -164,6 +167,7 @@ def qk_norm_rope_store(
         KV_HEADS=kv_heads,
         D=dim,
         BLOCK_H=block_h,
+        BLOCK_KV=triton.next_power_of_2(kv_heads),
         EPS=eps,
         HAS_NORM=qk_weight is not None,
         PDL=pdl,
