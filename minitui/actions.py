@@ -37,8 +37,8 @@ ACTIONS = (
     Action("new", "New chat", key="o", slash="new", takes="[title]", group="Chats", footer="new",
         help="Open an empty chat; its system prompt is the default one."),
     Action("fork", "Fork this chat", key="f", slash="fork", group="Chats", footer="fork",
-        help="Open a chat that begins with everything said here. Both hold the same KV blocks: watch the "
-             "refcounts."),
+        help="Open a chat that begins with everything said here. Ask in both (A): they hold the same KV blocks, "
+             "and each has its own from where they differ."),
     Action("replay", "Replay the system prompt", key="r", slash="replay", group="Chats", footer="replay",
         help="Ask the same first question in a new chat with the same system prompt, and show how much of the "
              "prompt came from the cache."),

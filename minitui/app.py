@@ -22,8 +22,9 @@ from minitui.commands import Commands
 from minitui.feed import Feed
 from minitui.screens.chat import ChatScreen
 from minitui.screens.dialogs import ChoiceDialog, DeathDialog, TextDialog
-from minitui.screens.help import ABOUT, HelpScreen
+from minitui.screens.help import ABOUT, HelpScreen, of_panel
 from minitui.screens.inspect import InspectScreen
+from minitui.screens.keys import keys_here
 from minitui.screens.lecture import LectureScreen
 from minitui.sessions import Chats, Codec, Session
 from minitui.settings import Settings
@@ -272,8 +273,7 @@ class MinituiApp(App[int]):
     def show_help(self) -> None:
         """Help on the screen and the panel that has the focus."""
         about = self.current_mode if self.current_mode in ABOUT else "chat"
-        extra = getattr(self.focused, "help_text", "")
-        self.push_screen(HelpScreen(about, self.settings.keys, extra))
+        self.push_screen(HelpScreen(about, self.settings.keys, of_panel(self.focused), keys_here(self)))
 
     def set_theme(self, name: str) -> None:
         """Change the theme and remember it."""

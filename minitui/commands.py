@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from engine.errors import EngineError
 from minitui import transcripts
 from minitui.actions import ACTIONS, BY_ID, BY_SLASH, key_label, offered
+from minitui.screens.keys import MOVES, keys_here
 from minitui.sessions import Session
 from minitui.widgets.chrome import has_chats
 
@@ -390,15 +392,23 @@ class Commands:
         left_out = {"palette", "slash", "write", "go"}
         if not has_chats(self.app):
             left_out |= {a.id for a in ACTIONS if a.group == "Chats"} | {"chat", "clear", "restart"}
-        found = {a.title: a for a in offered(self.app.FEATURES) if a.id not in left_out}
-        ways = [
-            (key_label(self.app.settings.keys.get(a.id, a.key)), a.slash and f"/{a.slash}") for a in found.values()
-        ]
-        rows = [
-            (title, f"{' '.join(w for w in way if w):<18} {a.help}")
-            for (title, a), way in zip(found.items(), ways, strict=True)
-        ]
-        self.app.choose("Commands", rows, lambda title: self.run(found[title].id))
+        rows: list[tuple[str, str]] = []
+        done: dict[str, Callable[[], Any]] = {}
+
+        def add(title: str, id: str, key: str, slash: str, words: str, do: Callable[[], Any]) -> None:
+            ways = (key_label(self.app.settings.keys.get(id, key)), slash and f"/{slash}")
+            rows.append((title, f"{' '.join(way for way in ways if way):<18} {words}"))
+            done[title] = do
+
+        for a in offered(self.app.FEATURES):
+            if a.id not in left_out:
+                add(a.title, a.id, a.key, a.slash, a.help, partial(self.run, a.id))
+        for here in keys_here(self.app):
+            for b in here.bindings:
+                if not MOVES.issuperset(b.key.split(",")):
+                    do = partial(self.app.call_later, self.app.run_action, b.action, here.node)
+                    add(f"{here.name}: {b.description}", b.id or "", b.key, "", b.tooltip, do)
+        self.app.choose("Commands", rows, lambda title: done[title]())
 
     def do_quit(self, _: str) -> None:
         self.app.exit()

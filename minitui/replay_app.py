@@ -16,8 +16,9 @@ from engine.errors import EngineError, InvalidRequest
 from minitui.app import MinituiApp
 from minitui.narrate import narrate
 from minitui.replay import MAX_SPEED, MIN_SPEED, ReplaySource
-from minitui.screens.help import HelpScreen
+from minitui.screens.help import HelpScreen, of_panel
 from minitui.screens.inspect import InspectScreen
+from minitui.screens.keys import keys_here
 from minitui.screens.lecture import LectureScreen
 from minitui.theme import glyphs
 from minitui.trace import TraceReader
@@ -244,8 +245,8 @@ class ReplayApp(MinituiApp):
 
     def show_help(self) -> None:
         """Help on the recording, and on the inspector."""
-        extra = getattr(self.focused, "help_text", "")
-        self.push_screen(HelpScreen("inspect", self.settings.keys, f"{REPLAY_HELP}\n{extra}".rstrip()))
+        before = [("A recording", REPLAY_HELP), *of_panel(self.focused)]
+        self.push_screen(HelpScreen("inspect", self.settings.keys, before, keys_here(self)))
 
     async def seek(self, step: int) -> None:
         """Show the recording as it was when `step` had ended."""

@@ -376,7 +376,8 @@ class Chats:
         fork.messages = [replace(m, state="cancelled" if m.busy else m.state) for m in session.messages]
         fork.ids, fork.spelled_by = list(session.ids), session.spelled_by
         fork.parent = session.id
-        fork.note = f"forked from {self.number(session)} {session.title}: what stands above is shared, block for block"
+        origin = f"{self.number(session)} {session.title}"
+        fork.note = f"forked from {origin}: the next question takes over the blocks of what stands above"
         self._save(fork, everything=True)
         return fork
 

@@ -20,10 +20,15 @@ from minitui.app import MinituiApp
 from minitui.screens.chat import ChatScreen
 from minitui.screens.dialogs import ChoiceDialog, DeathDialog, TextDialog
 from minitui.screens.help import HelpScreen
+from minitui.screens.inspect import InspectScreen
+from minitui.screens.keys import keys_here
 from minitui.sessions import Chats, Message
 from minitui.settings import Settings
 from minitui.store import Store
+from minitui.widgets.base import LinePanel
+from minitui.widgets.block_map import BlockMap
 from minitui.widgets.chrome import SessionStrip, StatusBar, TopBar
+from minitui.widgets.tree import RadixTree
 from tests.fake_client import ByteCodec, FakeSource
 
 SYSTEM = "You explain inference engines. " * 3
@@ -398,6 +403,27 @@ async def test_every_command_is_in_the_help_with_its_key_and_in_the_palette():
         await until(pilot, lambda: not app.session.busy)
         await press(pilot, "enter")
         assert len(app.chats.sessions) == 2
+
+
+async def test_keys_of_panel_and_screen_are_in_the_help_and_in_the_palette():
+    async with running(size=(120, 60), keys={"tree.search": "f9"}) as (app, pilot, _screen):
+        await press(pilot, "escape", "2")
+        for panel in app.screen.query(LinePanel):
+            if panel.focusable:
+                panel.focus()
+                await until(pilot, lambda panel=panel: app.focused is panel)
+                told = {b.id for here in keys_here(app) for b in here.bindings}
+                assert told >= {b.id for b in [*type(panel).BINDINGS, *InspectScreen.BINDINGS]}
+        app.screen.query_one(RadixTree).focus()
+        await press(pilot, "question_mark")
+        text = "\n".join(str(s.render()) for s in app.screen.query("Static"))
+        assert "The panel with the focus: Radix tree" in text and "tree.search f9 " in text
+        for binding in [*RadixTree.BINDINGS, *InspectScreen.BINDINGS]:
+            assert re.search(rf"{re.escape(binding.id)} +\S+ +{re.escape(binding.description)}", text), binding.id
+        await press(pilot, "escape", "colon")
+        await type_text(pilot, "ect: colours")
+        await press(pilot, "enter")
+        await until(pilot, lambda: app.screen.query_one(BlockMap).mode == "owner")
 
 
 async def test_gate_step_pace_and_run_until_reach_the_engine():

@@ -407,6 +407,18 @@ def test_the_block_table_lists_the_requests_blocks_in_order():
         assert marks.count("×") == sum(allocator.holders(b) > 1 for b in request.table[: request.planned // 16])
 
 
+def test_with_few_lines_each_row_of_chips_says_which_logical_block_it_begins_with():
+    stress, view = stress_view(Load(blocks=400, chats=1, reply=(900, 1000), think=0.01, paste=0.0), 3.2, 10)
+    table = stress.scheduler.running[0].table
+    across = (40 - len("12→ ")) // 6
+    assert 10 < len(table) < 100
+    rows = body(BlockTable(), view, 40, 1 + 2 * -(-len(table) // across))[1:]
+    starts = [re.match(r" *(\d+)→ +([\d ]+)", row) for row in rows if "→" in row]
+    assert [int(found[1]) for found in starts] == list(range(0, len(table), across))
+    assert [int(n) for found in starts for n in found[2].split()] == table
+    assert all(row.strip() for row in rows if row), "no row without a word"
+
+
 def test_a_long_block_table_shows_both_ends_and_how_many_lie_between():
     stress, view = stress_view(Load(blocks=400, chats=1, reply=(900, 1000), think=0.01, paste=0.0), 3.2, 10)
     request = stress.scheduler.running[0]

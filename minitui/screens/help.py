@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -13,6 +14,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from minitui.actions import Action, key_label, offered
+from minitui.screens.keys import KeysOf
 
 ABOUT = {
     "lesson": """\
@@ -46,14 +48,17 @@ Try: ask something, press esc and then r.""",
     "inspect": """\
 Everything on this screen is folded from the engine's own record of what it did, step by step.
 
+  vitals         is it healthy: speed, who runs and waits, hits, the pool, a step's time, each over the last minute
   step           what it computes: one token of each who decodes, prompts in chunks
   KV blocks      the pool: free, cached (the tree alone), active (one request), shared (several)
   block table    the selected request's positions → blocks; the last one is partly filled
   radix tree     which text stands in the cache, who uses it, how much it saved, what goes next
   lanes          who waited and who ran, over time
   timings        decode, mixed and prefill steps apart; a first token is queue + prefill + sample
+  events         every decision with its reason, the newest on top
 
-Select something with the arrows: the same thing is marked in every panel. z makes one panel large.""",
+Tab goes from panel to panel, and ? tells more of the one that has the focus. Select something with the arrows: the same
+thing is marked in every panel. z makes one panel large.""",
     "lecture": """\
 One sentence tells what the step did and why; under it the step, the blocks and the tree it changed. What changed glows.
 
@@ -79,6 +84,12 @@ more and more seldom; what was asked of it goes to the next, or ends with a sent
 }
 
 
+def of_panel(widget: object) -> list[tuple[str, str]]:
+    """Title and text of the panel that has the focus, if it has a text."""
+    text = getattr(widget, "help_text", "")
+    return [(f"The panel with the focus: {getattr(widget, 'TITLE', '')}", text)] if text else []
+
+
 def reflow(text: str) -> str:
     """Join the lines of each paragraph, so that the terminal breaks them; indented lines stay."""
     paragraphs = []
@@ -89,7 +100,8 @@ def reflow(text: str) -> str:
 
 
 class HelpScreen(ModalScreen[None]):
-    """`about` is a key of ABOUT, or text of a panel's own."""
+    """`about` is a key of ABOUT; `before` stands above it: titles and texts, of the panel that has the focus;
+    `here` are keys that only act where the reader is."""
 
     DEFAULT_CSS = """
     HelpScreen {
@@ -105,17 +117,25 @@ class HelpScreen(ModalScreen[None]):
         Binding("escape,q,question_mark", "dismiss", "Close", id="help.close", show=False)
     ]
 
-    def __init__(self, about: str, keys: dict[str, str], extra: str = "") -> None:
+    def __init__(
+        self, about: str, keys: dict[str, str], before: Sequence[tuple[str, str]] = (), here: Sequence[KeysOf] = ()
+    ) -> None:
         super().__init__()
-        self._about, self._keys, self._extra = about, keys, extra
+        self._about, self._keys, self._before, self._here = about, keys, before, here
 
     def compose(self) -> ComposeResult:
         with Vertical() as frame:
             frame.border_title = "Help"
             with VerticalScroll():
-                if self._extra:
-                    yield Static(Content(self._extra))
+                for title, text in self._before:
+                    yield Static(title, classes="head")
+                    yield Static(Content(text))
+                if self._before:
+                    yield Static("The whole screen", classes="head")
                 yield Static(Content(reflow(ABOUT[self._about])))
+                for those in self._here:
+                    yield Static(f"Keys here: {those.name}", classes="head")
+                    yield Static(self._rows((b.id or "", b.key, "", _told(b)) for b in those.bindings))
                 yield Static("The prompt", classes="head")
                 yield Static(PROMPT_HELP)
                 for group in dict.fromkeys(a.group for a in self._offered):
@@ -133,14 +153,23 @@ class HelpScreen(ModalScreen[None]):
         self.query_one(VerticalScroll).focus()
 
     def _table(self, group: str) -> Content:
+        of_it = (a for a in self._offered if a.group == group)
+        return self._rows((a.id, a.key, f"/{a.slash} {a.takes}".rstrip() if a.slash else "", a.help) for a in of_it)
+
+    def _rows(self, told: Iterable[tuple[str, str, str, str]]) -> Content:
+        """Of (id, key, slash command, what it does)."""
         rows: list[Content | str | tuple[str, str]] = []
-        for a in (a for a in self._offered if a.group == group):
-            key = key_label(self._keys.get(a.id, a.key)) if a.key else ""
-            slash = f"/{a.slash} {a.takes}".rstrip() if a.slash else ""
-            rows += [(f"{a.id:<10}", "dim"), (f"{key:<7}", "bold"), f"{slash:<19}"]
-            indent = "\n" + " " * 36
-            rows += [indent.join(textwrap.wrap(a.help, 58)), "\n"]
+        for id, key, slash, words in told:
+            key = key_label(self._keys.get(id, key)) if key else ""
+            lead = f"{id:<10}", f"{key:<7}", f"{slash:<19}" if slash or "." not in id else ""
+            rows += [(lead[0], "dim"), " ", (lead[1], "bold"), " ", lead[2]]
+            indent = "\n" + " " * (2 + sum(map(len, lead)))
+            rows += [indent.join(textwrap.wrap(words, 95 - len(indent))), "\n"]
         return Content.assemble(*rows)
+
+
+def _told(binding: Binding) -> str:
+    return f"{binding.description}: {binding.tooltip}" if binding.tooltip else binding.description
 
 
 PROMPT_HELP = Content(

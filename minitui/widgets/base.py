@@ -92,6 +92,10 @@ class LinePanel(Widget, can_focus=True):
         """The body for `width` × `height` cells. Pure: reads the view and the panel's own settings."""
         raise NotImplementedError
 
+    def own_key(self, keys: str) -> list[Run]:
+        """For the note: keys that act while the panel has the focus, and elsewhere do something else."""
+        return [(f" · {keys}", "dim")] if self.has_focus else []
+
     def clicked(self, view: View, column: int, row: int) -> None:
         """A click on the body, in body coordinates."""
 

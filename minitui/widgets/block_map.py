@@ -84,16 +84,13 @@ class BlockMap(LinePanel):
 The pool of KV memory, one cell for each block. A block holds the keys and values of 16 tokens, for all layers. A free
 block belongs to nobody; an active one to one request; a shared one is read by several requests whose texts begin
 alike; a cached one is kept by the tree alone, in case somebody asks something that begins like it, and goes first when
-room is needed. ▄ is where the next token of a request will be written. What glows has just changed.
-
-Arrows move, enter zooms in and then tells a block's story, backspace zooms out, c colours by state, owner, age or
-holders.""")
+room is needed. ▄ is where the next token of a request will be written. What glows has just changed.""")
     BINDINGS: ClassVar = [
         Binding("left", "move(-1, 0)", "block before", show=False, id="map.left"),
         Binding("right", "move(1, 0)", "block after", show=False, id="map.right"),
         Binding("up", "move(0, -1)", "row above", show=False, id="map.up"),
         Binding("down", "move(0, 1)", "row below", show=False, id="map.down"),
-        Binding("enter", "open", "zoom, then details", show=False, id="map.open"),
+        Binding("enter", "open", "zoom in, then tell a block's story", show=False, id="map.open"),
         Binding("backspace", "unzoom", "zoom out", show=False, id="map.unzoom"),
         Binding("c", "colour", "colours", show=False, id="map.colour", tooltip="by state, owner, age or holders"),
     ]
@@ -118,7 +115,8 @@ holders.""")
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         board = view.board
-        head = [tuple(occupancy.bar(board, width))]
+        whole = occupancy.lead(board)
+        head = [whole.extend(occupancy.bar(board, max(0, width - whole.width))).done(width)]
         layer = self._layer(view) if self.mode != "state" else None
         entries = layer.legend if layer is not None else occupancy.entries(board)
         above, legend = _lay_out(entries, width, 0 if self.frame == "none" else width - 4)

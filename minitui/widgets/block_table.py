@@ -26,15 +26,13 @@ class BlockTable(LinePanel):
     help_text = paragraphs("""\
 Paging. The request counts its tokens 0, 1, 2, …: tokens 0 to 15 are its logical block 0, and so on. Where such a block
 lies in the pool is written in this table, under it: any free block will do, so memory is never fragmented. ×4 means
-that four requests have the same block in their tables: they read it together. Only the last block is being written.
-
-Left and right move over the blocks, up and down to other requests, enter tells the story.""")
+that four requests have the same block in their tables: they read it together. Only the last block is being written.""")
     BINDINGS: ClassVar = [
         Binding("left", "move(-1)", "block before", show=False, id="table.left"),
         Binding("right", "move(1)", "block after", show=False, id="table.right"),
         Binding("up", "turn(1)", "younger request", show=False, id="table.up"),
         Binding("down", "turn(-1)", "elder request", show=False, id="table.down"),
-        Binding("enter", "open", "details", show=False, id="table.open"),
+        Binding("enter", "open", "tell its story", show=False, id="table.open"),
     ]
 
     def picture(self, view: View, width: int, height: int) -> Picture:
@@ -74,7 +72,7 @@ Left and right move over the blocks, up and down to other requests, enter tells 
         lane = view.lanes.lanes.get(id) if id is not None else None
         last = view.board.last_tables.get(lane.group) if lane is not None else None
         if lane is None or last is None or last.request != lane.id or not last.table:
-            text = "no request has run yet"
+            text = "no request has run yet" if view.selection is None else "no request of this chat has run yet"
             if lane is not None:
                 text = f"r{lane.id} waits: it holds no block yet"
                 if lane.finish_reason:
@@ -82,10 +80,13 @@ Left and right move over the blocks, up and down to other requests, enter tells 
             return Picture([Row(line, "dim").done(width) for line in textwrap.wrap(text, width)], title="Block table")
         fates = [view.board.fate(block, last.seq) for block in last.table]
         kept = sum(fate in ("cached", "held") for fate in fates)
-        about = f"  finished: {kept} of {len(fates)} blocks stay in the tree"
+        dot = f" {glyphs().middot} "
+        told = (f"finished: {kept} of {len(fates)} blocks stay in the tree", f"{kept} of {len(fates)} blocks cached")
         line = Row(f"r{lane.id}", "bold ink")
-        line.add(" " + clip(view.group_name(lane.group), max(NAME, width - line.width - len(about) - 1)))
-        line.add(about, "dim")
+        name = view.group_name(lane.group)
+        room = width - line.width - len(dot) - min(NAME, len(name)) - 1
+        about = dot + next((text for text in told if len(text) <= room), told[-1])
+        line.add(" " + clip(name, max(NAME, width - line.width - len(about) - 1))).add(about, "dim")
         size = view.board.state.block_size
         rows = [line.done(width), *self._chips(view, last.table, last.computed, size, width, height - 1, fates)]
         legend: list[Run] = [
@@ -98,20 +99,25 @@ Left and right move over the blocks, up and down to other requests, enter tells 
         self, view: View, table: list[int], computed: int, size: int, width: int, height: int,
         fates: list[str] | None = None,
     ) -> list[Runs]:  # fmt: skip
-        """Lines of three (logical number, physical chip, holders), or of two, or chips alone: what fits. `fates`: the
-        request has finished, and this became of its blocks."""
+        """Lines of three (logical number, physical chip, holders); of two, with the logical number of the first before
+        the chips; or chips alone: what fits. `fates`: the request has finished, and this became of its blocks."""
         chip = max(CHIP, len(str(view.board.state.num_blocks - 1)) + 2)
-        across = max(1, width // chip)
-        lines = -(-len(table) // across)
+        lead = len(str(len(table) - 1)) + 2  # "12→ "
+        across, short = max(1, width // chip), max(1, (width - lead) // chip)
         tall = min(height, 3)
-        if lines * 3 > height and lines * 2 <= height:
+        if -(-len(table) // across) * 3 > height and -(-len(table) // short) * 2 <= height:
             tall = 2
+        left = 0 if tall == 3 else lead
+        if left:
+            across = short
         rows: list[Runs] = []
         items = _both_ends(len(table), max(1, height // tall) * across, across)
         for start in range(0, len(items), across):
             logical, chips, holders = Row(), Row(), Row()
+            if left and items[start] >= 0:
+                chips.add(f"{items[start]}{glyphs().arrow}".rjust(left - 1), "dim")
             for column, index in enumerate(items[start : start + across]):
-                at = column * chip
+                at = left + column * chip
                 if index < 0:  # so many are left out here
                     logical.to(at).add(glyphs().dots.rjust(chip - 2), "dim")
                     chips.to(at).add(f"+{-index} ".rjust(chip - 1), "dim")
@@ -135,7 +141,7 @@ Left and right move over the blocks, up and down to other requests, enter tells 
             if tall == 3:
                 rows.append(logical.done(width))
             rows.append(chips.done(width))
-            if tall >= 2:
+            if tall == 3 or (tall == 2 and holders.width):
                 rows.append(holders.done(width))
         return rows[:height]
 

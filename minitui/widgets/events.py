@@ -32,17 +32,15 @@ class Events(LinePanel):
     help_text = paragraphs("""\
 Every decision of the engine with its reason, the newest on top, never summed up: who was admitted and how long it had
 waited; what a prompt took from the tree and why not more; what was evicted and for whom; who was preempted; how each
-request ended.
-
-Up and down choose an event and what it is about, f filters, home returns to the newest, enter tells the story.""")
+request ended. The event under the cursor selects what it is about.""")
     BINDINGS: ClassVar = [
         Binding("up", "move(-1)", "later", show=False, id="events.up"),
         Binding("down", "move(1)", "earlier", show=False, id="events.down"),
         Binding("pageup", "move(-10)", "later", show=False, id="events.pageup"),
         Binding("pagedown", "move(10)", "earlier", show=False, id="events.pagedown"),
-        Binding("home", "latest", "latest", show=False, id="events.latest"),
+        Binding("home", "latest", "the newest", show=False, id="events.latest"),
         Binding("f", "filter", "filter", show=False, id="events.filter", tooltip="all, hits, memory, requests, one"),
-        Binding("enter", "open", "details", show=False, id="events.open"),
+        Binding("enter", "open", "tell its story", show=False, id="events.open"),
     ]
 
     def __init__(self, *, id: str | None = None, frame: str | None = None, compact: bool = False) -> None:
@@ -63,7 +61,7 @@ Up and down choose an event and what it is about, f filters, home returns to the
             rows = [Row("nothing has happened yet" if name == "all" else f"no event among: {name}", "dim").done(width)]
         note: list[Run] = []
         if not self.compact:
-            note = [("show ", "dim"), (name, "ink"), (" · f", "dim")]
+            note = [("show ", "dim"), (name, "ink"), *self.own_key("f")]
         legend: list[Run] = [(f"step, what, why · {view.events.count:,} so far", "dim")]
         if self.skip:
             legend = [(f"{self.skip:,} newer above · Home", "accent")]

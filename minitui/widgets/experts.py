@@ -30,7 +30,7 @@ row is a layer, each cell an expert, its height what it got in the last moments:
 two levels more are twice as much, a dot is nothing. The figure at the right is the hottest expert's share, in means.
 
 A decode step reads the weights of every expert that any token of the batch wants, so a skewed router makes small
-batches cheap; on several GPUs, or in a large prefill, everybody waits for the hottest. Up and down choose a layer.""")
+batches cheap; on several GPUs, or in a large prefill, everybody waits for the hottest.""")
     BINDINGS: ClassVar = [
         Binding("up", "layer(-1)", "layer before", show=False, id="experts.up"),
         Binding("down", "layer(1)", "layer after", show=False, id="experts.down"),

@@ -34,9 +34,7 @@ Continuous batching. Each row is a request, each column a few steps. A request f
 (prefill: many tokens in a step), then it decodes one token in every step until it is done. Requests come and go between
 any two steps; nobody waits for the slowest of a batch. × means preempted: the pool was full and it had to give way.
 With more requests than rows, a row goes on to the next one when its request has ended: "r9 +2" is the row of r9, in
-which two others ended before it; select one of them, and the row goes by its name.
-
-Up and down choose a request, left and right a step, [ and ] change how many steps a column has, page up goes back.""")
+which two others ended before it; select one of them, and the row goes by its name.""")
     BINDINGS: ClassVar = [
         Binding("up", "choose(-1)", "request above", show=False, id="lanes.up"),
         Binding("down", "choose(1)", "request below", show=False, id="lanes.down"),
@@ -47,7 +45,7 @@ Up and down choose a request, left and right a step, [ and ] change how many ste
         Binding("left_square_bracket", "zoom(-1)", "fewer steps a column", show=False, id="lanes.finer"),
         Binding("right_square_bracket", "zoom(1)", "more steps a column", show=False, id="lanes.coarser"),
         Binding("end", "latest", "now", show=False, id="lanes.latest"),
-        Binding("enter", "open", "details", show=False, id="lanes.open"),
+        Binding("enter", "open", "tell its story", show=False, id="lanes.open"),
     ]
 
     def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
@@ -121,7 +119,7 @@ Up and down choose a request, left and right a step, [ and ] change how many ste
 
     def _note(self) -> list[Run]:
         steps = "1 column = 1 step" if self.k == 1 else f"1 column = {self.k} steps"
-        return [(steps, "ink"), (" · [ ]", "dim")]
+        return [(steps, "ink"), *self.own_key("[ ]")]
 
     def _choose_k(self, view: View, horizon: int) -> None:
         if self.fixed_k is not None:

@@ -55,6 +55,13 @@ def legend(board: Board) -> list[Run]:
     return [run for entry in entries(board) for run in (*entry, ("  ", "ink"))]
 
 
+def lead(board: Board) -> Row:
+    """What stands before the bar: how much of the pool is not free."""
+    share = 1 - board.counts[FREE] / max(1, board.total)
+    percent = f"{100 * share:.0f}" if not 0 < share < 0.01 else "<1"
+    return Row("KV pool ", "dim").add(f"{percent} % ", "bold ink")
+
+
 class Occupancy(LinePanel, can_focus=False):
     """The whole in one line, for small screens."""
 
@@ -63,11 +70,8 @@ class Occupancy(LinePanel, can_focus=False):
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         board = view.board
-        total = max(1, board.total)
-        used = total - board.counts[FREE]
         words = Row(" ").extend(legend(board)).add(f"of {board.total:,}", "dim")
-        percent = f"{100 * used / total:.0f}" if not 0 < used / total < 0.01 else "<1"
-        head = Row("KV pool ", "dim").add(f"{percent} % ", "bold ink")
+        head = lead(board)
         room = width - head.width - words.width
         if room < 8:
             words = Row(" ")

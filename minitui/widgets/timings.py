@@ -30,9 +30,8 @@ waits for the longest part: that is why prompts are cut into chunks. p99 is what
 Where several ranks share a model, each computes a part of every layer and they add up their parts twice in a layer:
 that exchange, and waiting for the slowest, is time in which nobody computes.
 
-The tracks show host and device in the last steps: while the device computes, the host may plan the next step. Enter
-opens the slowest step.""")
-    BINDINGS: ClassVar = [Binding("enter", "open", "slowest step", show=False, id="timings.open")]
+The tracks show host and device in the last steps: while the device computes, the host may plan the next step.""")
+    BINDINGS: ClassVar = [Binding("enter", "open", "open the slowest step", show=False, id="timings.open")]
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         t = view.timings

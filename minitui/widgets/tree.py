@@ -40,19 +40,17 @@ class RadixTree(LinePanel):
 The prefix cache. Each node is a run of tokens whose keys and values are in the pool; a path from the top is a text. A
 new prompt follows the tree as far as it agrees, takes over those blocks, and computes only the rest. Users are the
 requests that hold a node now; saved is what was not computed because of it. Nodes without users can be evicted: out
-says in which order, the least recently used leaf first.
-
-Up and down move, left goes to the parent, f folds, e shows all nodes, / searches, enter tells the story.""")
+says in which order, the least recently used leaf first.""")
     BINDINGS: ClassVar = [
         Binding("up", "move(-1)", "node above", show=False, id="tree.up"),
         Binding("down", "move(1)", "node below", show=False, id="tree.down"),
-        Binding("pageup", "move(-10)", "up", show=False, id="tree.pageup"),
-        Binding("pagedown", "move(10)", "down", show=False, id="tree.pagedown"),
+        Binding("pageup", "move(-10)", "ten nodes up", show=False, id="tree.pageup"),
+        Binding("pagedown", "move(10)", "ten nodes down", show=False, id="tree.pagedown"),
         Binding("left", "parent", "parent", show=False, id="tree.parent"),
         Binding("f", "fold", "fold", show=False, id="tree.fold", tooltip="hide or show what is below this node"),
         Binding("e", "everything", "all nodes", show=False, id="tree.everything"),
         Binding("slash", "search", "search", show=False, id="tree.search", tooltip="nodes whose text has these words"),
-        Binding("enter", "open", "details", show=False, id="tree.open"),
+        Binding("enter", "open", "tell its story", show=False, id="tree.open"),
     ]
 
     def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
