@@ -27,6 +27,7 @@ from typing import Any
 from engine.errors import DeviceLost, EngineError, InvalidRequest
 from engine.output import Delta, OutputProcessor
 from engine.records import Record
+from engine.startup import import_torch
 
 logger = logging.getLogger("engine")
 
@@ -269,6 +270,7 @@ def main(fd: int) -> int:
 def _serve(config: Any, commands: queue.SimpleQueue[Message], writer: Writer) -> tuple[int, Message | None]:
     """Build an engine and serve it: (exit status, the message that asks for another engine, if one does)."""
     try:
+        import_torch()
         from engine.build import build_engine, check_device_error
 
         try:

@@ -95,10 +95,12 @@ class SimulatedLaunch:
         return self.result
 
 
+WEIGHTS = np.arange(1, 8193) * 2654435761 % 1000003  # of a token in the hash, by its position
+
+
 def token_after(context: np.ndarray, seed: int, vocab_size: int, echo: bool = False) -> int:
     """The simulated model: the next token is a hash of all before it, or what that hash says is repeated."""
-    weights = np.arange(1, len(context) + 1) * 2654435761 % 1000003
-    digest = int((context + 7) @ weights) + seed * 7919
+    digest = int((context + 7) @ WEIGHTS[: len(context)]) + seed * 7919
     if echo:
         digest = digest * 0x9E3779B97F4A7C15 % 2**64 >> 20
         before = np.flatnonzero((context[:-2] == context[-2:-1]) & (context[1:-1] == context[-1:]))
@@ -113,9 +115,10 @@ def alone(
     prompt: list[int], seed: int, n: int, vocab_size: int = 50, stop: frozenset[int] = frozenset(), echo: bool = False
 ) -> list[int]:
     """What a request draws when nothing else runs."""
-    ids = list(prompt)
-    for _ in range(n):
-        ids.append(token_after(np.array(ids, np.int64), seed, vocab_size, echo))
-        if ids[-1] in stop:
-            break
-    return ids[len(prompt) :]
+    ids = np.empty(len(prompt) + n, np.int64)
+    ids[: len(prompt)] = prompt
+    for end in range(len(prompt), len(ids)):
+        ids[end] = token_after(ids[:end], seed, vocab_size, echo)
+        if ids[end] in stop:
+            return ids[len(prompt) : end + 1].tolist()
+    return ids[len(prompt) :].tolist()

@@ -17,6 +17,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
+from engine.startup import import_torch
 from engine.types import StepPlan
 
 logger = logging.getLogger("engine")
@@ -37,6 +38,7 @@ def main(fd: int) -> int:
         with contextlib.suppress(OSError):
             connection.send_bytes(pickle.dumps((kind, sentence)))
 
+    import_torch()
     from engine.build import check_device_error, rank_runners
 
     ready = False

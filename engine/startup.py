@@ -1,0 +1,33 @@
+"""What makes a process of the engine ready sooner: importing torch is most of its start."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+from types import ModuleType
+
+# What torch knows in Python of the shapes that its operators give: for torch.compile and for tensors without data, and a
+# quarter of its import. Nothing in this package needs it; the functions of torch that do import it themselves.
+_SHAPES = "torch._meta_registrations"
+
+
+def import_torch() -> None:
+    """Import torch; on a machine without a GPU, without the part of it that only a compiler of models needs.
+
+    The garbage collector rests meanwhile and passes by all that stands afterwards: a full collection would look at
+    every function of torch, many times during the import and later between two steps.
+    """
+    if "torch" in sys.modules:
+        return
+    sys.modules[_SHAPES] = ModuleType(_SHAPES)
+    gc.disable()
+    try:
+        import torch
+    finally:
+        gc.freeze()
+        gc.enable()
+        del sys.modules[_SHAPES]
+    vars(torch).pop(_SHAPES.removeprefix("torch."), None)
+    if torch.cuda.is_available():  # packages of kernels for it may compile
+        importlib.import_module(_SHAPES)
