@@ -35,12 +35,16 @@ class Built:
 
 
 def build_engine(
-    config: EngineConfig, on_progress: Progress | None = None, on_lost: Callable[[str], None] | None = None
+    config: EngineConfig,
+    on_progress: Progress | None = None,
+    on_lost: Callable[[str], None] | None = None,
+    before_torch: Callable[[], None] = lambda: None,
 ) -> Built:
     """Load a model and make an engine for it. Raises EngineError with a sentence for whatever cannot be had.
 
     `on_progress` is called with {"stage", "done", "total", "text"}; `total` is 0 where the end is not known. `on_lost`
     is called from another thread, with a sentence, when a rank of several is gone, as soon as that is known.
+    `before_torch` is called when the model is found, and nothing that needs torch has begun.
     """
     from engine.structured import Grammars
 
@@ -49,6 +53,7 @@ def build_engine(
     tell({"stage": "model", "done": 0, "total": 0, "text": f"looking for {config.model}"})
     directory = resolve_model(config.model, on_progress=tell)
     model = ModelConfig.from_pretrained(directory)
+    before_torch()
     limits = resolve(config, model)
     tokenizer = Tokenizer(directory) if config.load_tokenizer else None
     runner = make_runner(model, config, directory, tell, on_lost)

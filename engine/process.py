@@ -270,7 +270,6 @@ def main(fd: int) -> int:
 def _serve(config: Any, commands: queue.SimpleQueue[Message], writer: Writer) -> tuple[int, Message | None]:
     """Build an engine and serve it: (exit status, the message that asks for another engine, if one does)."""
     try:
-        import_torch()
         from engine.build import build_engine, check_device_error
 
         try:
@@ -278,6 +277,7 @@ def _serve(config: Any, commands: queue.SimpleQueue[Message], writer: Writer) ->
                 config,
                 on_progress=lambda progress: writer.send("progress", progress),
                 on_lost=lambda sentence: _lost(sentence, commands, writer),
+                before_torch=import_torch,
             )
         except Exception as error:
             if not isinstance(error, EngineError):

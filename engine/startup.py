@@ -7,7 +7,7 @@ import importlib
 import sys
 from types import ModuleType
 
-# What torch knows in Python of the shapes that its operators give: for torch.compile and for tensors without data, and a
+# What torch knows in Python of the shapes that its operators give, for torch.compile and for tensors without data: a
 # quarter of its import. Nothing in this package needs it; the functions of torch that do import it themselves.
 _SHAPES = "torch._meta_registrations"
 

@@ -4,42 +4,53 @@ from __future__ import annotations
 
 import subprocess
 import sys
-
-import pytest
+from collections.abc import Iterable
 
 PRODUCT = ("minitui", "textual", "rich", "typer", "fastapi", "uvicorn")
 
 
-def loaded_by(statement: str) -> set[str]:
-    """Top-level names of the modules that a fresh interpreter holds after `statement`."""
-    code = f"{statement}\nimport sys; print(' '.join(sorted({{m.partition('.')[0] for m in sys.modules}})))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+ENGINE = ("engine", "engine.client", "engine.engine", "engine.build", "engine.process")
+ENGINE_WITH_TORCH = ("engine.llm", "engine.runner")
+BELOW = ("source", "sessions", "store", "settings", "feed", "view", "markdown", "demo", "ask", "models", "actions")
+DRAWING = ("minitui.app", "minitui.cli", "minitui.launch", "engine.client", "engine.tokenizer")
+
+
+def check(*statements: str) -> dict[str, set[str]]:
+    """Top-level names of the modules that a fresh interpreter holds after each of the statements, in their order."""
+    code = "import sys\nfor s in sys.argv[1:]:\n exec(s)\n print(*sorted({m.partition('.')[0] for m in sys.modules}))"
+    run = subprocess.run([sys.executable, "-c", code, *statements], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
-    return set(run.stdout.split())
+    return dict(zip(statements, map(set, map(str.split, run.stdout.splitlines())), strict=True))
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["engine", "engine.client", "engine.engine", "engine.build", "engine.llm", "engine.runner", "engine.process"],
-)
-def test_the_engine_knows_no_product(module):
-    assert not loaded_by(f"import {module}").intersection(PRODUCT)
+def imports(modules: Iterable[str]) -> list[str]:
+    return [f"import {module}" for module in modules]
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["source", "sessions", "store", "settings", "feed", "view", "markdown", "demo", "ask", "models", "actions"],
-)
-def test_below_the_screens_nothing_knows_textual(module):
-    assert not loaded_by(f"import minitui.{module}").intersection({"textual", "torch"})
+def test_the_engine_knows_no_product_and_its_process_imports_less_of_torch_at_first():
+    shapes = "torch._meta_registrations"
+    told = check(
+        *imports(ENGINE),
+        "from engine.startup import import_torch; import_torch(); import torch, gc; assert gc.isenabled()",
+        f"assert torch.cuda.is_available() or '{shapes}' not in sys.modules",
+        *imports(ENGINE_WITH_TORCH),
+        f"import {shapes} as found; assert found.__file__ and torch._meta_registrations is found",
+        "assert (torch.ones(2, 3, device='meta') @ torch.ones(3, 4, device='meta')).shape == (2, 4)",
+    )
+    for statement, held in told.items():
+        assert not held.intersection(PRODUCT), statement
 
 
-@pytest.mark.parametrize(
-    "module", ["minitui.app", "minitui.cli", "minitui.launch", "engine.client", "engine.tokenizer"]
-)
-def test_the_process_that_draws_never_loads_torch(module):
-    assert "torch" not in loaded_by(f"import {module}")
+def test_below_the_screens_nothing_knows_textual():
+    for statement, held in check(*imports(f"minitui.{module}" for module in BELOW)).items():
+        assert not held.intersection({"textual", "torch"}), statement
+
+
+def test_the_process_that_draws_never_loads_torch():
+    for statement, held in check(*imports(DRAWING)).items():
+        assert "torch" not in held, statement
 
 
 def test_the_command_line_loads_no_application_before_it_is_asked_for():
-    assert not loaded_by("import minitui.cli").intersection({"textual", "torch", "tokenizers", "jinja2"})
+    [held] = check("import minitui.cli").values()
+    assert not held.intersection({"textual", "torch", "tokenizers", "jinja2"})
