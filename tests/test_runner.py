@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.runner import CPU_KV_BYTES, Runner
-from tests.models import VOCAB, Driver, make_request, make_runner, reference, save
+from tests.models import VOCAB, Driver, held, make_request, make_runner, reference, save
 
 
 @pytest.fixture(scope="module")
@@ -200,24 +199,22 @@ def test_nothing_records_gradients(driver: Driver) -> None:
     assert not any(cache.requires_grad for cache in driver.runner.pool.keys)
 
 
-def test_memory_after_1000_requests_equals_that_after_100(directory: Path) -> None:
+def test_nothing_is_kept_of_requests_that_have_ended(directory: Path) -> None:
     driver = Driver(make_runner(directory))
 
-    def serve(count: int) -> float:
+    def serve(count: int) -> tuple[int, int]:
         for i in range(count):
             driver._next_block = 1 + 8 * (i % 8)
             settings = {"presence_penalty": 0.5, "logit_bias": {5: 1.0}, "logprobs": 2} if i % 3 == 0 else {}
             request = make_request(prompt(i, 6), i % 8, **settings)
             request.id = 100_000 + driver.step
             driver.generate(request, 2)
-        gc.collect()
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return held()
 
-    if not Path("/proc/self/statm").exists():
-        pytest.skip("resident memory is read from /proc")
-    early = serve(100)
-    assert serve(900) - early < 8
+    early = serve(60)
+    late = serve(240)
+    assert late[0] - early[0] < 60, f"{late[0] - early[0]} objects more after 240 requests"
+    assert late[1] - early[1] < 4 << 20, f"{late[1] - early[1]} bytes more after 240 requests"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
