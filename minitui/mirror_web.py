@@ -179,17 +179,16 @@ async def serve_mirror(listening: socket.socket, command: list[str], on_ready: C
 
 def run_mirror(host: str, port: int, command: list[str]) -> int:
     """Serve the mirrored application that `command` starts; returns the exit code. Raises EngineError."""
-    from minitui.server.command import listen
+    from minitui.server.command import address, listen
 
     listening = listen(host, port)
     port = listening.getsockname()[1]
-    everywhere = host in ("0.0.0.0", "::")
-    name = socket.gethostname() if everywhere else f"[{host}]" if ":" in host else host
+    presenter = address("127.0.0.1" if host in ("0.0.0.0", "::") else host, port)
 
     def ready(secret: str) -> None:
         print(
-            f"minitui is mirrored at http://{name}:{port} to whoever opens it, to watch\n"
-            f"you type at http://{'127.0.0.1' if everywhere else name}:{port}/present/{secret}",
+            f"minitui is mirrored at {address(host, port)} to whoever opens it, to watch\n"
+            f"you type at {presenter}/present/{secret}",
             file=sys.stderr, flush=True,
         )  # fmt: skip
 

@@ -26,12 +26,13 @@ from engine.records import Record
 from engine.types import SamplingParams
 from minitui.server.settings import TOKENIZER_FILES
 from minitui.source import Progress
-from minitui.wire import check, httpx, normalise, open_client, parse, reason_of, server_events, unreachable
+from minitui.wire import CONNECT_S, check, httpx, normalise, open_client, parse, reason_of, server_events, unreachable
 
 MAX_RECORDS = 200_000  # kept for a reader that does not drain
 GIVE_UP_S = 60.0  # a server that cannot be reached for so long is dead
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 4.0)
 CONNECTED_S = 15.0  # for the record stream to begin
+BEAT = httpx.Timeout(22.0, connect=CONNECT_S)  # the record stream has a comment every 10 s, if nothing else
 LOADING_S = 600.0  # a server may load its model for so long
 SENT = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -267,7 +268,7 @@ class RemoteSource:
         attempt = 0
         while True:
             try:
-                async with self.http.stream("GET", "/minitui/records") as response:
+                async with self.http.stream("GET", "/minitui/records", timeout=BEAT) as response:
                     await check(response)
                     async for name, data in server_events(response):
                         self._take(name, json.loads(data))

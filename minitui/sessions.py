@@ -547,7 +547,8 @@ class Chats:
         except asyncio.CancelledError:
             self._end(session, message, "cancelled")
         except EngineDead as error:
-            self._end(session, message, "error", f"{error} What was written so far is kept.")
+            sentence = str(error) if str(error)[-1:] in ".?!" else f"{error}."
+            self._end(session, message, "error", f"{sentence} What was written so far is kept.")
         except EngineError as error:
             self._end(session, message, "error", str(error))
 

@@ -73,6 +73,8 @@ async def check(response: httpx.Response) -> httpx.Response:
         message, param = str(error["message"]), error.get("param")
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
+    if response.status_code == 401:
+        message += " (minitui takes it from MINITUI_KEY, or --key)"
     if response.status_code == 503:
         raise EngineDead(message)
     if response.status_code == 429:

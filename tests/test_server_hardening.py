@@ -368,3 +368,14 @@ def test_sigterm_ends_server_and_engine_within_five_seconds(tmp_path: Path) -> N
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system notices lost networks otherwise")
+def test_a_caller_whose_network_vanished_is_noticed_in_time() -> None:
+    from minitui.server.command import VANISHED_S, listen
+
+    with listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == VANISHED_S * 1000
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

@@ -29,6 +29,7 @@ except ImportError as error:
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BACKLOG = 512
 EXAMPLE = '{"messages": [{"role": "user", "content": "What is a KV cache?"}]}'
+VANISHED_S = 20  # nothing that was sent to a caller is acknowledged for so long
 LAST_WORDS_S = 1  # for connections to end once the engine is gone
 
 
@@ -54,8 +55,7 @@ class Host:
 
     @property
     def url(self) -> str:
-        host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
-        return f"http://{host}:{self.port}"
+        return address(self.settings.host, self.port)
 
     def stop(self) -> None:
         """Begin to go; may be called from any thread."""
@@ -91,6 +91,12 @@ class Host:
             self._socket.close()
 
 
+def address(host: str, port: int) -> str:
+    """What others type to reach a server that listens there."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"http://{name}:{port}"
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes a free one. Raises EngineError with the way out."""
     try:
@@ -102,6 +108,7 @@ def listen(host: str, port: int) -> socket.socket:
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _notice_lost_networks(bound)
         bound.bind(address)
         bound.listen(BACKLOG)
     except OSError as error:
@@ -109,6 +116,17 @@ def listen(host: str, port: int) -> socket.socket:
         way_out = "choose another with --port" if error.errno in (98, 48) else "choose another with --host or --port"
         raise EngineError(f"cannot listen on {host}:{port}: {error.strerror or error}; {way_out}") from error
     return bound
+
+
+def _notice_lost_networks(listening: socket.socket) -> None:
+    """Who vanished without a word, with his network, is gone after VANISHED_S and not after a quarter of an hour; what
+    he held (blocks, the gate) is free then. The connections that are accepted inherit this."""
+    options = {"SO_KEEPALIVE": (socket.SOL_SOCKET, 1), "TCP_KEEPIDLE": (socket.IPPROTO_TCP, VANISHED_S // 2),
+               "TCP_KEEPINTVL": (socket.IPPROTO_TCP, VANISHED_S // 4), "TCP_KEEPCNT": (socket.IPPROTO_TCP, 2),
+               "TCP_USER_TIMEOUT": (socket.IPPROTO_TCP, VANISHED_S * 1000)}  # fmt: skip
+    for name, (level, value) in options.items():
+        if hasattr(socket, name):  # not every system has all of them
+            listening.setsockopt(level, getattr(socket, name), value)
 
 
 def gather_keys(api: list[str], chat: list[str], watch: list[str]) -> dict[str, Role]:
@@ -136,11 +154,13 @@ def run_serve(config: EngineConfig, settings: ServerSettings, log_file: Path | N
             loop.add_signal_handler(number, host.stop)
 
         def ready() -> None:
-            print(f"{host.service.model} is served at {host.url}", file=tell, flush=True)
-            print(f"  curl {host.url}/v1/chat/completions -d '{EXAMPLE}'", file=tell, flush=True)
-            print(f"  minitui chat --connect {host.url}", file=tell, flush=True)
+            header, key = (" -H 'Authorization: Bearer KEY'", "MINITUI_KEY=KEY ") if settings.keys else ("", "")
+            print(f"{host.service.model} is served at {url}", file=tell, flush=True)
+            print(f"  curl {url}/v1/chat/completions{header} -d '{EXAMPLE}'", file=tell, flush=True)
+            print(f"  {key}minitui chat --connect {url}", file=tell, flush=True)
 
-        print(f"loading; {host.url}/ready tells when it is done", file=tell, flush=True)
+        url = address(settings.host, host.port)
+        print(f"loading; {url}/ready tells when it is done", file=tell, flush=True)
         await host.run(ready)
 
     asyncio.run(main())
