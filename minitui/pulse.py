@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import re
 import time
@@ -95,7 +96,7 @@ def read_samples(text: str) -> dict[str, list[float]]:
             value = float(found[3])
         except ValueError:
             continue
-        if value == value:  # a server that knows nothing yet says NaN
+        if math.isfinite(value):  # a server that knows nothing yet says NaN
             engine = tuple(sorted((name, of) for name, of in labels.items() if name not in ONE_ENGINE))
             of_name = samples.setdefault(found[1], {})
             of_name[engine] = max(value, of_name.get(engine, value))

@@ -55,6 +55,7 @@ class RemoteStream:
         self._news: deque[Delta | EngineError] = deque()
         self._wake = asyncio.Event()
         self._accepted = asyncio.Event()
+        self._cancelled = False
         self._task = source.keep(self._read(body))
 
     async def _read(self, body: dict[str, Any]) -> None:
@@ -67,6 +68,8 @@ class RemoteStream:
                     if "request" in event:
                         self.request_id, self.seed = event["request"], event["seed"]
                         self._accepted.set()
+                        if self._cancelled:
+                            self.cancel()  # the first wish may have come before the request
                         continue
                     delta = Delta(self.request_id or 0, event["text"], event["ids"], event.get("finish_reason", ""))
                     delta.metrics = event.get("metrics")
@@ -118,6 +121,7 @@ class RemoteStream:
 
     def cancel(self) -> None:
         """Ask the server to end this request; its last delta says "abort"."""
+        self._cancelled = True
         if not self._task.done():
             self._source.spawn(self._source.post("/minitui/cancel", {"tag": self._tag}))
 

@@ -112,8 +112,8 @@ async def server_events(response: httpx.Response) -> AsyncIterator[tuple[str, st
     name, data, rest = "", "", b""
     async for piece in response.aiter_bytes():
         rest += piece
-        if len(rest) > MAX_EVENT:
-            raise EngineError(f"{response.request.url} sent a line of more than {MAX_EVENT >> 20} MiB")
+        if len(rest) + len(data) > MAX_EVENT:
+            raise EngineError(f"{response.request.url} sent an event of more than {MAX_EVENT >> 20} MiB")
         *lines, rest = rest.replace(b"\r\n", b"\n").split(b"\n")
         for raw in lines:
             line = raw.decode("utf-8", "replace")

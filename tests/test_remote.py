@@ -91,6 +91,10 @@ async def test_a_cancelled_answer_ends_as_cancelled(server: Running, source: Any
     async for _ in stream:
         stream.cancel()
     assert stream.finish_reason == "abort"
+    hasty = source.submit(PROMPT, greedy(3000))
+    await asyncio.sleep(0)  # the request is on its way, and what cancels it may overtake it
+    hasty.cancel()
+    assert [delta.finish_reason async for delta in hasty][-1] == "abort"
     await asyncio.to_thread(server.wait_idle)
 
 
@@ -182,8 +186,15 @@ async def test_another_engine_behind_the_server_is_a_gap_too(server: Running, so
 
 
 async def test_what_a_watcher_holds_is_let_go_when_he_leaves(server: Running, tmp_path: Path) -> None:
+    from minitui.wire import open_client
+
     async with connected(server, tmp_path) as holder:
         await holder.control("pause")
+        async with holder.http.stream("GET", "/minitui/records") as again:
+            await anext(again.aiter_bytes())  # one of two streams of his ends: he is still there
+        async with open_client(server.url) as stranger:  # who does not watch takes nothing over
+            await stranger.post("/minitui/control", json={"action": "step"})
+        await asyncio.sleep(0.2)
         assert (await engine_snapshot(server))["gate"] == "closed"
     async with asyncio.timeout(5):
         while (await engine_snapshot(server))["gate"] == "closed":

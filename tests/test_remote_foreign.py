@@ -83,7 +83,8 @@ def test_ranks_and_priorities_of_one_engine_are_counted_once() -> None:
 def test_what_a_server_does_not_tell_is_unknown_and_not_zero() -> None:
     from minitui.pulse import Vitals, read_page
 
-    for page in ("", "nonsense", "vllm:num_requests_running NaN", "vllm:num_requests_running{} x", "{} 5"):
+    running = "vllm:num_requests_running"
+    for page in ("", "nonsense", f"{running} NaN", f"{running} +Inf", f"{running}{{}} x", "{} 5"):
         assert len(unknown(read_page(page))) == 8
     assert "running unknown" in Vitals().describe() and "0" not in Vitals().describe()
     assert "running 12  waiting 2  KV in use 38%  prefix hits 75%" in read_page(VLLM).describe()

@@ -15,7 +15,7 @@ from engine.types import SamplingParams
 from minitui.server.failures import RESPONSES, STREAMED, ApiError
 from minitui.server.logprobs import chat_logprobs, without_end
 from minitui.server.prompts import conversation
-from minitui.server.replies import Gathered, Reply, respond, usage_of
+from minitui.server.replies import Gathered, Reply, refuse_abort, respond, usage_of
 from minitui.server.schema import Answer, ChatRequest, NamedTool
 from minitui.server.service import Service
 from minitui.server.sse import DONE, event
@@ -162,8 +162,7 @@ class Choice:
         self.parts.content += self._news.content
         self.parts.reasoning += self._news.reasoning
         self.parts.calls += self._news.calls
-        if finish_reason == "abort":
-            raise ApiError(503, "the reply was ended by the operator", code="aborted")
+        refuse_abort(finish_reason)
         if finish_reason:
             self.finish_reason = "tool_calls" if self.parts.calls and finish_reason == "stop" else finish_reason
 

@@ -17,7 +17,7 @@ from fastapi.responses import Response
 from minitui.server.failures import RESPONSES, STREAMED, ApiError
 from minitui.server.logprobs import completion_logprobs, without_end
 from minitui.server.prompts import encode
-from minitui.server.replies import Gathered, Reply, respond, usage_of
+from minitui.server.replies import Gathered, Reply, refuse_abort, respond, usage_of
 from minitui.server.schema import Answer, CompletionRequest, Generated, GenerateRequest
 from minitui.server.service import Service
 from minitui.server.sse import DONE, event
@@ -49,7 +49,7 @@ def router(service: Service) -> APIRouter:
 
         async def frames() -> AsyncIterator[bytes]:
             async for _, deltas in reply.batches():
-                _refuse_abort(deltas[-1].finish_reason)
+                refuse_abort(deltas[-1].finish_reason)
                 text = "".join(delta.text for delta in deltas)
                 if text:
                     yield event({"text": text})
@@ -64,11 +64,6 @@ def router(service: Service) -> APIRouter:
         return await respond(request, reply, prepare(), whole, frames() if body.stream else None)
 
     return routes
-
-
-def _refuse_abort(finish_reason: str) -> None:
-    if finish_reason == "abort":
-        raise ApiError(503, "the reply was ended by the operator", code="aborted")
 
 
 class CompletionAnswer:
@@ -132,7 +127,7 @@ class CompletionAnswer:
         async for index, deltas in self.reply.batches():
             for delta in deltas:
                 sequences[index].add(delta)
-            _refuse_abort(deltas[-1].finish_reason)
+            refuse_abort(deltas[-1].finish_reason)
             text = "".join(delta.text for delta in deltas)
             entries = [entry for delta in deltas for entry in delta.logprobs]
             logprobs = self._logprobs(entries, deltas[-1].finish_reason, offsets[index])

@@ -33,9 +33,10 @@ MASKED = {"insert": (FIELDS["insert"].index("ids"),), "extend": (FIELDS["extend"
 
 
 class Watcher:
-    """One reader of the record stream."""
+    """One reader of the record stream. `client`: the name that he gave himself, by which the gate may be his."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: str | None = None) -> None:
+        self.client = client
         self.dropped = 0  # bytes given up
         self.closed = False
         self._unread: deque[bytes] = deque()
@@ -114,6 +115,10 @@ class Hub:
         seq = self.state.seq if self.state is not None else 0
         return event({"began": self.engine, "seq": seq}, name)
 
+    def watches(self, client: str | None) -> bool:
+        """Has whoever calls himself so a record stream?"""
+        return client is not None and any(watcher.client == client for watcher in self.watchers)
+
     @property
     def engine(self) -> str:
         """A name for the engine that runs now: another one has other record numbers."""
@@ -135,6 +140,9 @@ class Hub:
                         self.recording.resume(self._masked(self.state.snapshot()))
             except EngineError:
                 return  # it died; the service starts another
+            except Exception:
+                logger.exception("the engine's records could not be followed: its state is asked for again")
+                self.state, busy = None, False
             await asyncio.sleep(BUSY_S if busy else IDLE_S)
 
     def pump(self) -> bool:

@@ -15,7 +15,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from engine.client import Stream
-from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.errors import EngineDead, InvalidRequest
 from engine.output import Delta
 from engine.types import SamplingParams, TokenLogprobs
 from minitui.server.failures import ApiError
@@ -126,13 +126,13 @@ class Reply:
             yield 0, [delta, *stream.drain()]  # what came while the last batch was being sent, in one piece
 
     async def _several(self) -> AsyncIterator[Batch]:
-        news: asyncio.Queue[Batch | EngineError | None] = asyncio.Queue(maxsize=len(self.streams))
+        news: asyncio.Queue[Batch | Exception | None] = asyncio.Queue(maxsize=len(self.streams))
 
         async def read(index: int, stream: Stream) -> None:
             try:
                 async for delta in stream:
                     await news.put((index, [delta, *stream.drain()]))
-            except EngineError as error:
+            except Exception as error:
                 await news.put(error)
             await news.put(None)
 
@@ -142,7 +142,7 @@ class Reply:
             item = await news.get()
             if item is None:
                 left -= 1
-            elif isinstance(item, EngineError):
+            elif isinstance(item, Exception):
                 raise item
             else:
                 yield item
@@ -154,9 +154,14 @@ class Reply:
             for delta in deltas:
                 gathered[index].add(delta)
         for one in gathered:
-            if one.finish_reason == "abort":
-                raise ApiError(503, "the reply was ended by the operator", code="aborted")
+            refuse_abort(one.finish_reason)
         return gathered
+
+
+def refuse_abort(finish_reason: str) -> None:
+    """What the operator ended is no answer: raises the error that says so."""
+    if finish_reason == "abort":
+        raise ApiError(503, "the reply was ended by the operator", code="aborted")
 
 
 async def respond(

@@ -118,7 +118,7 @@ class Service:
                 self.meters.restarts.add()
                 await self.client.restart()
                 await self._up()
-            except EngineError as error:
+            except (EngineError, OSError) as error:
                 logger.error("the engine could not be started again: %s", error)
             else:
                 logger.info("the engine is up again")
@@ -134,6 +134,8 @@ class Service:
 
     def release_gate(self) -> None:
         """Whoever held or slowed the engine has gone: it runs freely again."""
+        if self.gate_owner is None:
+            return
         self.gate_owner = None
 
         async def release() -> None:
@@ -161,8 +163,10 @@ class Service:
             self._starting.cancel()  # which kills the process
             with contextlib.suppress(asyncio.CancelledError, EngineError):
                 await self._starting
-        for task in list(self._tasks):
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.hub.end()
         if self._client is not None:
             with contextlib.suppress(TimeoutError):

@@ -150,11 +150,11 @@ def router(service: Service) -> APIRouter:
             )
         if service.draining:
             service.check_ready()
-        watcher = Watcher()
+        watcher = Watcher(client)
 
         def end() -> None:
             service.hub.watchers.discard(watcher)
-            if client and client == service.gate_owner:
+            if client == service.gate_owner and not service.hub.watches(client):  # he may have connected again
                 service.release_gate()
 
         service.hub.pump()
@@ -214,8 +214,8 @@ def router(service: Service) -> APIRouter:
             arguments = {"predicate": body.predicate.model_dump()}
         elif body.action == "pace":
             arguments = {"factor": body.factor}
-        if body.action in ("pause", "step", "run_until", "pace"):
-            service.gate_owner = client
+        if body.action in ("pause", "step", "run_until", "pace") and service.hub.watches(client):
+            service.gate_owner = client  # who does not watch is not seen to leave
         value = await service.client.control(body.action, **arguments)
         return JSONResponse({"value": value if isinstance(value, int) else None})
 
