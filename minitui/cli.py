@@ -214,7 +214,7 @@ def demo(
 
 @app.command()
 def lesson(
-    number: Annotated[int | None, typer.Argument(help="0 to 9; without it they are listed.")] = None,
+    number: Annotated[str | None, typer.Argument(help="0 to 9; without it they are listed.")] = None,
     plain: Annotated[
         bool,
         typer.Option(

@@ -51,7 +51,7 @@ async def play_in_app(demo: Demo, app: MinituiApp, restart: Restart | None, beat
     app.set_focus(None)
     try:
         await demo.play(stage)
-        app.story += "\nPress 1 for the chats, 2 to inspect, X to see it again, q to quit."
+        app.story += "\nPress 1 for the chats, 2 to inspect, X to see it again (space holds it), q to quit."
     except EngineError as error:
         app.story = f"The demo stopped: {error}"
 

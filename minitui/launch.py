@@ -331,12 +331,12 @@ def lesson_source(number: int) -> tuple[Choice, LiveSource, Any]:
     return choice, source, restart
 
 
-def run_lesson(number: int, plain: bool) -> int:
+def run_lesson(number: str, plain: bool) -> int:
     """`minitui lesson N`; returns the exit code."""
     from minitui.lessons import lesson
 
     chosen = lesson(number)
-    choice, source, restart = lesson_source(number)
+    choice, source, restart = lesson_source(chosen.number)
     sampling = Sampling(temperature=0.0, max_tokens=60)
     if plain:
         from minitui.lessons.plain import tell_alone

@@ -326,11 +326,11 @@ async def preemption(stage: Stage) -> None:
     await stage.pause(4)
     await stage.slow(0.05)
     metrics = await stage.answers(chats)
-    victim = metrics[ids.index(record[3])]
+    times = {id: metric["preemptions"] for id, metric in zip(ids, metrics, strict=True)}
+    gave_way = " and ".join(f"r{id} {_times(times[id])}" for id in sorted(ids, reverse=True) if times[id])
     stage.tell(
-        f"All four answers have their {victim['output_tokens']} tokens. r{record[3]} gave way "
-        f"{_times(victim['preemptions'])}, "
-        "computed again what had been evicted meanwhile, and went on at the token where it had stood."
+        f"All four answers have their {metrics[0]['output_tokens']} tokens. Gave way: {gave_way}. Who did, computed "
+        "again what had been evicted meanwhile, and went on at the token where it had stood."
     )
 
 

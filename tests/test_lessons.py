@@ -146,7 +146,7 @@ def test_the_radix_lesson_tells_why_a_hit_ended_and_what_an_eviction_was_for(out
     assert "all that can be shared" in seen["The same beginning, another question"].text
     text = seen["What goes, and when"].text
     needed, free = (int(re.search(p, text)[1]) for p in (r"needs (\d+)", r"only (\d+) were"))  # type: ignore[index]
-    out = [(int(n), whose) for n, whose in re.findall(r"(\d+) of node \d+, which is ([AB])'s", text)]
+    out = [(int(n), whose) for n, whose in re.findall(r"(\d+) of ([AB])'s blocks", text)]
     assert needed - free == sum(n for n, _ in out), text
     assert [whose for _, whose in out] == ["B", "A"], "A's only when all of B's is gone"
 

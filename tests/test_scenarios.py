@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,8 @@ def test_the_youngest_gives_way_and_finishes_all_the_same(hear: Callable[[str], 
     assert victim[3] == youngest and f"r{youngest}, the youngest" in told.text
     assert [record[5] for record in told.of("finish")] == [120] * 4
     assert any(record[3] == youngest and record[5] == "resumed" for record in told.of("admit"))
+    for id, times in Counter(record[3] for record in told.of("preempt")).items():
+        assert f"r{id} {'once' if times == 1 else f'{times} times'}" in told.said[-1], "everybody who gave way is named"
 
 
 def test_forks_share_all_but_their_last_blocks(hear: Callable[[str], Told]) -> None:

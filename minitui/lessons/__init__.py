@@ -23,10 +23,9 @@ LESSONS: tuple[Lesson, ...] = (
 )  # fmt: skip
 
 
-def lesson(number: int) -> Lesson:
-    """Lesson `number`; EngineError lists those that there are."""
-    if not 0 <= number < len(LESSONS):
-        raise EngineError(
-            f"there is no lesson {number}: there are 0 to {len(LESSONS) - 1}; `minitui lesson` lists them"
-        )
-    return LESSONS[number]
+def lesson(number: int | str) -> Lesson:
+    """Lesson `number`, as it was typed perhaps; EngineError lists those that there are."""
+    for one in LESSONS:
+        if str(number) == str(one.number):
+            return one
+    raise EngineError(f"there is no lesson {number}: there are 0 to {len(LESSONS) - 1}; `minitui lesson` lists them")

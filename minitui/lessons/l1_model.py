@@ -84,10 +84,7 @@ def _prefill_ms(stage: Stage) -> str:
 
 
 def _host(stage: Stage) -> str:
-    row = stage.view.steps.get(stage.view.steps.last)
-    assert row is not None
-    host = (row.plan_ms or 0.0) + (row.commit_ms or 0.0)
-    return f"{host:.2f} of {row.wall_ms or 0.0:.1f} ms in step {row.step}"
+    return f"{stage.view.timings.host_ms:.2f} ms on average"
 
 
 LESSON = Lesson(
@@ -177,7 +174,7 @@ LESSON = Lesson(
             _prefill_ms,
         ),
         Check(
-            "How much of a step is the host's planning and committing?",
+            "How long does the host plan, launch and commit for a step?",
             "timings",
             "the two tracks, host and device: on a CPU both are the same cores.",
             _host,

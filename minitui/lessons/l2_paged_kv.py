@@ -76,8 +76,8 @@ async def give_back(stage: Stage) -> Seen:
 
 
 async def close(stage: Stage) -> None:
-    """Two chats, standing."""
-    await _write(stage, 21)
+    """Two chats, standing; the younger one's blocks are shown."""
+    stage.show((await _write(stage, 21))[1])
 
 
 def _last_block(stage: Stage) -> str:
@@ -139,7 +139,7 @@ LESSON = Lesson(
         Page(
             "Two tables",
             """
-            Two chats without a system prompt write at the same time. The table below is that of the first: each
+            Two chats without a system prompt write at the same time. The block table shows that of the first: each
             column is a logical block with its physical number; the last is being filled.
             """,
             panel="table",

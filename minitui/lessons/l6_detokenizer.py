@@ -155,7 +155,7 @@ LESSON = Lesson(
         ),
         Check(
             "How many of the prompt's tokens were computed?",
-            "step",
+            "events",
             "the events tell what came from the tree; the rest was computed.",
             lambda stage: f"{_lane(stage).computed_tokens} of {_lane(stage).prompt_tokens}",
         ),

@@ -75,11 +75,11 @@ async def touch_and_evict(stage: Stage) -> Seen:
     await stage.ask(big, paste_of(stage, VOICES[2], free + 2))
     await stage.run_until("eviction")
     gone = [event.record[3:] for event in stage.events("evict")]
-    nodes = ", then ".join(f"{n} of node {node}, which is {whose[node]}'s" for node, n, _ in gone)
+    blocks = ", then ".join(f"{n} of {whose[node]}'s blocks" for node, n, _ in gone)
     return Seen(
         f"C needed room. The record says “{gone[0][2]}”: so many blocks, and of the pool's "
-        f"{stage.source.info['num_blocks']} only {free} were free. Out of the tree went {nodes}. A came first, but was "
-        "used again after B, and every use makes it young again.",
+        f"{stage.source.info['num_blocks']} only {free} were free. Out of the tree went {blocks}. A came first, but "
+        "was used again after B, and every use makes it young again.",
         (0 if whose[gone[0][0]] == "A" else 1) if gone[0][0] == expected else 2,
     )
 

@@ -63,9 +63,7 @@ def _prefills(stage: Stage) -> int:
 
 
 def _host(stage: Stage) -> str:
-    row = stage.view.steps.get(stage.view.steps.last)
-    assert row is not None
-    return f"{(row.plan_ms or 0) + (row.commit_ms or 0):.2f} ms in step {row.step}"
+    return f"{stage.view.timings.host_ms:.2f} ms on average"
 
 
 LESSON = Lesson(
@@ -149,7 +147,7 @@ LESSON = Lesson(
             lambda stage: f"those with prefill: {_prefills(stage)} of {stage.figures().steps}",
         ),
         Check(
-            "How long does the host plan and commit in a decode step?",
+            "How long does the host plan, launch and commit for a step?",
             "timings",
             "the timings: the host's track.",
             _host,

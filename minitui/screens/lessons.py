@@ -37,6 +37,7 @@ PANELS: dict[str, type[LinePanel]] = {
     "timings": StepTimings, "events": Events, "occupancy": Occupancy,
 }  # fmt: skip
 WIDE = 120  # columns from which on the panel stands beside the text
+LONGEST = 100  # columns: longer lines are hard to read
 HEIGHTS = {"step": 4, "occupancy": 1}  # below the text; the others: PANEL_ROWS
 PANEL_ROWS, LEAST_ROWS = 9, 5
 PARTNERS = {"step": "lanes", "occupancy": "map"}  # beside the text there is room for a second
@@ -103,7 +104,7 @@ class LessonText(LinePanel):
         reading = self.reading
         if reading is None:
             return Picture([Row("the engine is starting", "dim").done(width)], "Lesson")
-        rows = [_line(text, style, width) for text, style in page_lines(reading, width)]
+        rows = [_line(text, style, width) for text, style in page_lines(reading, min(width, LONGEST))]
         most = max(0, len(rows) - height)
         if self._follow or (height < self._height and reading.shows):
             self.top, self._follow = most, False
@@ -220,6 +221,7 @@ class LessonScreen(Screen[None]):
         & #text { height: 1fr; width: 1fr; }
         &.-wide #body { layout: horizontal; }
         &.-wide #text { width: 64; }
+        &.-wide #text.-alone { width: 1fr; }
         & #side { width: 1fr; height: auto; display: none; }
         &.-wide #side { height: 1fr; }
     }
@@ -285,6 +287,7 @@ class LessonScreen(Screen[None]):
         shown = self._shown()
         side = self.query_one("#side")
         side.display = bool(shown)
+        self.text.set_class(not shown, "-alone")
         for name in PANELS:
             panel = self.query_one(f"#panel-{name}")
             if panel.display != (name in shown):

@@ -28,7 +28,7 @@ class KindStats:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """The window that ends with the picture's last step."""
+    """The window that ends with the picture's last step; `seconds` is how long its steps took."""
 
     decode: KindStats = KindStats()
     mixed: KindStats = KindStats()
@@ -54,7 +54,11 @@ class Timings:
 
 
 def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent: int = 8) -> Timings:
-    """Timings of the WINDOW_SECONDS before step `horizon`."""
+    """Timings of the steps that took the last WINDOW_SECONDS up to step `horizon`.
+
+    Only the time in which steps ran counts: who looks at a step for a minute, the engine paused, still sees those
+    before it.
+    """
     last = steps.get(horizon)
     while last is not None and last.wall_ms is None:  # its timing has not arrived
         last = steps.get(last.step - 1)
@@ -62,11 +66,11 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
     median = float(np.median([item.total_ms for item in seen])) if seen else None
     if last is None:
         return Timings(first_token=seen[-1] if seen else None, median_first_ms=median, first_tokens=len(seen))
-    begin = max(steps.since(last.t - WINDOW_SECONDS, last.step), last.step - MOST_STEPS)
-    at = steps.indices(begin, last.step)
+    at = steps.indices(max(steps.first, last.step - MOST_STEPS), last.step)
+    at = at[~np.isnan(steps.column("wall")[at])]
+    spent = np.cumsum(steps.column("wall")[at][::-1])  # ms, from the last step back
+    at = at[-max(1, int(np.searchsorted(spent, WINDOW_SECONDS * 1e3, "right"))) :]
     wall = steps.column("wall")[at]
-    timed = ~np.isnan(wall)
-    at, wall = at[timed], wall[timed]
     decodes = steps.column("decodes")[at]
     prefills = steps.prefilled(at)
     drafted, accepted = int(steps.column("drafted")[at].sum()), int(steps.column("accepted")[at].sum())
@@ -84,7 +88,7 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
         decode=_stats(wall[prefills == 0], total),
         mixed=_stats(wall[(prefills > 0) & (decodes > 0)], total),
         prefill=_stats(wall[(prefills > 0) & (decodes == 0)], total),
-        seconds=min(WINDOW_SECONDS, float(steps.column("t")[at[-1]] - steps.column("t")[at[0]])),
+        seconds=float(wall.sum()) / 1e3,
         steps=len(at),
         slowest=worst,
         first_token=seen[-1] if seen else None,

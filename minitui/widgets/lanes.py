@@ -246,7 +246,7 @@ which two others ended before it; select one of them, and the row goes by its na
             row.add("+ " + ", ".join(parts), "dim")
         worst = view.timings.slowest
         if worst is not None and worst.wall_ms is not None:
-            text = f"slowest step in {view.timings.seconds:.0f} s: {ms(worst.wall_ms)} ms"
+            text = f"slowest step in {view.timings.seconds:.1f} s: {ms(worst.wall_ms)} ms"
             if row.width + len(text) + 3 <= width:
                 row.right(text, width, "dim")
         return row.done(width)

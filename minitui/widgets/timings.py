@@ -46,7 +46,7 @@ The tracks show host and device in the last steps: while the device computes, th
         tracks = height >= len(rows) + 2
         if tracks:
             rows += self._tracks(t, width)
-        title = f"Timings · ms, {t.steps:,} steps in {t.seconds:.0f} s" if t.steps else "Timings · ms"
+        title = f"Timings · ms, {t.steps:,} steps in {t.seconds:.1f} s" if t.steps else "Timings · ms"
         return Picture(rows[:height], title=title, legend=self._legend(t) if tracks else [])
 
     def _legend(self, t: Timings) -> list[Run]:
