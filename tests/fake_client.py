@@ -133,7 +133,10 @@ class FakeStream:
 
 
 class FakeSource:
-    """See the module. `speed`: seconds a step takes; `answer` is given the prompt as text."""
+    """See the module. `speed`: seconds a step takes; `answer` is given the prompt as text.
+
+    Unless it `loads_at_once` it is loading until the test sets `loaded`.
+    """
 
     def __init__(
         self,
@@ -141,11 +144,14 @@ class FakeSource:
         num_blocks: int = 257,
         speed: float = 0.0,
         start_error: str = "",
-        start_seconds: float = 0.0,
+        loads_at_once: bool = True,
         max_num_seqs: int = 16,
     ) -> None:
         self.runner = ScriptedRunner(num_blocks, 16, answer)
-        self.speed, self.start_error, self.start_seconds = speed, start_error, start_seconds
+        self.speed, self.start_error = speed, start_error
+        self.loaded = asyncio.Event()
+        if loads_at_once:
+            self.loaded.set()
         self.max_num_seqs = max_num_seqs
         self.info: dict[str, Any] = {}
         self.error: str | None = None
@@ -158,7 +164,7 @@ class FakeSource:
 
     async def start(self, on_progress: Callable[[dict[str, Any]], None]) -> None:
         on_progress({"stage": "weights", "done": 1, "total": 4, "text": "loading weights"})
-        await asyncio.sleep(self.start_seconds)
+        await self.loaded.wait()
         if self.start_error:
             self.error = self.start_error
             self._is_ready.set()

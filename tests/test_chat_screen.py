@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import itertools
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from textual import events
 from textual.pilot import Pilot
 
 from engine.state import CACHED
@@ -28,7 +28,9 @@ from minitui.store import Store
 from minitui.widgets.base import LinePanel
 from minitui.widgets.block_map import BlockMap
 from minitui.widgets.chrome import SessionStrip, StatusBar, TopBar
+from minitui.widgets.prompt import Prompt
 from minitui.widgets.tree import RadixTree
+from tests.driving import drawn, press, type_text, until
 from tests.fake_client import ByteCodec, FakeSource
 
 SYSTEM = "You explain inference engines. " * 3
@@ -49,53 +51,19 @@ async def running(
         speaker="tutor",
         load_codec=lambda info: ByteCodec(),
     )
-    async with app.run_test(size=size) as pilot:
-        screen = app.screen
-        assert isinstance(screen, ChatScreen)
-        yield app, pilot, screen
-    theme.use_ascii(False)
-
-
-async def until(pilot: Pilot[Any], true: Callable[[], Any]) -> None:
-    for _ in range(400):
-        if true():
-            await asyncio.sleep(0.15)  # a frame, and the transcript's own beat
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not come about")
-
-
-NAMES = {" ": "space", "/": "slash", "?": "question_mark"}
-
-
-async def press(pilot: Pilot[Any], *keys: str) -> None:
-    """Like pilot.press, which waits for a processor that has nothing to do: here an engine runs beside it."""
-    characters = {name: character for character, name in NAMES.items()}
-    for key in keys:
-        character = key if len(key) == 1 else characters.get(key)
-        pilot.app.post_message(events.Key(key, character))
-        await asyncio.sleep(0.1 if key == "escape" else 0.002)
-        await arrived(pilot)
-    await asyncio.sleep(0.08)
-
-
-async def arrived(pilot: Pilot[Any]) -> None:
-    """However busy the machine: a key has gone from the application to the widget and back."""
-    for _ in range(3):
-        for pump in (pilot.app, pilot.app.screen, pilot.app.focused):
-            if pump is not None and pump.is_attached:
-                done = asyncio.Event()
-                pump.call_later(done.set)
-                with contextlib.suppress(TimeoutError):  # it is going
-                    await asyncio.wait_for(done.wait(), 2)
-
-
-async def type_text(pilot: Pilot[Any], text: str) -> None:
-    await press(pilot, *[NAMES.get(c, c) for c in text])
+    try:
+        with patch("minitui.screens.chat.TEXT_EVERY", 0.0):  # every frame has the text of its moment
+            async with app.run_test(size=size) as pilot:
+                screen = app.screen
+                assert isinstance(screen, ChatScreen)
+                yield app, pilot, screen
+    finally:
+        theme.use_ascii(False)
 
 
 async def ask(app: MinituiApp, pilot: Pilot[Any], text: str) -> None:
     session = app.session
+    assert app.screen.query_one(Prompt).has_focus, "letters would be keys"
     await type_text(pilot, text)
     await press(pilot, "enter")
     await until(pilot, lambda: session.messages and not session.busy)
@@ -114,24 +82,27 @@ async def test_a_question_is_answered_and_its_figures_stand_under_it():
 
 
 async def test_a_question_typed_while_the_engine_loads_is_answered_when_it_is_there():
-    async with running(FakeSource(start_seconds=1.5)) as (app, pilot, screen):
+    source = FakeSource(loads_at_once=False)
+    async with running(source) as (app, pilot, screen):
         await type_text(pilot, "early")
         await press(pilot, "enter")
-        await asyncio.sleep(0.15)
         assert "waits for the engine" in screen.query_one(SessionStrip).text
+        source.loaded.set()
         await until(pilot, lambda: not app.session.busy)
         assert app.session.state == "done"
 
 
 async def test_what_is_asked_of_the_engine_while_it_loads_is_done_when_it_is_there():
-    async with running(FakeSource(start_seconds=1.0)) as (app, pilot, _screen):
+    source = FakeSource(loads_at_once=False)
+    async with running(source) as (app, pilot, _screen):
         app.submit("/slow 20")
         app.submit("/pause")
         app.submit("early")
         await _said(app, pilot, "as soon as it is up")
-        assert app.pace == 1 and not app.source.info
+        assert app.pace == 1 and not source.info
+        source.loaded.set()
         await until(pilot, lambda: app.pace == 20 and app.gated)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.05)
         assert app.session.busy and not app.session.messages[-1].text
         app.submit("/pause")
         app.submit("/slow 1")
@@ -145,14 +116,11 @@ async def test_a_dialog_stands_before_the_dimmed_picture_which_costs_little_mean
         assert isinstance(app.screen, ChoiceDialog)
         below = app.screen_stack[-2]
         painted = below._frames
-
-        def drawn(*words: str) -> bool:
-            picture = app.export_screenshot().replace("&#160;", " ")
-            return all(word in picture for word in words)
-
-        await until(pilot, lambda: drawn("Run until", "Batch lanes"))
+        picture = app.export_screenshot().replace("&#160;", " ")
+        assert "Run until" in picture and "Batch lanes" in picture
         frames = app._frames
-        await until(pilot, lambda: app._frames > frames + 10)
+        for _ in range(10):
+            app._frame()
         assert below._frames <= painted + 1 + (app._frames - frames) // app.settings.fps
         await press(pilot, "escape")
         await until(pilot, lambda: below._frames > painted)
@@ -188,12 +156,10 @@ async def test_one_key_replays_the_system_prompt_in_a_new_chat_and_tells_the_hit
 async def test_completion_offers_what_the_model_knows():
     async with running() as (_app, pilot, screen):
         await type_text(pilot, "what is a r")
-        await asyncio.sleep(0.1)
         assert screen.completions.display
         assert screen.prompt.suggestion == "adix tree?"
         await press(pilot, "tab")
         assert screen.prompt.text == "What is a radix tree?"
-        await asyncio.sleep(0.1)
         assert not screen.completions.display
         screen.prompt.put("")
         await type_text(pilot, "decode")  # in the middle of a question
@@ -204,7 +170,6 @@ async def test_completion_offers_what_the_model_knows():
 async def test_right_takes_the_ghost_text():
     async with running() as (_app, pilot, screen):
         await type_text(pilot, "why")
-        await asyncio.sleep(0.05)
         await press(pilot, "right")
         assert screen.prompt.text.lower() == "why is decode slow?"
 
@@ -228,7 +193,6 @@ async def test_letters_act_only_outside_the_prompt_and_the_footer_says_which():
         await type_text(pilot, "of")
         assert len(app.chats.sessions) == 1
         await press(pilot, "escape", "escape")  # the list, then the prompt
-        await asyncio.sleep(0.1)
         assert screen.query_one(StatusBar).text.startswith(" KEYS ")
         await press(pilot, "o")
         assert len(app.chats.sessions) == 2
@@ -356,7 +320,6 @@ async def test_rename_system_prompt_and_close_by_slash_commands():
             await press(pilot, "escape")  # the list of commands
             app.focus_prompt(command)
             await press(pilot, "enter")
-            await asyncio.sleep(0.05)
         assert [(s.title, s.system) for s in app.chats.sessions] == [("paging", "Be brief."), ("other", SYSTEM)]
         assert app.session is app.chats.sessions[0]
         app.commands.run("close")
@@ -613,7 +576,7 @@ async def test_a_chat_that_is_not_shown_costs_the_screen_nothing():
         app.submit("go")
         await press(pilot, "escape")
         app.select_session(app.chats.new(SYSTEM))
-        await asyncio.sleep(0.2)
+        await drawn(pilot)
         before = screen.transcript.text
         await until(pilot, lambda: app.chats.sessions[0].state in ("done", "cancelled"))
         assert screen.transcript.text == before
@@ -622,7 +585,7 @@ async def test_a_chat_that_is_not_shown_costs_the_screen_nothing():
 
 
 async def test_unknown_commands_and_wrong_arguments_are_sentences():
-    async with running() as (app, _pilot, _screen):
+    async with running() as (app, pilot, _screen):
         for command, words in (
             ("/nonsense", "no command"),
             ("/slow fast", "factor"),
@@ -634,7 +597,7 @@ async def test_unknown_commands_and_wrong_arguments_are_sentences():
             ("/step x", "number"),
         ):
             app.submit(command)
-            await asyncio.sleep(0.02)
+            await pilot.pause()
             shown = [n.message for n in app._notifications]
             assert any(words in message for message in shown), (command, shown)
 
@@ -668,6 +631,7 @@ async def test_a_closed_chat_is_found_by_its_words_and_comes_back(tmp_path: Path
         await press(pilot, "enter")
         await until(pilot, lambda: app.session.id == first)
         assert [s.id for s in app.chats.sessions].count(first) == 1
+        await press(pilot, "i")
         await ask(app, pilot, "And now?")
         assert len(app.session.messages) == 4
         app.submit("/search walrus")

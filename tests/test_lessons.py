@@ -28,6 +28,7 @@ from minitui.settings import Settings
 from minitui.source import LiveSource
 from minitui.stage import Stage, sampling
 from minitui.view import View
+from tests.driving import press, until
 from tests.fake_client import ByteCodec, FakeSource
 
 RIGHT = {  # what each experiment must prove, by lesson and page title
@@ -276,16 +277,10 @@ class Classroom:
         return self.screen.reading
 
     async def until(self, true: Callable[[], Any]) -> None:
-        for _ in range(400):
-            if true():
-                await self.pilot.pause(0.1)
-                return
-            await self.pilot.pause(0.02)
-        raise AssertionError("it did not come about")
+        await until(self.pilot, true)
 
     async def press(self, *keys: str) -> None:
-        await self.pilot.press(*keys)
-        await self.pilot.pause(0.12)
+        await press(self.pilot, *keys)
 
     def text(self) -> str:
         strips = self.app.screen._compositor.render_strips()

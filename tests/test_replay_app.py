@@ -7,7 +7,7 @@ import shutil
 import struct
 import xml.etree.ElementTree as ElementTree
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -24,20 +24,12 @@ from minitui.launch import run_export
 from minitui.narrate import narrate
 from minitui.replay_app import ReplayApp, replay_app, shortened
 from minitui.trace import TraceError
+from tests.driving import press, until
 from tests.golden import GOLDEN, random_trace
 
 
 def text_of(app: Any) -> str:
     return "\n".join("".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips())
-
-
-async def until(pilot: Pilot[Any], true: Callable[[], Any]) -> None:
-    for _ in range(300):
-        if true():
-            await pilot.pause(0.1)
-            return
-        await pilot.pause(0.02)
-    raise AssertionError("it did not come about")
 
 
 @pytest.fixture
@@ -50,17 +42,12 @@ async def playing(tmp_path: Path) -> AsyncIterator[tuple[ReplayApp, Pilot[Any]]]
         yield app, pilot
 
 
-async def press(pilot: Pilot[Any], *keys: str) -> None:
-    await pilot.press(*keys)
-    await pilot.pause(0.15)
-
-
 async def test_a_recording_plays_stands_steps_and_jumps(playing: tuple[ReplayApp, Pilot[Any]]) -> None:
     app, pilot = playing
     assert "REPLAY ×0.2" in text_of(app) and "simulation" in text_of(app)
     await press(pilot, "p")
     stood = app.replay.step
-    await pilot.pause(0.3)
+    await pilot.pause(0.1)
     assert app.replay.step == stood and "REPLAY stands" in text_of(app) and "PAUSED" in text_of(app)
     await press(pilot, "n")
     await until(pilot, lambda: app.replay.step == stood + 1 == app.view.live.state.step)
@@ -190,13 +177,9 @@ async def test_a_demo_plays_in_the_application() -> None:
     system = "You explain inference engines, in blocks of sixteen."
     app = MinituiApp(
         source, Chats(source, sampling=sampling(24)), Settings(), system=system,
-        load_codec=lambda info: ByteCodec(), script=lambda app: play_in_app(demo, app, None, 0.1),
+        load_codec=lambda info: ByteCodec(), script=lambda app: play_in_app(demo, app, None, 0.0),
     )  # fmt: skip
     async with app.run_test(size=(100, 30)) as pilot:
-        for _ in range(900):
-            await pilot.pause(0.05)
-            if "q to quit" in app.story:
-                break
-        await pilot.pause(0.3)
+        await until(pilot, lambda: "q to quit" in app.story)
         assert "saved" in app.story and "q to quit" in text_of(app).replace("\n", " ")
         assert len(app.chats.sessions) == 4

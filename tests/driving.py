@@ -1,0 +1,86 @@
+"""Driving an application as its user does, without waiting for a machine that has nothing else to do.
+
+Textual's pilot waits after every key until the process uses no CPU. An application that draws twenty frames a second
+with an engine beside it never does that: each wait then lasts its whole second. Here a wait ends when the
+application has handled everything that was posted, however busy the machine is. tests/conftest.py puts `settled` in
+the place of the pilot's wait for every test; the rest is for applications whose frames a timer draws.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from textual import events
+from textual._context import active_app
+from textual.message_pump import MessagePump
+from textual.pilot import Pilot
+
+ROUNDS = 12  # from a widget to the application and back, several times
+NAMES = {" ": "space", "/": "slash", "?": "question_mark"}
+
+
+async def settled(min_sleep: float = 0.0, max_sleep: float = 1.0) -> None:
+    """Return when what was posted to the active application has been handled, and its screen is laid out.
+
+    A message may post others: it goes on until no queue holds any, at most `ROUNDS` times (a timer posts for ever) and
+    for `max_sleep` seconds (somebody is in a handler that takes long). Both parameters are the pilot's.
+    """
+    app, end = active_app.get(), time.monotonic() + max_sleep
+    for _ in range(ROUNDS):
+        if not app.is_running or not app.screen_stack or time.monotonic() > end:
+            return
+        screen = app.screen
+        busy = [pump for pump in screen.walk_children() if pump.message_queue_size]
+        quiet = not busy and not app.message_queue_size and not screen.message_queue_size
+        on_the_way = screen.focused.ancestors_with_self if screen.focused else (screen, app)
+        await _handled({*busy, *on_the_way, app}, end)
+        screen._on_timer_update()  # lay out and draw now
+        if quiet:
+            return
+
+
+async def _handled(pumps: Iterable[MessagePump], end: float) -> None:
+    """Each of them has come to the end of what is in its queue now, or is closing."""
+    waiting = []
+    for pump in pumps:
+        reached = asyncio.Event()
+        if pump.call_later(reached.set):
+            waiting.append((pump, reached))
+    for pump, reached in waiting:
+        while not reached.is_set() and pump.is_running and time.monotonic() < end:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(reached.wait(), 0.02)
+
+
+async def drawn(pilot: Pilot[Any]) -> None:
+    """Two frames, now: each draws half of the panels. What they show is on the screen."""
+    for _ in range(2):
+        pilot.app._frame()
+        await settled()
+
+
+async def until(pilot: Pilot[Any], true: Callable[[], Any], seconds: float = 20.0) -> None:
+    """Wait until `true()`, with the picture of that moment on the screen. AssertionError after `seconds`."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not come about"
+        await asyncio.sleep(0.01)
+    await drawn(pilot)
+
+
+async def press(pilot: Pilot[Any], *keys: str) -> None:
+    """Press keys one after the other, each when the one before has been handled; the picture is drawn."""
+    await pilot.press(*keys)
+    await drawn(pilot)
+
+
+async def type_text(pilot: Pilot[Any], text: str) -> None:
+    """Type into what has the focus, as fast as a paste comes."""
+    for character in text:
+        pilot.app.post_message(events.Key(NAMES.get(character, character), character))
+    await settled()
+    await drawn(pilot)
