@@ -61,7 +61,7 @@ class Past:
             raise ValueError(f"record {seq:,} is gone: the history begins at {self.first_seq:,}")
         known = [board for board in (*self._keyframes, *self._on_the_way) if board.state.seq <= seq]
         board = max(known, key=lambda one: one.state.seq).copy()
-        copied_at = board.state.seq
+        copied_at, near = board.state.seq, False
         for first, last, chunk in self._chunks:
             if last <= board.state.seq:
                 continue
@@ -69,8 +69,8 @@ class Past:
                 break
             board.fold(record for record in marshal.loads(chunk) if board.state.seq < record[0] <= seq)
             left = seq - board.state.seq
-            if left and (board.state.seq - copied_at >= STRIDE or left <= LEAD):
-                copied_at = board.state.seq
+            if left and (board.state.seq - copied_at >= STRIDE or (left <= LEAD and not near)):
+                copied_at, near = board.state.seq, left <= LEAD
                 self._on_the_way.append(board.copy())
         del self._on_the_way[:-16]
         return board
