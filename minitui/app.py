@@ -263,8 +263,8 @@ class MinituiApp(App[int]):
         self.notify(text, severity="error" if error else "information", timeout=seconds, markup=False)
 
     def ask_text(self, title: str, text: str, then: Callable[[str], None], lines: bool = False) -> None:
-        """Ask for a text; `then` is called unless Escape is pressed."""
-        self.push_screen(TextDialog(title, text), lambda answer: then(answer) if answer is not None else None)
+        """Ask for a text, of several `lines` or of one; `then` is called unless Escape is pressed."""
+        self.push_screen(TextDialog(title, text, lines), lambda answer: then(answer) if answer is not None else None)
 
     def choose(self, title: str, choices: list[tuple[str, str]], then: Callable[[str], None]) -> None:
         """Let the user choose; `then` is called with the choice."""
