@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from textual.app import App
 from textual.binding import Binding, BindingType
 from textual.css.query import NoMatches
+from textual.widgets import TextArea
 
 from engine.errors import EngineError
 from minitui import settings as settings_file
@@ -29,6 +30,7 @@ from minitui.screens.lecture import LectureScreen
 from minitui.sessions import Chats, Codec, Session
 from minitui.settings import Settings
 from minitui.source import Source
+from minitui.stage import LETTERS, Stage
 from minitui.terminal import TerminalGuard
 from minitui.theme import THEMES, themes_for, use_ascii
 from minitui.thrift import Thrift
@@ -72,6 +74,19 @@ class MinituiApp(App[int]):
             show=False,
             priority=True,
         ),
+        *(
+            Binding(
+                letter,
+                f"guess({i})",
+                f"Guess {letter}",
+                id=f"guess.{letter}",
+                show=False,
+                priority=True,
+                system=True,
+                tooltip="While a demo asks for a prediction",
+            )
+            for i, letter in enumerate(LETTERS)
+        ),
     ]
 
     def __init__(
@@ -99,6 +114,7 @@ class MinituiApp(App[int]):
         self.replays: list[str] = []  # ids of chats whose hit is announced when they are answered
         self.session: Session = chats.sessions[-1] if chats.sessions else chats.new(system)
         self.play_again: Callable[[], Coroutine[Any, Any, None]] | None = None  # set by a demo
+        self.asking: Stage | None = None  # of a demo: it may ask for a prediction
         self.story = ""  # what a demo tells, under the top bar
         self._load_codec, self._guard, self._script = load_codec, guard, script
         self._interrupted = 0.0
@@ -305,6 +321,22 @@ class MinituiApp(App[int]):
                 self.say("everything is as at the beginning: nothing is cached")
         except EngineError as error:
             self.say(str(error), error=True)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Letters are guesses only while a demo asks, and only in its picture."""
+        if action != "guess":
+            return super().check_action(action, parameters)
+        free = len(self.screen_stack) == 1 and not isinstance(self.focused, TextArea)
+        return free and self._choices_asked > int(str(parameters[0]))
+
+    @property
+    def _choices_asked(self) -> int:
+        return self.asking.asks if self.asking is not None else 0
+
+    def action_guess(self, choice: int) -> None:
+        """Tell the demo."""
+        if self.asking is not None:
+            self.asking.guess(choice)
 
     def restart_engine(self) -> None:
         """Start the engine process again; chats stay."""
