@@ -188,12 +188,14 @@ class Stage:
     async def until(self, what: str, true: Callable[[], Any]) -> None:
         """Wait until `true()`; EngineError says what did not come about."""
         end = time.monotonic() + PATIENCE
+        look_again = 0.001
         while not true():
             if self.source.error:
                 raise EngineError(self.source.error)
             if time.monotonic() > end:
                 raise EngineError(f"waited {PATIENCE:.0f} s in vain for {what}")
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(look_again)
+            look_again = min(1.5 * look_again, 0.01)  # seconds: most waits are for a step of a few milliseconds
 
     async def ask(self, session: Session, text: str) -> int:
         """Ask in a chat, and return when the engine has queued it: arrivals keep their order. The request's id."""
