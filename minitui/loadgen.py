@@ -257,6 +257,7 @@ def summarise(outcomes: Sequence[Outcome], limits: Limits) -> dict[str, Any]:
         "seconds": round(seconds, 3),
         "requests_per_s": round(len(answered) / seconds, 3) if seconds else 0.0,
         "goodput_per_s": round(good / seconds, 3) if seconds else 0.0,
+        "limits": {name: limit for name, limit in vars(limits).items() if limit is not None},
         "within_limits": good,
         "prompt_tokens": prompt,
         "cached_tokens": sum(outcome.cached_tokens for outcome in answered),
@@ -280,13 +281,15 @@ def spread(seconds: Sequence[float]) -> dict[str, float] | None:
 
 def report(figures: dict[str, Any]) -> list[str]:
     """The same for people."""
+    limits = ", ".join(f"{name.removesuffix('_ms')} {limit:g} ms" for name, limit in figures["limits"].items())
+    good = f"{figures['goodput_per_s']:.2f} within the limits ({limits}), " if limits else ""
     missed = ", ".join(f"{count} {error}" for error, count in figures["not_answered"].items())
     cached = figures["cached_tokens"] / figures["prompt_tokens"] if figures["prompt_tokens"] else 0.0
     lines = [
         f"{figures['answered']} of {figures['requests']} requests answered in {figures['seconds']:.1f} s"
         + (f"; {missed}" if missed else ""),
-        f"{figures['requests_per_s']:.2f} requests/s, {figures['goodput_per_s']:.2f} within the limits; "
-        f"{figures['output_tokens_per_s']:,.0f} output tokens/s; {cached:.0%} of prompt tokens from the cache",
+        f"{figures['requests_per_s']:.2f} requests/s, {good}"
+        f"{figures['output_tokens_per_s']:,.0f} output tokens/s, {cached:.0%} of prompt tokens from the cache",
     ]
     if figures["example_of_an_error"]:
         lines.append(f"an error: {figures['example_of_an_error']}")
