@@ -156,19 +156,24 @@ class EngineClient:
 
     async def _launch(self) -> None:
         ours, theirs = socket.socketpair()
-        self.log_file.parent.mkdir(parents=True, exist_ok=True)
         environment = dict(os.environ)
         # Waiting threads sleep instead of spinning: the user interface needs the cores.
         environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         environment.setdefault("KMP_BLOCKTIME", "0")
         environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
-        with theirs, self.log_file.open("ab") as log:
-            self._process = subprocess.Popen(
-                # -P: whatever lies in the current directory is not imported by accident.
-                [sys.executable, "-P", "-m", "engine.process", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()],
-                start_new_session=True, env=environment,
-            )  # fmt: skip
+        try:
+            self.log_file.parent.mkdir(parents=True, exist_ok=True)
+            with theirs, self.log_file.open("ab") as log:
+                self._process = subprocess.Popen(
+                    # -P: whatever lies in the current directory is not imported by accident.
+                    [sys.executable, "-P", "-m", "engine.process", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()],
+                    start_new_session=True, env=environment,
+                )  # fmt: skip
+        except OSError as error:
+            ours.close()
+            self.error = f"the engine's process, which logs to {self.log_file}, could not be started: {error}"
+            raise EngineError(self.error) from error
         self._connection = Connection(ours.detach())
         self._ready = self._loop.create_future()
         self.error = None

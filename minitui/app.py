@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from textual.app import App
 from textual.binding import Binding, BindingType
 from textual.css.query import NoMatches
-from textual.widgets import TextArea
+from textual.screen import ModalScreen
 
 from engine.errors import EngineError
 from minitui import settings as settings_file
@@ -30,12 +30,12 @@ from minitui.screens.lecture import LectureScreen
 from minitui.sessions import Chats, Codec, Session
 from minitui.settings import Settings
 from minitui.source import Source
-from minitui.stage import LETTERS, Stage
 from minitui.terminal import TerminalGuard
 from minitui.theme import THEMES, themes_for, use_ascii
 from minitui.thrift import Thrift
 from minitui.view import View
 
+MOST_SAID = 400  # characters
 Script = Callable[["MinituiApp"], Coroutine[Any, Any, None]]
 
 
@@ -74,19 +74,6 @@ class MinituiApp(App[int]):
             show=False,
             priority=True,
         ),
-        *(
-            Binding(
-                letter,
-                f"guess({i})",
-                f"Guess {letter}",
-                id=f"guess.{letter}",
-                show=False,
-                priority=True,
-                system=True,
-                tooltip="While a demo asks for a prediction",
-            )
-            for i, letter in enumerate(LETTERS)
-        ),
     ]
 
     def __init__(
@@ -114,7 +101,6 @@ class MinituiApp(App[int]):
         self.replays: list[str] = []  # ids of chats whose hit is announced when they are answered
         self.session: Session = chats.sessions[-1] if chats.sessions else chats.new(system)
         self.play_again: Callable[[], Coroutine[Any, Any, None]] | None = None  # set by a demo
-        self.asking: Stage | None = None  # of a demo: it may ask for a prediction
         self.story = ""  # what a demo tells, under the top bar
         self._load_codec, self._guard, self._script = load_codec, guard, script
         self._interrupted = 0.0
@@ -126,6 +112,7 @@ class MinituiApp(App[int]):
         self.set_keymap(settings.keys)
         self._names: dict[str, str] = {}
         chats.on_end = self._answered
+        chats.on_unsaved = partial(self.say, error=True)
         source.on_death(self._died)
 
     @property
@@ -141,7 +128,7 @@ class MinituiApp(App[int]):
         self.app_resume_signal.subscribe(self, self._resumed)
         self.set_interval(1 / self.settings.fps, self._frame)
         # The first frame comes first: the engine's process competes for the same cores.
-        self.call_after_refresh(self.run_worker, self._start(), group="start", exit_on_error=False)
+        self.call_after_refresh(self.run_worker, self._start(), group="start")
         if self._guard:
             loop = asyncio.get_running_loop()
             # The handler runs between two bytecodes, anywhere: it only asks the loop.
@@ -275,12 +262,14 @@ class MinituiApp(App[int]):
 
     def say(self, text: str, error: bool = False) -> None:
         """A sentence for a few seconds."""
+        if len(text) > MOST_SAID:
+            text = text[:MOST_SAID] + "…"  # somebody pasted where a name was asked for
         seconds = max(8.0 if error else 2.0, len(text) / 25)  # as long as it takes to read
         self.notify(text, severity="error" if error else "information", timeout=seconds, markup=False)
 
     def ask_text(self, title: str, text: str, then: Callable[[str], None], lines: bool = False) -> None:
-        """Ask for a text, of several `lines` or of one; `then` is called unless Escape is pressed."""
-        self.push_screen(TextDialog(title, text, lines), lambda answer: then(answer) if answer is not None else None)
+        """Ask for a text; `then` is called unless Escape is pressed."""
+        self.push_screen(TextDialog(title, text), lambda answer: then(answer) if answer is not None else None)
 
     def choose(self, title: str, choices: list[tuple[str, str]], then: Callable[[str], None]) -> None:
         """Let the user choose; `then` is called with the choice."""
@@ -322,26 +311,21 @@ class MinituiApp(App[int]):
         except EngineError as error:
             self.say(str(error), error=True)
 
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Letters are guesses only while a demo asks, and only in its picture."""
-        if action != "guess":
-            return super().check_action(action, parameters)
-        free = len(self.screen_stack) == 1 and not isinstance(self.focused, TextArea)
-        return free and self._choices_asked > int(str(parameters[0]))
+    def _handle_exception(self, error: Exception) -> None:
+        """A bug. In a terminal the command line tells it, in one sentence and a log, not in pages on the screen."""
+        super()._handle_exception(error)
+        if self._guard:
+            self._exit_renderables.clear()
 
     @property
-    def _choices_asked(self) -> int:
-        return self.asking.asks if self.asking is not None else 0
-
-    def action_guess(self, choice: int) -> None:
-        """Tell the demo."""
-        if self.asking is not None:
-            self.asking.guess(choice)
+    def crash(self) -> Exception | None:
+        """What ended the application though nobody had foreseen it."""
+        return self._exception
 
     def restart_engine(self) -> None:
         """Start the engine process again; chats stay."""
         self.feed.restart()
-        self.run_worker(self._start(again=True), group="start", exclusive=True, exit_on_error=False)
+        self.run_worker(self._start(again=True), group="start", exclusive=True)
 
     # ---- events
 
@@ -378,8 +362,9 @@ class MinituiApp(App[int]):
     # ---- actions of the bindings
 
     def action_do(self, action: str) -> None:
-        """Run an action of the table."""
-        self.commands.run(action)
+        """Run an action of the table; not where a key pressed twice has just opened a dialog."""
+        if not isinstance(self.screen, ModalScreen):
+            self.commands.run(action)
 
     def action_escape(self) -> None:
         """Outside the prompt Escape cancels the answer of the chat that is shown."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from engine.errors import EngineError
@@ -30,6 +29,12 @@ UNTIL = {
     "slow": "a step takes longer than 20 ms",
 }
 FIRST_QUESTION = "What is a radix tree?"
+MOST_DIGITS = 12
+
+
+def _number(text: str) -> int | None:
+    """A whole number of at most MOST_DIGITS digits, as typed; None for anything else."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS else None
 
 
 class Commands:
@@ -53,7 +58,7 @@ class Commands:
     def run_slash(self, text: str) -> None:
         """Run "/fork" or "/rename paging"; the shortest unambiguous beginning of a name will do."""
         name, _, argument = text[1:].partition(" ")
-        if name.isdigit():
+        if _number(name) is not None:
             self.run("go", name)
             return
         fits = [a for slash, a in BY_SLASH.items() if slash == name] or [
@@ -170,9 +175,10 @@ class Commands:
 
     def do_go(self, number: str) -> None:
         count = len(self.app.chats.sessions)
-        if not number.isdigit() or not 1 <= int(number) <= count:
-            raise EngineError(f"there are chats 1 to {count}; {number!r} is none of them")
-        self._go(int(number))
+        wanted = _number(number)
+        if wanted is None or not 1 <= wanted <= count:
+            raise EngineError(f"there are chats 1 to {count}; {number[:40]!r} is none of them")
+        self._go(wanted)
 
     def _go(self, number: int) -> None:
         self.app.select_session(self.app.chats.sessions[number - 1])
@@ -257,7 +263,7 @@ class Commands:
         self.app.choose("Copy", rows, lambda row: self._copy(*found[int(row.split()[0]) - 1]))
 
     def do_export(self, name: str) -> None:
-        path = Path(name or transcripts.file_name(self.session)).expanduser()
+        path = transcripts.named_file(name or transcripts.file_name(self.session))
         transcripts.write(self.session, path)
         self.app.say(f"written to {path.resolve()}")
 
@@ -265,7 +271,7 @@ class Commands:
         if not name:
             self.app.focus_prompt("/attach ")
             return
-        self.app.focus_prompt(transcripts.quoted_file(Path(name).expanduser()))
+        self.app.focus_prompt(transcripts.quoted_file(transcripts.named_file(name)))
 
     # --- several servers
 
@@ -298,11 +304,12 @@ class Commands:
         self._control(self.app.source.control("resume" if self.app.gated else "pause"))
 
     def do_step(self, count: str) -> None:
-        if count and not count.isdigit():
-            raise EngineError(f"/step takes a number of steps, not {count!r}")
+        steps = _number(count or "1")
+        if steps is None:
+            raise EngineError(f"/step takes a number of steps, not {count[:40]!r}")
         if self.app.idle:
             raise EngineError("nothing to step: no request is running")
-        self._control(self.app.source.control("step", n=int(count or 1)))
+        self._control(self.app.source.control("step", n=steps))
 
     def do_step10(self, _: str) -> None:
         self.do_step("10")
@@ -344,7 +351,7 @@ class Commands:
     def do_reset(self, _: str) -> None:
         if not self.app.feed.live:
             raise EngineError("the engine is just being started: try again in a moment")
-        self.app.run_worker(self.app.start_over(), group="start", exclusive=True, exit_on_error=False)
+        self.app.run_worker(self.app.start_over(), group="start", exclusive=True)
 
     def do_restart(self, _: str) -> None:
         if self.app.source.error is None:

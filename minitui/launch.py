@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,10 @@ from minitui import settings as settings_file
 from minitui.models import Choice, choose_model, load_codec
 from minitui.sessions import Chats, Sampling
 from minitui.source import LiveSource
-from minitui.terminal import need_terminal
+from minitui.terminal import TerminalGuard, need_terminal, tolerant_input
 
 if TYPE_CHECKING:
+    from minitui.app import MinituiApp
     from minitui.web import WebSettings
 
 FOR_PIPES = 'minitui ask "What is a KV cache?"'
@@ -188,7 +190,6 @@ def run_app(
     # 17 ms for that; measured while eight chats are answered, 120 takes a quarter off the 95th percentile.
     os.environ.setdefault("TEXTUAL_FPS", "120")
     from minitui.app import MinituiApp
-    from minitui.terminal import TerminalGuard
 
     chats = Chats(source, store, sampling)
     if resume:
@@ -206,10 +207,22 @@ def run_app(
         script=script,
     )
     try:
-        app.run()
+        return show(app, guard)
+    finally:
+        tell_recording(source)
+        if chats.unsaved:
+            print(f"minitui: {len(chats.unsaved)} chats were not kept: {chats.save_error}", file=sys.stderr)
+
+
+def show(app: MinituiApp, guard: TerminalGuard) -> int:
+    """Run the application until it is left, and give the terminal back; the exit code. Raises what crashed it."""
+    try:
+        with tolerant_input():
+            app.run()
     finally:
         guard.restore()
-    tell_recording(source)
+    if app.crash is not None:
+        raise app.crash
     return 128 + guard.signal if guard.signal else app.return_code or 0
 
 
@@ -310,8 +323,6 @@ def recorded(source: Any, path: Path | None) -> Any:
 
 def tell_recording(source: Any) -> None:
     """Say so if a recording was not completed; the terminal is the user's again."""
-    import sys
-
     if error := getattr(source, "recording_error", ""):
         print(f"minitui: {error}", file=sys.stderr)
 
@@ -403,8 +414,6 @@ def run_export(
 
 def run_tail(trace: str | None, kv_blocks: int | None) -> int:
     """`minitui tail`; returns the exit code."""
-    import sys
-
     from minitui.tail import tail_live, tail_trace, tail_watch
 
     if trace is not None and trace.startswith(("http://", "https://")):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 import uuid
 from collections import deque
@@ -22,11 +23,13 @@ from typing import Any, Protocol
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.types import SamplingParams
 from minitui.source import Source, Stream
-from minitui.store import Store, StoredChat, StoredMessage
+from minitui.store import Store, StoredChat, StoredMessage, StoreError
 
+logger = logging.getLogger("minitui")
 THINK, END_THINK = "<think>", "</think>"
 SAVE_EVERY = 1.0  # seconds between two saves of an answer being written
 SHORTEST_S = 0.05  # between the first and the last arrival of which a rate is told: a burst has none
+SAVE_AGAIN = 5.0  # seconds before the next attempt, when the chat file could not be written
 
 
 class Codec(Protocol):
@@ -351,6 +354,10 @@ class Chats:
         self.codec: Codec | None = None  # set by `use`, once the checkpoint is known
         self._usable = asyncio.Event()
         self.on_end: Callable[[Session], None] = lambda session: None
+        self.on_unsaved: Callable[[str], None] = lambda sentence: None  # told once each time that saving begins to fail
+        self.unsaved: dict[str, Session] = {}  # what the chat file lacks, by id
+        self.save_error = ""  # why it does
+        self._save_again = 0.0  # not before this moment
 
     def use(self, codec: Codec) -> None:
         """The checkpoint's tokenizer is there: questions that wait for it go out."""
@@ -395,10 +402,13 @@ class Chats:
 
     def close(self, session: Session) -> None:
         """Cancel its answer and take it off the list; it stays in the store."""
-        self.cancel(session)
+        self._stop(session)  # at once: nothing of it comes later, and opens it again in the store
         self.sessions.remove(session)
         if self.store:
-            self.store.close_chat(session.id)
+            try:
+                self.store.close_chat(session.id)
+            except StoreError as error:
+                self._lacks(session, error)
 
     def rename(self, session: Session, title: str) -> None:
         """Give it a title that stays."""
@@ -479,8 +489,6 @@ class Chats:
             raise InvalidRequest("there is no finished answer to ask for again", "prompt")
         text = text.strip() or session.messages[last].text
         del session.messages[last:]
-        if self.store:
-            self.store.truncate(session.id, last)
         self.send(session, text)
 
     def cancel(self, session: Session) -> bool:
@@ -498,13 +506,20 @@ class Chats:
     def cancel_all(self) -> None:
         """End every answer and save what is there (the application closes)."""
         for session in self.sessions:
-            if session.busy:
-                if session._stream is not None:
-                    with contextlib.suppress(EngineDead):
-                        session._stream.cancel()
-                if session._task is not None:
-                    session._task.cancel()
-                self._end(session, session.messages[-1], "cancelled")
+            self._stop(session)
+        if self.unsaved:
+            self._save_again = 0.0
+            self._save(next(iter(self.unsaved.values())))
+
+    def _stop(self, session: Session) -> None:
+        """End its answer without waiting for the engine's last word on it."""
+        if session.busy:
+            if session._stream is not None:
+                with contextlib.suppress(EngineDead):
+                    session._stream.cancel()
+            if session._task is not None:
+                session._task.cancel()
+            self._end(session, session.messages[-1], "cancelled")
 
     def prompt(self, session: Session) -> Prompt:
         """The prompt of the next turn, from the template and the kept ids."""
@@ -551,6 +566,9 @@ class Chats:
             self._end(session, message, "error", f"{sentence} What was written so far is kept.")
         except EngineError as error:
             self._end(session, message, "error", str(error))
+        except Exception as error:  # nobody awaits this task: the chat must not seem to be answering for ever
+            logger.exception("the answer of chat %s", session.id)
+            self._end(session, message, "error", f"{type(error).__name__}: {error}")
 
     def _finish(self, session: Session, message: Message, reason: str) -> None:
         if reason.startswith("error"):
@@ -571,26 +589,47 @@ class Chats:
     # --- keeping
 
     def _save(self, session: Session, last: bool = False, everything: bool = False) -> None:
+        """Keep it, with its last message or all of them. A file that cannot be written holds up nobody: what it lacks
+        is remembered, told once, and saved as soon as that is possible."""
         if self.store is None or not session.messages:
             return
-        self.store.save_chat(
-            StoredChat(
-                session.id,
-                session.title,
-                session.system,
-                session.parent,
-                dict(vars(session.sampling)),
-                session.created,
-                session.spelled_by,
-                session.ids,
-                [],
-            )
-        )
-        first = 0 if everything else len(session.messages) - 1 if last else len(session.messages)
-        for position, m in list(enumerate(session.messages))[first:]:
-            self.store.save_message(
-                session.id, position, StoredMessage(m.role, m.text, m.state, m.error, m.metrics, m.created)
-            )
+        if self.unsaved:
+            self.unsaved[session.id] = session
+            if time.monotonic() < self._save_again:
+                return
+        try:
+            for lacking in list(self.unsaved.values()):
+                self._write(self.store, lacking, 0)
+                del self.unsaved[lacking.id]
+            self._write(self.store, session, 0 if everything else len(session.messages) - (1 if last else 0))
+        except StoreError as error:
+            self._lacks(session, error)
+
+    def _lacks(self, session: Session, error: StoreError) -> None:
+        self._save_again = time.monotonic() + SAVE_AGAIN
+        self.save_error, told = str(error), bool(self.unsaved)
+        self.unsaved[session.id] = session
+        if not told:
+            self.on_unsaved(f"{error}. Chats go on, and are saved as soon as that is possible.")
+
+    def _write(self, store: Store, session: Session, first: int) -> None:
+        """The chat, its messages from `first` on, and that there are no more."""
+        kept = dict(vars(session.sampling))
+        with store.together():
+            store.save_chat(
+                StoredChat(
+                    session.id, session.title, session.system, session.parent, kept, session.created,
+                    session.spelled_by, session.ids, [],
+                )
+            )  # fmt: skip
+            for position, m in list(enumerate(session.messages))[first:]:
+                store.save_message(
+                    session.id, position, StoredMessage(m.role, m.text, m.state, m.error, m.metrics, m.created)
+                )
+            if first == 0:
+                store.truncate(session.id, len(session.messages))
+            if session not in self.sessions:
+                store.close_chat(session.id)
 
 
 # --- words under an answer --------------------------------------------------------------------------------------------

@@ -8,11 +8,13 @@ ends, however it ends. So a crash loses at most the last second of one answer.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sqlite3
 import time
 from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,9 @@ MIGRATIONS = (
     ALTER TABLE chats ADD COLUMN ids BLOB NOT NULL DEFAULT x'';
     """,
 )
+
+
+PATIENCE_MS = 250  # for another minitui that is just writing: longer would be felt, for whoever saves also draws
 
 
 class StoreError(EngineError):
@@ -95,7 +100,8 @@ class Found:
 
 
 class Store:
-    """The chat file. Every method commits before it returns; a call takes well under a millisecond."""
+    """The chat file. Every method commits before it returns, but for those called within `together`; a call takes well
+    under a millisecond, and raises StoreError when the file cannot be read or written."""
 
     def __init__(self, path: Path | str) -> None:
         """Open or create the file at `path` (":memory:" for none) and bring its schema up to date.
@@ -105,12 +111,15 @@ class Store:
         self.path = path
         try:
             # Autocommit: one statement, one transaction. WAL: a reader beside us (another minitui) never blocks.
-            self._db = sqlite3.connect(path, isolation_level=None, timeout=2.0)
+            self._db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
+            self._db.execute("BEGIN IMMEDIATE")  # of two that begin at once the second finds a finished file
+            self._migrate()
+            self._db.execute("COMMIT")
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.execute("PRAGMA foreign_keys = ON")
-            self._migrate()
-        except sqlite3.DatabaseError as error:
+            self._db.execute(f"PRAGMA busy_timeout = {PATIENCE_MS}")
+        except sqlite3.Error as error:
             raise StoreError(f"{path} cannot be used as a chat file: {error}. Move it away to start afresh.") from None
 
     @property
@@ -125,11 +134,31 @@ class Store:
                 "use a newer one, or set MINITUI_DATA to another directory."
             )
         for number in range(self.version, len(MIGRATIONS)):
-            self._db.executescript(f"BEGIN; {MIGRATIONS[number]} PRAGMA user_version = {number + 1}; COMMIT;")
+            for statement in filter(str.strip, re.sub("--.*", "", MIGRATIONS[number]).split(";")):
+                self._db.execute(statement)
+            self._db.execute(f"PRAGMA user_version = {number + 1}")
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What is done within is in the file as a whole, or not at all."""
+        self._run("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._run("COMMIT")
+        finally:
+            if self._db.in_transaction:
+                with contextlib.suppress(sqlite3.Error):
+                    self._db.execute("ROLLBACK")
+
+    def _run(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
+        try:
+            return self._db.execute(sql, values).fetchall()
+        except sqlite3.Error as error:
+            raise StoreError(f"the chat file {self.path} cannot be used: {error}") from None
 
     def save_chat(self, chat: StoredChat) -> None:
         """Insert the chat or bring its row up to date; its messages are saved by `save_message`."""
-        self._db.execute(
+        self._run(
             "INSERT INTO chats (id, title, system, parent, settings, created, model, ids) VALUES (?,?,?,?,?,?,?,?) "
             "ON CONFLICT (id) DO UPDATE SET title=excluded.title, system=excluded.system, settings=excluded.settings, "
             "model=excluded.model, ids=excluded.ids, closed=NULL",
@@ -147,7 +176,7 @@ class Store:
 
     def save_message(self, chat: str, position: int, message: StoredMessage) -> None:
         """Insert or replace message `position` (0 is the first) of a chat that has been saved."""
-        self._db.execute(
+        self._run(
             "INSERT OR REPLACE INTO messages VALUES (?,?,?,?,?,?,?,?)",
             (
                 chat,
@@ -163,18 +192,18 @@ class Store:
 
     def truncate(self, chat: str, count: int) -> None:
         """Forget the messages from position `count` on (an answer asked for again)."""
-        self._db.execute("DELETE FROM messages WHERE chat = ? AND position >= ?", (chat, count))
+        self._run("DELETE FROM messages WHERE chat = ? AND position >= ?", (chat, count))
 
     def close_chat(self, chat: str) -> None:
         """Mark a chat as closed: kept, but not restored."""
-        self._db.execute("UPDATE chats SET closed = ? WHERE id = ?", (time.time(), chat))
+        self._run("UPDATE chats SET closed = ? WHERE id = ?", (time.time(), chat))
 
     def open_chats(self) -> list[StoredChat]:
         """The chats that were not closed and hold a message, oldest first, with their messages."""
-        rows = self._db.execute(
+        rows = self._run(
             "SELECT id, title, system, parent, settings, created, model, ids FROM chats "
             "WHERE closed IS NULL AND EXISTS (SELECT 1 FROM messages WHERE chat = chats.id) ORDER BY created, rowid"
-        ).fetchall()
+        )
         return [
             StoredChat(id, title, system, parent, json.loads(settings), created, model, _ids(ids), self._messages(id))
             for id, title, system, parent, settings, created, model, ids in rows
@@ -182,11 +211,11 @@ class Store:
 
     def load(self, id: str) -> StoredChat | None:
         """One chat with its messages, closed or not; an unambiguous beginning of its id will do. None: no such chat."""
-        rows = self._db.execute(
+        rows = self._run(
             "SELECT id, title, system, parent, settings, created, model, ids FROM chats WHERE id = ?1 "
             "OR (length(?1) > 2 AND substr(id, 1, length(?1)) = ?1) ORDER BY id = ?1 DESC LIMIT 2",
             (id,),
-        ).fetchall()
+        )
         if not rows or (len(rows) > 1 and rows[0][0] != id):
             return None
         id, title, system, parent, settings, created, model, ids = rows[0]
@@ -203,12 +232,12 @@ class Store:
             "AND text LIKE ? ESCAPE '\\'))"
             for _ in wanted
         )  # fmt: skip
-        rows = self._db.execute(
+        rows = self._run(
             "SELECT id, title, created, closed, parent FROM chats WHERE "
             f"EXISTS (SELECT 1 FROM messages WHERE chat = chats.id) {'AND ' + fits if wanted else ''} "
             "ORDER BY created DESC, rowid DESC LIMIT ?",
             [*(mark for mark in marks for _ in range(2)), most],
-        ).fetchall()
+        )
         found = []
         for id, title, created, closed, parent in rows:
             texts = [m.text for m in self._messages(id)]
@@ -216,7 +245,7 @@ class Store:
         return found
 
     def _messages(self, chat: str) -> list[StoredMessage]:
-        rows = self._db.execute(
+        rows = self._run(
             "SELECT role, text, state, error, metrics, created FROM messages WHERE chat = ? ORDER BY position", (chat,)
         )
         return [

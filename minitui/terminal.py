@@ -13,7 +13,8 @@ import signal
 import sys
 import termios
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -46,6 +47,20 @@ def need_terminal(what: str, instead: str) -> None:
     """Raise NoTerminal where there is none. `what` is the command, `instead` what to run in a pipe."""
     if not has_terminal():
         raise NoTerminal(f"{what} needs a terminal for stdin, stdout and stderr; in a pipe or a script use {instead}")
+
+
+@contextlib.contextmanager
+def tolerant_input() -> Iterator[None]:
+    """While this lasts, bytes that are no UTF-8 (a key of a terminal set to Latin-1, a stray byte on the line) become
+    U+FFFD: Textual's reader of keys would end the application at the first of them."""
+    from textual.drivers import linux_driver  # here: most of who asks for a terminal never draws
+
+    original = linux_driver.getincrementaldecoder
+    linux_driver.getincrementaldecoder = lambda encoding: partial(original(encoding), "replace")
+    try:
+        yield
+    finally:
+        linux_driver.getincrementaldecoder = original
 
 
 class TerminalGuard:

@@ -278,7 +278,6 @@ class Glyphs:
     last_branch: str = "└"
     peak: str = "▲"
     arrow: str = "→"
-    right: str = "✓"
     dots: str = "…"
     dash: str = "–"
     times: str = "×"
@@ -314,7 +313,6 @@ ASCII = Glyphs(
     last_branch="`",
     peak="^",
     arrow="->",
-    right="ok",
     dots="~",
     dash="-",
     times="x",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -67,12 +68,29 @@ def as_json(chat: Chat) -> str:
     return json.dumps(whole, ensure_ascii=False, indent=2) + "\n"
 
 
+def named_file(name: str) -> Path:
+    """The file that a user's `name` means, "~" being his home. EngineError for what cannot be a file's name."""
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:
+        raise EngineError(f"{name} cannot be found: there is no user {name.partition('/')[0][1:]!r} here") from None
+    if "\0" in name:
+        raise EngineError(f"{name!r} is no name of a file: it holds a zero byte")
+    return path
+
+
 def write(chat: Chat, path: Path) -> None:
     """Write it to `path`, as JSON if that ends in .json, else as Markdown. EngineError if it cannot be written."""
-    if path.exists():
-        raise EngineError(f"{path} exists already: name another file")
     try:
-        path.write_text(as_json(chat) if path.suffix == ".json" else as_markdown(chat), encoding="utf-8")
+        with path.open("x", encoding="utf-8", errors="replace") as file:
+            try:
+                file.write(as_json(chat) if path.suffix == ".json" else as_markdown(chat))
+                file.flush()
+            except OSError:  # half a file is none, and the name is free for another attempt
+                path.unlink(missing_ok=True)
+                raise
+    except FileExistsError:
+        raise EngineError(f"{path} exists already: name another file") from None
     except OSError as error:
         raise EngineError(f"{path} cannot be written: {error.strerror}") from None
 
@@ -113,11 +131,15 @@ def pieces(messages: Iterable[Spoken]) -> list[tuple[str, str]]:
 def quoted_file(path: Path) -> str:
     """A text file as a prompt holds it: its name, and its text between fences. EngineError says why it cannot be."""
     try:
-        data = path.read_bytes()
+        if not path.is_file() and path.exists() and not path.is_dir():  # a device or a pipe may never end
+            raise EngineError(f"{path} is no file but a device or a pipe: only text goes into a prompt")
+        with path.open("rb") as file:
+            data = file.read(LARGEST_FILE + 1)
+            size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise EngineError(f"{path} cannot be read: {error.strerror}") from None
     if len(data) > LARGEST_FILE:
-        raise EngineError(f"{path} has {len(data):,} bytes: at most {LARGEST_FILE:,} go into a prompt; cut it")
+        raise EngineError(f"{path} has {size:,} bytes: at most {LARGEST_FILE:,} go into a prompt; cut it")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -9,6 +9,7 @@ import sys
 import time
 
 from minitui.app import MinituiApp
+from minitui.launch import show
 from minitui.sessions import Chats
 from minitui.settings import Settings
 from minitui.terminal import TerminalGuard
@@ -40,11 +41,7 @@ def main() -> int:
         known_questions=["What is a block table?", "What is a radix tree?", "What is a KV cache?"],
         load_codec=lambda info: ByteCodec(), guard=guard,
     )  # fmt: skip
-    try:
-        app.run()
-    finally:
-        guard.restore()
-    return 128 + guard.signal if guard.signal else app.return_code or 0
+    return show(app, guard)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from textual import events
 from textual.pilot import Pilot
 
 from engine.state import CACHED
@@ -24,14 +25,13 @@ from minitui.screens.inspect import InspectScreen
 from minitui.screens.keys import keys_here
 from minitui.sessions import Chats, Message
 from minitui.settings import Settings
-from minitui.stage import Stage
 from minitui.store import Store
 from minitui.widgets.base import LinePanel
 from minitui.widgets.block_map import BlockMap
 from minitui.widgets.chrome import SessionStrip, StatusBar, TopBar
 from minitui.widgets.prompt import Prompt
 from minitui.widgets.tree import RadixTree
-from tests.driving import drawn, press, type_text, until
+from tests.driving import drawn, press, settled, type_text, until
 from tests.fake_client import ByteCodec, FakeSource
 
 SYSTEM = "You explain inference engines. " * 3
@@ -323,10 +323,27 @@ async def test_rename_system_prompt_and_close_by_slash_commands():
             await press(pilot, "enter")
         assert [(s.title, s.system) for s in app.chats.sessions] == [("paging", "Be brief."), ("other", SYSTEM)]
         assert app.session is app.chats.sessions[0]
+        for command in ("/²", "/go ²", "/" + "1" * 5000, "/step ²", "/attach ~nobody-at-all/x", "/export a\0b"):
+            app.submit(command)
+        for words in ("no command /²", "chats 1 to 2; '²'", "no command /11", "a number of steps", "user", "zero byte"):
+            await _said(app, pilot, words)
+        assert max(len(n.message) for n in app._notifications) < 500
         app.commands.run("close")
         assert [s.title for s in app.chats.sessions] == ["other"]
         app.commands.run("close")  # the last one makes room for a new one
         assert [s.title for s in app.chats.sessions] == ["new chat"]
+
+
+async def test_keys_pressed_twice_at_once_close_and_open_once():
+    async with running() as (app, _pilot, screen):
+        for opened, closed in ("e", "escape"), ("e", "enter"), ("colon", "escape"):
+            screen.transcript.focus()
+            await settled()
+            for key, screens in (opened, 2), (closed, 1):
+                for _ in range(2):
+                    app.post_message(events.Key(key, None))
+                await settled()
+                assert len(app.screen_stack) == screens, key
 
 
 async def test_dialogs_ask_and_escape_leaves_everything_as_it_was():
@@ -367,20 +384,6 @@ async def test_every_command_is_in_the_help_with_its_key_and_in_the_palette():
         await until(pilot, lambda: not app.session.busy)
         await press(pilot, "enter")
         assert len(app.chats.sessions) == 2
-
-
-async def test_letters_answer_a_demos_prediction_and_are_keys_again_afterwards():
-    async with running() as (app, pilot, _screen):
-        await press(pilot, "escape")
-        app.asking = stage = Stage(app.source, app.chats, app.feed, "", lambda text: None, keys=True)
-        asked = asyncio.create_task(stage.predict("Whose blocks go first?", ["Alpha", "Bravo"]))
-        await until(pilot, lambda: stage.asks == 2)
-        assert "Press a b; space gives more time." in stage.said[-1]
-        await press(pilot, "b")
-        await asyncio.wait_for(asked, 3)
-        assert stage.verdict(1) == "You said b, and so it is. " and stage.verdict(0) == "You said b; it is a. "
-        await press(pilot, "e")
-        assert isinstance(app.screen, TextDialog), "e renames, as ever"
 
 
 async def test_keys_of_panel_and_screen_are_in_the_help_and_in_the_palette():

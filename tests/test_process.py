@@ -335,3 +335,9 @@ async def test_another_engine_takes_the_place_of_the_first_in_the_same_process(c
         pass
     assert len(stream.ids) == 3 and client.drain_records()[0][0] == 1
     await client.reconfigure(before)
+
+
+async def test_a_log_that_cannot_be_written_is_told_and_no_process_is_left(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EngineError, match=r"could not be started: .*Not a directory"):
+        await EngineClient.start(config(), log_file=tmp_path / "file" / "engine.log")

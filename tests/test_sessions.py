@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 from hypothesis import given
@@ -18,7 +19,7 @@ from minitui.sessions import (
     describe_answer,
     split_thinking,
 )
-from minitui.store import Store, StoredChat, StoredMessage
+from minitui.store import Store, StoredChat, StoredMessage, StoreError
 from tests.fake_client import END, START, ByteCodec, FakeSource
 
 CODEC = ByteCodec()
@@ -340,3 +341,62 @@ def test_an_answer_that_ended_with_the_process_says_so_and_one_that_was_cancelle
     cut, cancelled = (m for m in chats.sessions[0].messages if m.role == "assistant")
     assert describe_answer(cut) == [("cut short: minitui ended while it was written", "bad")]
     assert describe_answer(cancelled) == [("cancelled", "bad")]
+
+
+async def test_a_chat_closed_in_mid_answer_stays_closed(tmp_path):
+    store = Store(tmp_path / "chats.sqlite")
+    source = FakeSource(lambda prompt: "y" * 2000, speed=0.001)
+    chats = await chats_on(source, store)
+    session = chats.new(SYSTEM)
+    chats.send(session, "go on and on")
+    while len(session.messages[-1].text) < 5:
+        await asyncio.sleep(0.001)
+    chats.close(session)
+    assert session.state == "cancelled"
+    for _ in range(20):  # the engine's last word on it has come
+        await asyncio.sleep(0.001)
+    assert not source.engine.has_work
+    assert store.open_chats() == []
+    [kept] = [store.load(session.id)]
+    assert kept.messages[-1].state == "cancelled" and kept.messages[-1].text.startswith("yyyyy")
+
+
+async def test_a_chat_file_that_fails_for_a_while_ends_no_chat_and_lacks_nothing_afterwards(tmp_path, monkeypatch):
+    store = Store(tmp_path / "chats.sqlite")
+    chats = await chats_on(FakeSource(), store)
+    told: list[str] = []
+    chats.on_unsaved = told.append
+    one, two, gone = chats.new(SYSTEM), chats.new(SYSTEM), chats.new(SYSTEM)
+    chats.send(gone, "first of all")
+    await answered(gone)
+    monkeypatch.setattr(store, "together", failing)
+    for session in (one, two):
+        chats.send(session, "Is this kept?")
+    await answered(one, two)
+    chats.close(gone)
+    chats.retry(one, "Is that kept?")
+    await answered(one)
+    assert (one.state, two.state) == ("done", "done")
+    assert [sentence for sentence in told if "disk is full" not in sentence] == [] and len(told) == 1
+    assert chats.unsaved.keys() == {one.id, two.id}
+    monkeypatch.undo()
+    chats.cancel_all()  # the application ends
+    assert not chats.unsaved
+    assert {c.id: [m.text for m in c.messages] for c in store.open_chats()} == {
+        s.id: [m.text for m in s.messages] for s in (one, two)
+    }
+
+
+@contextlib.contextmanager
+def failing():
+    raise StoreError("the chat file cannot be used: database or disk is full")
+    yield
+
+
+async def test_whatever_goes_wrong_with_an_answer_ends_it(monkeypatch):
+    chats = await chats_on(FakeSource())
+    session = chats.new(SYSTEM)
+    monkeypatch.setattr(CODEC, "apply_chat_template", lambda *_, **__: 1 // 0, raising=False)
+    chats.send(session, "x")
+    await answered(session)
+    assert session.state == "error" and "ZeroDivisionError" in session.messages[-1].error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -115,3 +116,32 @@ def test_wrong_settings_are_refused_by_name(tmp_path, text, named):
     path.write_text(text)
     with pytest.raises(SettingsError, match=named):
         settings_file.load(path)
+
+
+def test_a_file_that_cannot_be_written_is_told_in_a_sentence_and_nothing_is_half_in_it(tmp_path):
+    store = Store(tmp_path / "chats.sqlite")
+    store.save_chat(chat())
+    other = sqlite3.connect(tmp_path / "chats.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreError, match=r"chats\.sqlite cannot be used: database is locked"):
+        store.save_chat(chat(title="other"))
+    other.execute("ROLLBACK")
+    with pytest.raises(StoreError), store.together():
+        store.save_message("a", 0, StoredMessage("user", "x"))
+        store._db.execute("DROP TABLE messages")
+        store.save_message("a", 1, StoredMessage("assistant", "y"))
+    assert store.load("a").messages == []
+    store.save_message("a", 0, StoredMessage("user", "x"))
+    assert [m.text for m in store.load("a").messages] == ["x"]
+
+
+def test_two_that_begin_at_once_make_one_file(tmp_path):
+    def begin(_: int) -> int:
+        store = Store(tmp_path / "chats.sqlite")
+        try:
+            return store.version
+        finally:
+            store.close()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(begin, range(24))) == {len(MIGRATIONS)}

@@ -32,6 +32,8 @@ def assert_restored(terminal: Terminal) -> None:
 
 
 def test_after_q_the_terminal_is_as_it_was(app: Terminal):
+    app.process.send(b"caf\xe9 \xff\xc3 \xc3\xbc")  # of a terminal that is not set to UTF-8
+    app.until("caf\ufffd \ufffd\ufffd ü")
     app.type("\x1b")
     app.until(" KEYS ")
     app.type("q")
@@ -80,7 +82,8 @@ def test_a_crash_gives_the_terminal_back(tmp_path: Path):
     terminal.type("x\r")
     assert terminal.ended() == 1
     assert_restored(terminal)
-    assert b"crash on purpose" in terminal.raw
+    assert b"RuntimeError: crash on purpose" in terminal.raw
+    assert "─ locals ─" not in terminal.raw.decode()  # the command line makes a sentence of it, and a log
 
 
 def test_ctrl_z_gives_the_shell_back_and_fg_returns_to_the_chat(tmp_path: Path):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import signal
+from pathlib import Path
 
 import pytest
 
 from engine.errors import EngineError
 from minitui.sessions import Message, Session, title_of
 from minitui.store import Store, StoredChat, StoredMessage
-from minitui.transcripts import as_json, as_markdown, code_blocks, file_name, pieces, quoted_file, write
+from minitui.transcripts import as_json, as_markdown, code_blocks, file_name, named_file, pieces, quoted_file, write
 
 
 def paging() -> Session:
@@ -112,3 +116,43 @@ def test_every_word_must_occur_in_the_title_or_a_message(tmp_path):
     assert store.load("abc1").messages[0].text.startswith("The 100%")
     assert store.load("abc") is None, "two chats begin so"
     assert store.load("nothing") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("/dev/zero", "no file but a device"),
+        ("PIPE", "no file but a device or a pipe"),
+        ("BIG", "has 10,000,000,000 bytes"),
+        (".", "Is a directory"),
+        ("none", "No such file"),
+        ("~nobody-at-all/x", "no user 'nobody-at-all'"),
+        ("a\0b", "zero byte"),
+        ("a" * 300, "too long"),
+    ],
+)
+def test_what_cannot_be_attached_is_told_at_once(tmp_path, name, why):
+    os.mkfifo(tmp_path / "PIPE")
+    with (tmp_path / "BIG").open("wb") as file:
+        file.truncate(10_000_000_000)
+    name = str(tmp_path / name) if name.isupper() else name
+    with pytest.raises(EngineError, match=why):
+        quoted_file(named_file(name))
+
+
+def test_a_file_that_cannot_be_written_is_told_and_half_a_file_is_none(tmp_path):
+    chat = StoredChat("abc", "t", "", None, {}, 1.0, "m", [], [StoredMessage("user", "x" * 100_000, created=1.0)])
+    with pytest.raises(EngineError, match="too long"):
+        write(chat, tmp_path / ("a" * 300))
+    with pytest.raises(EngineError, match="exists already"):
+        write(chat, Path("/dev/full"))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        with pytest.raises(EngineError, match=r"out.md cannot be written: File too large"):
+            write(chat, tmp_path / "out.md")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    assert not (tmp_path / "out.md").exists()

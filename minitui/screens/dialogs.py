@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from textual.app import ComposeResult
+from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
@@ -14,6 +15,7 @@ from textual.widgets.option_list import Option
 
 from minitui.widgets.prompt import Prompt
 
+Result = TypeVar("Result")
 FRAME_CSS = """
     align: center middle;
     & > Vertical {
@@ -24,22 +26,28 @@ FRAME_CSS = """
 """
 
 
-class TextDialog(ModalScreen[str | None]):
-    """Asks for a text, of several `lines` or of one; Escape gives None."""
+class Overlay(ModalScreen[Result]):
+    """Closes once: a key pressed twice at once arrives twice, the second time when another screen is shown."""
+
+    def dismiss(self, result: Result | None = None) -> AwaitComplete:
+        return super().dismiss(result) if self.is_current else AwaitComplete()
+
+
+class TextDialog(Overlay[str | None]):
+    """Asks for a text; Escape gives None."""
 
     DEFAULT_CSS = "TextDialog {" + FRAME_CSS + "}"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "Cancel", id="dialog.cancel", show=False)]
 
-    def __init__(self, title: str, text: str, lines: bool = False) -> None:
+    def __init__(self, title: str, text: str) -> None:
         super().__init__()
         self._title, self._text = title, text
-        self._hint = f"enter takes it · {'ctrl+j breaks the line · ' if lines else ''}esc leaves all as it was"
 
     def compose(self) -> ComposeResult:
         with Vertical() as frame:
             frame.border_title = self._title
             yield Prompt()
-            yield Static(self._hint, classes="hint")
+            yield Static("enter keeps it · ctrl+j breaks the line · esc leaves it as it was", classes="hint")
 
     def on_mount(self) -> None:
         prompt = self.query_one(Prompt)
@@ -53,7 +61,7 @@ class TextDialog(ModalScreen[str | None]):
         self.dismiss(None)
 
 
-class ChoiceDialog(ModalScreen[str | None]):
+class ChoiceDialog(Overlay[str | None]):
     """A list with a filter: (choice, explanation) pairs; Escape gives None."""
 
     DEFAULT_CSS = (
@@ -120,7 +128,7 @@ class ChoiceDialog(ModalScreen[str | None]):
         self.dismiss(self._shown[event.option_index])
 
 
-class DeathDialog(ModalScreen[str | None]):
+class DeathDialog(Overlay[str | None]):
     """The engine is not there: why, where its log is, and the two ways on ("restart" or "quit"); Escape reads on."""
 
     DEFAULT_CSS = "DeathDialog {" + FRAME_CSS + " & > Vertical { border: round $bad; } & .error { color: $bad; } }"

@@ -10,10 +10,10 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from minitui.actions import Action, key_label, offered
+from minitui.screens.dialogs import Overlay
 from minitui.screens.keys import KeysOf
 
 ABOUT = {
@@ -99,7 +99,7 @@ def reflow(text: str) -> str:
     return "\n\n".join(paragraphs)
 
 
-class HelpScreen(ModalScreen[None]):
+class HelpScreen(Overlay[None]):
     """`about` is a key of ABOUT; `before` stands above it: titles and texts, of the panel that has the focus;
     `here` are keys that only act where the reader is."""
 
