@@ -95,9 +95,9 @@ class StressApp(App[None]):
 
     def __init__(
         self, source: LiveStress | StressProcess, fps: float = 20.0, seconds: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic, settle: float = SETTLE_S,
     ) -> None:  # fmt: skip
-        """`fps` 0: time passes only when somebody calls `tick`."""
+        """`fps` 0: time passes only when somebody calls `tick`. `seconds` are measured, after `settle` seconds."""
         super().__init__()
         self.clock = clock
         for theme in THEMES:
@@ -110,6 +110,7 @@ class StressApp(App[None]):
         self.feed = Feed(source, self.view, clock)  # type: ignore[arg-type]
         self.fps = fps
         self.seconds = seconds  # measured, then the application ends; 0: it stays
+        self.settle = settle
         self.figures: dict[str, Any] = {}
         self.story = ""
         self.settings = SimpleNamespace(keys={}, ascii=False)
@@ -130,7 +131,7 @@ class StressApp(App[None]):
         if self.fps:
             self.set_interval(1 / self.fps, self.tick)
         if self.seconds:
-            self.set_timer(SETTLE_S, self._begin)
+            self.set_timer(self.settle, self._begin)
 
     def _begin(self) -> None:
         for figures in (self._cpu, self._ticks, self._ages):
@@ -219,7 +220,8 @@ GIVE_UP_S = 2.0  # what has not been seen by then is counted as that
 class Keys:
     """Presses keys that change something on the screen, one after the other, and times each until that is seen."""
 
-    def __init__(self, single: bool) -> None:
+    def __init__(self, single: bool, settle: float) -> None:
+        self.settle = settle  # seconds between the first frame and the first key
         self.took: list[float] = []
         self._keys = cycle([*COLOURS, *PANELS] if single else COLOURS)
         self._waits_for: re.Pattern[bytes] | None = None
@@ -229,7 +231,7 @@ class Keys:
     def saw(self, data: bytes, now: float) -> None:
         """See Typist."""
         if self._next == math.inf and TITLES[-1] in data:  # its first frame
-            self._next = now + SETTLE_S
+            self._next = now + self.settle
         if self._waits_for is None:
             return
         self._seen += data
@@ -261,13 +263,14 @@ class Keys:
         }  # fmt: skip
 
 
-def measure(load: str, size: tuple[int, int], fps: float, seconds: float) -> dict[str, Any]:
-    """Run the application in a terminal of its own and return its figures, with the bytes it wrote, and how long keys
-    took from their byte to what they change on the screen."""
+def measure(load: str, size: tuple[int, int], fps: float, seconds: float, settle: float = SETTLE_S) -> dict[str, Any]:
+    """Run the application in a terminal of its own for `settle` and then `seconds`, of which its figures are: they
+    are returned with the bytes it wrote, and how long keys took from their byte to what they change on the screen."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "figures.json")
         arguments = ["--load", load, "--fps", str(fps), "--seconds", str(seconds), "--out", str(out)]
-        keys = Keys(single=size[0] < WIDE or size[1] < TALL)
+        arguments += ["--settle", str(settle)]
+        keys = Keys(size[0] < WIDE or size[1] < TALL, settle)
         arrived = run_in_terminal(["minitui.stress", *arguments], size, typist=keys)
         figures: dict[str, Any] = json.loads(out.read_text())
         end = arrived[-1][0]
@@ -294,16 +297,18 @@ def main() -> None:
     parser.add_argument("--size", default="160x48", help="columns x rows of the terminal to measure in")
     parser.add_argument("--measure", action="store_true", help="measure in a terminal of its own and print the figures")
     parser.add_argument("--seconds", type=float, default=10.0, help="how long to measure")
+    parser.add_argument("--settle", type=float, default=SETTLE_S, help="seconds before that")
     parser.add_argument("--out", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
         columns, rows = (int(n) for n in options.size.split("x"))
-        for name, value in measure(options.load, (columns, rows), options.fps, options.seconds).items():
+        figures = measure(options.load, (columns, rows), options.fps, options.seconds, options.settle)
+        for name, value in figures.items():
             print(f"{name:18}{value}")
         return
-    source = StressProcess(options.load, ahead=options.seconds + SETTLE_S + 1.0 if options.out else 0.0)
+    source = StressProcess(options.load, ahead=options.seconds + options.settle + 1.0 if options.out else 0.0)
     try:
-        app = StressApp(source, options.fps, options.seconds if options.out else 0.0)
+        app = StressApp(source, options.fps, options.seconds if options.out else 0.0, settle=options.settle)
         app.run()
     finally:
         source.close()

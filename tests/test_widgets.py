@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -279,7 +280,7 @@ def test_a_large_pool_that_is_hardly_used_shows_the_part_that_is():
 
 
 def test_44_000_blocks_2_000_nodes_and_256_requests_are_shown_truly():
-    stress, view = stress_view(LARGE, 4.0, 80)
+    stress, view = stress_view(replace(LARGE, step_ms=2.0), 4.0, 20)
     allocator = stress.cache.allocator
     assert len(stress.cache.tree.nodes) > 2000 and len(stress.scheduler.running) > 200
     assert view.board.counts == (
