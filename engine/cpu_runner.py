@@ -6,13 +6,11 @@ Everything else is engine/runner.py's. Which way a step goes depends on the plan
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from engine.attention.torch_backend import TorchAttention
-from engine.config import EngineConfig, ModelConfig
 from engine.model.cpu_decode import CPUDecode
 from engine.model.weights import Progress
 from engine.runner import Inputs, Launched, Runner
@@ -26,17 +24,9 @@ class CPURunner(Runner):
 
     attention: TorchAttention
 
-    def __init__(
-        self,
-        model_config: ModelConfig,
-        engine_config: EngineConfig,
-        model_dir: Path | None = None,
-        on_progress: Progress | None = None,
-    ) -> None:
-        super().__init__(model_config, engine_config, model_dir, on_progress)
-        with torch.inference_mode():
-            able = CPUDecode.supports(self.model, self.dtype, self.kv_dtype)
-            self._decode = CPUDecode(self.model, self.pool) if able else None
+    def _prepare(self, on_progress: Progress | None) -> None:
+        able = CPUDecode.supports(self.model, self.dtype, self.kv_dtype)
+        self._decode = CPUDecode(self.model, self.pool) if able else None
 
     def launch(self, plan: StepPlan) -> Launched:
         """Run a step; it is over when this returns."""

@@ -24,14 +24,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from engine.attention.triton_backend import TritonAttention
-from engine.config import EngineConfig, ModelConfig
 from engine.forward import ForwardMeta
 from engine.kernels import ops as fused_ops
 from engine.kernels.batch_state import HEADER, prepare
@@ -119,14 +117,7 @@ class GraphRunner(Runner):
     ops = fused_ops
     attention: TritonAttention
 
-    def __init__(
-        self,
-        model_config: ModelConfig,
-        engine_config: EngineConfig,
-        model_dir: Path | None = None,
-        on_progress: Progress | None = None,
-    ) -> None:
-        super().__init__(model_config, engine_config, model_dir, on_progress)
+    def _prepare(self, on_progress: Progress | None) -> None:
         self._joined = -1  # the last step whose joins have been applied
         self._settings_version = -1  # of the sampler's settings, as the graphs have them
         self._outcome_slot = 0
@@ -134,12 +125,10 @@ class GraphRunner(Runner):
         self._decode: dict[int, torch.cuda.CUDAGraph] = {}
         self._extend: dict[int, torch.cuda.CUDAGraph] = {}
         self._sample: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        if not engine_config.enforce_eager:
-            with torch.inference_mode():
-                self._make_buffers()
-                self._capture_all(on_progress)
-        with torch.inference_mode():
-            self.attention.warm_up(self.pool, self.dtype)
+        if not self.config.enforce_eager:
+            self._make_buffers()
+            self._capture_all(on_progress)
+        self.attention.warm_up(self.pool, self.dtype)
         # What exists by now stays: without this, collections that walk it all stop a step for 60 ms now and then.
         gc.collect()
         gc.freeze()

@@ -188,6 +188,11 @@ class Runner:
                 self.model.take_expert_load()  # what finding out the memory has sent them
         self.memory.kv_cache = self.pool.nbytes
         self._expert_load_due = math.inf if model_config.experts is None else 0.0
+        with torch.inference_mode():
+            self._prepare(on_progress)
+
+    def _prepare(self, on_progress: Progress | None) -> None:
+        """The last of the start: what the runners of some devices make for their own ways to run a step."""
 
     @property
     def synchronous(self) -> bool:

@@ -25,12 +25,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from engine.config import EngineConfig, ModelConfig
 from engine.forward import ForwardMeta
 from engine.graphs import DRAWABLE, Drawing, GraphRunner, Staging, Work, ladder
 from engine.model.weights import Progress
@@ -66,15 +64,9 @@ class Verified:
 class SpeculativeGraphRunner(GraphRunner):
     """GraphRunner that has graphs for steps with drafts, too."""
 
-    def __init__(
-        self,
-        model_config: ModelConfig,
-        engine_config: EngineConfig,
-        model_dir: Path | None = None,
-        on_progress: Progress | None = None,
-    ) -> None:
+    def _prepare(self, on_progress: Progress | None) -> None:
         self._verify: dict[int, torch.cuda.CUDAGraph] = {}
-        super().__init__(model_config, engine_config, model_dir, on_progress)
+        super()._prepare(on_progress)
 
     def launch(self, plan: StepPlan) -> Launched | Drawing | Verified:  # type: ignore[override]
         """Enqueue a step: by a graph if one is large enough, else kernel by kernel."""
