@@ -24,8 +24,8 @@ class EngineDead(EngineError):
 
 
 def how_to_install(extra: str) -> str:
-    """The command that adds an optional part to an installed minitui."""
-    return f"pip install 'minitui[{extra}]'"
+    """The command that adds an optional part, for whoever installed minitui from its folder."""
+    return f"pip install '.[{extra}]' in the folder of minitui"
 
 
 def not_installed(what: str, error: ImportError, extra: str) -> str:

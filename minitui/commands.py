@@ -331,9 +331,12 @@ class Commands:
 
     def do_slow(self, factor: str) -> None:
         try:
-            self._pace(float(factor))
+            times = float(factor)
         except ValueError:
-            raise EngineError(f"/slow takes a factor from 1 to 200, not {factor!r}") from None
+            times = 0.0
+        if not PACES[0] <= times <= PACES[-1]:
+            raise EngineError(f"/slow takes a factor from {PACES[0]} to {PACES[-1]}, not {factor!r}")
+        self._pace(times)
 
     def _pace(self, factor: float) -> None:
         self._control(self.app.source.control("pace", factor=factor))

@@ -431,4 +431,6 @@ def run_tail(trace: str | None, kv_blocks: int | None) -> int:
         return tail_trace(find_trace(trace), print)
     choice = choose_model(None)
     source = live_source(choice, {"kv_blocks": kv_blocks, "no_prefix_caching": False})
+    if sys.stdin.isatty():
+        print("Type a question and press enter; ctrl+d ends.", file=sys.stderr)
     return asyncio.run(tail_live(source, choice.system, Sampling(), sys.stdin, print))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 DType = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-KvBlocks = Annotated[int | None, typer.Option(help="KV blocks in the pool. A small pool (64) fills before your eyes.")]
+KvBlocks = Annotated[int | None, typer.Option(min=1, help="KV blocks in the pool. A small one (64) fills as you look.")]
 
 
 def _options(
@@ -25,10 +25,10 @@ def _options(
         typer.Option("--dummy-weights", help="Random weights: only config.json is read. For looking, not for talking."),
     ] = False,
     kv_blocks: KvBlocks = None,
-    block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 16,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Token budget of a step.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a KV block.")] = 16,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Requests that run at once.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Token budget of a step.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Most tokens of prompt and answer together.")] = None,
     dtype: DType = "auto",
     quantization: Annotated[
         str,
@@ -39,7 +39,7 @@ def _options(
     ] = "none",
     device: Device = "auto",
     tensor_parallel_size: Annotated[
-        int, typer.Option(help="Ranks to cut the model over: as many GPUs, or processes on the CPU.")
+        int, typer.Option(min=1, help="Ranks to cut the model over: as many GPUs, or processes on the CPU.")
     ] = 1,
     attention_backend: Annotated[
         str,

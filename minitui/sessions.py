@@ -418,6 +418,7 @@ class Chats:
     def set_system(self, session: Session, system: str) -> None:
         """Change its system prompt: the next turn differs from the first tokens on."""
         session.system = system.strip()
+        session.note = "the new system prompt holds from the next turn on" if session.messages else ""
         self._save(session)
 
     def number(self, session: Session) -> int:
@@ -575,6 +576,9 @@ class Chats:
             self._end(session, message, "error", reason.partition(":")[2].strip() or reason)
         else:
             message.metrics["finish"] = reason
+            if reason == "length":  # whose limit was it?
+                most = session.sampling.max_tokens
+                message.metrics["full"] = most is None or message.metrics.get("output_tokens", most) < most
             self._end(session, message, "cancelled" if reason == "abort" else "done")
 
     def _end(self, session: Session, message: Message, state: str, error: str = "") -> None:
@@ -653,7 +657,9 @@ def describe_answer(message: Message) -> list[tuple[str, str]]:
         parts.append((f"{m['decode_tok_s']:,.0f} tok/s", "dim"))
     parts.append((f"{m.get('output_tokens', 0):,} tokens", "dim"))
     if m.get("finish") == "length":
-        parts.append(("stopped at the limit of its length", "dim"))
+        tokens = (m.get("prompt_tokens") or 0) + m.get("output_tokens", 0)
+        full = f"stopped: prompt and answer may have {tokens:,} tokens together, context or pool hold no more"
+        parts.append((full if m.get("full") else "stopped at the limit of its length", "dim"))
     if by := m.get("replica"):
         passed = " and ".join(str(number) for number in by["passed"])
         why = f", as {passed} did not answer" if passed else ""

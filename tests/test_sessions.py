@@ -293,6 +293,12 @@ def test_sampling_is_set_by_name_and_refused_with_a_sentence():
     assert sampling.max_tokens is None
 
 
+@pytest.mark.parametrize(("full", "words"), [(False, "limit of its length"), (True, "may have 128 tokens together")])
+def test_an_answer_that_was_cut_says_whose_limit_it_was(full: bool, words: str) -> None:
+    metrics = {"finish": "length", "full": full, "prompt_tokens": 124, "cached_tokens": 0, "output_tokens": 4}
+    assert words in " · ".join(t for t, _ in describe_answer(Message("assistant", "x", metrics=metrics)))
+
+
 @pytest.mark.parametrize(
     ("match", "words"),
     [

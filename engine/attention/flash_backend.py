@@ -1,6 +1,6 @@
 """FlashAttention (Dao et al. 2022-2026) as a backend: FlashAttention-4 on Hopper and Blackwell, 2 on older GPUs.
 
-Neither is installed by default: `pip install 'minitui[flash]'`. Both read the paged cache through the block table.
+Neither is installed by default: `pip install '.[flash]'`. Both read the paged cache through the block table.
 
 Measured on an H200 (flash-attn-4 4.0.0b36, bf16, blocks of 16, 32 query heads and 8 of keys of 128, NaN wherever nobody
 has written), microseconds a layer against our Triton kernel in the same run, relative error 2e-3 to 2.3e-3 for both:

@@ -197,12 +197,12 @@ LESSON = Lesson(
             """
             Under every answer in the chat stands how much of its prompt came from the cache, and why not more:
 
-              all that can be shared    all whole blocks before the last token; the rest is not looked up
-              differs at token n        in one of those blocks: often it is a date or a name
-              no more is cached         the text in the tree ends there: a block is kept once it is full
-              nothing begins like this  the first token is new
-              shorter than a block      the prompt has no more than 16 tokens
-              evicted at step n         the next block was there, and had to go
+              all that can be shared           all whole blocks before the last token
+              differs at token n               in one of those: often it is a date or a name
+              no more is cached                a block is kept once it is full
+              nothing cached begins like this  the first token is new
+              shorter than a block             the prompt has no more than 16 tokens
+              evicted at step n                the next block was there, and had to go
 
             To profit from the cache, put what is always the same first, and what changes last. One changed token at
             the beginning of a system prompt makes everything after it new.

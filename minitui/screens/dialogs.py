@@ -146,7 +146,8 @@ class DeathDialog(Overlay[str | None]):
         with Vertical() as frame:
             frame.border_title = self._title
             yield Static(Content(self._error), classes="error")
-            yield Static(Content(f"Its log: {self._log}"), classes="hint")
+            if self._log not in self._error:
+                yield Static(Content(f"Its log: {self._log}"), classes="hint")
             yield Static(
                 "Chats are kept. r starts it again · q quits · esc closes this (then /restart)", classes="hint"
             )

@@ -36,10 +36,12 @@ pool of such blocks. A radix tree remembers which text each block holds: a secon
 those blocks over instead of computing them. The line under each answer says how many of its prompt's tokens came that
 way, and why not more did:
 
-  whole     everything that can be shared was
-  differs   the text differs from anything cached from that token on
-  shorter   less than a whole block is left, and only whole blocks are shared
-  evicted   it was there, and was given up to make room
+  all that can be shared            all whole blocks; a prompt's last token is always computed
+  differs at token n                from there on no cached text is the same
+  no more is cached                 the cached text ends there: a block is kept once it is full
+  shorter than a block              what is left of the prompt does not fill one
+  nothing cached begins like this   the first block differs
+  evicted at step n                 it was there, and was given up to make room
 
 The chips on the right are this chat's block table: the position in the text, in steps of 16, says which chip; the
 number on it is the block in the pool. The same numbers in two chats are the same memory.

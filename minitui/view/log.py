@@ -10,7 +10,7 @@ from engine.records import Record
 from minitui.view.lanes import Lane
 
 EVENTS_KEPT = 20_000
-KINDS = ("admit", "hit", "miss", "evict", "preempt", "finish", "wait", "refuse", "fail", "pause")
+KINDS = ("admit", "hit", "miss", "evict", "preempt", "finish", "wait", "refuse", "fail", "pace")
 
 
 class Event(NamedTuple):
@@ -82,7 +82,7 @@ _RECORDS = {  # kind of record -> (kind of event, 1 if it belongs to the step be
     "admit": ("admit", 1, True), "match": ("hit", 1, True), "preempt": ("preempt", 1, True),
     "requeue": ("preempt", 0, True), "evict": ("evict", 1, False), "finish": ("finish", 0, True),
     "wait": ("wait", 1, True), "refuse": ("refuse", 0, False), "fail": ("fail", 0, False),
-    "gate": ("pause", 0, False), "pace": ("pause", 0, False),
+    "gate": ("pace", 0, False), "pace": ("pace", 0, False),
 }  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def stop_text(stop: str, at: int) -> str:
         "differs": f"differs at token {at:,}",
         "ends": "no more is cached",
         "short": "shorter than a block",
-        "empty": "nothing in the tree begins like this",
+        "empty": "nothing cached begins like this",
         "evicted": f"the rest was evicted at step {at:,}",
     }.get(stop, stop)
 

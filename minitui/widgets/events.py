@@ -13,7 +13,7 @@ from minitui.widgets.rows import Row, Run, Runs, clean, fit
 
 STYLES = {
     "admit": "decode", "hit": "hit", "miss": "dim", "evict": "pool", "preempt": "bad", "finish": "dim",
-    "wait": "waiting", "refuse": "bad", "fail": "bad", "pause": "accent",
+    "wait": "waiting", "refuse": "bad", "fail": "bad", "pace": "accent",
 }  # fmt: skip
 NARROW = 50  # below, events are told in few words
 FILTERS = (
