@@ -107,6 +107,8 @@ ACTIONS = (
         help="Show the engine one step earlier (inspect)."),
     Action("forward", "Forward in time", key="full_stop", group="Engine",
         help="Show the engine one step later, up to now (inspect)."),
+    Action("now", "Back to now", key="end", slash="now", group="Engine",
+        help="From the past back to the present. So does whatever makes the engine go on, and a new question."),
     Action("clear", "Clear the cache", slash="clear-cache", group="Engine",
         help="Empty the radix tree: the next prompt is computed from its first token."),
     Action("reset", "Start over", key="X", slash="reset", group="Engine",

@@ -228,6 +228,8 @@ class MinituiApp(App[int]):
         """Ask in the chat that is shown; a refusal puts the text back."""
         try:
             self.chats.send(self.session, text)
+            if self.view.travel_text:
+                self.view.present()
             self.view.select("group", self.session.id)
         except EngineError as error:
             self.say(str(error), error=True)

@@ -98,6 +98,7 @@ class Commands:
         self.app.focus_prompt()
 
     def do_replay(self, _: str) -> None:
+        self._to_now()
         source = self.session
         asked = next((m.text for m in source.messages if m.role == "user"), None)
         if asked is None:  # nothing is cached yet: this chat computes the system prompt, the next one shares it
@@ -117,6 +118,7 @@ class Commands:
         if not text:
             self.app.focus_prompt("/all ")
             return
+        self._to_now()
         asked = self.app.chats.send_all(text)
         left = len(self.app.chats.sessions) - len(asked)
         sent = f"sent to {len(asked)} chat{'s' if len(asked) != 1 else ''}"
@@ -127,6 +129,7 @@ class Commands:
             self.app.say("no answer is being written in this chat")
 
     def do_retry(self, _: str) -> None:
+        self._to_now()
         self.app.chats.retry(self.session)
 
     def do_edit(self, text: str) -> None:
@@ -143,6 +146,7 @@ class Commands:
 
     def _resend(self, session: Session, text: str) -> None:
         try:
+            self._to_now()
             self.app.chats.retry(session, text)
         except EngineError as error:
             self.app.say(str(error), error=True)
@@ -301,6 +305,8 @@ class Commands:
         self.app.feed.frozen = not self.app.feed.frozen
 
     def do_gate(self, _: str) -> None:
+        if self.app.gated:
+            self._to_now()
         self._control(self.app.source.control("resume" if self.app.gated else "pause"))
 
     def do_step(self, count: str) -> None:
@@ -309,6 +315,7 @@ class Commands:
             raise EngineError(f"/step takes a number of steps, not {count[:40]!r}")
         if self.app.idle:
             raise EngineError("nothing to step: no request is running")
+        self._to_now()
         self._control(self.app.source.control("step", n=steps))
 
     def do_step10(self, _: str) -> None:
@@ -321,6 +328,7 @@ class Commands:
         if event not in UNTIL:
             raise EngineError(f"run until {event!r}: there are {', '.join(UNTIL)}")
         predicate: dict[str, Any] = {"event": event} | ({"ms": 20.0} if event == "slow" else {})
+        self._to_now()
         self._control(self.app.source.control("run_until", predicate=predicate))
 
     def do_slower(self, _: str) -> None:
@@ -346,6 +354,16 @@ class Commands:
 
     def do_forward(self, _: str) -> None:
         self.app.view.travel(1)
+
+    def do_now(self, _: str) -> None:
+        if not self.app.view.travel_text:
+            raise EngineError("the picture is of now already")
+        self._to_now()
+
+    def _to_now(self) -> None:
+        """Whoever has the engine do something wants to see it, not the past."""
+        if self.app.view.travel_text:
+            self.app.view.present()
 
     def do_clear(self, _: str) -> None:
         self._control(self.app.source.control("clear_cache"))

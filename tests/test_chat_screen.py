@@ -697,3 +697,29 @@ async def test_one_key_starts_over():
         assert not app.gated and not state.requests and state.counts[CACHED] == 0
         assert not app.view.lanes.lanes, "the history begins anew"
         assert app.session.messages[-1].state == "cancelled", "chats stay"
+
+
+async def test_what_makes_the_engine_go_on_and_a_question_lead_back_from_the_past():
+    async with running(FakeSource(lambda prompt: "y" * 2000, speed=0.002), size=(80, 24)) as (app, pilot, _screen):
+        await ask_paused(app, pilot)
+        for keys in (["end"], ["p"], ["p", "N"], ["u", "enter"]):
+            await press(pilot, "comma", "comma")
+            assert app.view.travel_text and " end now " in app.screen.query_one(StatusBar).text
+            if keys[-1] == "N":
+                await press(pilot, keys.pop(0))  # pausing leaves the past as it is
+                assert app.view.travel_text
+            await press(pilot, *keys)
+            assert not app.view.travel_text, keys
+        await press(pilot, "comma")
+        assert app.view.travel_text
+        app.submit("/all and you?")
+        app.submit("/new")
+        app.submit("And you?")
+        assert not app.view.travel_text
+
+
+async def ask_paused(app: MinituiApp, pilot: Pilot[Any]) -> None:
+    app.submit("go on")
+    await until(pilot, lambda: len(app.session.messages[-1].text) > 20)
+    await press(pilot, "ctrl+g", "3", "p")
+    await until(pilot, lambda: app.gated)

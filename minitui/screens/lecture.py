@@ -114,6 +114,8 @@ class LectureScreen(Screen[None]):
         if view.steps.last < max(self._stepping_from, self._asked_from):  # somebody started over
             self._stepping_from = self._asked_from = -1
             self._why.question = None
+        if self._asked_from >= 0 and not view.travel_text:  # somebody went on without an answer
+            self._why.question, self._asked_from = None, -1
         before = self._stepping_from
         if before < 0 or view.steps.last <= before:
             return

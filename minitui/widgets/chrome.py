@@ -270,6 +270,8 @@ class StatusBar(Bar):
             hints = [("n", "next step"), (",", "back"), ("d", "predict"), ("p", "pause"), ("X", "start over")] + [
                 h for h in hints if h[1] in ("until", "slow motion", "replay", "help", "commands")
             ]
+        if app.view.travel_text:
+            hints.insert(0, (key_label(keys.get("now", BY_ID["now"].key)), "now"))
         if not has_chats(app):
             other = ("3", "lecture") if app.current_mode == "inspect" else ("2", "inspect")
             hints = [other if what == "chat" else (key, what) for key, what in hints if what != "replay"]
