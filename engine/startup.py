@@ -8,7 +8,7 @@ import sys
 from types import ModuleType
 
 # What torch knows in Python of the shapes that its operators give, for torch.compile and for tensors without data: a
-# quarter of its import. Nothing in this package needs it; the functions of torch that do import it themselves.
+# quarter of its import. Here only `dummy_weights` needs it: without, torch makes no generator of random numbers.
 _SHAPES = "torch._meta_registrations"
 
 
@@ -30,4 +30,9 @@ def import_torch() -> None:
         del sys.modules[_SHAPES]
     vars(torch).pop(_SHAPES.removeprefix("torch."), None)
     if torch.cuda.is_available():  # packages of kernels for it may compile
-        importlib.import_module(_SHAPES)
+        import_shapes()
+
+
+def import_shapes() -> None:
+    """Import what `import_torch` left out, before somebody makes a torch.Generator."""
+    importlib.import_module(_SHAPES)

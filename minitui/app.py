@@ -15,6 +15,7 @@ from textual.app import App
 from textual.binding import Binding, BindingType
 from textual.css.query import NoMatches
 from textual.screen import ModalScreen
+from textual.widgets import TextArea
 
 from engine.errors import EngineError
 from minitui import settings as settings_file
@@ -30,6 +31,7 @@ from minitui.screens.lecture import LectureScreen
 from minitui.sessions import Chats, Codec, Session
 from minitui.settings import Settings
 from minitui.source import Source
+from minitui.stage import LETTERS, Stage
 from minitui.terminal import TerminalGuard
 from minitui.theme import THEMES, themes_for, use_ascii
 from minitui.thrift import Thrift
@@ -74,6 +76,19 @@ class MinituiApp(App[int]):
             show=False,
             priority=True,
         ),
+        *(
+            Binding(
+                letter,
+                f"guess({i})",
+                f"Guess {letter}",
+                id=f"guess.{letter}",
+                show=False,
+                priority=True,
+                system=True,
+                tooltip="While a demo asks for a prediction",
+            )
+            for i, letter in enumerate(LETTERS)
+        ),
     ]
 
     def __init__(
@@ -101,6 +116,7 @@ class MinituiApp(App[int]):
         self.replays: list[str] = []  # ids of chats whose hit is announced when they are answered
         self.session: Session = chats.sessions[-1] if chats.sessions else chats.new(system)
         self.play_again: Callable[[], Coroutine[Any, Any, None]] | None = None  # set by a demo
+        self.asking: Stage | None = None  # of a demo: it may ask for a prediction
         self.story = ""  # what a demo tells, under the top bar
         self._load_codec, self._guard, self._script = load_codec, guard, script
         self._interrupted = 0.0
@@ -270,8 +286,8 @@ class MinituiApp(App[int]):
         self.notify(text, severity="error" if error else "information", timeout=seconds, markup=False)
 
     def ask_text(self, title: str, text: str, then: Callable[[str], None], lines: bool = False) -> None:
-        """Ask for a text; `then` is called unless Escape is pressed."""
-        self.push_screen(TextDialog(title, text), lambda answer: then(answer) if answer is not None else None)
+        """Ask for a text, of several `lines` or of one; `then` is called unless Escape is pressed."""
+        self.push_screen(TextDialog(title, text, lines), lambda answer: then(answer) if answer is not None else None)
 
     def choose(self, title: str, choices: list[tuple[str, str]], then: Callable[[str], None]) -> None:
         """Let the user choose; `then` is called with the choice."""
@@ -312,6 +328,22 @@ class MinituiApp(App[int]):
                 self.say("everything is as at the beginning: nothing is cached")
         except EngineError as error:
             self.say(str(error), error=True)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Letters are guesses only while a demo asks, and only in its picture."""
+        if action != "guess":
+            return super().check_action(action, parameters)
+        free = len(self.screen_stack) == 1 and not isinstance(self.focused, TextArea)
+        return free and self._choices_asked > int(str(parameters[0]))
+
+    @property
+    def _choices_asked(self) -> int:
+        return self.asking.asks if self.asking is not None else 0
+
+    def action_guess(self, choice: int) -> None:
+        """Tell the demo."""
+        if self.asking is not None:
+            self.asking.guess(choice)
 
     def _handle_exception(self, error: Exception) -> None:
         """A bug. In a terminal the command line tells it, in one sentence and a log, not in pages on the screen."""

@@ -12,34 +12,12 @@ from engine.errors import EngineError
 from minitui.models import load_codec
 from minitui.sessions import Chats, Message, Sampling, describe_answer
 from minitui.source import Source
+from minitui.status import Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 POLL = 0.02  # seconds between two looks at the answer
-
-
-class Status:
-    """One line on stderr, rewritten in place while the engine loads; nothing where stderr is no terminal."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-        self._shown = False
-
-    def __call__(self, progress: dict[str, Any]) -> None:
-        if not self._file.isatty():
-            return
-        done, total = progress.get("done") or 0, progress.get("total") or 0
-        share = f" {done / total:4.0%}" if total else ""
-        self._file.write(f"\r\x1b[2K{progress.get('text') or progress.get('stage') or ''}{share}")
-        self._file.flush()
-        self._shown = True
-
-    def clear(self) -> None:
-        """Take the line away."""
-        if self._shown:
-            self._file.write("\r\x1b[2K")
-            self._file.flush()
 
 
 async def ask(
@@ -68,7 +46,7 @@ async def ask(
             print(
                 json.dumps({"answer": message.text, "sampling": asdict(session.sampling), "metrics": message.metrics})
             )
-        elif sys.stderr.isatty():
+        else:
             print("\n" + " · ".join(text for text, _ in describe_answer(message)), file=sys.stderr)
         return 0
     finally:

@@ -5,7 +5,9 @@ Errors are one sentence on stderr: exit code 1 for what went wrong, 2 for what w
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -171,14 +173,18 @@ def chats(
     raise typer.Exit(run_chats(" ".join(words or []), show, export))
 
 
+def _columns(rows: list[tuple[str, str]]) -> str:
+    """Two columns; the second is broken between words, to the width of the terminal."""
+    widest = max(len(name) for name, _ in rows) + 3
+    room = max(24, shutil.get_terminal_size().columns - widest)
+    return "\n".join(
+        f"{name:<{widest}}" + ("\n" + " " * widest).join(textwrap.wrap(words, room)) for name, words in rows
+    )
+
+
 @app.command()
 def demo(
-    name: Annotated[
-        str,
-        typer.Argument(
-            help="Which: shared-prefix, cache, chunked-prefill, eviction, preemption, fork, batching or speculation."
-        ),
-    ],
+    name: Annotated[str | None, typer.Argument(help="Which; without it they are listed.")] = None,
     plain: Annotated[
         bool,
         typer.Option("--plain", "--headless", help="Tell it as lines of text; the default where there is no terminal."),
@@ -204,8 +210,12 @@ def demo(
       minitui demo cache --plain     the same story as text
     """
     from minitui.launch import run_demo
+    from minitui.scenarios import DEMOS
     from minitui.terminal import has_terminal
 
+    if name is None:
+        print(_columns([(f"minitui demo {name}", one.title) for name, one in DEMOS.items()]))
+        return
     text = plain or not has_terminal()
     raise typer.Exit(
         run_demo(name, {"kv_blocks": kv_blocks}, text, (0.0 if text else 1.0) if beat is None else beat, record)
@@ -236,7 +246,7 @@ def lesson(
     from minitui.terminal import has_terminal
 
     if number is None:
-        print("\n".join(f"minitui lesson {one.number}   {one.title:<16} {one.question}" for one in LESSONS))
+        print(_columns([(f"minitui lesson {one.number}   {one.title}", one.question) for one in LESSONS]))
         return
     raise typer.Exit(run_lesson(number, plain or not has_terminal()))
 

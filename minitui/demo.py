@@ -46,8 +46,9 @@ async def play_in_app(demo: Demo, app: MinituiApp, restart: Restart | None, beat
 
     stage = Stage(
         app.source, app.chats, app.feed, app.system, say, app.select_session, app.switch_mode, restart,
-        beat, bar=glyphs().active, held=lambda: app.feed.frozen,
+        beat, bar=glyphs().active, held=lambda: app.feed.frozen, keys=True,
     )  # fmt: skip
+    app.asking = stage
     app.set_focus(None)
     try:
         await demo.play(stage)

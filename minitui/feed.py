@@ -76,6 +76,7 @@ class Feed:
         self._syncing = True
         try:
             self.view.reset(await self.source.snapshot())
+            self.view.caching = bool(self.source.info.get("prefix_caching", True))
             self.live = True
             self._steps_held = sum(1 for record in self._held if record[2] == "step")
         except EngineError:

@@ -56,7 +56,7 @@ class Outcome:
     total: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int | None = None  # not every server tells
     error: str = ""
     detail: str = ""
 
@@ -197,7 +197,7 @@ def _count_usage(outcome: Outcome, usage: dict[str, Any]) -> None:
     outcome.prompt_tokens = usage.get("prompt_tokens") or outcome.prompt_tokens
     outcome.output_tokens = usage.get("completion_tokens") or outcome.output_tokens
     details = usage.get("prompt_tokens_details") or {}
-    outcome.cached_tokens = details.get("cached_tokens") or outcome.cached_tokens
+    outcome.cached_tokens = details.get("cached_tokens", outcome.cached_tokens)
 
 
 async def run_load(
@@ -249,6 +249,7 @@ def summarise(outcomes: Sequence[Outcome], limits: Limits) -> dict[str, Any]:
     good = sum(limits.kept(outcome) for outcome in outcomes)
     per_token = [value for outcome in answered if (value := outcome.per_token) is not None]
     prompt = sum(outcome.prompt_tokens for outcome in answered)
+    cached = [outcome.cached_tokens for outcome in answered if outcome.cached_tokens is not None]
     return {
         "requests": len(outcomes),
         "answered": len(answered),
@@ -257,9 +258,10 @@ def summarise(outcomes: Sequence[Outcome], limits: Limits) -> dict[str, Any]:
         "seconds": round(seconds, 3),
         "requests_per_s": round(len(answered) / seconds, 3) if seconds else 0.0,
         "goodput_per_s": round(good / seconds, 3) if seconds else 0.0,
+        "limits": {name: limit for name, limit in vars(limits).items() if limit is not None},
         "within_limits": good,
         "prompt_tokens": prompt,
-        "cached_tokens": sum(outcome.cached_tokens for outcome in answered),
+        "cached_tokens": sum(cached) if cached else None,
         "output_tokens": sum(outcome.output_tokens for outcome in answered),
         "output_tokens_per_s": round(sum(o.output_tokens for o in answered) / seconds, 1) if seconds else 0.0,
         "ttft_ms": spread([outcome.first for outcome in answered]),
@@ -280,13 +282,16 @@ def spread(seconds: Sequence[float]) -> dict[str, float] | None:
 
 def report(figures: dict[str, Any]) -> list[str]:
     """The same for people."""
+    limits = ", ".join(f"{name.removesuffix('_ms')} {limit:g} ms" for name, limit in figures["limits"].items())
+    good = f"{figures['goodput_per_s']:.2f} within the limits ({limits}), " if limits else ""
     missed = ", ".join(f"{count} {error}" for error, count in figures["not_answered"].items())
-    cached = figures["cached_tokens"] / figures["prompt_tokens"] if figures["prompt_tokens"] else 0.0
+    found, prompt = figures["cached_tokens"], figures["prompt_tokens"]
+    cached = "cache use unknown" if found is None else f"{found / max(1, prompt):.0%} of prompt tokens from the cache"
     lines = [
         f"{figures['answered']} of {figures['requests']} requests answered in {figures['seconds']:.1f} s"
         + (f"; {missed}" if missed else ""),
-        f"{figures['requests_per_s']:.2f} requests/s, {figures['goodput_per_s']:.2f} within the limits; "
-        f"{figures['output_tokens_per_s']:,.0f} output tokens/s; {cached:.0%} of prompt tokens from the cache",
+        f"{figures['requests_per_s']:.2f} requests/s, {good}"
+        f"{figures['output_tokens_per_s']:,.0f} output tokens/s, {cached}",
     ]
     if figures["example_of_an_error"]:
         lines.append(f"an error: {figures['example_of_an_error']}")

@@ -109,11 +109,13 @@ class ReplaySource:
         """What is due by now."""
         if self.reader is None or self._state is None:
             return []
-        out = [self._made(kind, *fields) for kind, *fields in self._control]
-        self._control.clear()
+        out: list[Record] = []
+        self._tell_control(out)
         self._advance_clock()
         while len(out) < AT_ONCE:
             record, due = self._next()
+            if self._hurry_to is not None and (record is None or (self._part, self._at) >= self._hurry_to):
+                self._arrive(out)
             if record is None or not self._may_pass(due):
                 break
             self._at += 1
@@ -183,6 +185,10 @@ class ReplaySource:
         self._place(begin, 0)
         self._hurry_to = target if step > trace.first_step else (0, 0)
         self._until, self._allowed = None, 0
+        # What lies between passes as it was recorded: running, in real time. Gate and pace are told again at the end.
+        assert self._state is not None
+        self._state.gate, self._state.pace = "open", 1.0
+        self._control.clear()
 
     def bookmark(self, text: str) -> None:
         """Mark the step at the playhead, in the file; for as long as this lasts in one that belongs to the program."""
@@ -241,14 +247,25 @@ class ReplaySource:
 
     def _may_pass(self, due: float) -> bool:
         if self._hurry_to is not None:
-            if (self._part, self._at) < self._hurry_to:
-                return True
-            self._hurry_to = None
-            self._played = self._last_due
-            self._ticked = self._clock()
+            return True
         if self._closed:
             return self._finishing or self._allowed > 0 or self._until is not None
         return due <= self._played
+
+    def _arrive(self, out: list[Record]) -> None:
+        """A seek is over: from here on gate and pace are the viewer's again."""
+        self._hurry_to = None
+        self._played = self._last_due
+        self._ticked = self._clock()
+        if self._closed:
+            self._control.append(("gate", "closed", "paused"))
+        if self.pace != 1:
+            self._control.append(("pace", self.pace))
+        self._tell_control(out)
+
+    def _tell_control(self, out: list[Record]) -> None:
+        out += [self._made(kind, *fields) for kind, *fields in self._control]
+        self._control.clear()
 
     def _made(self, kind: str, *fields: Any) -> Record:
         assert self._state is not None

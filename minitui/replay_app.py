@@ -162,12 +162,14 @@ class PlayheadScreen(Screen[None]):
     def action_go(self) -> None:
         """Ask for a step."""
         source = self._replay.replay
-        self._replay.ask_text(f"Go to step (0 to {source.trace.last_step:,})", str(max(0, source.step)), self._go)
+        title = f"Go to step (0 to {source.trace.last_step:,}; it stands at {max(0, source.step):,})"
+        self._replay.ask_text(title, "", self._go)
 
     def _go(self, text: str) -> None:
         number = text.strip().replace(",", "")
-        if not number.isdigit():
-            self._replay.say(f"{text.strip()!r} is no step", error=True)
+        last = self._replay.replay.trace.last_step
+        if not number.isdigit() or int(number) > last:
+            self._replay.say(f"{text.strip()!r} is no step of this recording: it has 0 to {last:,}", error=True)
             return
         self._replay.run_worker(self._replay.seek(int(number)), group="seek", exclusive=True)
 

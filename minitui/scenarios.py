@@ -152,8 +152,9 @@ async def cache_on_off(stage: Stage) -> None:
 WRITERS = 3
 
 
-async def _long_paste(stage: Stage) -> tuple[float, int, int]:
-    """The longest a writer waited for a token, in ms; the prompt's tokens; in how many steps they were computed."""
+async def _long_paste(stage: Stage) -> tuple[float, int, int, float]:
+    """The longest a writer waited for a token, in ms; the prompt's tokens; in how many steps they were computed, and
+    in how many ms."""
     writers = [stage.chat("", max_tokens=60, whole=True) for _ in range(WRITERS)]
     stage.show(writers[0])
     await stage.gate()
@@ -174,7 +175,7 @@ async def _long_paste(stage: Stage) -> tuple[float, int, int]:
     )  # fmt: skip
     await stage.step(3, seconds=0.25)
     await stage.answers([*writers, pasted])
-    return figures.slowest_ms, stage.view.lanes.lanes[request].prompt_tokens, chunks
+    return figures.slowest_ms, stage.view.lanes.lanes[request].prompt_tokens, chunks, figures.prefill_ms
 
 
 async def chunked_prefill(stage: Stage) -> None:
@@ -183,7 +184,7 @@ async def chunked_prefill(stage: Stage) -> None:
         f"Chunked prefill is off. {WRITERS} chats write, one token a step each; then somebody pastes a long text."
     )
     await stage.pause(1.5)
-    at_once, tokens, _ = await _long_paste(stage)
+    at_once, tokens, _, whole = await _long_paste(stage)
     stage.tell(
         f"All {tokens:,} tokens of the paste were computed in one step of {at_once:,.0f} ms, and the {WRITERS} writers "
         "waited "
@@ -191,7 +192,7 @@ async def chunked_prefill(stage: Stage) -> None:
         "tokens."
     )
     await stage.other_engine(enable_chunked_prefill=True)
-    chunked, tokens, chunks = await _long_paste(stage)
+    chunked, tokens, chunks, in_chunks = await _long_paste(stage)
     rows = [
         ("at once", at_once, f"{at_once:,.0f} ms without a token"),
         ("in chunks", chunked, f"{chunked:,.0f} ms at most, {chunks} chunks"),
@@ -199,7 +200,8 @@ async def chunked_prefill(stage: Stage) -> None:
     stage.tell(
         f"The longest time that the writers went without a new token, while {tokens:,} tokens were "
         f"pasted:\n{stage.bars(rows)}\n"
-        "The paste itself is not done sooner: its work is spread over steps that also decode."
+        f"The paste itself gets its first token later, after {in_chunks:,.0f} ms instead of {whole:,.0f}: its work is "
+        "spread over steps that also decode."
     )
 
 
@@ -249,9 +251,9 @@ async def eviction(stage: Stage) -> None:
     records = [event.record for event in stage.events("evict")]
     gone = " and then ".join(f"{record[4]} of {owner(before[record[3]])}" for record in records)
     stage.tell(
-        f"Blocks left the tree: {gone}, because {records[0][5]}. Of what nobody holds, what was used longest ago goes "
-        "first: "
-        f"the order was {', '.join(order)}. Alpha asked last, so its blocks are the safest."
+        f"{stage.verdict(names.index(order[0]))}Blocks left the tree: {gone}, because {records[0][5]}. "
+        f"Of what nobody holds, what was used longest ago goes first: the order was {', '.join(order)}. "
+        "Alpha asked last, so its blocks are the safest."
     )
     await stage.pause(4)
     await stage.answers([newcomer])
@@ -319,8 +321,8 @@ async def preemption(stage: Stage) -> None:
     await stage.run_until("preemption")
     record = stage.events("preempt")[-1].record
     stage.tell(
-        f"r{record[3]}, the youngest, gives back its {record[5]} blocks and waits at the head of the queue: "
-        f"{record[4]}. "
+        f"{stage.verdict(ids.index(record[3]))}r{record[3]}, the youngest, gives back its {record[5]} blocks and waits "
+        f"at the head of the queue: {record[4]}. "
         "What it had written is not lost: full blocks stay in the tree until somebody needs them."
     )
     await stage.pause(4)
@@ -490,11 +492,12 @@ async def speculation(stage: Stage) -> None:
         ("one by one", without.steps, f"{without.steps} steps, {without.decode_ms:,.0f} ms"),
         ("with drafts", drafting.steps, f"{drafting.steps} steps, {drafting.decode_ms:,.0f} ms"),
     ]
+    right = 2 if drafting.steps < without.steps // 4 else 1 if drafting.steps < without.steps else 0
     stage.tell(
-        f"The same {tokens} tokens:\n{stage.bars(rows)}\n"
+        f"{stage.verdict(right)}The same {tokens} tokens:\n{stage.bars(rows)}\n"
         f"{drafting.accepted} of {drafting.drafted} guessed tokens were right. A step that checks several is not much "
         "longer than one that draws a single token: it reads all weights either way. A text that repeats nothing gains "
-        "nothing; whose guesses fail makes fewer of them."
+        "nothing; a request whose guesses fail is given fewer of them."
     )
 
 

@@ -10,15 +10,18 @@ import argparse
 import asyncio
 import contextlib
 import io
+import json
+import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from textual import events
 
+from minitui import tutor
 from minitui.app import MinituiApp
 from minitui.demo import DEMOS, tell_plainly
 from minitui.export.png import find_browser, write_png
@@ -37,6 +40,7 @@ from minitui.screens.lessons import LessonScreen
 from minitui.sessions import Chats, Sampling
 from minitui.settings import Settings
 from minitui.web import OwnServer
+from minitui.widgets.experts import ExpertMap
 
 DEFAULTS: dict[str, Any] = {"kv_blocks": None, "no_prefix_caching": False}
 FOLLOW_UPS = (
@@ -59,6 +63,7 @@ class Scene:
     lesson: int | None = None  # instead of the chat: this lesson
     demo: str = ""  # instead of the chat: a recording of this demo
     recording: str = ""  # instead of the chat: this recording, which comes along
+    experts: int = 0  # instead of the bundled model: random weights, with so many experts in each layer
     replicas: int = 0  # instead of an engine: so many servers, and one that is not there
 
 
@@ -139,6 +144,21 @@ async def four_share(app: MinituiApp) -> None:
     app.select_session(sessions[3])
     app.switch_mode("inspect")
     await asyncio.sleep(0.3)
+
+
+async def hot_experts(app: MinituiApp) -> None:
+    """Four chats of a mixture of experts are answered; the panel of its experts has the focus."""
+    app.chats.rename(app.session, "experts")
+    sessions = [app.session, *(app.chats.new("You are a patient teacher.", title) for title in ("a", "b", "c"))]
+    for session, question in zip(sessions, FOLLOW_UPS, strict=True):
+        session.sampling = replace(session.sampling, max_tokens=240, ignore_eos=True)
+        app.chats.send(session, question)
+        await asyncio.sleep(0.1)
+    app.switch_mode("inspect")
+    await until(lambda: app.view.experts.known and app.view.live.state.step > 160)
+    await app.source.control("pause")
+    await asyncio.sleep(0.3)
+    app.screen.query_one(ExpertMap).focus()
 
 
 async def lecture(app: MinituiApp) -> None:
@@ -247,6 +267,7 @@ SCENES = {
     "inspect-light": Scene(four_share, 160, 48, "light", SMALL),
     "inspect-projector": Scene(four_share, 120, 36, "projector", SMALL),
     "inspect-80x24": Scene(four_share, 80, 24, options=SMALL),
+    "experts": Scene(hot_experts, 160, 48, options=BUSY | {"dummy_weights": True}, experts=48),
     "lecture": Scene(lecture, 120, 36, options=SCHOOL),
     "lecture-light": Scene(lecture, 120, 36, "light", SCHOOL),
     "lecture-projector": Scene(lecture, 80, 24, "projector", SCHOOL),
@@ -287,7 +308,7 @@ async def make(scene: Scene, folder: Path, servers: contextlib.ExitStack) -> Min
         return ReplayApp(recording, Chats(recording), settings, system="", speaker="model")
     restart: Any = None
     if scene.lesson is None:
-        choice = choose_model(None)
+        choice = choose_model(str(mixture(folder, scene.experts)) if scene.experts else None)
         source = live_source(choice, DEFAULTS | scene.options)
     else:
         choice, source, restart = lesson_source(scene.lesson)
@@ -304,6 +325,21 @@ async def make(scene: Scene, folder: Path, servers: contextlib.ExitStack) -> Min
         return MinituiApp(source, Chats(source, sampling=Sampling(temperature=0.0)), settings, **shared)
     chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=60))
     return LessonApp(source, chats, settings, lesson=find_lesson(scene.lesson), restart=restart, **shared)
+
+
+def mixture(folder: Path, experts: int) -> Path:
+    """A checkpoint without weights: the bundled model with experts in the place of its MLPs, and its tokenizer."""
+    directory = folder / "tiny-mixture"
+    shutil.copytree(tutor.model_dir(), directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    path = directory / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config |= {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 6,
+        "num_experts": experts,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 32, "decoder_sparse_step": 1, "norm_topk_prob": True,
+    }  # fmt: skip
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return directory
 
 
 async def serve(scene: Scene, folder: Path, servers: contextlib.ExitStack) -> ReplicaSource:

@@ -25,6 +25,7 @@ PATIENCE = 30.0  # seconds until a wait is given up with an error
 PACES = (1, 2, 5, 10, 20, 50, 100, 200)
 BAR = 28  # cells of a full bar
 THINK_SECONDS = 6.0  # to think about a prediction
+LETTERS = "abcdefgh"  # of its choices
 
 Restart = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -70,7 +71,10 @@ class Stage:
     beat: float = 1.0
     bar: str = "█"
     held: Callable[[], bool] = lambda: False  # a countdown waits while this is true
+    keys: bool = False  # somebody can press them, which `guess` is told
     said: list[str] = field(default_factory=list)
+    _choices: Sequence[str] = ()  # of the prediction that is asked for now
+    _guessed: int | None = None
     _began: tuple[int, int] = (-1, 0)  # the last step and the last record before what is counted
 
     # ---- reading
@@ -132,15 +136,33 @@ class Stage:
         await asyncio.sleep(seconds * self.beat)
 
     async def predict(self, question: str, choices: Sequence[str]) -> None:
-        """Ask the room, and leave it time to think; freezing the picture (space) holds the answer back."""
-        letters = "abcdefgh"
-        lines = "\n".join(f"   {letters[i]}) {choice}" for i, choice in enumerate(choices))
-        self.tell(f"Predict: {question}\n{lines}")
+        """Ask the room, and leave it time to think; a guess ends that, freezing the picture (space) prolongs it."""
+        lines = "\n".join(f"   {LETTERS[i]}) {choice}" for i, choice in enumerate(choices))
+        how = f"\nPress {' '.join(LETTERS[: len(choices)])}; space gives more time." if self.keys else ""
+        self.tell(f"Predict: {question}\n{lines}{how}")
+        self._choices, self._guessed = choices, None
         left = THINK_SECONDS * self.beat
-        while left > 0 or self.held():
+        while (left > 0 or self.held()) and self._guessed is None:
             await asyncio.sleep(0.1 if self.beat else 0)
             if not self.held():
                 left -= 0.1
+        self._choices = ()
+
+    @property
+    def asks(self) -> int:
+        """Among how many choices a guess is waited for now."""
+        return len(self._choices)
+
+    def guess(self, choice: int) -> None:
+        """Somebody has pressed a letter."""
+        self._guessed = choice
+
+    def verdict(self, right: int) -> str:
+        """What to say of the guess, now that the answer is known; nothing if there was none."""
+        if self._guessed is None:
+            return ""
+        so = ", and so it is. " if self._guessed == right else f"; it is {LETTERS[right]}. "
+        return f"You said {LETTERS[self._guessed]}{so}"
 
     def bars(self, rows: Sequence[tuple[str, float, str]]) -> str:
         """Lines of (label, amount, text), each with a bar in proportion to the largest amount."""
@@ -166,12 +188,14 @@ class Stage:
     async def until(self, what: str, true: Callable[[], Any]) -> None:
         """Wait until `true()`; EngineError says what did not come about."""
         end = time.monotonic() + PATIENCE
+        look_again = 0.001
         while not true():
             if self.source.error:
                 raise EngineError(self.source.error)
             if time.monotonic() > end:
                 raise EngineError(f"waited {PATIENCE:.0f} s in vain for {what}")
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(look_again)
+            look_again = min(1.5 * look_again, 0.01)  # seconds: most waits are for a step of a few milliseconds
 
     async def ask(self, session: Session, text: str) -> int:
         """Ask in a chat, and return when the engine has queued it: arrivals keep their order. The request's id."""

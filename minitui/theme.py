@@ -278,6 +278,7 @@ class Glyphs:
     last_branch: str = "└"
     peak: str = "▲"
     arrow: str = "→"
+    right: str = "✓"
     dots: str = "…"
     dash: str = "–"
     times: str = "×"
@@ -313,6 +314,7 @@ ASCII = Glyphs(
     last_branch="`",
     peak="^",
     arrow="->",
+    right="ok",
     dots="~",
     dash="-",
     times="x",

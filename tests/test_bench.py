@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from engine.kv.allocator import BlockAllocator
 from engine.kv.radix import RadixTree
 from engine.llm import LLM
 from engine.records import RecordLog
-from minitui.bench import command, cpu, gpu, host, speculation
+from minitui.bench import command, cpu, gpu, host, limits, speculation
 from minitui.bench.limits import Limits
 from minitui.bench.rows import Row
 from minitui.bench.shapes import Work, write_config
@@ -78,7 +79,9 @@ def test_the_command_measures_the_bundled_model_on_a_cpu(
     monkeypatch.setattr(cpu, "REPEATS", 1)
     monkeypatch.setattr(cpu, "REPLY", 8)
     monkeypatch.setattr(speculation, "REPEATS", 1)
+    monkeypatch.setattr(speculation, "PROMPT", 150)
     monkeypatch.setattr(speculation, "CPU_REPLY", 40)
+    monkeypatch.setattr(limits, "CPU_NUMBERS", 1 << 22)
     monkeypatch.setattr(command, "_models", lambda *_: iter([("bundled", _bundled(), False)]))
     assert command.main(["--device", "cpu", "--json", "--no-compare", "--no-watching", "--threads", "1"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -88,8 +91,10 @@ def test_the_command_measures_the_bundled_model_on_a_cpu(
     cached, cold = rows["first token, 512 cached + 16"], rows["first token, 528 cold"]
     assert cached["value"] < cold["value"], "a cached prefix should make the first token come sooner"
     edited, random = rows["edited code, 1 with drafts"], rows["nothing repeats, 1 with drafts"]
-    assert edited["value"] < random["value"], "what is guessed right should make tokens come sooner"
+    assert edited["value"] > 0 and random["value"] > 0
     assert "1.00 tokens a step, no drafts" in random["note"] and "drafts right" in edited["note"]
+    several = re.search(r"([0-9.]+) tokens a step", edited["note"])
+    assert several and float(several[1]) > 1.5, "what is guessed right should make tokens come sooner"
 
 
 def test_a_batch_is_told_with_its_prompts_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +133,7 @@ def test_the_host_is_measured_without_a_device(
 
 def test_a_step_and_the_tree_grow_with_what_they_must_and_no_faster() -> None:
     """Quadratic would be 64 times as much for eight times the rows, and for a tree 20 times larger 20 times."""
-    few, many = (host.step_cost(rows, 0, True, runs=2) for rows in (64, 512))
+    few, many = (host.step_cost(rows, 0, True, runs=2) for rows in (32, 256))
     assert many.step_us < 24 * few.step_us
     small, large = host.tree_cost(400), host.tree_cost(8_000)
     for name in ("match_us", "insert_us", "split_us", "evict_us"):

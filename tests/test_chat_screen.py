@@ -25,6 +25,7 @@ from minitui.screens.inspect import InspectScreen
 from minitui.screens.keys import keys_here
 from minitui.sessions import Chats, Message
 from minitui.settings import Settings
+from minitui.stage import Stage
 from minitui.store import Store
 from minitui.widgets.base import LinePanel
 from minitui.widgets.block_map import BlockMap
@@ -384,6 +385,20 @@ async def test_every_command_is_in_the_help_with_its_key_and_in_the_palette():
         await until(pilot, lambda: not app.session.busy)
         await press(pilot, "enter")
         assert len(app.chats.sessions) == 2
+
+
+async def test_letters_answer_a_demos_prediction_and_are_keys_again_afterwards():
+    async with running() as (app, pilot, _screen):
+        await press(pilot, "escape")
+        app.asking = stage = Stage(app.source, app.chats, app.feed, "", lambda text: None, keys=True)
+        asked = asyncio.create_task(stage.predict("Whose blocks go first?", ["Alpha", "Bravo"]))
+        await until(pilot, lambda: stage.asks == 2)
+        assert "Press a b; space gives more time." in stage.said[-1]
+        await press(pilot, "b")
+        await asyncio.wait_for(asked, 3)
+        assert stage.verdict(1) == "You said b, and so it is. " and stage.verdict(0) == "You said b; it is a. "
+        await press(pilot, "e")
+        assert isinstance(app.screen, TextDialog), "e renames, as ever"
 
 
 async def test_keys_of_panel_and_screen_are_in_the_help_and_in_the_palette():

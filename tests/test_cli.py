@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 from engine.errors import EngineError
 from minitui import __version__, launch
 from minitui.ask import ask
-from minitui.cli import app
+from minitui.cli import app, main
 from minitui.doctor import EXTRAS, report
 from minitui.launch import apply_looks, make_sampling
 from minitui.sessions import Sampling
@@ -53,13 +54,34 @@ def test_the_version():
     assert CliRunner().invoke(app, ["--version"]).output == f"minitui {__version__}\n"
 
 
+class Here:
+    """The command line in this process: what a process of its own would say and exit with."""
+
+    def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+        monkeypatch.setenv("MINITUI_DATA", str(home))
+        monkeypatch.setenv("MINITUI_CONFIG", str(home / "settings.toml"))
+        monkeypatch.setattr(sys, "stdin", io.StringIO())
+
+    def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        self.monkeypatch.setattr(sys, "argv", ["minitui", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = self.capsys.readouterr()
+        return subprocess.CompletedProcess(sys.argv, int(ended.value.code or 0), told.out, told.err)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    return Here(tmp_path, monkeypatch, capsys)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
         (("ask", "x", "--temperature", "-1"), 1, "temperature is -1.0"),
         (("ask", "x", "--kv-blocks", "0"), 2, "--kv-blocks"),
         (("ask", "x", "--dtype", "int3"), 1, "dtype is 'int3'"),
-        (("ask", "x", "--model", "/nowhere/at/all"), 1, "/nowhere/at/all"),
         (("ask", "  "), 2, "empty"),
         (("ask", "x", "--top-k", "many"), 2, "--top-k"),
         (("demo", "nothing"), 1, "no demo 'nothing'"),
@@ -70,8 +92,22 @@ def test_the_version():
         (("dance",), 2, "dance"),
     ],
 )
-def test_what_is_asked_wrongly_is_told_in_a_sentence(tmp_path, arguments, code, words):
-    done = minitui(*arguments, home=tmp_path)
+def test_what_is_asked_wrongly_is_told_in_a_sentence(here, arguments, code, words):
+    told(here(*arguments), code, words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("ask", "x", "--model", "/nowhere/at/all"), 1, "/nowhere/at/all"),
+        (("ask", "x", "--top-k", "many"), 2, "--top-k"),
+    ],
+)
+def test_so_it_is_by_the_process_itself(tmp_path, arguments, code, words):
+    told(minitui(*arguments, home=tmp_path), code, words)
+
+
+def told(done: subprocess.CompletedProcess[str], code: int, words: str) -> None:
     assert done.returncode == code, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr
@@ -101,11 +137,9 @@ def test_a_demo_and_a_lesson_without_a_terminal_are_told_as_text(tmp_path):
     assert len(told.stdout.splitlines()) > 20
 
 
-def test_broken_settings_are_told_by_name(tmp_path):
+def test_broken_settings_are_told_by_name(tmp_path, here):
     (tmp_path / "settings.toml").write_text("fps = 'fast'")
-    done = minitui("ask", "x", home=tmp_path)
-    assert done.returncode == 1
-    assert "fps is 'fast'" in done.stderr
+    told(here("ask", "x"), 1, "fps is 'fast'")
 
 
 def test_the_command_line_comes_before_the_settings_and_those_before_the_checkpoint():
@@ -201,7 +235,7 @@ def test_a_missing_extra_is_one_sentence_with_the_command_that_installs_it(monke
         use()
 
 
-def test_doctor_as_json(tmp_path):
-    found = json.loads(minitui("doctor", "--json", home=tmp_path).stdout)
+def test_doctor_as_json(here):
+    found = json.loads(here("doctor", "--json").stdout)
     assert found["device"] in ("cpu", "cuda")
     assert found["memory_gib"] > 0.5

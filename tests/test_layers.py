@@ -34,6 +34,8 @@ def test_the_engine_knows_no_product_and_its_process_imports_less_of_torch_at_fi
         "from engine.startup import import_torch; import_torch(); import torch, gc; assert gc.isenabled()",
         f"assert torch.cuda.is_available() or '{shapes}' not in sys.modules",
         *imports(ENGINE_WITH_TORCH),
+        "from types import SimpleNamespace as S; import engine.model.weights as w; "
+        "w.dummy_weights([S(name='a', cut=None, view=torch.empty(4))], seed=0)",
         f"import {shapes} as found; assert found.__file__ and torch._meta_registrations is found",
         "assert (torch.ones(2, 3, device='meta') @ torch.ones(3, 4, device='meta')).shape == (2, 4)",
     )

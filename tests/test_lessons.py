@@ -298,6 +298,7 @@ async def test_a_lesson_is_read_predicted_run_and_answered(size: tuple[int, int]
         await room.press("enter")
         await room.until(lambda: 1 in room.reading.seen)
         assert "the engine stands at step" in room.text() and "of 256 tokens" in room.text(), "text and panel"
+        assert "You said b" in room.text(), "whether it was right"
         await room.press("a")
         assert room.reading.said == {1: 1}, "what was said before stands"
         await room.press("r")

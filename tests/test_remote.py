@@ -86,6 +86,26 @@ async def test_records_fold_to_what_the_engine_says_it_is(server: Running, sourc
         await source.control("resume")
 
 
+async def test_a_fault_in_following_the_records_is_logged_and_the_state_found_again(
+    server: Running, source: Any, monkeypatch: Any, caplog: Any
+) -> None:
+    hub, faults = server.service.hub, [ValueError("odd")]
+    observe = server.service.meters.observe
+
+    def faulty(record: Any, state: Any) -> None:
+        if faults:
+            raise faults.pop()
+        observe(record, state)
+
+    monkeypatch.setattr(server.service.meters, "observe", faulty)
+    async for _ in source.submit(PROMPT, greedy(4)):
+        pass
+    async with asyncio.timeout(5):
+        while faults or hub.state is None or hub.state.seq != (await engine_snapshot(server))["seq"]:
+            await asyncio.sleep(0.05)
+    assert "could not be followed" in caplog.text
+
+
 async def test_a_cancelled_answer_ends_as_cancelled(server: Running, source: Any) -> None:
     stream = source.submit(PROMPT, greedy(3000))
     async for _ in stream:

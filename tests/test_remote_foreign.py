@@ -144,9 +144,9 @@ async def test_a_chat_through_the_openai_endpoints_of_our_own_server(server: Run
     source, chat = await two_turns(server.url)
     assert "key" in chat.messages[1].text and chat.messages[3].metrics["prompt_tokens"] > 20
     async with asyncio.timeout(10):
-        while source.vitals.hit_rate is None or source.vitals.running != 0:
+        while not source.vitals.hit_rate or source.vitals.running != 0:  # the page may still be that of before
             await asyncio.sleep(0.1)
-    assert source.vitals.cache_use == 0 and source.vitals.hit_rate > 0
+    assert source.vitals.cache_use == 0
     prompt = source.codec.apply_chat_template([{"role": "user", "content": "x"}])
     long = source.submit(prompt, SamplingParams(max_tokens=3000))
     async for _ in long:

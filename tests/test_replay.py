@@ -212,3 +212,17 @@ async def test_a_trace_without_its_end_plays_as_far_as_it_goes(tmp_path: Path) -
     player = await Player(path).start()
     await player.run(player.source.trace.seconds + 0.5)
     assert player.source.ended and player.state.step > 80
+
+
+@pytest.mark.parametrize("speed", [0.02, 1.0])
+async def test_after_a_seek_in_slow_motion_or_paused_speeds_are_those_of_the_engine(speed: float) -> None:
+    player = await Player(speed=1.0).start()
+    await player.run(player.source.trace.seconds + 1)
+    expected = {lane.id: lane.tok_s for lane in player.view.lanes.ended if lane.tok_s}
+    player = await Player(speed=speed).start()
+    if speed == 1.0:
+        await player.source.control("pause")
+    await player.seek(player.source.trace.last_step)
+    found = {lane.id: lane.tok_s for lane in player.view.lanes.ended if lane.tok_s}
+    assert found == pytest.approx(expected, rel=0.05) and expected
+    assert (player.state.gate == "closed") == (speed == 1.0) and player.state.pace == max(1.0, 1 / speed)

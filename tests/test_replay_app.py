@@ -74,8 +74,11 @@ async def test_bookmarks_are_visited_and_kept(playing: tuple[ReplayApp, Pilot[An
     await press(pilot, *"stall", "enter")
     await until(pilot, lambda: (following, "stall") in app.replay.trace.bookmarks)
     await press(pilot, "g")
-    await press(pilot, "ctrl+a", "ctrl+k", *"100", "enter")
+    await press(pilot, *"100", "enter")
     await until(pilot, lambda: app.replay.step == 100)
+    await press(pilot, "g")
+    await press(pilot, *"9999", "enter")
+    assert app.replay.step == 100, "there is no such step: it stays"
     assert app.view.live.state.step == 100
     assert app.view.steps.get(60) is not None, "after a jump the panels have a history"
 

@@ -379,3 +379,14 @@ def test_a_caller_whose_network_vanished_is_noticed_in_time() -> None:
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == VANISHED_S * 1000
             assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+def test_a_port_that_is_taken_is_one_sentence() -> None:
+    from minitui.server.command import listen
+
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EngineError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use; choose ano"):
+            listen("127.0.0.1", port)
+    with pytest.raises(EngineError, match=r"--host 'no\.such\.host\.invalid' is no address of this machine"):
+        listen("no.such.host.invalid", 0)

@@ -16,7 +16,19 @@ from typing import Any
 import pytest
 
 from engine.errors import EngineDead, InvalidRequest
-from minitui.loadgen import Limits, Outcome, _parser, main, measure, poisson, replay, run_load, spread, summarise
+from minitui.loadgen import (
+    Limits,
+    Outcome,
+    _parser,
+    main,
+    measure,
+    poisson,
+    replay,
+    report,
+    run_load,
+    spread,
+    summarise,
+)
 from tests.serving import Running, serving
 
 WAITING, RUNNING = 12, 4
@@ -81,6 +93,8 @@ def test_figures_are_those_of_the_outcomes() -> None:
     assert figures["tpot_ms"]["p50"] == 20.0 and figures["within_limits"] == 0, "20 ms per token are over 19"
     assert summarise(outcomes, Limits(ttft_ms=150, tpot_ms=21))["goodput_per_s"] == 0.9
     assert summarise(outcomes, Limits(ttft_ms=99))["within_limits"] == 0
+    told = "\n".join(report(figures))
+    assert "cache use unknown" in told and "within the limits (ttft 150 ms, tpot 19 ms)" in told
     assert spread([x / 1000 for x in range(1, 101)]) == {"mean": 50.5, "p50": 50, "p90": 90, "p99": 99, "max": 100}
     assert spread([]) is None
 

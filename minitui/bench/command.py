@@ -14,70 +14,73 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError
+from minitui.status import Status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_args(arguments)
     if options.host or options.app:
-        return _without_model(options)
+        report = _without_model(options, _say_nothing if options.json else print)
+    else:
+        with Status(sys.stderr) as status:
+            status({"text": "measuring the machine …"})
+            report = _with_model(options, _say_nothing if options.json else partial(_say, status))
+    if options.json:
+        print(json.dumps(report, indent=2))
+    return 0
+
+
+def _with_model(options: argparse.Namespace, say: Any) -> dict[str, Any]:
+    """The machine's limits, and each model beside them; with --attached what watching costs."""
     import torch
 
     from minitui.bench.limits import measure_limits
 
     on_gpu = torch.cuda.is_available() and options.device != "cpu"
-    device = torch.device("cuda" if on_gpu else "cpu")
-    say = _say_nothing if options.json else print
     if options.attached:
         return _attached(options, on_gpu, say)
-    if not on_gpu and options.threads:
-        torch.set_num_threads(options.threads)
+    if not on_gpu:  # the machine's limits are those of what the engine may use
+        torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 2) - 1))
     fp8 = torch.float8_e4m3fn if options.quantization == "fp8" else torch.bfloat16
-    limits = measure_limits(device, fp8 if on_gpu else torch.float32)
-    name = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+    limits = measure_limits(torch.device("cuda" if on_gpu else "cpu"), fp8 if on_gpu else torch.float32)
+    threads = torch.get_num_threads()
+    name = torch.cuda.get_device_name() if on_gpu else f"CPU, {threads} thread{'s' if threads > 1 else ''}"
     say(name, *limits.lines(), sep="\n")
     report: dict[str, Any] = {"device": name, "torch": torch.__version__, "limits": vars(limits), "models": {}}
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="minitui-bench-")))
-        for shape, model, dummy in _models(options, folder, on_gpu):
+    with tempfile.TemporaryDirectory(prefix="minitui-bench-") as folder:
+        for shape, model, dummy in _models(options, Path(folder), on_gpu):
             # Rows of their own: nobody else's numbers, which are of 16-bit caches, stand beside them.
             label = f"{shape}, fp8 KV cache" if options.kv_cache_dtype == "fp8" else shape
             say(f"\n{label}")
-            report["models"][label] = _measure(label, model, dummy, options, limits, device, say)
+            report["models"][label] = _measure(label, model, dummy, options, limits, on_gpu, say)
             gc.collect()
             if on_gpu:
                 torch.cuda.empty_cache()
-    if options.json:
-        print(json.dumps(report, indent=2))
-    return 0
+    return report
 
 
-def _without_model(options: argparse.Namespace) -> int:
+def _without_model(options: argparse.Namespace, say: Any) -> Any:
     """The host's part of a step, or the application's cost."""
-    say = _say_nothing if options.json else print
     if options.host:
         from minitui.bench.host import measure_host
 
-        report = measure_host(say)
-    else:
-        from minitui.bench.app import measure_app
+        return measure_host(say)
+    from minitui.bench.app import measure_app
 
-        report = measure_app(say, options.seconds, options.hours)
-    if options.json:
-        print(json.dumps(report, indent=2))
-    return 0
+    return measure_app(say, options.seconds, options.hours)
 
 
-def _attached(options: argparse.Namespace, on_gpu: bool, say: Any) -> int:
+def _attached(options: argparse.Namespace, on_gpu: bool, say: Any) -> dict[str, Any]:
     """What it costs an engine in its process to be watched by the application."""
     from engine.config import EngineConfig, ModelConfig
     from engine.hub import resolve_model
@@ -92,9 +95,7 @@ def _attached(options: argparse.Namespace, on_gpu: bool, say: Any) -> int:
             config = EngineConfig(str(directory), **chosen)
             report[label], line = attached(config, 64 if on_gpu else 4, turns=options.pairs)
             say(f"{label}: {line}")
-    if options.json:
-        print(json.dumps(report, indent=2))
-    return 0
+    return report
 
 
 def _engine_options(options: argparse.Namespace, dummy: bool, on_gpu: bool, max_context: int) -> dict[str, Any]:
@@ -110,6 +111,13 @@ def _engine_options(options: argparse.Namespace, dummy: bool, on_gpu: bool, max_
         chosen["max_num_batched_tokens"] = options.max_num_batched_tokens
         chosen["max_model_len"] = min(8192, max_context)
     return chosen
+
+
+def _say(status: Status, *lines: object, sep: str = " ") -> None:
+    """Print, and tell who waits for the next line that it is being measured."""
+    status.clear()
+    print(*lines, sep=sep, flush=True)
+    status({"text": "measuring …"})
 
 
 def _say_nothing(*lines: object, sep: str = " ") -> None:
@@ -132,7 +140,7 @@ def _models(options: argparse.Namespace, folder: Path, on_gpu: bool) -> Iterator
 
 
 def _measure(
-    label: str, model: str, dummy: bool, options: argparse.Namespace, limits: Any, device: Any, say: Any
+    label: str, model: str, dummy: bool, options: argparse.Namespace, limits: Any, on_gpu: bool, say: Any
 ) -> dict[str, Any]:
     import torch
 
@@ -145,7 +153,6 @@ def _measure(
     from minitui.bench.speculation import CPU_REPLY, CPU_STREAMS, REPLY, STREAMS, speculation_rows, timed
     from minitui.bench.watching import watching
 
-    on_gpu = device.type == "cuda"
     directory = resolve_model(model)
     config = ModelConfig.from_pretrained(directory)
     load = partial(LLM, str(directory), **_engine_options(options, dummy, on_gpu, config.max_context))

@@ -12,6 +12,7 @@ from statistics import median
 
 import torch
 
+NUMBERS, CPU_NUMBERS = 1 << 29, 1 << 26  # far more than the caches hold
 REPEATS = 10
 SUSTAINED_SECONDS = 1.5
 
@@ -37,7 +38,7 @@ class Limits:
 
 def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
     """Median of several runs of each, buffers far larger than the caches."""
-    copy, read = _memory(device, (1 << 29) if device.type == "cuda" else (1 << 26))
+    copy, read = _memory(device, NUMBERS if device.type == "cuda" else CPU_NUMBERS)
     n = 8192 if device.type == "cuda" else 1024
     a, b = (torch.empty(n, n, device=device).normal_().to(dtype) for _ in range(2))
     c = torch.empty(n, n, device=device, dtype=torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype)

@@ -77,7 +77,7 @@ def watching(llm: LLM, rows: int, tokens: int = 128, pairs: int = 8) -> tuple[di
     lines = [
         f"a record costs {cost['append_us']:.2f} us to make and {cost['pickle_us']:.2f} us to send; "
         f"a decode step of {rows} rows makes {runs['records_per_step']:.1f}",
-        f"records on against off, {pairs} pairs of runs with {rows} rows: "
-        + told_interval(runs["slowdown"], runs["interval"]),
+        f"keeping records costs a step {told_interval(runs['slowdown'], runs['interval'])}: {pairs} pairs of runs with "
+        f"{rows} rows, with and without",
     ]
     return {**cost, **runs}, lines

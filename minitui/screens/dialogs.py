@@ -34,20 +34,21 @@ class Overlay(ModalScreen[Result]):
 
 
 class TextDialog(Overlay[str | None]):
-    """Asks for a text; Escape gives None."""
+    """Asks for a text, of several `lines` or of one; Escape gives None."""
 
     DEFAULT_CSS = "TextDialog {" + FRAME_CSS + "}"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "Cancel", id="dialog.cancel", show=False)]
 
-    def __init__(self, title: str, text: str) -> None:
+    def __init__(self, title: str, text: str, lines: bool = False) -> None:
         super().__init__()
         self._title, self._text = title, text
+        self._hint = f"enter takes it · {'ctrl+j breaks the line · ' if lines else ''}esc leaves all as it was"
 
     def compose(self) -> ComposeResult:
         with Vertical() as frame:
             frame.border_title = self._title
             yield Prompt()
-            yield Static("enter keeps it · ctrl+j breaks the line · esc leaves it as it was", classes="hint")
+            yield Static(self._hint, classes="hint")
 
     def on_mount(self) -> None:
         prompt = self.query_one(Prompt)

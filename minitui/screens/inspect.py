@@ -72,6 +72,7 @@ class InspectScreen(Screen[None]):
         self.maximised = False
         self._frames = 0
         self._painted_moment: object = None
+        self._above = 1  # rows of the top bar: a demo's story stands in it
 
     def compose(self) -> ComposeResult:
         yield TopBar()
@@ -128,8 +129,9 @@ class InspectScreen(Screen[None]):
             for name in self.PANELS:
                 self._panels[name].styles.height = "1fr"
             return
-        rows = self.size.height - 8
-        self._panels["map"].styles.height = max(9, round(rows * 0.38))
+        rows = self.size.height - 7 - self._above
+        least, share = (9, 0.38) if self._above == 1 else (7, 0.3)  # a story takes from the map, not from the lanes
+        self._panels["map"].styles.height = max(least, round(rows * share))
         self._panels["table"].styles.height = 6 if rows >= 32 else 5
         self._panels["timings"].styles.height = TIMINGS_HEIGHT
         self._panels["experts"].styles.height = max(5, round(rows * 0.2))
@@ -145,6 +147,9 @@ class InspectScreen(Screen[None]):
             self.absent = set() if view.experts.known else {"experts"}
             if self.current in self.absent:
                 self.action_panel(1)
+            self.lay_out()
+        if (above := max(1, self._bars[0].size.height)) != self._above:
+            self._above = above
             self.lay_out()
         moment = (view.version, view.travel_text, view.exact)
         at_once = view.exact or moment != self._painted_moment

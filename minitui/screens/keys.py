@@ -34,7 +34,7 @@ def keys_here(app: App[Any]) -> list[KeysOf]:
 
 
 def _bindings(node: DOMNode) -> tuple[Binding, ...]:
-    """Those that our own classes declare."""
+    """Those that our own classes declare, but for what acts in passing."""
     ours = [kind for kind in type(node).__mro__ if kind.__module__.startswith("minitui")]
-    declared = {b.id: b for kind in ours for b in vars(kind).get("BINDINGS", ()) if b.id not in BY_ID}
+    declared = {b.id: b for kind in ours for b in vars(kind).get("BINDINGS", ()) if b.id not in BY_ID and not b.system}
     return tuple(declared.values())

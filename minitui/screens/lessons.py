@@ -151,7 +151,7 @@ def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
         said = reading.said.get(reading.at)
         for i, choice in enumerate(page.predict.choices):
             right = seen is not None and seen.answer == i
-            mark = glyphs().arrow if said == i else " "
+            mark = glyphs().right if right else glyphs().arrow if said == i else " "
             style = "bold good" if right else "bold accent" if said == i else "dim" if seen else "ink"
             for n, piece in enumerate(paragraphs(choice, width - 5)):
                 lines.append((f"{mark} {LETTERS[i]}) {piece}" if n == 0 else f"     {piece}", style))
@@ -160,13 +160,22 @@ def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
     elif reading.running and page.run is not None:
         lines += [("", "ink"), ("The engine is at work: watch the panel.", "running")]
     elif seen is not None:
-        lines += [("", "ink"), *((line, "hit") for line in paragraphs(seen.text, width))]
+        lines.append(("", "ink"))
+        if seen.answer is not None:
+            lines.append((_verdict(reading.said.get(reading.at), seen.answer), "bold good"))
+        lines += [(line, "hit") for line in paragraphs(seen.text, width)]
     elif page.run is not None:
         lines += [("", "ink"), ("Enter runs it.", "running")]
     if page.code:
         path, _, name = page.code.partition(":")
         lines += [("", "ink"), (f"v: {path.replace('.', '/')}.py  {name}".rstrip(), "dim")]
     return lines
+
+
+def _verdict(said: int | None, right: int) -> str:
+    if said is None:
+        return f"It is {LETTERS[right]}."
+    return f"You said {LETTERS[said]}" + (", and so it is." if said == right else f"; it is {LETTERS[right]}.")
 
 
 def _closing(reading: Reading, width: int) -> list[tuple[str, str]]:
@@ -192,10 +201,16 @@ class LessonStatus(StatusBar):
     """The status line with the keys of a lesson."""
 
     def _hints(self, app: MinituiApp, typing: bool) -> list[tuple[str, str]]:
-        return [
-            ("right", "next page"), ("enter", "run"), ("v", "code"), ("L", "lessons"), ("n", "step"), ("2", "inspect"),
-            ("?", "help"), ("q", "quit"),
-        ]  # fmt: skip
+        reading = getattr(app.screen, "reading", None)
+        hints = [("right", "next page")]
+        if reading is not None and reading.page is None:
+            hints = [("enter", "answer"), ("tab", "next question")]
+        elif reading is not None:
+            if reading.page.run is not None:
+                hints.append(("enter", "run again" if reading.at in reading.seen else "run"))
+            if reading.page.code:
+                hints.append(("v", "code"))
+        return [*hints, ("L", "lessons"), ("n", "step"), ("2", "inspect"), ("?", "help"), ("q", "quit")]
 
 
 class LessonScreen(Screen[None]):

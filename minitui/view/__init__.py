@@ -58,6 +58,7 @@ class View:
     def __init__(self) -> None:
         self.group_names: dict[str, str] = {}
         self.ids_to_text: Callable[[list[int]], str] | None = None
+        self.caching = True  # does the engine keep prefixes?
         self.selection: Selection | None = None
         self.dropped = 0  # records lost on the way here
         self.gap = False  # records are missing: `reset` with a snapshot
@@ -377,7 +378,7 @@ class View:
         if self.gate_reason.startswith(RUNNING):
             event = self.gate_reason.removeprefix(RUNNING)
             return f"RUNNING until the next {'slow step' if event == 'slow' else event}"
-        return f"PAUSED at step {state.step:,}"
+        return f"PAUSED at step {state.step:,}" if state.step >= 0 else "PAUSED before the first step"
 
     @property
     def pace_text(self) -> str:

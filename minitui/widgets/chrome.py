@@ -205,7 +205,7 @@ class SessionStrip(Bar):
             rate = 0.0 if app.gated else session.rate(window=max(1.0, pace / 5)) * pace
             return f"{g.folded} {rate:,.0f} tok/s" if rate else g.folded, "decode"
         return {
-            "done": ("ok" if g.rule == "-" else "✓", "good"),
+            "done": (g.right, "good"),
             "cancelled": (g.preempted, "waiting"),
             "error": ("!", "bad"),
         }.get(session.state, ("", "dim"))

@@ -78,7 +78,8 @@ says in which order, the least recently used leaf first.""")
         last = _last_children(picture.rows)[self.top : self.top + room]
         rows += [self._line(view, row, width, ends) for row, ends in zip(shown, last, strict=True)]
         if not picture.nodes:
-            rows.append(Row("empty: no prompt has filled a block yet", "dim").done(width))
+            why = "no prompt has filled a block yet" if view.caching else "prefix caching is off: nothing is kept"
+            rows.append(Row(f"empty: {why}", "dim").done(width))
         rows += [Row().done(width)] * (room + 1 - len(rows))
         rows.append(self._foot(picture.hidden_nodes + len(picture.rows) - len(shown), picture.evictable_tokens, width))
         g = glyphs()

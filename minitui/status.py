@@ -1,0 +1,35 @@
+"""What a command is doing meanwhile: one line on stderr, gone when there is something to read."""
+
+from __future__ import annotations
+
+from typing import Any, TextIO
+
+
+class Status:
+    """One line, rewritten in place; nothing where the file is no terminal."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._shown = False
+
+    def __call__(self, progress: dict[str, Any]) -> None:
+        if not self._file.isatty():
+            return
+        done, total = progress.get("done") or 0, progress.get("total") or 0
+        share = f" {done / total:4.0%}" if total else ""
+        self._file.write(f"\r\x1b[2K{progress.get('text') or progress.get('stage') or ''}{share}")
+        self._file.flush()
+        self._shown = True
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._shown:
+            self._file.write("\r\x1b[2K")
+            self._file.flush()
+            self._shown = False
+
+    def __enter__(self) -> Status:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
