@@ -53,7 +53,10 @@ class MinituiApp(App[int]):
     Screen { background: $ground; color: $ink; }
     ModalScreen { background: $ground 40%; }
     Toast { background: $empty-chip; width: 44; }
-    ToastRack { align: right bottom; margin-bottom: 1; }
+    ToastRack { align: right bottom; margin-bottom: 4; }  /* above the prompt */
+    .-ascii Prompt, .-ascii ModalScreen > Vertical { border: ascii $accent; }
+    .-ascii Toast { border: none; }
+    .-ascii Transcript:focus { border-left: ascii $accent; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(a.key, f"do('{a.id}')", a.title, id=a.id, tooltip=a.help, show=False) for a in ACTIONS if a.key),
@@ -117,6 +120,7 @@ class MinituiApp(App[int]):
         self.session: Session = chats.sessions[-1] if chats.sessions else chats.new(system)
         self.play_again: Callable[[], Coroutine[Any, Any, None]] | None = None  # set by a demo
         self.asking: Stage | None = None  # of a demo: it may ask for a prediction
+        self._paced = 1.0
         self.story = ""  # what a demo tells, under the top bar
         self._load_codec, self._guard, self._script = load_codec, guard, script
         self._interrupted = 0.0
@@ -125,6 +129,7 @@ class MinituiApp(App[int]):
             self.register_theme(theme)
         self.theme = settings.theme if settings.theme in self.available_themes else THEMES[0].name
         use_ascii(settings.ascii)
+        self.set_class(settings.ascii, "-ascii")
         self.set_keymap(settings.keys)
         self._names: dict[str, str] = {}
         chats.on_end = self._answered
@@ -189,6 +194,10 @@ class MinituiApp(App[int]):
             self._names = self.view.group_names = names
             if hasattr(self.source, "name_groups"):  # it is being recorded
                 self.source.name_groups(names)
+        if self.pace != self._paced:
+            self._paced = self.pace
+            for session in self.chats.sessions:
+                session.forget_rate()
         if not (self.is_headless or self.thrift.draws()):
             return
         if not self.feed.frozen:

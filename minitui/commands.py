@@ -11,7 +11,7 @@ from engine.errors import EngineError
 from minitui import transcripts
 from minitui.actions import ACTIONS, BY_ID, BY_SLASH, key_label, offered
 from minitui.screens.keys import MOVES, keys_here
-from minitui.sessions import Session
+from minitui.sessions import Session, split_thinking
 from minitui.widgets.chrome import has_chats
 
 if TYPE_CHECKING:
@@ -234,6 +234,8 @@ class Commands:
 
     def do_think(self, _: str) -> None:
         answers = [m for m in self.session.messages if m.role == "assistant"]
+        if not any(split_thinking(m.text)[0] for m in answers):
+            raise EngineError("no answer of this chat has any thinking to show: this model answers at once")
         unfold = not any(m.unfolded for m in answers)
         for message in answers:
             message.unfolded = unfold

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -148,10 +148,9 @@ async def four_share(app: MinituiApp) -> None:
 
 async def hot_experts(app: MinituiApp) -> None:
     """Four chats of a mixture of experts are answered; the panel of its experts has the focus."""
-    app.chats.rename(app.session, "experts")
-    sessions = [app.session, *(app.chats.new("You are a patient teacher.", title) for title in ("a", "b", "c"))]
-    for session, question in zip(sessions, FOLLOW_UPS, strict=True):
-        session.sampling = replace(session.sampling, max_tokens=240, ignore_eos=True)
+    sessions = [app.session, *(app.chats.new(app.system) for _ in FOLLOW_UPS[1:])]
+    for seed, (session, question) in enumerate(zip(sessions, FOLLOW_UPS, strict=True)):
+        session.sampling = Sampling(temperature=1.0, seed=seed, max_tokens=240, ignore_eos=True)
         app.chats.send(session, question)
         await asyncio.sleep(0.1)
     app.switch_mode("inspect")
@@ -334,7 +333,7 @@ def mixture(folder: Path, experts: int) -> Path:
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config |= {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 6,
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 5,
         "num_experts": experts,
         "num_experts_per_tok": 4, "moe_intermediate_size": 32, "decoder_sparse_step": 1, "norm_topk_prob": True,
     }  # fmt: skip

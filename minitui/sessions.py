@@ -28,7 +28,7 @@ from minitui.store import Store, StoredChat, StoredMessage, StoreError
 logger = logging.getLogger("minitui")
 THINK, END_THINK = "<think>", "</think>"
 SAVE_EVERY = 1.0  # seconds between two saves of an answer being written
-SHORTEST_S = 0.05  # between the first and the last arrival of which a rate is told: a burst has none
+STEADY = 0.2  # share of the window that arrivals must span before a rate is told: the first few tokens have none
 SAVE_AGAIN = 5.0  # seconds before the next attempt, when the chat file could not be written
 
 
@@ -274,12 +274,16 @@ class Session:
         return self.messages[-1].state if self.messages else "idle"
 
     def rate(self, window: float = 1.0, now: float | None = None) -> float:
-        """Tokens a second over the last `window` seconds, as they arrived; 0 where they span less than SHORTEST_S."""
+        """Tokens a second over the last `window` seconds, as they arrived; 0 until they span STEADY of it."""
         now = time.monotonic() if now is None else now
         recent = [(t, n) for t, n in self._arrivals if now - t <= window]
-        if not recent or recent[-1][0] - recent[0][0] < SHORTEST_S:
+        if not recent or recent[-1][0] - recent[0][0] < STEADY * window:
             return 0.0
         return sum(n for _, n in recent[1:]) / (recent[-1][0] - recent[0][0])
+
+    def forget_rate(self) -> None:
+        """What has arrived until now says nothing of the rate from now on."""
+        self._arrivals.clear()
 
     def conversation(self) -> list[dict[str, str]]:
         """What the template is given: the system prompt and every message that has text, but not an open answer."""

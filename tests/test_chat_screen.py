@@ -553,10 +553,17 @@ async def test_every_theme_draws_the_chat(name):
 
 
 async def test_ascii_mode_draws_only_ascii():
+    """Prompt and dialogs, whose frames Textual draws, too."""
     async with running(ascii=True) as (app, pilot, screen):
         await ask(app, pilot, "What is a block table?")
         for bar in screen.query("Bar"):
             assert bar.text.isascii(), bar.text  # type: ignore[attr-defined]
+        await press(pilot, "escape")
+        for key in ("", "e"):
+            if key:
+                await press(pilot, key)
+            shown = "\n".join(strip.text for strip in app.screen._compositor.render_strips())
+            assert not set(shown) & set("╭╮╰╯│─▌▊▎…"), shown
 
 
 async def test_a_key_can_be_remapped_by_its_id():
@@ -602,6 +609,10 @@ async def test_thinking_is_folded_and_unfolds():
         await press(pilot, "escape", "t")
         await until(pilot, lambda: "then that" in screen.transcript.text)
         assert "So: yes." in screen.transcript.text
+    async with running() as (app, pilot, _screen):
+        await ask(app, pilot, "why")
+        app.commands.run("think")
+        await _said(app, pilot, "answers at once")
 
 
 async def test_a_chat_that_is_not_shown_costs_the_screen_nothing():

@@ -332,8 +332,12 @@ def test_the_rate_is_that_of_the_arrivals_and_not_of_how_often_one_looks():
     assert session.rate(now=1.05) == pytest.approx(20.0)
     assert session.rate(now=3.0) == 0.0
     assert session.rate(window=5.0, now=3.0) == pytest.approx(20.0)
-    session._arrivals.extend([(9.0, 10), (9.0001, 10)])
-    assert session.rate(now=9.1) == 0.0, "steps taken one by one come in bursts, which have no speed"
+    session._arrivals.extend([(9.0, 10), (9.0001, 10), (9.1, 1)])
+    assert session.rate(now=9.1) == 0.0, "the first tokens have no speed yet, nor have steps taken one by one"
+    session._arrivals.append((9.2001, 1))
+    assert session.rate(now=9.3) > 0
+    session.forget_rate()
+    assert session.rate(now=9.3) == 0.0, "in slow motion the speed before it does not count"
 
 
 def test_an_answer_that_ended_with_the_process_says_so_and_one_that_was_cancelled_too(tmp_path):

@@ -15,6 +15,7 @@ from textual.widgets import Static
 from minitui.actions import Action, key_label, offered
 from minitui.screens.dialogs import Overlay
 from minitui.screens.keys import KeysOf
+from minitui.theme import glyphs
 
 ABOUT = {
     "lesson": """\
@@ -86,6 +87,14 @@ more and more seldom; what was asked of it goes to the next, or ends with a sent
 }
 
 
+def _signs() -> str:
+    """What the tabs of the chats say of them."""
+    g = glyphs()
+    done = (g.right, "answered"), (g.preempted, "cancelled"), ("!", "failed")
+    signs = (g.folded, "is being answered"), (g.middot, "waits"), *done
+    return "In the tabs:  " + "   ".join(f"{sign} {word}" for sign, word in signs)
+
+
 def of_panel(widget: object) -> list[tuple[str, str]]:
     """Title and text of the panel that has the focus, if it has a text."""
     text = getattr(widget, "help_text", "")
@@ -135,6 +144,8 @@ class HelpScreen(Overlay[None]):
                 if self._before:
                     yield Static("The whole screen", classes="head")
                 yield Static(Content(reflow(ABOUT[self._about])))
+                if self._about == "chat":
+                    yield Static(Content(_signs()))
                 for those in self._here:
                     yield Static(f"Keys here: {those.name}", classes="head")
                     yield Static(self._rows((b.id or "", b.key, "", _told(b)) for b in those.bindings))

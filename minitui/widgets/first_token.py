@@ -7,7 +7,7 @@ from minitui.view import View
 from minitui.widgets.base import LinePanel, Picture
 from minitui.widgets.rows import Row, Run, Runs, ms
 
-PARTS = (("queue", "waiting"), ("prefill", "prefill"), ("sample", "hit"))
+PARTS = (("queue", "queued", "waiting"), ("prefill", "prefill", "prefill"), ("sample", "filling", "hit"))
 
 
 class FirstTokens(LinePanel, can_focus=False):
@@ -29,16 +29,16 @@ class FirstTokens(LinePanel, can_focus=False):
                 cached = f"{lane.cached_tokens:,} of {lane.prompt_tokens:,} cached"
             room = max(6, width - name - 8 - 22)
             row = Row(f"r{item.request}", "ink").to(name)
-            for value, (_, style) in zip((item.queue_ms, item.prefill_ms, item.sample_ms), PARTS, strict=True):
+            for value, (_, glyph, style) in zip((item.queue_ms, item.prefill_ms, item.sample_ms), PARTS, strict=True):
                 cells = round(value / longest * room)
-                row.add(glyphs().busy * min(cells, name + room - row.width), style)
+                row.add(getattr(glyphs(), glyph) * min(cells, name + room - row.width), style)
             row.to(name + room).right(ms(item.total_ms), name + room + 7, "bold ink")
             if width - row.width > len(cached):
                 row.add(" ").add(cached, "hit" if lane is not None and lane.cached_tokens else "dim")
             rows.append(row.done(width))
         legend: list[Run] = []
-        for word, style in PARTS:
-            legend += [(" " if legend else "", "dim"), (glyphs().busy, style), (f" {word}", "dim")]
+        for word, glyph, style in PARTS:
+            legend += [(" " if legend else "", "dim"), (getattr(glyphs(), glyph), style), (f" {word}", "dim")]
         return Picture(rows, legend=legend)
 
 

@@ -135,7 +135,7 @@ class Transcript(ScrollView, can_focus=True):
             return self.welcome(width)
         lines = _plain(self.session.system or "(no system prompt)", width)
         if len(lines) > 2:
-            lines = [lines[0], [(lines[1][0][0][: width - 3] + " …", "text")]]
+            lines = [lines[0], [(lines[1][0][0][: width - 3] + f" {glyphs().dots}", "text")]]
         return [self._label("system" if i == 0 else "", "pool", line, "dim") for i, line in enumerate(lines)] + [[]]
 
     def _message_rows(self, block: _Block, message: Message, width: int) -> list[list[Run]]:
