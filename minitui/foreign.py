@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -27,11 +28,13 @@ END = len(ROLES)
 
 
 class TextCodec:
-    """Ids of texts. Control ids are the roles and the end of a message."""
+    """Ids of texts. Control ids are the roles and the end of a message. `spelling` names these ids: no other codec
+    knows them, so that a chat that was kept is spelled anew."""
 
     special_ids = frozenset(range(END + 1))
 
     def __init__(self) -> None:
+        self.spelling = f"texts {uuid.uuid4().hex}"
         self._texts = [f"<{role}>" for role in ROLES] + ["<end>"]
         self._ids: dict[str, int] = {}
         self._lock = threading.Lock()  # prompts are made in threads

@@ -89,15 +89,16 @@ def run_connected(
     need_terminal("minitui chat", FOR_PIPES)
     drawn = make_sampling(sampling, settings.chat)
     wanted = settings.chat.system if system is None else system
+    store = Store(settings_file.data_dir() / "chats.sqlite")
     if len(urls) > 1:
         if record is not None:
             raise EngineError("--record keeps what one engine does: connect to one address, or minitui serve --record")
-        return _run_replicas(urls, key, model, wanted, settings, drawn, resume)
+        return _run_replicas(urls, key, model, wanted, settings, drawn, store, resume)
     info = probe(urls[0], key)
     if info is None:
-        return _run_foreign(urls[0], key, model, PLAIN_SYSTEM_PROMPT if system is None else system, settings, drawn)
+        prompt = PLAIN_SYSTEM_PROMPT if system is None else system
+        return _run_foreign(urls[0], key, model, prompt, settings, drawn, store, resume)
     source = recorded(RemoteSource(urls[0], key), record)
-    store = Store(settings_file.data_dir() / "chats.sqlite")
     return run_app(source, _served(info, wanted), settings, drawn, store, resume)
 
 
@@ -114,13 +115,12 @@ def _served(info: dict[str, Any], system: str | None) -> Choice:
 
 def _run_replicas(
     urls: list[str], key: str, model: str | None, system: str | None, settings: settings_file.Settings,
-    sampling: Sampling, resume: bool,
+    sampling: Sampling, store: Any, resume: bool,
 ) -> int:  # fmt: skip
-    """Chats on several servers; kept if all of them are minitui servers, for then their ids mean tokens."""
+    """Chats on several servers; token-exact if all of them are minitui servers."""
     from minitui.remote import probe_all
     from minitui.replica_app import BlindReplicaApp, ReplicaApp
     from minitui.replicas import ReplicaSource
-    from minitui.store import Store
 
     found = probe_all(urls, key)
     told = [info for info in found if info is not None and not isinstance(info, EngineError)]
@@ -129,20 +129,20 @@ def _run_replicas(
     exact = None not in found
     source = ReplicaSource(urls, key, model or "", exact)
     choice = _served(next((info for info in told if info), {}), system)
-    store = Store(settings_file.data_dir() / "chats.sqlite") if exact else None
     app = ReplicaApp if told else BlindReplicaApp
-    return run_app(source, choice, settings, sampling, store, resume and exact, make=app)
+    return run_app(source, choice, settings, sampling, store, resume, make=app)
 
 
 def _run_foreign(
-    url: str, key: str, model: str | None, system: str, settings: settings_file.Settings, sampling: Sampling
-) -> int:
-    """Chats on a server of another make; they are not kept, for their ids mean texts and not tokens."""
+    url: str, key: str, model: str | None, system: str, settings: settings_file.Settings, sampling: Sampling,
+    store: Any, resume: bool,
+) -> int:  # fmt: skip
+    """Chats on a server of another make."""
     from minitui.foreign import ForeignSource
     from minitui.foreign_app import ForeignApp
 
     source = ForeignSource(url, key, model or "")
-    return run_app(source, Choice("", "", system, "model"), settings, sampling, make=ForeignApp)
+    return run_app(source, Choice("", "", system, "model"), settings, sampling, store, resume, make=ForeignApp)
 
 
 def run_in_browser(

@@ -455,8 +455,8 @@ class Chats:
 
     @property
     def model(self) -> str:
-        """The checkpoint's name, which the kept ids belong to."""
-        return str(self.source.info.get("model", ""))
+        """What the kept ids belong to: the checkpoint, by its name, or a codec that makes ids of its own."""
+        return getattr(self.codec, "spelling", "") or str(self.source.info.get("model", ""))
 
     def asked(self) -> list[str]:
         """Every question of the chats on the list, the oldest first: what the prompt's history begins with."""
