@@ -15,7 +15,7 @@ import typer
 
 from engine.errors import EngineError
 from minitui import __version__
-from minitui.options import Device, DType, KvBlocks, engine_config, engine_options
+from minitui.options import Device, DType, KvBlocks, chosen_options, engine_config, engine_options
 
 app = typer.Typer(
     name="minitui",
@@ -101,19 +101,26 @@ def chat(
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_tokens": max_tokens, "seed": seed}
     looks = {"fps": fps, "theme": theme, "ascii": ascii}
     urls = [url for text in connect or () for url in text.split(",") if url.strip()]
+    if connect is not None and not urls:
+        raise typer.BadParameter("--connect needs an address, as in http://host:8000")
+    if urls and (own := chosen_options(engine)):
+        raise typer.BadParameter(f"{', '.join(own)}: an engine is set up where it begins; --connect finds it running")
     if web:
         from minitui.launch import run_in_browser
         from minitui.web import WebSettings
 
+        if record is not None:
+            raise typer.BadParameter("--record is for one terminal; minitui serve --record keeps what all of them ask")
+        if resume and not mirror:
+            raise typer.BadParameter("--resume goes with --mirror: otherwise every tab would bring back the same chats")
         settings = WebSettings(web_host, web_port, tuple(urls), mirror=mirror)
-        raise typer.Exit(run_in_browser(model, engine, settings, key, looks))
+        told = {"system": system, **sampling, **looks, "resume": resume or None}
+        raise typer.Exit(run_in_browser(model, engine, settings, key, told))
     if mirror:
         raise typer.BadParameter("--mirror goes with --web: it is for browsers")
     if connect is not None:
         from minitui.launch import run_connected
 
-        if not urls:
-            raise typer.BadParameter("--connect needs an address, as in http://host:8000")
         raise typer.Exit(run_connected(urls, key, model, system, sampling, looks, resume, record))
     raise typer.Exit(run_chat(model, system, engine, sampling, looks, resume, record))
 

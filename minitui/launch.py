@@ -97,7 +97,11 @@ def run_connected(
     info = probe(urls[0], key)
     if info is None:
         prompt = PLAIN_SYSTEM_PROMPT if system is None else system
+        if record is not None:
+            raise EngineError(f"{urls[0]} does not tell what its engine does, so that there is nothing to record")
         return _run_foreign(urls[0], key, model, prompt, settings, drawn, store, resume)
+    if info and model not in (None, info["model"]):
+        raise EngineError(f"{urls[0]} serves {info['model']!r}, not {model!r}: leave --model out")
     source = recorded(RemoteSource(urls[0], key), record)
     return run_app(source, _served(info, wanted), settings, drawn, store, resume)
 
@@ -146,18 +150,23 @@ def _run_foreign(
 
 
 def run_in_browser(
-    model: str | None, options: dict[str, Any], web: WebSettings, key: str, looks: dict[str, Any]
+    model: str | None, options: dict[str, Any], web: WebSettings, key: str, told: dict[str, Any]
 ) -> int:
-    """`minitui chat --web`; returns the exit code."""
+    """`minitui chat --web`; returns the exit code. `told`: what the applications are told on their command lines; None
+    is left out."""
     from minitui.options import engine_config
     from minitui.web import run_web
 
-    choice = choose_model(model)
+    choice = choose_model(None if web.connect else model)
     if key:
         os.environ["MINITUI_KEY"] = key  # for the applications that are started
-    passed = [f"--{name}={looks[name]}" for name in ("theme", "fps") if looks[name] is not None]
-    if looks["ascii"] is not None:
-        passed.append("--ascii" if looks["ascii"] else "--unicode")
+    if web.connect:
+        told = {**told, "model": model}
+    flags = {("ascii", True): "--ascii", ("ascii", False): "--unicode", ("resume", True): "--resume"}
+    passed = (
+        flags.get((name, value)) or f"--{name.replace('_', '-')}={value}"
+        for name, value in told.items() if value is not None
+    )  # fmt: skip
     web = replace(web, options=tuple(passed))
     return run_web(web, engine_config(choice.name, **options), choice.label, log_path())
 

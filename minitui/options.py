@@ -97,6 +97,11 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def chosen_options(engine: dict[str, Any]) -> list[str]:
+    """Those of the engine's options that do not stand at their defaults, as they are typed."""
+    return [f"--{p.name.replace('_', '-')}" for p in PARAMETERS if engine[p.name] != p.default]
+
+
 def engine_config(model: str, **options: Any) -> EngineConfig:
     """An EngineConfig from options of the command line; EngineError says which of them cannot be."""
     from engine.config import EngineConfig

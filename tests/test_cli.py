@@ -239,3 +239,27 @@ def test_doctor_as_json(here):
     found = json.loads(here("doctor", "--json").stdout)
     assert found["device"] in ("cpu", "cuda")
     assert found["memory_gib"] > 0.5
+
+
+def test_what_chat_is_told_reaches_the_applications_in_a_browser(monkeypatch):
+    import minitui.web
+
+    seen = []
+    monkeypatch.setattr(minitui.web, "run_web", lambda web, *rest: seen.append(web.options) or 0)
+    words = ["chat", "--web", "--system", "Be terse", "--temperature", "0", "--top-k", "9", "--ascii", "--fps", "5"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert CliRunner().invoke(app, [*words, "--mirror", "--resume", "--connect", "a:1", "--model", "m"]).exit_code == 0
+    first = {"--system=Be terse", "--temperature=0.0", "--top-k=9", "--ascii", "--fps=5"}
+    assert [set(options) for options in seen] == [first, first | {"--resume", "--model=m"}]
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--connect", "a:1", "--kv-blocks", "64", "--enforce-eager"], "--kv-blocks, --enforce-eager: an engine is set up"),
+    (["--web", "--connect", "a:1", "--device", "cpu"], "--device: an engine is set up"),
+    (["--web", "--record", "f"], "minitui serve --record"),
+    (["--web", "--resume"], "--resume goes with --mirror"),
+    (["--connect", ","], "needs an address"),
+])  # fmt: skip
+def test_an_option_that_would_do_nothing_is_refused(words, said):
+    result = CliRunner().invoke(app, ["chat", *words])
+    assert result.exit_code == 2 and said in " ".join(result.output.replace("│", " ").split())

@@ -17,7 +17,9 @@ from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.types import SamplingParams
 from minitui.loadgen import _parser, measure
 from minitui.sessions import Chats, Sampling
+from minitui.store import Store
 from minitui.tutor import model_dir
+from tests.fake_openai import FakeServer
 from tests.serving import Running
 
 pytest.importorskip("httpx", reason="the extra 'serve' is not installed")
@@ -158,6 +160,26 @@ async def test_a_chat_through_the_openai_endpoints_of_our_own_server(server: Run
     with pytest.raises(EngineError, match="state"):
         await source.snapshot()
     await source.close()
+
+
+async def test_a_chat_on_such_a_server_is_kept_and_goes_on_another_day(tmp_path: Path) -> None:
+    from minitui.foreign import ForeignSource
+
+    fake = await FakeServer().start()
+    for question in ("first?", "second?"):
+        source, store = ForeignSource(fake.url), Store(tmp_path / "chats.sqlite")
+        await source.start(lambda progress: None)
+        chats = Chats(source, store)
+        chats.use(source.codec)
+        chat = chats.sessions[0] if chats.restore() else chats.new("Answer briefly.")
+        chats.send(chat, question)
+        assert chat._task is not None
+        await asyncio.wait_for(chat._task, 10)
+        await source.close()
+        store.close()
+    said = [message["content"] for message in fake.asked[-1]["messages"]]
+    assert said == ["Answer briefly.", "first?", "one two three", "second?"]
+    await fake.kill()
 
 
 async def test_a_wrong_model_and_a_server_that_is_not_there_are_sentences(server: Running) -> None:
