@@ -45,6 +45,7 @@ def run_web(settings: WebSettings, config: Any, label: str, log_file: Path) -> i
         )
     listen(host, port).close()  # a port in use is said now, as a sentence
     engine = None if settings.connect else OwnServer(config, label, log_file)
+    print("starting: the address follows when it answers", file=sys.stderr, flush=True)
     try:
         urls = settings.connect or ((engine.start(),) if engine else ())
         command = [sys.executable, "-m", "minitui", "chat", "--connect", ",".join(urls), *settings.options]
