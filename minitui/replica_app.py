@@ -29,7 +29,7 @@ class ReplicaChatScreen(ChatScreen):
     """One of several answers."""
 
     HEADLINE = HEADLINE
-    LEAD = "Ask something: one of them answers. The panels follow one of them."
+    LEAD = "Ask something: one of them answers, and the panels show what it does."
     HINTS: ClassVar[tuple[tuple[str, str], ...]] = (*ChatScreen.HINTS[:-1], HINT, ChatScreen.HINTS[-1])
 
 
@@ -43,7 +43,8 @@ class BlindChatScreen(ForeignChatScreen):
 
 
 class ReplicaApp(MinituiApp):
-    """The panels show one replica at a time: a line under the top bar says which, and where this chat goes."""
+    """The panels show one replica at a time, that of the chat that is shown or the one that they are held to: a line
+    under the top bar says which, and where this chat goes."""
 
     FEATURES: ClassVar[frozenset[str]] = frozenset({"replicas"})
     TABS: ClassVar[tuple[tuple[str, str], ...]] = (*SCREENS, TAB)
@@ -56,6 +57,7 @@ class ReplicaApp(MinituiApp):
         self.replicas = source
         source.opening = self._opening
         self._followed: RemoteSource | None = None  # whose records the panels hold
+        self._held = False  # the panels stay with the replica that they show
         self._states: dict[int, str] = {}
         self._turning = asyncio.Lock()
 
@@ -77,6 +79,21 @@ class ReplicaApp(MinituiApp):
         if self._opening(session.id).last == replica.url:
             return str(replica.number), "which wrote the last answer"
         return str(replica.number), "by its prefix"
+
+    def concerned(self) -> Replica | None:
+        """The replica of the chat that is shown: it writes its answer, wrote the last one, or would write the next."""
+        session, source = self.session, self.replicas
+        writing = getattr(session._stream, "replica", None)
+        if writing is not None or not source.info:
+            return writing
+        url = source.pins.get(session.id, "") or opening_of(session).last
+        known = next((replica for replica in source.replicas if replica.url == url), None)
+        if known is not None and not source.reason_against(known):
+            return known
+        try:
+            return source.place(session.id)
+        except EngineDead:
+            return known
 
     def _elsewhere(self, session: Session) -> bool:
         """Is its answer being written by a replica that the panels do not show?"""
@@ -116,7 +133,12 @@ class ReplicaApp(MinituiApp):
             self.say(f"any replica may answer chat {number}")
 
     def on_replicas_chosen(self, message: Replicas.Chosen) -> None:
-        self.run_worker(self.follow(message.replica), group="follow", exclusive=False)
+        """Hold the panels to this replica; they follow the chat again if they were held to it already."""
+        self._held = not (self._held and message.replica is self.replicas.shown)
+        if self._held:
+            self.run_worker(self.follow(message.replica), group="follow", exclusive=False)
+        else:
+            self.say("the panels show the replica of the chat that is shown")
 
     async def follow(self, replica: Replica) -> None:
         """Show this replica in the panels."""
@@ -145,8 +167,8 @@ class ReplicaApp(MinituiApp):
         return self.replicas.shown.telemetry if self.replicas.shown is not None else None
 
     async def _look(self) -> None:
-        """Tell of comings and goings; follow the replica that is shown when it has become another server, and the first
-        that can be followed when none is."""
+        """Tell of comings and goings; follow the replica of the chat that is shown, if it tells and the panels are not
+        held, and that which is shown when it has become another server."""
         for replica in self.replicas.replicas:
             now, before = self.replicas.reason_against(replica), self._states.get(replica.number)
             if self.replicas.info and before is not None and bool(now) != bool(before):
@@ -155,13 +177,14 @@ class ReplicaApp(MinituiApp):
                 self._states[replica.number] = now
         if self.progress is not None or self._turning.locked():
             return
-        telling = (r for r in self.replicas.replicas if r.telemetry is not None and not r.trouble)
-        shown = self.replicas.shown or next(telling, None)
-        if shown is None or shown.telemetry is None or shown.trouble:
+        telling = [r for r in self.replicas.replicas if r.telemetry is not None and not r.trouble]
+        concerned = None if self._held else self.concerned()
+        wanted = concerned if concerned in telling else self.replicas.shown or next(iter(telling), None)
+        if wanted is None or wanted not in telling:
             return
-        telemetry = shown.telemetry
-        if telemetry is not self._followed:
-            await self.follow(shown)
+        telemetry = wanted.telemetry
+        if telemetry is None or wanted is not self.replicas.shown or telemetry is not self._followed:
+            await self.follow(wanted)
         elif not self.feed.live and not telemetry.connection:
             await self.feed.sync()
 
@@ -175,7 +198,7 @@ class ReplicaApp(MinituiApp):
             return ""
         parts = [f"{len(source.usable)} of {len(source.replicas)} replicas can answer"]
         if source.shown is not None:
-            parts.append(f"panels: {source.shown.number}")
+            parts.append(f"panels: {source.shown.number}{', held' if self._held else ''}")
         to, why = self.whither(self.session)
         parts.append(f"this chat: {to}, {why}" if to != "nobody" else "nobody can answer this chat (4)")
         return "   ".join(parts)
@@ -188,12 +211,8 @@ class BlindReplicaApp(ReplicaApp):
     MODES: ClassVar[dict[str, Any]] = {**ReplicaApp.MODES, "chat": BlindChatScreen}
 
     def beside(self) -> tuple[str, Pulse | None]:
-        """See ServerVitals: the replica that writes this chat's answer, or wrote the last one, or would write one."""
-        by_url = {replica.url: replica for replica in self.replicas.replicas}
-        replica = getattr(self.session._stream, "replica", None) or by_url.get(opening_of(self.session).last)
-        if replica is None and self.replicas.info:
-            to, _ = self.whither(self.session)
-            replica = self.replicas.find(to) if to.isdigit() else None
+        """See ServerVitals."""
+        replica = self.concerned()
         return (f"{replica.number} {replica.url}", replica.pulse) if replica is not None else ("no replica", None)
 
     def switch_mode(self, mode: str) -> Any:

@@ -450,8 +450,9 @@ class ReplicaSource:
         if replica.telemetry is None:
             why = replica.trouble or "only a minitui server does"
             raise EngineError(f"{replica.title} does not tell what its engine does: {why}")
-        if self.shown is not None and self.shown.telemetry is not None and self.shown is not replica:
-            await self.shown.telemetry.look_away()
+        for other in self.replicas:
+            if other is not replica and other.telemetry is not None:
+                await other.telemetry.look_away()
         self.shown = replica
         await replica.telemetry.look()
 

@@ -380,7 +380,7 @@ async def test_the_application_shows_its_replicas_and_survives_one(server: Runni
         await shown(lambda: "2 of 2 can answer" in table() and table().count(" up ") == 2)
         assert all(door.url.removeprefix("http://") in table() for door in doors)
         app._followed = source.shown = None
-        await shown(lambda: source.shown is source.replicas[0])
+        await shown(lambda: source.shown is not None and source.shown is app.concerned())
         await pilot.press("down", "P")
         assert source.pins[app.session.id] == doors[1].url
         app.ask_question("What is prefill?")
@@ -388,10 +388,15 @@ async def test_the_application_shows_its_replicas_and_survives_one(server: Runni
         assert app.session.messages[-1].metrics["replica"]["number"] == 2, app.session.messages[-1].error
         await shown(lambda: "pinned" in table())
 
-        first = app.view.live.state
-        await pilot.press("enter")  # the panels follow the second
-        await shown(lambda: source.shown is source.replicas[1] and app.feed.live and app.view.live.state is not first)
+        # The panels have followed the chat; they are held to another, and follow again.
+        await shown(lambda: source.shown is source.replicas[1] and app.feed.live)
         assert source.replicas[0].telemetry is not None and source.replicas[0].telemetry._watching is None
+        await pilot.press("up", "enter")
+        await shown(lambda: source.shown is source.replicas[0] and app.feed.live and not app._turning.locked())
+        await app._look()
+        assert source.shown is source.replicas[0], "the panels were held there"
+        await pilot.press("enter")
+        await shown(lambda: source.shown is source.replicas[1] and app.feed.live and not app._turning.locked())
         step = app.view.live.state.step
         app.commands.run("unpin")
         app.ask_question("What is decode?")

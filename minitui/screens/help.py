@@ -79,7 +79,8 @@ chat stays where its last answer was written, for there lies the whole conversat
 the mean number of requests, and at least four, is passed over for the next by that hash.
 
   up, down   choose a replica; under the table stands what there is to know about it
-  enter      let the panels of the other screens follow it (a minitui server; others do not tell)
+  enter      hold the panels of the other screens to it, and again: they follow the chat that is shown, from replica
+             to replica (of minitui servers only; others do not tell)
   P, U       pin the chat that is shown to it; let any replica answer it again
 
 A dash means that a server does not tell; "ours" are this application's requests. A replica that is away is tried again,

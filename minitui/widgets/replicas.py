@@ -63,7 +63,8 @@ class Replicas(LinePanel):
         rows.append(Row().done(width))
         rows += self._chats(source, width)
         legend: list[Run] = [
-            (glyphs().active, "hit"), (" its panels are shown  ", "dim"), (glyphs().dash, "ink"), (" not told", "dim"),
+            (glyphs().active, "hit"), (" its panels are shown  ", "dim"), ("ours", "ink"),
+            (" being written for us  ", "dim"), (glyphs().dash, "ink"), (" not told", "dim"),
         ]  # fmt: skip
         note: list[Run] = [(f"{len(source.usable)} of {len(source.replicas)} can answer", "dim")]
         return Picture(rows, note=note, legend=legend)
