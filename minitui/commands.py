@@ -28,6 +28,7 @@ UNTIL = {
     "finish": "an answer ends",
     "slow": "a step takes longer than 20 ms",
 }
+STEPPING = {"gate", "step", "step10", "until"}  # what would show an answer before it is guessed
 FIRST_QUESTION = "What is a radix tree?"
 MOST_DIGITS = 12
 
@@ -54,6 +55,8 @@ class Commands:
     def _check(self, action: str) -> None:
         if BY_ID[action].group == "Chats" and not has_chats(self.app):
             raise EngineError("this is a recording: it has no chats; `minitui chat` starts an engine")
+        if action in STEPPING and self.app.asking is not None and self.app.asking.asks:
+            raise EngineError("the demo asks for a prediction: press its letter, or space for more time")
 
     def run_slash(self, text: str) -> None:
         """Run "/fork" or "/rename paging"; the shortest unambiguous beginning of a name will do."""

@@ -394,6 +394,9 @@ async def test_letters_answer_a_demos_prediction_and_are_keys_again_afterwards()
         asked = asyncio.create_task(stage.predict("Whose blocks go first?", ["Alpha", "Bravo"]))
         await until(pilot, lambda: stage.asks == 2)
         assert "Press a b; space gives more time." in stage.said[-1]
+        await press(pilot, "p")
+        await _said(app, pilot, "asks for a prediction")
+        assert not app.gated and stage.asks == 2, "nothing has been shown"
         await press(pilot, "b")
         await asyncio.wait_for(asked, 3)
         assert stage.verdict(1) == "You said b, and so it is. " and stage.verdict(0) == "You said b; it is a. "
