@@ -5,6 +5,7 @@ Errors are one sentence on stderr: exit code 1 for what went wrong, 2 for what w
 
 from __future__ import annotations
 
+import errno
 import shutil
 import sys
 import textwrap
@@ -35,6 +36,7 @@ prefixes, and a terminal application that shows all of it live.
   minitui doctor                        what this machine can run""",
 )
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # reasons for a write to fail that are nobody's bug
 Model = Annotated[
     str | None,
     typer.Option(
@@ -42,7 +44,14 @@ Model = Annotated[
         rich_help_panel="Model",
     ),
 ]
-System = Annotated[str | None, typer.Option(help="System prompt; '' for none.")]
+
+
+def _text(value: str | None) -> str | None:
+    """An argument whose bytes are no UTF-8 holds halves of characters, which no tokenizer takes."""
+    return value and value.encode("utf-8", "replace").decode()
+
+
+System = Annotated[str | None, typer.Option(help="System prompt; '' for none.", callback=_text)]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy. Default: as the checkpoint says.")]
 TopP = Annotated[float | None, typer.Option(help="Nucleus sampling: the smallest set of tokens with this probability.")]
 TopK = Annotated[int | None, typer.Option(help="Sample among the k most likely tokens.")]
@@ -129,7 +138,9 @@ def chat(
 @engine_options
 def ask(
     engine: dict[str, Any],
-    question: Annotated[str, typer.Argument(help="What to ask; '-' or nothing reads it from a pipe.")] = "-",
+    question: Annotated[
+        str, typer.Argument(help="What to ask; '-' or nothing reads it from a pipe.", callback=_text)
+    ] = "-",
     model: Model = None,
     system: System = None,
     temperature: Temperature = None,
@@ -152,7 +163,7 @@ def ask(
     if question == "-":
         if sys.stdin.isatty():
             raise typer.BadParameter('ask something: minitui ask "What is a KV cache?", or pipe the question in')
-        question = sys.stdin.read().strip()
+        question = sys.stdin.buffer.read().decode("utf-8", "replace").strip()
     if not question.strip():
         raise typer.BadParameter("the question is empty")
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_tokens": max_tokens, "seed": seed}
@@ -451,7 +462,9 @@ def main() -> None:
         sys.stderr.close()
         raise SystemExit(0) from None
     except Exception as error:
-        _fail(f"{type(error).__name__}: {error} (this is a bug; its traceback is in {_log_crash()})")
+        if isinstance(error, OSError) and error.errno in FULL:
+            _fail(f"what should be written cannot be: {error.strerror}")
+        _fail(f"{type(error).__name__}: {error} (this is a bug; its traceback is {_log_crash()})")
 
 
 def _fail(sentence: str, code: int = 1) -> None:
@@ -459,12 +472,17 @@ def _fail(sentence: str, code: int = 1) -> None:
     raise SystemExit(code)
 
 
-def _log_crash() -> Path:
+def _log_crash() -> str:
+    """Keep the traceback of the exception being handled; where it is."""
     import traceback
 
     from minitui.settings import data_dir
 
-    path = data_dir() / "crash.log"
-    with path.open("a", encoding="utf-8") as file:
-        file.write(traceback.format_exc() + "\n")
-    return path
+    try:
+        path = data_dir() / "crash.log"
+        with path.open("a", encoding="utf-8") as file:
+            file.write(traceback.format_exc() + "\n")
+    except (OSError, EngineError):
+        traceback.print_exc()
+        return "above: no log could be written"
+    return f"in {path}"

@@ -33,10 +33,22 @@ def live_source(choice: Choice, options: dict[str, Any]) -> LiveSource:
 def log_path() -> Path:
     """The log of this process's engine; those of earlier runs are kept to the last ten."""
     directory = settings_file.data_dir() / "logs"
-    directory.mkdir(exist_ok=True)
-    for old in sorted(directory.glob("engine-*.log"), key=lambda p: p.stat().st_mtime)[:-10]:
-        old.unlink(missing_ok=True)
+    try:
+        directory.mkdir(exist_ok=True)
+        for old in sorted(directory.glob("engine-*.log"), key=_modified)[:-10]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        raise settings_file.SettingsError(
+            f"{directory} cannot be written: {error.strerror}. Set MINITUI_DATA to a directory that can."
+        ) from None
     return directory / f"engine-{os.getpid()}.log"
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # another minitui has just taken it away
+        return 0.0
 
 
 def make_sampling(options: dict[str, Any], defaults: settings_file.ChatSettings) -> Sampling:

@@ -223,15 +223,15 @@ class _Writer:
             raise TraceError(f"{self.path} cannot be written: {self._failure.strerror}")
 
     def _run(self) -> None:
-        with contextlib.closing(self._file):
+        try:
             while (item := self._queue.get()) is not _CLOSE:
-                try:
-                    self._take(item)
-                except OSError as error:
-                    self._failure = error
-                    return
+                self._take(item)
+            self._end_member()
+            self._file.close()  # what was held back until now is written now, or is not
+        except OSError as error:
+            self._failure = error
             with contextlib.suppress(OSError):
-                self._end_member()
+                self._file.close()
 
     def _take(self, item: Any) -> None:
         if item is _FLUSH:

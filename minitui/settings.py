@@ -42,14 +42,23 @@ def config_path() -> Path:
 
 
 def data_dir() -> Path:
-    """Where chats and logs live: $MINITUI_DATA, else the XDG data directory. Created when missing."""
+    """Where chats and logs live: $MINITUI_DATA, else the XDG data directory. Created when missing.
+
+    Raises SettingsError if it cannot be.
+    """
     if named := os.environ.get("MINITUI_DATA"):
         path = Path(named)
     else:
         from platformdirs import user_data_path
 
         path = user_data_path("minitui")
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(
+            f"{path}, where chats and logs are kept, cannot be made: {error.strerror}. Set MINITUI_DATA to a directory "
+            "that can be written."
+        ) from None
     return path
 
 

@@ -204,10 +204,7 @@ class Store:
             "SELECT id, title, system, parent, settings, created, model, ids FROM chats "
             "WHERE closed IS NULL AND EXISTS (SELECT 1 FROM messages WHERE chat = chats.id) ORDER BY created, rowid"
         )
-        return [
-            StoredChat(id, title, system, parent, json.loads(settings), created, model, _ids(ids), self._messages(id))
-            for id, title, system, parent, settings, created, model, ids in rows
-        ]
+        return [self._chat(*row) for row in rows]
 
     def load(self, id: str) -> StoredChat | None:
         """One chat with its messages, closed or not; an unambiguous beginning of its id will do. None: no such chat."""
@@ -218,10 +215,21 @@ class Store:
         )
         if not rows or (len(rows) > 1 and rows[0][0] != id):
             return None
-        id, title, system, parent, settings, created, model, ids = rows[0]
-        return StoredChat(
-            id, title, system, parent, json.loads(settings), created, model, _ids(ids), self._messages(id)
-        )
+        return self._chat(*rows[0])
+
+    def _chat(
+        self,
+        id: str,
+        title: str,
+        system: str,
+        parent: str | None,
+        settings: str,
+        created: float,
+        model: str,
+        ids: bytes,
+    ) -> StoredChat:
+        """A chat from its row; what is damaged in it, but for what was said, is left out."""
+        return StoredChat(id, title, system, parent, _object(settings), created, model, _ids(ids), self._messages(id))
 
     def search(self, words: str = "", most: int = 200) -> list[Found]:
         """The chats in whose title or messages every word occurs (small and capital letters alike), newest first."""
@@ -249,7 +257,7 @@ class Store:
             "SELECT role, text, state, error, metrics, created FROM messages WHERE chat = ? ORDER BY position", (chat,)
         )
         return [
-            StoredMessage(role, text, state, error, json.loads(metrics), created)
+            StoredMessage(role, text, state, error, _object(metrics), created)
             for role, text, state, error, metrics, created in rows
         ]
 
@@ -272,5 +280,14 @@ def _line(texts: list[str], words: list[str]) -> str:
 
 def _ids(blob: bytes) -> list[int]:
     ids = array("i")
-    ids.frombytes(blob)
+    ids.frombytes(blob if len(blob) % ids.itemsize == 0 else b"")
     return ids.tolist()
+
+
+def _object(text: str) -> dict[str, Any]:
+    """A JSON object; empty if the text is none."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

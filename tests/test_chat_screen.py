@@ -752,3 +752,11 @@ async def ask_paused(app: MinituiApp, pilot: Pilot[Any]) -> None:
     await until(pilot, lambda: len(app.session.messages[-1].text) > 20)
     await press(pilot, "ctrl+g", "3", "p")
     await until(pilot, lambda: app.gated)
+
+
+async def test_a_terminal_that_becomes_narrow_at_once_is_no_trouble():
+    async with running() as (_app, pilot, screen):
+        for columns in (43, 120, 44, 240, 42):
+            await pilot.resize_terminal(columns, 10)
+            await settled()
+        assert screen.prompt.size.width > 20

@@ -145,3 +145,20 @@ def test_two_that_begin_at_once_make_one_file(tmp_path):
 
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(begin, range(24))) == {len(MIGRATIONS)}
+
+
+def test_what_is_damaged_in_a_row_costs_no_word_that_was_said(tmp_path):
+    store = Store(tmp_path / "chats.sqlite")
+    store.save_chat(chat())
+    store.save_message("a", 0, StoredMessage("user", "why?"))
+    store._db.execute("UPDATE chats SET settings = '{oops', ids = x'010203'")
+    store._db.execute("UPDATE messages SET metrics = '[1'")
+    [back] = store.open_chats()
+    assert (back.settings, back.ids, [(m.text, m.metrics) for m in back.messages]) == ({}, [], [("why?", {})])
+
+
+def test_a_data_directory_that_cannot_be_made_is_told_with_the_way_out(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MINITUI_DATA", str(tmp_path / "file" / "data"))
+    with pytest.raises(SettingsError, match=r"Not a directory.* MINITUI_DATA"):
+        settings_file.data_dir()

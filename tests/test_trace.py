@@ -253,3 +253,10 @@ def test_a_run_of_many_requests_is_recorded_without_a_screen(tmp_path: Path) -> 
     assert len(ended) == 24 and all(r[4] == "length" for r in ended)
     assert any(r[2] == "match" and r[4] > 0 for r in reader.records()), "beginnings are shared"
     assert "random" in reader.decode([1]) and reader.names["user 3"] == "user 3"
+
+
+def test_a_recording_whose_last_bytes_find_no_room_says_so() -> None:
+    recorder = Recorder("/dev/full")
+    recorder.begin({"model": "m"}, State(num_blocks=3, block_size=16, budget=8, max_num_seqs=1).snapshot(), t=1.0)
+    with pytest.raises(TraceError, match="No space left"):
+        recorder.close()

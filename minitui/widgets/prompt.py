@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.message import Message
+from textual.strip import Strip
 from textual.widgets import TextArea
 
 from minitui.widgets.base import LinePanel, Picture
@@ -96,6 +97,10 @@ class Prompt(TextArea):
         self._offers: list[Completion] = []
         self._chosen = -1
         self._quiet = False  # the text was put there by us: no list for it
+
+    def render_line(self, y: int) -> Strip:
+        """A terminal made narrow is for one layout too narrow for the panels beside: Textual fails at no width."""
+        return super().render_line(y) if self.content_size.width > 0 else Strip.blank(0)
 
     # ---- completion
 
