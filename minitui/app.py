@@ -119,7 +119,7 @@ class MinituiApp(App[int]):
         self.replays: list[str] = []  # ids of chats whose hit is announced when they are answered
         self.session: Session = chats.sessions[-1] if chats.sessions else chats.new(system)
         self.play_again: Callable[[], Coroutine[Any, Any, None]] | None = None  # set by a demo
-        self.asking: Stage | None = None  # of a demo: it may ask for a prediction
+        self.asking: Stage | None = None  # of a demo that plays: it drives the engine, and may ask for a prediction
         self._paced = 1.0
         self.story = ""  # what a demo tells, under the top bar
         self._load_codec, self._guard, self._script = load_codec, guard, script

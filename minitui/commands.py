@@ -28,7 +28,7 @@ UNTIL = {
     "finish": "an answer ends",
     "slow": "a step takes longer than 20 ms",
 }
-STEPPING = {"gate", "step", "step10", "until"}  # what would show an answer before it is guessed
+DRIVING = {"step", "step10", "until", "slow", "slower", "faster"}  # the engine, which is a demo's while one plays
 FIRST_QUESTION = "What is a radix tree?"
 MOST_DIGITS = 12
 
@@ -55,8 +55,8 @@ class Commands:
     def _check(self, action: str) -> None:
         if BY_ID[action].group == "Chats" and not has_chats(self.app):
             raise EngineError("this is a recording: it has no chats; `minitui chat` starts an engine")
-        if action in STEPPING and self.app.asking is not None and self.app.asking.asks:
-            raise EngineError("the demo asks for a prediction: press its letter, or space for more time")
+        if action in DRIVING and self.app.asking is not None:
+            raise EngineError("the demo drives the engine itself: space holds it, and at its end the keys are yours")
 
     def run_slash(self, text: str) -> None:
         """Run "/fork" or "/rename paging"; the shortest unambiguous beginning of a name will do."""
@@ -310,6 +310,9 @@ class Commands:
         self.app.feed.frozen = not self.app.feed.frozen
 
     def do_gate(self, _: str) -> None:
+        if self.app.asking is not None:  # the engine is the demo's: what is meant is that it should wait
+            self.do_freeze("")
+            return
         if self.app.gated:
             self._to_now()
         self._control(self.app.source.control("resume" if self.app.gated else "pause"))

@@ -55,6 +55,8 @@ async def play_in_app(demo: Demo, app: MinituiApp, restart: Restart | None, beat
         app.story += "\nPress 1 for the chats, 2 to inspect, X to see it again (space holds it), q to quit."
     except EngineError as error:
         app.story = f"The demo stopped: {error}"
+    finally:
+        app.asking = None
 
 
 async def tell_plainly(

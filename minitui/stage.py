@@ -24,6 +24,7 @@ from minitui.view import Event, View
 PATIENCE = 30.0  # seconds until a wait is given up with an error
 PACES = (1, 2, 5, 10, 20, 50, 100, 200)
 BAR = 28  # cells of a full bar
+HELD_TICK = 0.05  # seconds between two looks whether the picture is still held
 THINK_SECONDS = 6.0  # to think about a prediction
 LETTERS = "abcdefgh"  # of its choices
 
@@ -131,21 +132,23 @@ class Stage:
         self.said.append(text)
         self.say(text)
 
-    async def pause(self, seconds: float) -> None:
-        """Time to read."""
-        await asyncio.sleep(seconds * self.beat)
+    async def pause(self, seconds: float, done: Callable[[], bool] = lambda: False) -> None:
+        """Time to read, until `done()`; whoever holds the picture still (space) prolongs it."""
+        left = seconds * self.beat
+        await asyncio.sleep(0)
+        while (left > 0 or self.held()) and not done():
+            began = time.monotonic()
+            await asyncio.sleep(min(left, HELD_TICK) if left > 0 else HELD_TICK)
+            if not self.held():
+                left -= time.monotonic() - began
 
     async def predict(self, question: str, choices: Sequence[str]) -> None:
-        """Ask the room, and leave it time to think; a guess ends that, freezing the picture (space) prolongs it."""
+        """Ask the room, and leave it time to think; a guess ends that."""
         lines = "\n".join(f"   {LETTERS[i]}) {choice}" for i, choice in enumerate(choices))
         how = f"\nPress {' '.join(LETTERS[: len(choices)])}; space gives more time." if self.keys else ""
         self.tell(f"Predict: {question}\n{lines}{how}")
         self._choices, self._guessed = choices, None
-        left = THINK_SECONDS * self.beat
-        while (left > 0 or self.held()) and self._guessed is None:
-            await asyncio.sleep(0.1 if self.beat else 0)
-            if not self.held():
-                left -= 0.1
+        await self.pause(THINK_SECONDS, lambda: self._guessed is not None)
         self._choices = ()
 
     @property
@@ -192,6 +195,8 @@ class Stage:
         while not true():
             if self.source.error:
                 raise EngineError(self.source.error)
+            if self.held():  # nothing reaches the picture
+                end = time.monotonic() + PATIENCE
             if time.monotonic() > end:
                 raise EngineError(f"waited {PATIENCE:.0f} s in vain for {what}")
             await asyncio.sleep(look_again)
@@ -200,6 +205,7 @@ class Stage:
     async def ask(self, session: Session, text: str) -> int:
         """Ask in a chat, and return when the engine has queued it: arrivals keep their order. The request's id."""
         before = session.request
+        await self.pause(0)
         self.chats.send(session, text)
         await self.until(f"chat {self.chats.number(session)} to be queued", lambda: self._queued(session, before))
         assert session.request is not None
@@ -218,6 +224,7 @@ class Stage:
 
     async def open(self) -> None:
         """Let it run."""
+        await self.pause(0)
         await self.source.control("resume")
 
     async def step(self, n: int = 1, seconds: float = 0.0) -> None:
@@ -227,6 +234,7 @@ class Stage:
             if not state.requests:
                 return
             last = state.step
+            await self.pause(0)
             await self.source.control("step", n=1)
             await self.until(f"step {last + 1}", partial(self._ended_after, last))
             await self.pause(seconds)
@@ -250,6 +258,7 @@ class Stage:
     async def run_until(self, event: str) -> str:
         """Run until something happens (a key of engine.gate.EVENTS) and stand at that step; what the engine says."""
         seen = len(self._stops())
+        await self.pause(0)
         await self.source.control("run_until", predicate={"event": event})
         await self.until(f"the {event}", lambda: len(self._stops()) > seen)
         return str(self._stops()[-1].record[4])

@@ -394,14 +394,29 @@ async def test_letters_answer_a_demos_prediction_and_are_keys_again_afterwards()
         asked = asyncio.create_task(stage.predict("Whose blocks go first?", ["Alpha", "Bravo"]))
         await until(pilot, lambda: stage.asks == 2)
         assert "Press a b; space gives more time." in stage.said[-1]
-        await press(pilot, "p")
-        await _said(app, pilot, "asks for a prediction")
+        await press(pilot, "u")
+        await _said(app, pilot, "the demo drives the engine")
         assert not app.gated and stage.asks == 2, "nothing has been shown"
         await press(pilot, "b")
         await asyncio.wait_for(asked, 3)
         assert stage.verdict(1) == "You said b, and so it is. " and stage.verdict(0) == "You said b; it is a. "
         await press(pilot, "e")
         assert isinstance(app.screen, TextDialog), "e renames, as ever"
+
+
+async def test_a_demo_waits_while_it_is_held_and_nobody_else_steps_its_engine():
+    async with running() as (app, pilot, _screen):
+        await press(pilot, "escape")
+        held = lambda: app.feed.frozen  # noqa: E731
+        app.asking = stage = Stage(app.source, app.chats, app.feed, "", lambda text: None, held=held, keys=True)
+        await press(pilot, "p")
+        assert app.feed.frozen and not app.gated, "p means: wait"
+        reading = asyncio.create_task(stage.pause(0.05))
+        await press(pilot, "n", "N", "less_than_sign")
+        await asyncio.sleep(0.15)
+        assert not reading.done() and not [verb for verb, _ in app.source.calls if verb in ("step", "pace", "pause")]
+        await press(pilot, "p")
+        await asyncio.wait_for(reading, 3)
 
 
 async def test_keys_of_panel_and_screen_are_in_the_help_and_in_the_palette():
