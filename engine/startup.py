@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import sys
 from types import ModuleType
 
 # What torch knows in Python of the shapes that its operators give, for torch.compile and for tensors without data: a
 # quarter of its import. Here only `dummy_weights` needs it: without, torch makes no generator of random numbers.
 _SHAPES = "torch._meta_registrations"
+_GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # what drivers of NVIDIA, Windows' Linux and AMD make
 
 
 def import_torch() -> None:
@@ -20,17 +22,19 @@ def import_torch() -> None:
     """
     if "torch" in sys.modules:
         return
-    sys.modules[_SHAPES] = ModuleType(_SHAPES)
+    whole = any(map(os.path.exists, _GPUS))  # packages of kernels for it may compile
+    if not whole:
+        sys.modules[_SHAPES] = ModuleType(_SHAPES)
     gc.disable()
     try:
         import torch
     finally:
         gc.freeze()
         gc.enable()
-        del sys.modules[_SHAPES]
-    vars(torch).pop(_SHAPES.removeprefix("torch."), None)
-    if torch.cuda.is_available():  # packages of kernels for it may compile
-        import_shapes()
+        if not whole:
+            del sys.modules[_SHAPES]
+    if not whole:
+        vars(torch).pop(_SHAPES.removeprefix("torch."), None)
 
 
 def import_shapes() -> None:
