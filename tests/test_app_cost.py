@@ -58,7 +58,7 @@ def test_what_a_history_keeps_for_ever_would_be_seen(watched: tuple[View, Stress
 
 
 def test_folding_is_measured() -> None:
-    cost = app.fold_cost(LOAD, seconds=3.0, folds=1)
+    cost = app.fold_cost(LOAD, seconds=3.0, folds=5)
     assert cost.records > 100 and 0 < cost.state_us < cost.view_us < 500
 
 

@@ -113,7 +113,7 @@ async def ask(chats: Chats, chat: Any, question: str = "Q") -> Any:
     return chat.messages[-1]
 
 
-async def until(true: Any, seconds: float = 5.0) -> None:
+async def until(true: Any, seconds: float = 20.0) -> None:
     async with asyncio.timeout(seconds):
         while not true():
             await asyncio.sleep(0.01)
@@ -295,7 +295,7 @@ async def test_messages_go_to_servers_of_every_make_and_ours_can_be_watched_besi
     source = ReplicaSource([fake.url, server.url], exact=False, cache=tmp_path)
     await source.start(lambda progress: None)
     ours = source.replicas[1]
-    await until(lambda: all(not source.reason_against(r) for r in source.replicas), 20)
+    await until(lambda: all(not source.reason_against(r) for r in source.replicas))
     chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=8))
     chats.use(source.codec)
     for replica in source.replicas:
@@ -366,11 +366,11 @@ async def test_the_application_shows_its_replicas_and_survives_one(server: Runni
     async with app.run_test(size=(80, 24)) as pilot:
 
         async def shown(true: Any) -> None:
-            for _ in range(400):
-                if true():
-                    return
-                await pilot.pause(0.02)
-            raise AssertionError(f"it did not happen in time; there stands:\n{table()}")
+            try:
+                await until(true)
+            except TimeoutError:
+                raise AssertionError(f"it did not happen in time; there stands:\n{table()}") from None
+            await pilot.pause()
 
         def table() -> str:
             return "\n".join(panel.text for panel in app.screen.query(Replicas))
@@ -432,24 +432,22 @@ async def test_servers_that_tell_nothing_have_dashes_and_no_panels() -> None:
     source = ReplicaSource([server.url for server in servers], exact=False)
     app = BlindReplicaApp(source, Chats(source), Settings(), system="S", speaker="model", load_codec=None)
     async with app.run_test(size=(120, 36)) as pilot:
-        for _ in range(200):
-            await pilot.pause(0.02)
-            if source.replicas[1].vitals.running is not None and app.current_mode == "chat":
-                app.action_do("replicas")
-            if any("75%" in panel.text for panel in app.screen.query(Replicas)):
-                break
+        await until(lambda: source.replicas[1].vitals.running is not None)
+        app.action_do("replicas")
+        await until(lambda: any("75%" in panel.text for panel in app.screen.query(Replicas)))
         assert all(server.visits["/v1/models"] == 1 for server in servers), "it was started twice"
         rows = [line for line in app.screen.query_one(Replicas).text.splitlines() if "127.0.0.1" in line]
         assert rows[0].count("–") == 6 and " 0%" not in rows[0], rows[0]
         assert rows[1].split()[4:9] == ["up", "12", "2", "38%", "75%"] and "50 ms" in rows[1], rows[1]
         app.action_do("inspect")
-        await pilot.pause(0.05)
+        await pilot.pause()
         assert app.current_mode == "chat"
-        for _ in range(50):
-            await pilot.pause(0.02)
-            beside = app.screen.query_one("#rail ServerVitals").text
-            if "1 http" in beside or "2 http" in beside:
-                break
+
+        def vitals() -> str:
+            return app.screen.query_one("#rail ServerVitals").text
+
+        await until(lambda: "1 http" in vitals() or "2 http" in vitals())
+        beside = vitals()
         assert ("75 %" in beside) == ("2 http" in beside) and ("unknown" in beside) == ("1 http" in beside), beside
         with pytest.raises(EngineError, match="does not tell"):
             await source.watch(source.replicas[0])
