@@ -149,7 +149,7 @@ class MinituiApp(App[int]):
         self.app_resume_signal.subscribe(self, self._resumed)
         self.set_interval(1 / self.settings.fps, self._frame)
         # The first frame comes first: the engine's process competes for the same cores.
-        self.call_after_refresh(self.run_worker, self._start(), group="start")
+        self.call_after_refresh(self.run_worker, self._start, group="start")
         if self._guard:
             loop = asyncio.get_running_loop()
             # The handler runs between two bytecodes, anywhere: it only asks the loop.
