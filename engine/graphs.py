@@ -184,24 +184,20 @@ class GraphRunner(Runner):
         return self._draw(bucket, asked, n, None, begin)
 
     def _launch_extend(self, plan: StepPlan) -> Drawing:
-        n, tokens, size = len(plan.rows), plan.num_tokens, self.block_size
+        n, tokens = len(plan.rows), plan.num_tokens
         bucket = next(t for t in self._extend_sizes if t >= tokens)
         begin = self._mark()
         self._change_table(plan)
-        starts, q_lens = plan.starts.astype(np.int64), plan.q_lens.astype(np.int64)
-        rows, seq_lens, ends = plan.rows.astype(np.int64), starts + q_lens, np.cumsum(q_lens)
-        token_rows = np.repeat(rows, q_lens)
-        positions = np.arange(tokens) - np.repeat(ends - seq_lens, q_lens)
+        ends, seq_lens, token_rows, positions, slots = self.layout(plan)
         sent = self._extend_input.array()
         total = 4 * bucket + 5 * EXTEND_SEQUENCES
         sent[:total] = 0
         sent[:tokens] = plan.token_ids
         sent[bucket : bucket + tokens] = positions
-        slots = self._host_table[token_rows, positions // size] * np.int64(size) + positions % size
         sent[2 * bucket : 2 * bucket + tokens] = slots
         sent[3 * bucket : 3 * bucket + tokens] = token_rows
         tail = sent[4 * bucket : total].reshape(5, EXTEND_SEQUENCES)
-        tail[0, :n] = rows
+        tail[0, :n] = plan.rows
         tail[1, :n], tail[1, n:] = ends, tokens  # where each sequence ends; those of the padding are empty
         tail[2, :n] = seq_lens
         tail[3, :n] = ends - 1

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,16 @@ CPU_KV_BYTES = 1 << 30  # the pool's default size on a CPU, or 16 sequences of f
 CPU_KV_SEQUENCES = 16
 EXPERT_LOAD_SECONDS = 0.25
 LOGPROB_ROWS = 256  # prompt logprobs: positions whose logits exist at once
+
+
+class Layout(NamedTuple):
+    """Where the T tokens of a plan's n entries, laid end to end, belong."""
+
+    ends: np.ndarray  # int64 [n]  entry i has the tokens before ends[i], back to ends[i - 1]
+    seq_lens: np.ndarray  # int32 [n]  keys of each, this step's included
+    rows: np.ndarray  # int32 [T]
+    positions: np.ndarray  # [T]
+    slots: np.ndarray  # int64 [T]  in the KV cache
 
 
 @dataclass(slots=True)
@@ -225,20 +235,27 @@ class Runner:
                 rows, columns, blocks = self._upload(changes)
                 self.block_table[rows, columns] = blocks.to(torch.int32)
 
-    def build_inputs(self, plan: StepPlan) -> Inputs:
-        """Positions, slots and lengths of every token, computed on the host and sent in one piece."""
-        n, tokens, size = len(plan.rows), plan.num_tokens, self.block_size
-        rows, positions = plan.rows, plan.starts
+    def layout(self, plan: StepPlan) -> Layout:
+        """Computed on the host; the plan's changes to the block table have been applied."""
+        n, tokens = len(plan.rows), plan.num_tokens
         seq_lens = plan.starts + plan.q_lens
         if tokens == n:  # one token each
-            ends, token_rows, bounds_ = self._count[1 : n + 1], rows, self._bounds[: n + 1]
+            ends, rows, positions = self._count[1 : n + 1], plan.rows, plan.starts
         else:
             ends = np.cumsum(plan.q_lens)
-            token_rows = np.repeat(rows, plan.q_lens)
+            rows = np.repeat(plan.rows, plan.q_lens)
             positions = np.arange(tokens) - np.repeat(ends - seq_lens, plan.q_lens)
+        blocks, offsets = np.divmod(positions, self.block_size)
+        slots = self._host_table[rows, blocks] * np.int64(self.block_size) + offsets
+        return Layout(ends, seq_lens, rows, positions, slots)
+
+    def build_inputs(self, plan: StepPlan) -> Inputs:
+        """What the model has to know of every token, sent in one piece."""
+        n, tokens, rows = len(plan.rows), plan.num_tokens, plan.rows
+        ends, seq_lens, token_rows, positions, slots = self.layout(plan)
+        bounds_ = self._bounds[: n + 1]
+        if tokens > n:
             bounds_ = self._upload(np.concatenate((self._count[:1], ends)).astype(np.int32))
-        blocks, offsets = np.divmod(positions, size)
-        slots = self._host_table[token_rows, blocks] * np.int64(size) + offsets
         samples, drawing = self._count[:n], ends - 1
         if plan.num_drafted:
             samples, drawing = drawing_tokens(plan, ends)
@@ -260,7 +277,7 @@ class Runner:
             slot_mapping=slots_,
             cu_seqlens_q=bounds_,
             seq_lens=self._upload(seq_lens),
-            block_table=self._upload(self._host_table[rows, : -(-longest // size)]),
+            block_table=self._upload(self._host_table[rows, : -(-longest // self.block_size)]),
             max_q_len=1 if tokens == n else int(plan.q_lens.max()),
             max_seq_len=longest,
             num_decodes=plan.num_decodes,

@@ -82,22 +82,17 @@ class SpeculativeGraphRunner(GraphRunner):
 
     def _launch_verify(self, plan: StepPlan, bucket: int) -> Launched | Verified:
         started = time.perf_counter()
-        n, tokens, size, limit = len(plan.rows), plan.num_tokens, self.block_size, _sequences(bucket)
-        q_lens = plan.q_lens
-        seq_lens, ends = plan.starts + q_lens, np.cumsum(q_lens)
-        token_rows = np.repeat(plan.rows, q_lens)
-        positions = np.arange(tokens) - np.repeat(ends - seq_lens, q_lens)
-        samples, drawing = drawing_tokens(plan, ends)
+        n, tokens, limit = len(plan.rows), plan.num_tokens, _sequences(bucket)
         begin = self._mark()
-        self._join(plan)
-        self._change_table(plan)
+        self.apply(plan)
+        ends, seq_lens, token_rows, positions, slots = self.layout(plan)
+        samples, drawing = drawing_tokens(plan, ends)
         sent = self._verify_input.array()
         by_token = sent[: 5 * bucket].reshape(5, bucket)
         by_token[:, tokens:] = 0
         by_token[0, :tokens] = plan.token_ids
         by_token[1, :tokens] = positions
-        blocks, offsets = np.divmod(positions, size)
-        by_token[2, :tokens] = self._host_table[token_rows, blocks] * np.int64(size) + offsets
+        by_token[2, :tokens] = slots
         by_token[3, :tokens] = token_rows
         by_token[4, :tokens] = 0
         by_token[4, drawing] = positions[drawing] + 1
