@@ -253,9 +253,8 @@ class Runner:
         """What the model has to know of every token, sent in one piece."""
         n, tokens, rows = len(plan.rows), plan.num_tokens, plan.rows
         ends, seq_lens, token_rows, positions, slots = self.layout(plan)
-        bounds_ = self._bounds[: n + 1]
-        if tokens > n:
-            bounds_ = self._upload(np.concatenate((self._count[:1], ends)).astype(np.int32))
+        bounds = np.concatenate((self._count[:1], ends)).astype(np.int32) if tokens > n else None
+        bounds_ = self._bounds[: n + 1] if bounds is None else self._upload(bounds)
         samples, drawing = self._count[:n], ends - 1
         if plan.num_drafted:
             samples, drawing = drawing_tokens(plan, ends)
