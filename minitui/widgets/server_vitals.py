@@ -10,7 +10,7 @@ from minitui.pulse import POLL_S, Pulse
 from minitui.sessions import duration
 from minitui.view import View
 from minitui.widgets.base import LinePanel, Picture
-from minitui.widgets.rows import Row, Runs, number
+from minitui.widgets.rows import Row, Runs, clean, number
 from minitui.widgets.vitals import spark
 
 
@@ -45,12 +45,10 @@ class ServerVitals(LinePanel, can_focus=False):
     def picture(self, view: View, width: int, height: int) -> Picture:
         name, pulse = cast(Watches, self.app).beside()
         rows: list[Runs] = [Row(name, "ink").done(width)]
-        if pulse is None or pulse.trouble:
-            told = pulse.trouble if pulse is not None else "it has not answered yet"
-            rows.append(Row(told, "bad").done(width))
-        elif pulse.mute:
-            told = f"{pulse.mute}: it tells nothing of itself (SGLang does so with --enable-metrics)"
-            rows += [Row(line, "dim").done(width) for line in textwrap.wrap(told, width)]
+        told, tone = ("it has not answered yet" if pulse is None else pulse.trouble), "bad"
+        if not told and pulse is not None and pulse.mute:
+            told, tone = f"{pulse.mute}: it tells nothing of itself (SGLang does so with --enable-metrics)", "dim"
+        rows += [Row(line, tone).done(width) for line in textwrap.wrap(clean(told), width)]
         history = list(pulse.history)[-width:] if pulse is not None else []
         tall = height >= len(rows) + 2 * len(FIGURES)
         for field, label, figure, unit, style, top in FIGURES:
