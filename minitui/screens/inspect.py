@@ -130,7 +130,7 @@ class InspectScreen(Screen[None]):
                 self._panels[name].styles.height = "1fr"
             return
         rows = self.size.height - 7 - self._above
-        least, share = (9, 0.38) if self._above == 1 else (7, 0.3)  # a story takes from the map, not from the lanes
+        least, share = (9, 0.38) if self._above < 4 else (7, 0.3)  # a long story takes from the map, not from the lanes
         self._panels["map"].styles.height = max(least, round(rows * share))
         self._panels["table"].styles.height = 6 if rows >= 32 else 5
         self._panels["timings"].styles.height = TIMINGS_HEIGHT
