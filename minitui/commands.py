@@ -443,7 +443,8 @@ class Commands:
             for b in here.bindings:
                 if not MOVES.issuperset(b.key.split(",")):
                     do = partial(self.app.call_later, self.app.run_action, b.action, here.node)
-                    add(f"{here.name}: {b.description}", b.id or "", b.key, "", b.tooltip, do)
+                    title = b.description if b.description not in done else f"{b.description} ({here.name})"
+                    add(title, b.id or "", b.key, "", f"{here.name}. {b.tooltip}".strip(), do)
         self.app.choose("Commands", rows, lambda title: done[title]())
 
     def do_quit(self, _: str) -> None:

@@ -51,7 +51,7 @@ Try: ask something, press esc and then r.""",
     "inspect": """\
 Everything on this screen is folded from the engine's own record of what it did, step by step.
 
-  vitals         is it healthy: speed, who runs and waits, hits, the pool, a step's time, each over the last minute
+  vitals         is it healthy: speed, who runs and waits, hits, the pool, a step's time
   step           what it computes: one token of each who decodes, prompts in chunks
   KV blocks      the pool: free, cached (the tree alone), active (one request), shared (several)
   block table    the selected request's positions → blocks; the last one is partly filled

@@ -90,7 +90,7 @@ room is needed. ▄ is where the next token of a request will be written. What g
         Binding("right", "move(1, 0)", "block after", show=False, id="map.right"),
         Binding("up", "move(0, -1)", "row above", show=False, id="map.up"),
         Binding("down", "move(0, 1)", "row below", show=False, id="map.down"),
-        Binding("enter", "open", "zoom in, then tell a block's story", show=False, id="map.open"),
+        Binding("enter", "open", "zoom in, then tell", show=False, id="map.open"),
         Binding("backspace", "unzoom", "zoom out", show=False, id="map.unzoom"),
         Binding("c", "colour", "colours", show=False, id="map.colour", tooltip="by state, owner, age or holders"),
     ]
