@@ -14,7 +14,7 @@ from minitui import settings as settings_file
 from minitui.models import Choice, choose_model, load_codec
 from minitui.sessions import Chats, Sampling
 from minitui.source import LiveSource
-from minitui.terminal import TerminalGuard, need_terminal, tolerant_input
+from minitui.terminal import TerminalGuard, need_terminal, takes_unicode, tolerant_input
 
 if TYPE_CHECKING:
     from minitui.app import MinituiApp
@@ -212,6 +212,8 @@ def run_app(
     os.environ.setdefault("TEXTUAL_FPS", "120")
     from minitui.app import MinituiApp
 
+    if not takes_unicode(sys.__stderr__):  # where Textual draws
+        settings.ascii = True
     chats = Chats(source, store, sampling)
     if resume:
         chats.restore()

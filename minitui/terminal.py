@@ -49,6 +49,19 @@ def need_terminal(what: str, instead: str) -> None:
         raise NoTerminal(f"{what} needs a terminal for stdin, stdout and stderr; in a pipe or a script use {instead}")
 
 
+def takes_unicode(stream: Any) -> bool:
+    """Has the encoding of the terminal's stream what the application draws with? If not (a locale without UTF-8), what
+    it lacks becomes "?" from now on: a place each, and not the four to ten characters of a number."""
+    if stream is None:  # a browser's driver has a stream of its own
+        return True
+    try:
+        "·░▓█▄╭─│✓×…".encode(stream.encoding)
+        return True
+    except (UnicodeEncodeError, LookupError):
+        stream.reconfigure(errors="replace")
+        return False
+
+
 @contextlib.contextmanager
 def tolerant_input() -> Iterator[None]:
     """While this lasts, bytes that are no UTF-8 (a key of a terminal set to Latin-1, a stray byte on the line) become

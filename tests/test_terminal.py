@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import termios
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from minitui.terminal import takes_unicode
 from tests.terminal import Terminal, python
 
 READY = "256 blocks of 16"
@@ -74,6 +76,15 @@ def test_two_signals_end_it_at_once_even_while_it_hangs(tmp_path: Path):
     os.kill(terminal.process.pid, signal.SIGTERM)
     assert terminal.ended() == 128 + signal.SIGTERM
     assert_restored(terminal)
+
+
+def test_a_terminal_without_unicode_is_drawn_in_ascii_and_nothing_takes_more_places():
+    latin, written = io.TextIOWrapper(io.BytesIO(), "latin-1", errors="backslashreplace"), "a·█日"
+    assert not takes_unicode(latin)
+    latin.write(written)
+    latin.flush()
+    assert latin.buffer.getvalue() == b"a\xb7??"
+    assert takes_unicode(io.TextIOWrapper(io.BytesIO(), "utf-8")) and takes_unicode(None)
 
 
 def test_a_crash_gives_the_terminal_back(tmp_path: Path):
