@@ -148,14 +148,16 @@ def test_overload_loses_no_request_without_a_sentence_and_bounds_the_wait(server
     print({key: figures[key] for key in ("answered", "not_answered", "seconds", "ttft_ms", "tpot_ms", "e2e_ms")})
 
 
-def test_the_command_prints_a_table_or_json(server: Running, tmp_path: Path) -> None:
+def test_the_command_prints_a_table_or_json(
+    server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"t": 0, "words": 4, "max_tokens": 3}\n{"t": 0.1, "words": 4, "max_tokens": 3}\n')
     command = [sys.executable, "-m", "minitui", "bench", "--url", server.url, "--trace", str(trace)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "2 of 2 requests answered" in done.stdout and "first token" in done.stdout
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60)
-    assert json.loads(done.stdout)["answered"] == 2
+    assert main(["--url", server.url, "--trace", str(trace), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["answered"] == 2
     with pytest.raises(EngineDead, match="cannot be reached"):
         main(["--url", "http://127.0.0.1:9", "--requests", "1"])
     with pytest.raises(InvalidRequest, match="rate"):
