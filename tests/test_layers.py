@@ -27,19 +27,10 @@ def imports(modules: Iterable[str]) -> list[str]:
     return [f"import {module}" for module in modules]
 
 
-def test_the_engine_knows_no_product_and_its_process_imports_less_of_torch_at_first():
-    shapes = "torch._meta_registrations"
-    told = check(
-        *imports(ENGINE),
-        "from engine.startup import import_torch; import_torch(); import torch, gc; assert gc.isenabled()",
-        f"assert torch.cuda.is_available() or '{shapes}' not in sys.modules",
-        *imports(ENGINE_WITH_TORCH),
-        "from types import SimpleNamespace as S; import engine.model.weights as w; "
-        "w.dummy_weights([S(name='a', cut=None, view=torch.empty(4))], seed=0)",
-        f"import {shapes} as found; assert found.__file__ and torch._meta_registrations is found",
-        "assert (torch.ones(2, 3, device='meta') @ torch.ones(3, 4, device='meta')).shape == (2, 4)",
-    )
-    for statement, held in told.items():
+def test_the_engine_knows_no_product():
+    torch = "from engine.startup import import_torch; import_torch()"
+    rests = "import gc; assert gc.isenabled() and gc.get_freeze_count() > 10_000"  # what torch is made of is passed by
+    for statement, held in check(*imports(ENGINE), torch, rests, *imports(ENGINE_WITH_TORCH)).items():
         assert not held.intersection(PRODUCT), statement
 
 
