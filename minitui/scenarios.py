@@ -312,7 +312,7 @@ async def preemption(stage: Stage) -> None:
         running = [r for r in state.requests.values() if r.state == "running"]
         return any(state.computed(r) >= len(r.table) * state.block_size for r in running)
 
-    await stage.step_until("a full pool", full, seconds=0.06)
+    await stage.step_until("a full pool", full, seconds=0.04)
     state = stage.state()
     lengths = ", ".join(f"r{r.id} holds {len(r.table)}" for r in state.requests.values())
     stage.tell(f"The pool is full, nothing is cached, and somebody needs one more block. {lengths}.")
@@ -326,7 +326,7 @@ async def preemption(stage: Stage) -> None:
         "What it had written is not lost: full blocks stay in the tree until somebody needs them."
     )
     await stage.pause(4)
-    await stage.slow(0.05)
+    await stage.slow(0.03)
     metrics = await stage.answers(chats)
     times = {id: metric["preemptions"] for id, metric in zip(ids, metrics, strict=True)}
     gave_way = " and ".join(f"r{id} {_times(times[id])}" for id in sorted(ids, reverse=True) if times[id])
@@ -458,9 +458,9 @@ async def speculation(stage: Stage) -> None:
         "A chat asks a question, and then the same question once more. Its second answer repeats the first, token for "
         "token; still every token takes a step of its own, for nobody knows the answer before it is drawn."
     )
-    await stage.pause(3)
+    await stage.pause(2)
     session = await _asked_again(stage)
-    await stage.slow(0.09)
+    await stage.slow(0.05)
     [metrics] = await stage.answers([session])
     without = stage.figures()
     tokens = metrics["output_tokens"]
@@ -472,7 +472,7 @@ async def speculation(stage: Stage) -> None:
         "computes the guessed tokens together with the last one, and draws at each place as it would have drawn alone. "
         "A guess counts only if it is the token drawn. So the answer cannot change, only the number of steps."
     )
-    await stage.pause(6)
+    await stage.pause(4)
     await stage.predict(
         f"the same answer of {tokens} tokens: how many steps does it take now?",
         [f"{without.steps}, as before", f"{without.steps // 2}, half of them", f"under {without.steps // 4}"],
@@ -485,7 +485,7 @@ async def speculation(stage: Stage) -> None:
         f"{accepted} guesses were right, and the draw after them counts as well: {accepted + 1} tokens in one step."
     )
     await stage.pause(4)
-    await stage.slow(0.4)
+    await stage.slow(0.25)
     await stage.answers([session])
     drafting = stage.figures()
     rows = [
