@@ -16,6 +16,7 @@ from typing import Any
 
 from textual import events
 from textual._context import active_app
+from textual.app import App
 from textual.message_pump import MessagePump
 from textual.pilot import Pilot
 
@@ -23,24 +24,31 @@ ROUNDS = 12  # from a widget to the application and back, several times
 NAMES = {" ": "space", "/": "slash", "?": "question_mark"}
 
 
-async def settled(min_sleep: float = 0.0, max_sleep: float = 1.0) -> None:
+async def settled(min_sleep: float = 0.0, max_sleep: float = 10.0) -> None:
     """Return when what was posted to the active application has been handled, and its screen is laid out.
 
-    A message may post others: it goes on until no queue holds any, at most `ROUNDS` times (a timer posts for ever) and
-    for `max_sleep` seconds (somebody is in a handler that takes long). Both parameters are the pilot's.
+    A message may post others: it goes on until no queue held any before and after, at most `ROUNDS` times (a timer
+    posts for ever) and for `max_sleep` seconds (somebody is in a handler that takes long). Both parameters are the
+    pilot's.
     """
     app, end = active_app.get(), time.monotonic() + max_sleep
     for _ in range(ROUNDS):
         if not app.is_running or not app.screen_stack or time.monotonic() > end:
             return
         screen = app.screen
-        busy = [pump for pump in screen.walk_children() if pump.message_queue_size]
-        quiet = not busy and not app.message_queue_size and not screen.message_queue_size
+        busy = _busy(app)
         on_the_way = screen.focused.ancestors_with_self if screen.focused else (screen, app)
         await _handled({*busy, *on_the_way, app}, end)
         screen._on_timer_update()  # lay out and draw now
-        if quiet:
+        if app._resize_event is not None:
+            app._check_resize()  # else it would wait for others to follow
+        if not busy and app.screen_stack and not _busy(app):
             return
+
+
+def _busy(app: App[Any]) -> list[MessagePump]:
+    """Whose queue holds something."""
+    return [pump for pump in (app, *app.screen.walk_children(with_self=True)) if pump.message_queue_size]
 
 
 async def _handled(pumps: Iterable[MessagePump], end: float) -> None:
