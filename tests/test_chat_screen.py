@@ -114,12 +114,17 @@ async def test_what_is_asked_of_the_engine_while_it_loads_is_done_when_it_is_the
 async def test_a_dialog_stands_before_the_dimmed_picture_which_costs_little_meanwhile():
     async with running(size=(120, 36)) as (app, pilot, _screen):
         await ask(app, pilot, "What is a block table?")
-        await press(pilot, "escape", "2", "u")
+        await press(pilot, "escape", "2")
+        await press(pilot, "u")
         assert isinstance(app.screen, ChoiceDialog)
         below = app.screen_stack[-2]
         painted = below._frames
-        picture = app.export_screenshot().replace("&#160;", " ")
-        assert "Run until" in picture and "Batch lanes" in picture
+
+        def drawn(*words: str) -> bool:
+            picture = app.export_screenshot().replace("&#160;", " ")
+            return all(word in picture for word in words)
+
+        await until(pilot, lambda: drawn("Run until", "Batch lanes"))
         frames = app._frames
         for _ in range(10):
             app._frame()
