@@ -548,6 +548,7 @@ async def test_titles_use_the_room_there_is_and_what_is_cut_has_dots():
         everything, strip = list(app.chats.sessions), screen.query_one(SessionStrip)
         for columns, count in itertools.product((80, 120, 160), (2, 7, 12)):
             await pilot.resize_terminal(columns, 30)
+            await until(pilot, lambda: strip.size.width == columns)  # noqa: B023 (it is asked now)
             app.chats.sessions[:] = everything[:count]
             for number in (1, count):
                 app.select_session(everything[number - 1])
