@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import sys
 
 
@@ -20,8 +19,3 @@ def import_torch() -> None:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def import_shapes() -> None:
-    """Import what torch needs before it makes a torch.Generator; a whole torch has it already."""
-    importlib.import_module("torch._meta_registrations")

@@ -391,7 +391,7 @@ LENGTHS = (6, 30, 8, 6, 26, 6, 8, 10)
 
 
 async def _eight_replies(stage: Stage) -> Figures:
-    sessions = [stage.chat("", f"{n} tokens", max_tokens=n, whole=True) for n in LENGTHS]
+    sessions = [stage.chat("", f"wants {n}", max_tokens=n, whole=True) for n in LENGTHS]
     stage.show(sessions[0])
     await stage.gate()
     stage.begin_count()

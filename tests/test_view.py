@@ -16,6 +16,7 @@ from minitui.stress import CLASSROOM, SMALL, Load, Stress
 from minitui.view import EMPTY, View
 from minitui.view.history import BUCKET, FirstTokens, Rates, Steps
 from minitui.view.lanes import DECODING, FINISHED, NOTHING, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
+from minitui.view.log import Events
 from minitui.view.story import tell
 from minitui.view.timing import summarise, why_slow
 from minitui.view.tree import eviction_order
@@ -229,6 +230,14 @@ def test_a_slow_step_is_explained_by_its_prefill():
     assert why_slow(slow, view.timings) == f"+{excess:.1f} ms: {slow.prefill_tokens:,} prefill tokens"
     decode = next(row for step in range(view.steps.last, 0, -1) if not (row := view.steps.get(step)).chunks)
     assert "prefill tokens" not in why_slow(decode, view.timings)
+
+
+def test_a_refusal_names_the_chat_for_there_is_no_request():
+    view = View()
+    view.group_names = {"a45ce471": "3 paging"}
+    events = Events()
+    events.fold((1, 0.0, "refuse", "a45ce471", "the prompt has 8,766 tokens"), 0)
+    assert view.event_text(events.items[-1], short=True) == "chat 3 paging · the prompt has 8,766 tokens"
 
 
 def test_the_median_of_two_first_tokens_lies_between_them():

@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from engine.config import read_json
 from engine.errors import CheckpointError
 from engine.model.linear import ByteWeight, Matrix
-from engine.startup import import_shapes
 
 Progress = Callable[[dict[str, Any]], None]  # {"stage": str, "done": int, "total": int, "text": str}
 
@@ -99,7 +98,6 @@ def dummy_weights(slots: Iterable[Slot], seed: int) -> None:
     generator: torch.Generator | None = None
     for slot in slots:
         if generator is None:
-            import_shapes()
             generator = torch.Generator(slot.view.device).manual_seed(seed)
         if "norm" in slot.name:
             slot.view.fill_(1)

@@ -409,6 +409,8 @@ class View:
 
     def event_text(self, event: Event, short: bool = False) -> str:
         """An event in words, or in few."""
+        if event.kind == "refuse" and event.record[3]:  # it never became a request: the chat is all there is to name
+            return f"chat {self.group_name(event.record[3])} · {event.record[4]}"
         if short:
             return brief(event, self.lanes.lanes.get(event.request))
         words = self._words.get(event.seq)
