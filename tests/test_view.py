@@ -562,6 +562,7 @@ async def test_records_of_an_engine_that_is_gone_do_not_count_as_dropped():
 
     class Source:
         """An engine in whose place another has been put: its last records are still on the way."""
+        info: ClassVar[dict] = {}
 
         late: ClassVar = stress.drain()
 
@@ -591,6 +592,7 @@ async def test_records_that_wait_are_bounded_and_what_is_given_up_is_told(monkey
 
     class Source:
         """It says a hundred times as much as anybody could fold."""
+        info: ClassVar[dict] = {}
 
         def drain_records(self) -> list:
             records = stress.drain()
