@@ -7,19 +7,21 @@ import contextlib
 import gc
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 from textual.app import App
 from textual.binding import Binding, BindingType
 from textual.css.query import NoMatches
+from textual.filter import LineFilter
 from textual.screen import ModalScreen
 from textual.widgets import TextArea
 
 from engine.errors import EngineError
 from minitui import settings as settings_file
 from minitui.actions import ACTIONS
+from minitui.ascii import AsciiLines
 from minitui.commands import Commands
 from minitui.feed import Feed
 from minitui.screens.chat import ChatScreen
@@ -337,6 +339,11 @@ class MinituiApp(App[int]):
                 self.say("everything is as at the beginning: nothing is cached")
         except EngineError as error:
             self.say(str(error), error=True)
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """Those of Textual, and for `--ascii` one of our own."""
+        filters = super().get_line_filters()
+        return [*filters, AsciiLines()] if self.settings.ascii else filters
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Letters are guesses only while a demo asks, and only in its picture."""

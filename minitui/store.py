@@ -52,6 +52,7 @@ MIGRATIONS = (
 )
 
 
+BEGIN_S = 5.0  # for others that begin or end at the same moment
 PATIENCE_MS = 250  # for another minitui that is just writing: longer would be felt, for whoever saves also draws
 
 
@@ -109,18 +110,31 @@ class Store:
         Raises StoreError if the file is of a newer minitui or no database.
         """
         self.path = path
+        end = time.monotonic() + BEGIN_S
         try:
-            # Autocommit: one statement, one transaction. WAL: a reader beside us (another minitui) never blocks.
-            self._db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
+            while not self._begin(last=time.monotonic() > end):
+                time.sleep(0.01)
+        except sqlite3.Error as error:
+            raise StoreError(f"{path} cannot be used as a chat file: {error}. Move it away to start afresh.") from None
+
+    def _begin(self, last: bool) -> bool:
+        """Open the file; False if another minitui that begins or ends holds it, unless this is the `last` attempt."""
+        # Autocommit: one statement, one transaction. WAL: a reader beside us (another minitui) never blocks.
+        self._db = sqlite3.connect(self.path, isolation_level=None, timeout=BEGIN_S)
+        try:
             self._db.execute("BEGIN IMMEDIATE")  # of two that begin at once the second finds a finished file
             self._migrate()
             self._db.execute("COMMIT")
-            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA journal_mode = WAL")  # does not wait for a lock, whatever the timeout
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.execute("PRAGMA foreign_keys = ON")
             self._db.execute(f"PRAGMA busy_timeout = {PATIENCE_MS}")
+            return True
         except sqlite3.Error as error:
-            raise StoreError(f"{path} cannot be used as a chat file: {error}. Move it away to start afresh.") from None
+            self._db.close()
+            if last or getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+            return False
 
     @property
     def version(self) -> int:

@@ -284,6 +284,7 @@ class Glyphs:
     times: str = "×"
     middot: str = "·"
     busy: str = "█"
+    prompt: str = "▒"  # beside `busy`, where a bar is of both
     folded: str = "▸"
     unfolded: str = "▾"
     cursor_left: str = "▶"
@@ -320,6 +321,7 @@ ASCII = Glyphs(
     times="x",
     middot="|",
     busy="#",
+    prompt="=",
     folded=">",
     unfolded="v",
     cursor_left=">",

@@ -588,6 +588,10 @@ async def test_ascii_mode_draws_only_ascii():
                 await press(pilot, key)
             shown = "\n".join(strip.text for strip in app.screen._compositor.render_strips())
             assert not set(shown) & set("╭╮╰╯│─▌▊▎…"), shown
+        await press(pilot, "escape", "question_mark")
+        assert isinstance(app.screen, HelpScreen)
+        shown = "\n".join(strip.text for strip in app.screen._compositor.render_strips())
+        assert shown.isascii() and "esc closes" in shown
 
 
 async def test_a_key_can_be_remapped_by_its_id():

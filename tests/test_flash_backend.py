@@ -128,7 +128,7 @@ def test_names_are_for_prefill_and_decode() -> None:
 @pytest.mark.parametrize(
     ("capability", "libraries", "block_size", "sentence"),
     [
-        ((9, 0), "2", 16, r"needs flash_attn, which is not installed: pip install 'minitui\[flash\]' \(FlashAtt.*auto"),
+        ((9, 0), "2", 16, r"needs flash_attn, which is not installed: pip install '.\[flash\]' .*\(FlashAtt.*auto"),
         ((9, 0), "4", 128, r"blocks of 64 tokens and more whole.*use --block-size 16, or leave"),
         ((8, 9), "", 256, r"needs FlashAttention-2 on this GPU, and it cannot.*pip install flash-attn, or leave it at"),
         ((8, 9), "2", 16, r"blocks of a multiple of 256 tokens, and they have 16: add --block-size 256, or"),

@@ -55,7 +55,7 @@ The tracks show host and device in the last steps: while the device computes, th
             return []
         return [
             (g.busy, "hit"), (" plan, launch, commit  ", "dim"), (g.busy, "decode"), (" decode  ", "dim"),
-            (g.busy, "prefill"), (" with prefill", "dim"),
+            (g.prompt, "prefill"), (" with prefill", "dim"),
         ]  # fmt: skip
 
     def _head(self, width: int) -> Runs:
@@ -205,7 +205,7 @@ def _draw(steps: list[StepRow], room: int) -> tuple[list[Run], list[Run]]:
             elif style.startswith("edge-"):
                 piece = ("▌" if g.busy == "█" else "|", style[5:])
             else:
-                piece = (g.busy, style)
+                piece = (g.prompt if style == "prefill" else g.busy, style)
             if out and out[-1][1] == piece[1] and out[-1][0][-1] == piece[0]:
                 out[-1] = (out[-1][0] + piece[0], piece[1])
             else:
