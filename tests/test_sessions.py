@@ -178,18 +178,23 @@ async def test_eight_chats_are_answered_at_once_and_share_one_system_prompt():
     assert all(c >= len(SYSTEM) // 16 * 16 for c in cached[1:])
 
 
-async def test_cancelling_keeps_what_is_there_and_frees_the_request(tmp_path):
-    store = Store(tmp_path / "chats.sqlite")
+async def in_mid_answer(store: Store) -> tuple[Chats, Session]:
     source = FakeSource(lambda prompt: "y" * 2000, speed=0.001)
     chats = await chats_on(source, store)
     session = chats.new(SYSTEM)
     chats.send(session, "go on and on")
     while len(session.messages[-1].text) < 5:
         await asyncio.sleep(0.001)
+    return chats, session
+
+
+async def test_cancelling_keeps_what_is_there_and_frees_the_request(tmp_path):
+    store = Store(tmp_path / "chats.sqlite")
+    chats, session = await in_mid_answer(store)
     assert chats.cancel(session)
     await answered(session)
     assert session.state == "cancelled"
-    assert not source.engine.has_work
+    assert not chats.source.engine.has_work
     assert not chats.cancel(session)
     [kept] = store.open_chats()
     assert kept.messages[-1].state == "cancelled"
@@ -355,17 +360,12 @@ def test_an_answer_that_ended_with_the_process_says_so_and_one_that_was_cancelle
 
 async def test_a_chat_closed_in_mid_answer_stays_closed(tmp_path):
     store = Store(tmp_path / "chats.sqlite")
-    source = FakeSource(lambda prompt: "y" * 2000, speed=0.001)
-    chats = await chats_on(source, store)
-    session = chats.new(SYSTEM)
-    chats.send(session, "go on and on")
-    while len(session.messages[-1].text) < 5:
-        await asyncio.sleep(0.001)
+    chats, session = await in_mid_answer(store)
     chats.close(session)
     assert session.state == "cancelled"
     for _ in range(20):  # the engine's last word on it has come
         await asyncio.sleep(0.001)
-    assert not source.engine.has_work
+    assert not chats.source.engine.has_work
     assert store.open_chats() == []
     [kept] = [store.load(session.id)]
     assert kept.messages[-1].state == "cancelled" and kept.messages[-1].text.startswith("yyyyy")

@@ -66,9 +66,12 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
     median = float(np.median([item.total_ms for item in seen])) if seen else None
     if last is None:
         return Timings(first_token=seen[-1] if seen else None, median_first_ms=median, first_tokens=len(seen))
-    at = steps.indices(max(steps.first, last.step - MOST_STEPS), last.step)
-    at = at[~np.isnan(steps.column("wall")[at])]
-    spent = np.cumsum(steps.column("wall")[at][::-1])  # ms, from the last step back
+    for many in (MOST_STEPS // 8, MOST_STEPS):  # the window is seldom longer than the first
+        at = steps.indices(max(steps.first, last.step - many), last.step)
+        at = at[~np.isnan(steps.column("wall")[at])]
+        spent = np.cumsum(steps.column("wall")[at][::-1])  # ms, from the last step back
+        if spent[-1] > WINDOW_SECONDS * 1e3:
+            break
     at = at[-max(1, int(np.searchsorted(spent, WINDOW_SECONDS * 1e3, "right"))) :]
     wall = steps.column("wall")[at]
     decodes = steps.column("decodes")[at]
