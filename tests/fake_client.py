@@ -197,15 +197,17 @@ class FakeSource:
                 self._flush()
                 await asyncio.sleep(0.002)
                 continue
-            emitted = self.engine.step()
-            deltas, stopped = self.outputs.process(emitted)
-            for request_id in stopped:
-                self.engine.abort(request_id, "stop")
-            for delta in deltas:
-                stream = self.streams[delta.request_id]
-                stream.news.put_nowait(delta)
-            self._flush()
+            self.take_step()
             await asyncio.sleep(self.speed)
+
+    def take_step(self) -> None:
+        """One step of the engine; its tokens go to the streams."""
+        deltas, stopped = self.outputs.process(self.engine.step())
+        for request_id in stopped:
+            self.engine.abort(request_id, "stop")
+        for delta in deltas:
+            self.streams[delta.request_id].news.put_nowait(delta)
+        self._flush()
 
     def _flush(self) -> None:
         self.records.extend(self.engine.log.drain())

@@ -413,7 +413,7 @@ def test_with_few_lines_each_row_of_chips_says_which_logical_block_it_begins_wit
     table = stress.scheduler.running[0].table
     across = (40 - len("12→ ")) // 6
     assert 10 < len(table) < 100
-    rows = body(BlockTable(), view, 40, 1 + 2 * -(-len(table) // across))[1:]
+    rows = body(BlockTable(), view, 40, 2 + 2 * -(-len(table) // across))[2:]  # the heading has two rows
     starts = [re.match(r" *(\d+)→ +([\d ]+)", row) for row in rows if "→" in row]
     assert [int(found[1]) for found in starts] == list(range(0, len(table), across))
     assert [int(n) for found in starts for n in found[2].split()] == table
@@ -682,6 +682,19 @@ def test_events_are_the_newest_first_each_with_its_step_kind_and_words():
     widget.filter = 4
     body(widget, view, 110, 20)
     assert widget.shown and all(event.request == view.subject() for event in widget.shown)
+
+
+def test_an_event_is_told_to_its_last_word_also_where_the_panel_is_narrow():
+    _, view = stress_view(TIGHT, 3.0, 30)
+    for width in (37, 56, 110):
+        widget = Events()
+        rows = body(widget, view, width, 24)
+        told = " ".join(" ".join(rows).split())
+        for event in widget.shown[:-1]:  # the last may end with the panel
+            assert view.event_text(event, short=width < 50) in told
+    last = next(y for y, event in enumerate(widget._at) if event is widget.shown[-1])
+    widget.clicked(view, 0, last)
+    assert widget.chosen == widget.shown[-1].seq
 
 
 def test_vitals_show_the_rates_and_the_pool():

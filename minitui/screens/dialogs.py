@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import ClassVar, TypeVar
 
 from textual.app import ComposeResult
@@ -11,11 +12,13 @@ from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
-from textual.widgets.option_list import Option
 
 from minitui.widgets.prompt import Prompt
 
 Result = TypeVar("Result")
+MOST_ROWS = 18  # of a list
+FRAME_ROWS, FRAME_COLUMNS = 8, 7  # around it: border, padding, the filter, the hint; border, padding, scrollbar
+NARROWEST = 20  # columns in which an explanation stands beside what it explains
 FRAME_CSS = """
     align: center middle;
     & > Vertical {
@@ -69,7 +72,7 @@ class ChoiceDialog(Overlay[str | None]):
         "ChoiceDialog {"
         + FRAME_CSS
         + """
-        & OptionList { height: auto; max-height: 18; border: none; background: $ground; padding: 0; margin-top: 1;
+        & OptionList { height: auto; border: none; background: $ground; padding: 0; margin-top: 1;
             scrollbar-size-vertical: 1; }
         & OptionList > .option-list--option-highlighted { background: $select; color: $ink; text-style: bold; }
         & Input, & Input:focus { background: $empty-chip; padding: 0 1; }
@@ -99,16 +102,25 @@ class ChoiceDialog(Overlay[str | None]):
         self._fill("")
         self.query_one(Input).focus()
 
+    def on_resize(self) -> None:
+        """The hint below the list stays in sight, and explanations stand under one another."""
+        options = self.query_one(OptionList)
+        options.styles.max_height = max(2, min(MOST_ROWS, self.size.height * 9 // 10 - FRAME_ROWS))
+        at = options.highlighted
+        self._fill(self.query_one(Input).value)
+        options.highlighted = at if self._shown else None
+
     def _fill(self, words: str) -> None:
         fits = [c for c in self._choices if all(w in f"{c[0]} {c[1]}".lower() for w in words.lower().split())]
         self._shown = [choice for choice, _ in fits]
         options = self.query_one(OptionList)
         options.clear_options()
         widest = max((len(choice) for choice, why in fits if why), default=0)
-        options.add_options(
-            Option(Content.assemble(choice.ljust(widest), (f"  {why}", "$dim")) if why else Content(choice))
-            for choice, why in fits
-        )
+        room = min(80, self.size.width * 94 // 100) - FRAME_COLUMNS - widest - 2
+        for choice, why in fits:
+            lines = textwrap.wrap(why, room) if room >= NARROWEST else [why]
+            below = f"\n{' ' * (widest + 2)}".join(lines)
+            options.add_option(Content.assemble(choice.ljust(widest), (f"  {below}", "$dim")) if why else choice)
         options.highlighted = 0 if fits else None
 
     def on_input_changed(self, event: Input.Changed) -> None:

@@ -114,6 +114,8 @@ class LessonText(LinePanel):
         title = f"{reading.lesson.name} {glyphs().middot} {reading.at + 1} of {reading.pages}"
         below = len(rows) - height - self.top
         legend = [(f"{below} lines more: down", "accent")] if below > 0 else [(_keys(reading), "dim")]
+        if self.top and below <= 0:
+            legend.insert(0, (f"up: {self.top} lines more {glyphs().middot} ", "dim"))
         return Picture(rows[self.top : self.top + height], title, legend=legend)
 
     def action_scroll(self, lines: int) -> None:
@@ -132,7 +134,11 @@ def _keys(reading: Reading) -> str:
     if page is None:
         parts.append("enter answers, tab next question")
     elif page.run is not None:
-        parts.append("a b c predicts, enter runs" if page.predict and reading.at not in reading.seen else "enter runs")
+        if reading.at in reading.seen:
+            parts.append("enter runs it again")
+        else:
+            letters = " ".join(LETTERS[: len(page.predict.choices)]) if page.predict else ""
+            parts.append(f"{letters} predicts, enter runs" if letters else "enter runs")
     if page is not None and page.code:
         parts.append("v code")
     return f" {glyphs().middot} ".join([*parts, "left right pages"])

@@ -13,9 +13,10 @@ from textual.binding import Binding
 from minitui.theme import glyphs
 from minitui.view import View
 from minitui.widgets.base import LinePanel, Opened, Picture, paragraphs
-from minitui.widgets.rows import Row, Run, Runs, clip
+from minitui.widgets.rows import Row, Run, Runs, cells, clip
 
 CHIP = 6  # cells of a chip: five for the number, one of space; wider where block numbers are
+TWO_ROWS_FROM = 6  # rows of the panel from which on its heading may have two
 NAME = 12  # cells of a chat's name at least
 
 
@@ -47,20 +48,19 @@ that four requests have the same block in their tables: they read it together. O
         line = Row(f"r{request.id}", "bold accent" if view.selection is not None else "bold ink")
         about = Row(f"  {len(request.table)} blocks for {computed:,} tokens", "dim")
         if shared:
-            about.add(f", {shared} shared with others", "dim")
+            about.add(f", {shared} shared", "dim")
+            about.add(" with others" if about.width + 12 <= width else "", "dim")
         if request.state != "running":
             about.add(f"  {request.state}: it holds no block", "waiting")
-        if request.group:
-            room = max(NAME, width - line.width - about.width - 1)
-            line.add(" " + clip(view.group_name(request.group), room), "ink")
-        line.extend(about.runs)
+        name = view.group_name(request.group) if request.group else ""
+        head = _head(line, name, about, width, height)
         title = "Block table · logical " + glyphs().arrow + " physical"
         note: list[Run] = []
         if view.selection is None:
             note = [("the youngest that runs", "dim")]
         elif view.selection.kind == "request" and lane is not None:
             note = [("selected", "accent")]
-        rows = [line.done(width), *self._chips(view, request.table, computed, size, width, height - 1)]
+        rows = [*head, *self._chips(view, request.table, computed, size, width, height - len(head))]
         g = glyphs()
         legend: list[Run] = [
             ("number", "ink on shared-chip"), (f" held by {g.times}n  ", "dim"), ("number", "ink on active-chip"),
@@ -80,15 +80,13 @@ that four requests have the same block in their tables: they read it together. O
             return Picture([Row(line, "dim").done(width) for line in textwrap.wrap(text, width)], title="Block table")
         fates = [view.board.fate(block, last.seq) for block in last.table]
         kept = sum(fate in ("cached", "held") for fate in fates)
-        dot = f" {glyphs().middot} "
-        told = (f"finished: {kept} of {len(fates)} blocks stay in the tree", f"{kept} of {len(fates)} blocks cached")
-        line = Row(f"r{lane.id}", "bold ink")
-        name = view.group_name(lane.group)
-        room = width - line.width - len(dot) - min(NAME, len(name)) - 1
-        about = dot + next((text for text in told if len(text) <= room), told[-1])
-        line.add(" " + clip(name, max(NAME, width - line.width - len(about) - 1))).add(about, "dim")
+        line, name = Row(f"r{lane.id}", "bold ink"), view.group_name(lane.group)
+        told = f"  finished: {kept} of {len(fates)} blocks stay in the tree"
+        if line.width + cells(name) + 1 + len(told) > width:
+            told = f"  {kept} of {len(fates)} blocks cached"
+        head = _head(line, name, Row(told, "dim"), width, height)
         size = view.board.state.block_size
-        rows = [line.done(width), *self._chips(view, last.table, last.computed, size, width, height - 1, fates)]
+        rows = [*head, *self._chips(view, last.table, last.computed, size, width, height - len(head), fates)]
         legend: list[Run] = [
             ("number", "ink on cached-chip"), (" cached  ", "dim"), ("number", "ink on shared-chip"),
             (" in use  ", "dim"), ("number", "dim"), (" given back", "dim"),
@@ -182,6 +180,17 @@ that four requests have the same block in their tables: they read it together. O
             self.post_message(Opened("block", selection.id))
         elif (id := self.view.subject()) is not None:
             self.post_message(Opened("request", id))
+
+
+def _head(line: Row, name: str, about: Row, width: int, height: int) -> list[Runs]:
+    """Whose table it is and what is to be said of it: in one row, or in two where it is too long and there is room."""
+    whole = cells(name) + 1 if name else 0
+    fits = line.width + whole + about.width <= width
+    if not fits and height >= TWO_ROWS_FROM:
+        return [line.add(f" {clip(name, width - line.width - 1)}").done(width), about.done(width)]
+    if name:
+        line.add(" " + clip(name, max(NAME, width - line.width - about.width - 1)))
+    return [line.extend(about.runs).done(width)]
 
 
 def _both_ends(n: int, room: int, across: int) -> list[int]:

@@ -233,8 +233,8 @@ class StatusBar(Bar):
         row = Row(" TYPING " if typing else " KEYS ", "bold on-fill on running" if typing else "bold on-fill on decode")
         dot = glyphs().middot
         feed = app.feed
-        numbers = ""  # in the chats the room is the hints', as long as the picture keeps up
-        if app.current_mode not in ("chat", "lecture", "replicas") or feed.backlog or feed.dropped:
+        numbers = ""  # but for Inspect the room is the hints', as long as the picture keeps up
+        if app.current_mode not in ("chat", "lecture", "lesson", "replicas") or feed.backlog or feed.dropped:
             numbers = f"{view.steps_per_frame:,.0f} steps/frame {dot} "
             if width >= 100 or feed.backlog:
                 numbers += f"backlog {feed.backlog:,} {dot} "

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from typing import ClassVar
 
 from textual.binding import Binding
 
+from minitui.theme import glyphs
 from minitui.view import Event, View
 from minitui.widgets.base import LinePanel, Opened, Picture, paragraphs
-from minitui.widgets.rows import Row, Run, Runs, clean, fit
+from minitui.widgets.rows import Row, Run, Runs, cells, clean, fit
 
 STYLES = {
     "admit": "decode", "hit": "hit", "miss": "dim", "evict": "pool", "preempt": "bad", "finish": "dim",
@@ -49,14 +51,22 @@ request ended. The event under the cursor selects what it is about.""")
         self.chosen: int | None = None  # seq of the event under the cursor
         self.skip = 0
         self.shown: list[Event] = []
+        self._at: list[Event] = []  # whose row each is
         self.compact = compact
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         name = FILTERS[self.filter][0]
         seq = view.board.state.seq
-        self.shown = view.events.tail(height, seq, self._wanted(view), self.skip)
         digits = len(f"{max(1, view.horizon):,}") + 1
-        rows = [self._line(view, event, width, digits) for event in self.shown]
+        rows: list[Runs] = []
+        self.shown, self._at = [], []
+        for event in view.events.tail(height, seq, self._wanted(view), self.skip):
+            lines = self._lines(view, event, width, digits, height - len(rows))
+            if not lines:
+                break
+            rows += lines
+            self.shown.append(event)
+            self._at += [event] * len(lines)
         if not rows:
             rows = [Row("nothing has happened yet" if name == "all" else f"no event among: {name}", "dim").done(width)]
         note: list[Run] = []
@@ -76,7 +86,8 @@ request ended. The event under the cursor selects what it is about.""")
             return lambda event: event.kind in kinds
         return lambda event: True
 
-    def _line(self, view: View, event: Event, width: int, digits: int) -> Runs:
+    def _lines(self, view: View, event: Event, width: int, digits: int, most: int) -> list[Runs]:
+        """One row, or as many as its words need, but no more than `most`."""
         lit = event.request in view.links.requests or event.node in view.links.nodes
         here = event.seq == self.chosen
         ground = " on select" if lit else ""
@@ -86,13 +97,23 @@ request ended. The event under the cursor selects what it is about.""")
         words = clean(view.event_text(event, short=width < NARROW))
         quiet = event.kind in ("finish", "miss")
         style = "bold accent" if here else "bold ink" if fresh else "dim" if quiet else "ink"
-        return row.add(fit(words, max(0, width - row.width)), style + ground).done(width)
+        room = width - row.width
+        pieces = [words]
+        if cells(words) > room:  # a part that is set off by a dot takes the dot along
+            pieces = [line.replace("\xa0", " ") for line in textwrap.wrap(words.replace(" · ", " ·\xa0"), max(8, room))]
+        rows = []
+        for number, piece in enumerate(pieces[:most]):
+            cut = number == most - 1 < len(pieces) - 1  # the panel ends here
+            told = fit(f"{piece} {glyphs().dots}" if cut else piece, max(0, room), glyphs().dots)
+            rows.append(row.add(told, style + ground).done(width))
+            row = Row().to(width - room, " ", "ink" + ground)
+        return rows
 
     # ---- moving about
 
     def clicked(self, view: View, column: int, row: int) -> None:
-        if row < len(self.shown):
-            self._choose(view, self.shown[row])
+        if row < len(self._at):
+            self._choose(view, self._at[row])
 
     def _choose(self, view: View, event: Event) -> None:
         self.chosen = event.seq

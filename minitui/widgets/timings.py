@@ -87,6 +87,10 @@ The tracks show host and device in the last steps: while the device computes, th
             return row.add("no step has been timed yet", "dim").done(width)
         why, took, step = why_slow(t.slowest, t), f"{ms(t.slowest.wall_ms)} ms", f" step {t.slowest.step:,} "
         style = "prefill" if t.slowest.chunks else "ink"
+        if row.width + len(took) + 1 + len(why) > width:  # the reason is what one wants to read whole
+            row = Row("slowest ", "dim")
+            if row.width + len(took) + 1 + len(why) > width:
+                why = why.partition(": ")[2] or why
         row.add(took, "bold ink")
         if row.width + len(step) + len(why) <= width:
             row.add(step)
