@@ -78,7 +78,8 @@ ACTIONS = (
     Action("attach", "Attach a text file", slash="attach", takes="file", group="Chats",
         help="Put the text of a file into the prompt, to ask about it."),
     Action("search", "Search the chats", key="F", slash="search", takes="[words]", group="Chats",
-        help="Find a chat by words in it, closed ones too, and open it."),
+        help="Find a chat by words in it, of all that were kept, and open it. One that another minitui has open opens "
+        "as a fork."),
     # several servers
     Action("replicas", "Replicas", key="4", slash="replicas", group="Replicas", footer="replicas", needs="replicas",
         help="The servers behind the chats: who is up, how busy, how much is found in their caches."),

@@ -120,6 +120,7 @@ class MinituiApp(App[int]):
         self.progress: dict[str, Any] | None = {"text": "starting the engine"}
         self.replays: list[str] = []  # ids of chats whose hit is announced when they are answered
         self.session: Session = chats.sessions[-1] if chats.sessions else chats.new(system)
+        self.session.note = chats.left_out or self.session.note
         self.play_again: Callable[[], Coroutine[Any, Any, None]] | None = None  # set by a demo
         self.asking: Stage | None = None  # of a demo that plays: it drives the engine, and may ask for a prediction
         self._paced = 1.0

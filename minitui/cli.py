@@ -71,7 +71,7 @@ def chat(
     top_k: TopK = None,
     max_tokens: MaxTokens = None,
     seed: Seed = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Bring back the chats that were not closed.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Bring back the chats that were open last.")] = False,
     fps: Annotated[int | None, typer.Option(min=1, max=60, help="Frames a second; lower it on a slow line.")] = None,
     theme: Annotated[str | None, typer.Option(help="dark, light or projector.")] = None,
     ascii: Annotated[bool | None, typer.Option("--ascii/--unicode", help="Draw with ASCII only.")] = None,

@@ -29,6 +29,7 @@ logger = logging.getLogger("minitui")
 THINK, END_THINK = "<think>", "</think>"
 SAVE_EVERY = 1.0  # seconds between two saves of an answer being written
 STEADY = 0.2  # share of the window that arrivals must span before a rate is told: the first few tokens have none
+MOST_RESTORED = 9  # tabs: more are no help
 SAVE_AGAIN = 5.0  # seconds before the next attempt, when the chat file could not be written
 
 
@@ -347,6 +348,11 @@ def title_of(question: str) -> str:
     return title.rstrip(".,;: ")
 
 
+def new_id() -> str:
+    """For a chat that is new in every chat file."""
+    return uuid.uuid4().hex[:8]
+
+
 class Chats:
     """All chats on one source. No method blocks; answers are written by tasks of the running loop."""
 
@@ -361,6 +367,7 @@ class Chats:
         self.on_unsaved: Callable[[str], None] = lambda sentence: None  # told once each time that saving begins to fail
         self.unsaved: dict[str, Session] = {}  # what the chat file lacks, by id
         self.save_error = ""  # why it does
+        self.left_out = ""  # what `restore` has not brought back, in words
         self._save_again = 0.0  # not before this moment
 
     def use(self, codec: Codec) -> None:
@@ -373,7 +380,7 @@ class Chats:
     def new(self, system: str, title: str = "", parent: Session | None = None) -> Session:
         """A new, empty chat at the end of the list."""
         sampling = replace(parent.sampling if parent else self.sampling)
-        session = Session(uuid.uuid4().hex[:8], title or "new chat", system, sampling, named=bool(title))
+        session = Session(new_id(), title or "new chat", system, sampling, named=bool(title))
         self.sessions.append(session)
         return session
 
@@ -393,15 +400,21 @@ class Chats:
         return fork
 
     def reopen(self, id: str) -> Session:
-        """Bring a chat of the store back to the list, closed or not; one that is on the list already is that."""
+        """Bring a chat of the store back to the list, closed or not; one that is on the list already is that. Of one
+        that another minitui has open, a fork."""
         session = next((s for s in self.sessions if s.id == id), None)
         if session is None:
             chat = self.store.load(id) if self.store else None
-            if chat is None:
+            if chat is None or self.store is None:
                 raise InvalidRequest(f"there is no chat {id!r} in the chat file", "id")
-            session = self._from_store(chat)
+            if self.store.claim(id):
+                session = self._from_store(chat)
+            else:  # two that write one chat would overwrite each other
+                session = self._from_store(chat, "another minitui is still writing it")
+                session.id, session.parent = new_id(), chat.id
+                session.note = "another minitui has this chat open and goes on with it: this is a fork of what it holds"
             self.sessions.append(session)
-            self._save(session)
+            self._save(session, everything=True)
         return session
 
     def close(self, session: Session) -> None:
@@ -435,19 +448,32 @@ class Chats:
         return {session.id: f"{number} {session.title}" for number, session in enumerate(self.sessions, 1)}
 
     def restore(self) -> int:
-        """Bring back the chats that were not closed; returns how many."""
-        stored = self.store.open_chats() if self.store else []
-        self.sessions += [self._from_store(chat) for chat in stored]
-        return len(stored)
+        """Bring back the chats that were open when something was asked last; returns how many. `left_out` says
+        what became of the others."""
+        if self.store is None:
+            return 0
+        left = self.store.take_over(MOST_RESTORED)
+        self.sessions += [self._from_store(chat) for chat in left.chats]
+        told = []
+        if left.elsewhere:
+            one = left.elsewhere == 1
+            told.append(
+                f"{left.elsewhere} {'chat is' if one else 'chats are'} open in another minitui, which goes on with "
+                f"{'it' if one else 'them'}: F finds {'it' if one else 'them'}, and opens a fork here."
+            )
+        if left.others:
+            told.append(f"F finds the {left.others} older {'chat' if left.others == 1 else 'chats'} that were kept.")
+        self.left_out = " ".join(told)
+        return len(left.chats)
 
-    def _from_store(self, chat: StoredChat) -> Session:
+    def _from_store(self, chat: StoredChat, why_cut: str = "cut short: minitui ended while it was written") -> Session:
         known = {k: v for k, v in chat.settings.items() if k in Sampling.__dataclass_fields__}
         session = Session(chat.id, chat.title, chat.system, Sampling(**known), parent=chat.parent, named=True)
         session.created = chat.created
         session.ids, session.spelled_by = chat.ids, chat.model
         for m in chat.messages:
-            cut = m.state in ("queued", "running")  # it ended with the process that showed it
-            state, error = ("cancelled", "cut short: minitui ended while it was written") if cut else (m.state, m.error)
+            cut = m.state in ("queued", "running")
+            state, error = ("cancelled", why_cut) if cut else (m.state, m.error)
             session.messages.append(Message(m.role, m.text, state, error, m.metrics or {}, m.created))
         return session
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError
+from minitui.presence import Presence
 
 MIGRATIONS = (
     """
@@ -30,7 +31,7 @@ MIGRATIONS = (
         parent   TEXT,                -- the chat it was forked from
         settings TEXT NOT NULL,       -- JSON: sampling
         created  REAL NOT NULL,
-        closed   REAL                 -- NULL: comes back with `minitui chat --resume`
+        closed   REAL                 -- NULL: may come back with `minitui chat --resume`
     );
     CREATE TABLE messages (
         chat     TEXT NOT NULL REFERENCES chats(id) ON DELETE CASCADE,
@@ -48,6 +49,10 @@ MIGRATIONS = (
     """
     ALTER TABLE chats ADD COLUMN model TEXT NOT NULL DEFAULT '';
     ALTER TABLE chats ADD COLUMN ids BLOB NOT NULL DEFAULT x'';
+    """,
+    # Which minitui had it open last; as long as that runs, the chat is its own.
+    """
+    ALTER TABLE chats ADD COLUMN run TEXT NOT NULL DEFAULT '';
     """,
 )
 
@@ -88,6 +93,16 @@ class StoredChat:
 
 
 @dataclass
+class Left:
+    """What was left open. `others` were, too, but not when a minitui was last used, or there are too many of them;
+    `elsewhere` are open in another one, which runs."""
+
+    chats: list[StoredChat]
+    others: int
+    elsewhere: int
+
+
+@dataclass
 class Found:
     """A chat of the file that fits what was searched for."""
 
@@ -110,6 +125,7 @@ class Store:
         Raises StoreError if the file is of a newer minitui or no database.
         """
         self.path = path
+        self._presence: Presence | None = None
         end = time.monotonic() + BEGIN_S
         try:
             while not self._begin(last=time.monotonic() > end):
@@ -141,6 +157,16 @@ class Store:
         """The schema's version, as written in the file."""
         return int(self._db.execute("PRAGMA user_version").fetchone()[0])
 
+    @property
+    def _here(self) -> Presence | None:
+        """This minitui among others; None where the chats are in memory. Whoever only reads need not be known."""
+        if self._presence is None and str(self.path) != ":memory:":
+            try:
+                self._presence = Presence(Path(self.path).parent)
+            except OSError as error:
+                raise StoreError(f"no file can be made beside the chat file {self.path}: {error.strerror}") from None
+        return self._presence
+
     def _migrate(self) -> None:
         if self.version > len(MIGRATIONS):
             raise StoreError(
@@ -171,11 +197,13 @@ class Store:
             raise StoreError(f"the chat file {self.path} cannot be used: {error}") from None
 
     def save_chat(self, chat: StoredChat) -> None:
-        """Insert the chat or bring its row up to date; its messages are saved by `save_message`."""
+        """Insert the chat or bring its row up to date; its messages are saved by `save_message`. It is this minitui's
+        from now on: one that was in the file before must be `claim`ed first."""
         self._run(
-            "INSERT INTO chats (id, title, system, parent, settings, created, model, ids) VALUES (?,?,?,?,?,?,?,?) "
+            "INSERT INTO chats (id, title, system, parent, settings, created, model, ids, run) "
+            "VALUES (?,?,?,?,?,?,?,?,?) "
             "ON CONFLICT (id) DO UPDATE SET title=excluded.title, system=excluded.system, settings=excluded.settings, "
-            "model=excluded.model, ids=excluded.ids, closed=NULL",
+            "model=excluded.model, ids=excluded.ids, run=excluded.run, closed=NULL",
             (
                 chat.id,
                 chat.title,
@@ -185,8 +213,18 @@ class Store:
                 chat.created or time.time(),
                 chat.model,
                 array("i", chat.ids).tobytes(),
+                self._here.id if self._here else "",
             ),
         )
+
+    def claim(self, chat: str) -> bool:
+        """Make a chat this minitui's own; False if another that runs has it open."""
+        with self.together():
+            rows = self._run("SELECT run FROM chats WHERE id = ? AND closed IS NULL", (chat,))
+            if rows and self._here and self._here.runs(rows[0][0]):
+                return False
+            self._run("UPDATE chats SET run = ? WHERE id = ?", (self._here.id if self._here else "", chat))
+        return True
 
     def save_message(self, chat: str, position: int, message: StoredMessage) -> None:
         """Insert or replace message `position` (0 is the first) of a chat that has been saved."""
@@ -214,11 +252,28 @@ class Store:
 
     def open_chats(self) -> list[StoredChat]:
         """The chats that were not closed and hold a message, oldest first, with their messages."""
-        rows = self._run(
-            "SELECT id, title, system, parent, settings, created, model, ids FROM chats "
+        return [self._chat(*row[:-1]) for row in self._open()]
+
+    def _open(self) -> list[Any]:
+        return self._run(
+            "SELECT id, title, system, parent, settings, created, model, ids, run FROM chats "
             "WHERE closed IS NULL AND EXISTS (SELECT 1 FROM messages WHERE chat = chats.id) ORDER BY created, rowid"
         )
-        return [self._chat(*row) for row in rows]
+
+    def take_over(self, most: int) -> Left:
+        """Claim the chats that were open in the minitui in which something was asked last, the `most` that were used
+        last; oldest first."""
+        with self.together():
+            here, rows = self._here, self._open()
+            running = {run for run in {row[-1] for row in rows} if here and here.runs(run)}
+            free = [row for row in rows if row[-1] not in running]
+            used = dict(self._run("SELECT chat, max(created) FROM messages GROUP BY chat"))
+            newest = sorted(free, key=lambda row: used[row[0]], reverse=True)
+            left = [row for row in newest if row[-1] == newest[0][-1]][:most]
+            for row in left:
+                self._run("UPDATE chats SET run = ? WHERE id = ?", (here.id if here else "", row[0]))
+        chats = [self._chat(*row[:-1]) for row in free if row in left]
+        return Left(chats, len(free) - len(chats), len(rows) - len(free))
 
     def load(self, id: str) -> StoredChat | None:
         """One chat with its messages, closed or not; an unambiguous beginning of its id will do. None: no such chat."""
@@ -276,8 +331,11 @@ class Store:
         ]
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; what is open in it may be taken over by others."""
         self._db.close()
+        if self._presence is not None:
+            self._presence.end()
+            self._presence = None
 
 
 def _line(texts: list[str], words: list[str]) -> str:

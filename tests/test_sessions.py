@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -221,6 +224,7 @@ async def test_a_chat_taken_up_again_is_token_exact(tmp_path):
     session = chats.new(SYSTEM)
     chats.send(session, "What is a block table?")
     await answered(session)
+    store.close()
     again = await chats_on(FakeSource(), Store(tmp_path / "chats.sqlite"))
     assert again.restore() == 1
     restored = again.sessions[0]
@@ -234,18 +238,105 @@ async def test_a_chat_taken_up_again_is_token_exact(tmp_path):
 
 
 async def test_chats_are_restored_before_the_engine_is_known_and_ids_of_another_model_are_not_used(tmp_path):
-    chats = await chats_on(FakeSource(), Store(tmp_path / "chats.sqlite"))
+    store = Store(tmp_path / "chats.sqlite")
+    chats = await chats_on(FakeSource(), store)
     session = chats.new(SYSTEM)
     chats.send(session, "What is a block table?")
     await answered(session)
     for model, kept in ((chats.model, len(session.ids)), ("another", 0)):
         source = FakeSource()
-        again = Chats(source, Store(tmp_path / "chats.sqlite"))
+        store.close()
+        store = Store(tmp_path / "chats.sqlite")
+        again = Chats(source, store)
         again.restore()  # as the command line does it: nothing is loaded yet
         await source.start(lambda progress: None)
         source.info["model"] = model
         again.use(ByteCodec())
         assert again.prompt(again.sessions[0]).kept == kept
+
+
+async def asked(store: Store, *questions: str) -> Chats:
+    """Of one start: a chat for each question, answered, and an empty one."""
+    chats = await chats_on(FakeSource(), store)
+    for question in questions:
+        chats.send(chats.new(SYSTEM), question)
+        await answered(chats.sessions[-1])
+    chats.new(SYSTEM)
+    return chats
+
+
+async def test_after_many_starts_only_the_chats_of_the_last_come_back_and_the_others_are_found(tmp_path):
+    path = tmp_path / "chats.sqlite"
+    for number in range(6):
+        store = Store(path)
+        await asked(store, f"start {number}")
+        store.close()
+    await asked(store := Store(path), "paging", "prefill")
+    store.close()
+    await asked(store := Store(path))  # looked in, and asked nothing
+    store.close()
+    chats = Chats(FakeSource(), Store(path))
+    assert chats.restore() == 2 and [s.title for s in chats.sessions] == ["paging", "prefill"]
+    assert chats.left_out == "F finds the 6 older chats that were kept."
+    assert [one.title for one in chats.store.search("start 3")] == ["start 3"]
+
+
+async def test_of_very_many_chats_those_used_last_come_back(tmp_path):
+    store = Store(tmp_path / "chats.sqlite")
+    chats = await asked(store, *(f"chat {number}" for number in range(12)))
+    chats.send(chats.sessions[1], "and then?")
+    await answered(chats.sessions[1])
+    store.close()
+    again = Chats(FakeSource(), Store(tmp_path / "chats.sqlite"))
+    assert again.restore() == 9
+    assert [s.title for s in again.sessions] == ["chat 1", *(f"chat {number}" for number in range(4, 12))]
+
+
+async def test_what_one_minitui_has_open_a_second_forks_and_neither_overwrites_the_other(tmp_path):
+    path = tmp_path / "chats.sqlite"
+    first = await asked(Store(path), "paging")
+    second = await chats_on(FakeSource(), Store(path))
+    assert second.restore() == 0 and not second.sessions
+    assert "1 chat is open in another minitui" in second.left_out and "opens a fork" in second.left_out
+    mine = first.sessions[0]
+    fork = second.reopen(mine.id)
+    assert fork.id != mine.id and fork.parent == mine.id and "another minitui has this chat open" in fork.note
+    second.send(fork, "asked in the second")
+    first.send(mine, "asked in the first")
+    await answered(fork, mine)
+    for session, word in ((mine, "first"), (fork, "second")):
+        kept = second.store.load(session.id)
+        assert [m.text for m in kept.messages if m.role == "user"] == ["paging", f"asked in the {word}"]
+        assert [m.text for m in kept.messages] == [m.text for m in session.messages]
+    first.close(mine)  # it is nobody's now
+    assert second.reopen(mine.id).id == mine.id
+    assert first.reopen(mine.id).id != mine.id, "and now it is the second's"
+
+
+def test_a_chat_is_free_when_the_minitui_that_had_it_open_was_killed(tmp_path):
+    program = (
+        "import sys, time; from minitui.store import Store, StoredChat, StoredMessage;"
+        "store = Store(sys.argv[1]);"
+        "store.save_chat(StoredChat('a', 't', '', None, {}, 1.0, 'm', [], []));"
+        "store.save_message('a', 0, StoredMessage('user', 'q'));"
+        "print('saved', flush=True); time.sleep(60)"
+    )
+    path = tmp_path / "chats.sqlite"
+    other = subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "saved\n"
+        store = Store(path)
+        assert not store.claim("a") and store.take_over(9).elsewhere == 1
+    finally:
+        other.kill()
+        other.wait()
+    assert [one.id for one in store.take_over(9).chats] == ["a"] and store.claim("a")
+    store.close()
+    left = list(tmp_path.glob("open-*.lock"))
+    assert len(left) == 1, "that of the killed one"
+    os.utime(left[0], (0, 0))
+    store = Store(path)
+    assert store.claim("a") and left[0] not in tmp_path.glob("open-*.lock"), "the next to begin takes it away"
 
 
 async def test_when_the_engine_dies_the_answer_so_far_stays_and_says_so():

@@ -47,6 +47,9 @@ way, and why not more did:
 The chips on the right are this chat's block table: the position in the text, in steps of 16, says which chip; the
 number on it is the block in the pool. The same numbers in two chats are the same memory.
 
+Chats in which something was asked are kept. F searches all of them; minitui chat --resume brings back those that were
+open last. What another minitui has open now opens here as a fork: neither overwrites the other.
+
 Try: ask something, press esc and then r.""",
     "inspect": """\
 Everything on this screen is folded from the engine's own record of what it did, step by step.
