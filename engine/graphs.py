@@ -34,6 +34,7 @@ from engine.forward import ForwardMeta
 from engine.kernels import ops as fused_ops
 from engine.kernels.batch_state import HEADER, prepare
 from engine.kernels.decode_layers import DecodeLayers
+from engine.kernels.moe import forms
 from engine.kernels.prefill_attention import BLOCK_M, num_splits
 from engine.kernels.sample import SampleWorkspace, draw
 from engine.model.weights import Progress
@@ -48,6 +49,7 @@ RING = 4  # staging buffers: more than steps that can be in flight
 CHANGES = 1024  # changes to the block table that travel with a decode step; more go ahead of it
 GRAPH_BYTES = 1 << 30  # kept free of KV cache for the graphs' own memory
 EXTEND_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048, 2304, 2560, 3072)
+WARM_UP_TOKENS = (1, 24, 100, 256, 700, 1024, 2047)
 LAUNCH_SECONDS = 2e-4  # what it takes the host to launch one layer kernel by kernel
 MATMUL_RATE = 5e14  # operations per second at which a step becomes longer than its launches, and padding costs more
 EXTEND_SEQUENCES = 8
@@ -125,10 +127,12 @@ class GraphRunner(Runner):
         self._decode: dict[int, torch.cuda.CUDAGraph] = {}
         self._extend: dict[int, torch.cuda.CUDAGraph] = {}
         self._sample: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self.attention.flash_from = self._launch_bound()  # below, the host's time counts, of which it takes more
         if not self.config.enforce_eager:
             self._make_buffers()
             self._capture_all(on_progress)
         self.attention.warm_up(self.pool, self.dtype)
+        self._warm_up_forms(on_progress)
         # What exists by now stays: without this, collections that walk it all stop a step for 60 ms now and then.
         gc.collect()
         gc.freeze()
@@ -279,13 +283,30 @@ class GraphRunner(Runner):
         self._scores = torch.zeros(drawn, dtype=torch.float32, device=device)
         self._sampling = SampleWorkspace(drawn, vocab, device)
         self._layers = DecodeLayers(self.model, self.attention, self.pool, self.block_table, self.group)
-        config = self.model_config
-        layer = (self.model.nbytes - self.model.embedding.nbytes) / self.dtype.itemsize / config.num_layers
-        worthwhile = max(64, LAUNCH_SECONDS * MATMUL_RATE / (2 * layer))
-        limit = self.group.least(int(min(self.max_num_batched_tokens, self.max_model_len, worthwhile)))
+        worthwhile = max(64, self._launch_bound())
+        limit = self.group.least(min(self.max_num_batched_tokens, self.max_model_len, worthwhile))
         self._extend_sizes = [t for t in EXTEND_TOKENS if t <= limit] if rows >= EXTEND_SEQUENCES else []
         largest = self._extend_sizes[-1] if self._extend_sizes else 0
         self._extend_input = Staging(4 * largest + 5 * EXTEND_SEQUENCES, torch.int64, device)
+
+    def _launch_bound(self) -> int:
+        """Steps of fewer tokens take the host longer to launch than the device to compute."""
+        layer = self.model.nbytes_per_token / self.dtype.itemsize / self.model_config.num_layers
+        return int(LAUNCH_SECONDS * MATMUL_RATE / (2 * layer))
+
+    def _warm_up_forms(self, on_progress: Progress | None) -> None:
+        """Steps of every form that has not been captured, so that nobody waits while one is compiled: a first prompt
+        took a mixture of experts up to 1.3 s, each of seven sizes. On an H200 with the kernels compiled by an earlier
+        start this takes 0.5 s for 8B and 30B-A3B."""
+        most, experts = self.max_num_batched_tokens, self.model_config.experts
+        sizes = {min(size, most) for size in WARM_UP_TOKENS}
+        if experts is not None:
+            sizes.update(forms(most, self.model_config.hidden_size, experts.count, experts.per_token))
+        for done, tokens in enumerate(sorted(sizes)):
+            if on_progress is not None:
+                text = f"preparing steps of {tokens:,} tokens"
+                on_progress({"stage": "forms", "done": done, "total": len(sizes), "text": text})
+            self._warm_up(tokens)
 
     def _capture_all(self, on_progress: Progress | None) -> None:
         """Largest first: the smaller ones then live in the memory of the larger."""

@@ -194,12 +194,12 @@ class Runner:
             self.sampler = Sampler(self.max_rows, model_config.vocab_size, self.device, self._upload)
             self.num_blocks = self._count_blocks() + 1  # and the null block
             self.pool = self._make_pool(self.num_blocks)
-            if model_config.experts is not None:
-                self.model.take_expert_load()  # what finding out the memory has sent them
         self.memory.kv_cache = self.pool.nbytes
         self._expert_load_due = math.inf if model_config.experts is None else 0.0
         with torch.inference_mode():
             self._prepare(on_progress)
+            if model_config.experts is not None:
+                self.model.take_expert_load()  # what was sent them on the way here
 
     def _prepare(self, on_progress: Progress | None) -> None:
         """The last of the start: what the runners of some devices make for their own ways to run a step."""
@@ -441,7 +441,9 @@ class Runner:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
-        self._warm_up()
+        logits = self._warm_up(self.max_num_batched_tokens)
+        logits.float().sort(descending=True).values.softmax(-1).cumsum(-1)  # for top-p: the most of any way to sample
+        del logits
         torch.cuda.synchronize(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
@@ -458,10 +460,9 @@ class Runner:
             )
         return room // per_block
 
-    def _warm_up(self) -> None:
-        """A step of the largest shape, in the null block: T prompt tokens and logits for every row."""
-        pool, tokens, rows = self._make_pool(1), self.max_num_batched_tokens, self.max_rows
-        n = min(rows, tokens)
+    def _warm_up(self, tokens: int) -> torch.Tensor:
+        """A step of so many prompt tokens, in a null block of its own: the logits of as many rows as there can be."""
+        pool, n = self._make_pool(1), min(self.max_rows, tokens)
         lengths = np.full(n, tokens // n)
         lengths[0] += tokens - int(lengths.sum())
         lengths = np.minimum(lengths, self.max_model_len)
@@ -482,9 +483,7 @@ class Runner:
         )
         token_ids = torch.zeros(len(positions), dtype=torch.int64, device=self.device)
         self.attention.plan(meta)
-        hidden = self.model.forward(token_ids, meta, self.attention, pool)
-        # Sorting for top-p takes the most memory of anything the sampler does.
-        self.model.logits(hidden).float().sort(descending=True).values.softmax(-1).cumsum(-1)
+        return self.model.logits(self.model.forward(token_ids, meta, self.attention, pool))
 
 
 def listed_load(layers: list[int], load: torch.Tensor) -> list[tuple[int, list[int]]]:

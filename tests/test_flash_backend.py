@@ -7,15 +7,17 @@ and meaning; what they leave undefined is NaN.
 from __future__ import annotations
 
 import sys
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
 from itertools import pairwise
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from engine.attention import backend_names, choose_attention
-from engine.attention.flash_backend import FlashAttention
+from engine.attention.flash_backend import FlashAttention, installed_for
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.two_backends import TwoBackends
 from engine.errors import EngineError
@@ -139,6 +141,33 @@ def test_what_is_missing_is_named(gpu: Any, capability: Any, libraries: str, blo
     gpu(capability, libraries)
     with pytest.raises(EngineError, match=sentence):
         FlashAttention(config(4, 2, 8), block_size, HALF, HALF, CUDA)
+
+
+class Broken(Loader):
+    """A package that is there, and whose libraries do not load."""
+
+    def create_module(self, spec: Any) -> None:
+        raise OSError("libcute.so: undefined symbol")
+
+    def exec_module(self, module: ModuleType) -> None: ...
+
+
+@pytest.mark.parametrize("state", ["fine", "absent", "other", "broken"])
+def test_auto_takes_it_where_it_is_known_to_be_faster(gpu: Any, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    gpu((9, 0), "4")
+    for name in ("flash_attn", "flash_attn.cute"):
+        spec = ModuleSpec(name, None, is_package=True)
+        sys.modules[name].__spec__, sys.modules[name].__path__ = spec, []  # type: ignore[attr-defined]
+    if state == "absent":
+        monkeypatch.setattr("engine.attention.flash_backend.importlib.util.find_spec", lambda name: None)
+    if state == "broken":
+        finder = SimpleNamespace(find_spec=lambda name, *_: name == "flash_attn.cute" and ModuleSpec(name, Broken()))
+        monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+        monkeypatch.delitem(sys.modules, "flash_attn.cute")
+        with pytest.raises(EngineError, match=r"is installed, and failed .*undefined symbol.*install it anew"):
+            FlashAttention(config(4, 2, 128), 16, HALF, HALF, CUDA)
+    found = installed_for(config(4, 2, 64 if state == "other" else 128), 16, HALF, HALF, CUDA)
+    assert (found is not None) == (state == "fine")
 
 
 def test_what_it_cannot_compute_is_refused(gpu: Any) -> None:

@@ -30,6 +30,7 @@ MODELS = {
     "dense": DENSE,
     "experts": replace(DENSE, experts=ExpertsConfig(16, 4, 96, True, (True, True))),
     "odd experts": replace(DENSE, experts=ExpertsConfig(16, 4, 36, True, (True, True))),
+    "head of 128": replace(DENSE, head_dim=128),
     "windows": replace(DENSE, windows=(128, 0)),
     "head of 96": replace(DENSE, head_dim=96),
 }
@@ -111,6 +112,13 @@ SMALL_CACHE, FLASH = {"kv_cache_dtype": "fp8"}, {"attention_backend": "flash"}
 EAGER, EIGHT = {"enforce_eager": True}, {"block_size": 8}
 TABLE: list[tuple[str, dict[str, Any], tuple[int, int], str]] = [
     ("dense", {}, HOPPER, "GraphRunner, triton"),
+    ("head of 128", {}, HOPPER, "GraphRunner, flash + triton"),
+    ("head of 128", EAGER | DRAFTS, HOPPER, "SpeculativeGraphRunner, flash + triton"),
+    ("head of 128", SMALL_CACHE, HOPPER, "GraphRunner, triton"),
+    ("head of 128", {"block_size": 64}, HOPPER, "GraphRunner, triton"),
+    ("head of 128", {"attention_backend": "triton"}, HOPPER, "GraphRunner, triton"),
+    ("head of 128", {"dtype": "float32"}, HOPPER, "Runner, torch"),
+    ("head of 128", {}, ADA, "Runner, torch"),
     ("dense", SMALL_CACHE | EAGER | EIGHT, HOPPER, "GraphRunner, triton"),
     ("dense", SMALL_CACHE | DRAFTS | FP8, HOPPER, "SpeculativeGraphRunner, triton"),
     ("dense", SMALL_CACHE | TWO, HOPPER, "LeadGraphRunner, triton"),

@@ -67,7 +67,6 @@ def choose_attention(
         raise EngineError(f"attention_backend triton cannot be used: {why_not}; leave it at auto")
     best = "torch" if why_not else "triton"
     decode = best if decode == "auto" else decode
-    prefill = best if prefill == "auto" else prefill
 
     def make(name: str, flash: Any = None) -> AttentionBackend:
         if name == "triton":
@@ -80,6 +79,11 @@ def choose_attention(
             return FlashAttention(config, block_size, dtype, kv_dtype or dtype, device)
         return TorchAttention(config, block_size, dtype, device)
 
+    if (prefill, decode) == ("auto", "triton"):
+        from engine.attention.flash_backend import installed_for
+
+        return make("triton", installed_for(config, block_size, dtype, kv_dtype or dtype, device))
+    prefill = best if prefill == "auto" else prefill
     if prefill == decode:
         return make(prefill)
     if (prefill, decode) == ("flash", "triton"):

@@ -24,10 +24,10 @@ class TritonAttention:
         self, config: ModelConfig, max_rows: int, max_model_len: int, device: torch.device,
         flash: FlashAttention | None = None,
     ) -> None:  # fmt: skip
-        """`flash`: takes the chunks, except those of captured steps, which are short."""
+        """`flash`: takes the chunks, except those of captured steps and of others below `flash_from` tokens."""
         if flash is not None:
             self.name = "flash + triton"
-        self._flash = flash
+        self._flash, self.flash_from = flash, 0
         self.group = config.num_heads // config.num_kv_heads
         self.scale = config.head_dim**-0.5
         self.workspace = DecodeWorkspace(
@@ -54,7 +54,7 @@ class TritonAttention:
         assert meta is not None, "plan() comes before run()"
         tokens, heads, dim = q.shape
         n = meta.num_decodes
-        flash = self._flash if tokens > n and self._splits is None else None
+        flash = self._flash if tokens > n and tokens >= self.flash_from and self._splits is None else None
         if flash is not None:
             out = flash.chunks(meta, n, layer, q, k_cache, v_cache)  # what it leaves undefined is written now
         elif self._padded:

@@ -40,7 +40,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels.moe_route import Routes, route
+from engine.kernels.moe_route import Form, Routes, form_for, route
 
 
 class Tile(NamedTuple):
@@ -232,6 +232,15 @@ def tiles_for(tokens: int, per_token: int, experts: int) -> Tiles:
     if each <= 48:
         return Tiles(64, False, Tile(128, 64, 4, 3), Tile(128, 64, 4, 4))
     return Tiles(128, False, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4))
+
+
+def forms(most: int, hidden: int, experts: int, per_token: int) -> list[int]:
+    """Numbers of tokens up to `most`, such that steps of these use every form of the kernels that any step does."""
+    found: dict[tuple[Tiles, Form], int] = {}
+    for tokens in range(1, most + 1):
+        tiles = tiles_for(tokens, per_token, experts)
+        found.setdefault((tiles, form_for(tokens, hidden, experts, per_token, tiles.rows)), tokens)
+    return list(found.values())
 
 
 @cache

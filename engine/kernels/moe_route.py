@@ -16,6 +16,7 @@ at 8,192. Programs of one warp with one token or two; the same work for 4 tokens
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,7 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 ROUTER_PROGRAMS = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])  # of any number of tokens the same program
 def _router_kernel(
     x,
     router,
@@ -71,7 +72,7 @@ def most_probable(logits, e, E):
     return tl.where(e < E, low, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _choose_kernel(
     parts,
     chosen,
@@ -126,7 +127,7 @@ def _choose_kernel(
     tl.store(places + pair, place, mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "TILES"])
 def _group_kernel(
     chosen,
     places,
@@ -194,6 +195,41 @@ def most_tiles(pairs: int, experts: int, rows: int) -> int:
     return used + (pairs - used) // rows
 
 
+class Form(NamedTuple):
+    """Tokens of a tile of the router, slices of the hidden size, experts of a tile; tokens of a program of choose;
+    pairs and tiles of one of group."""
+
+    tokens: int
+    split: int
+    experts: int
+    choose: int
+    pairs: int
+    tiles: int
+
+
+def form_for(tokens: int, hidden: int, experts: int, per_token: int, rows: int) -> Form:
+    """The one measured fastest. `rows`: pairs of a tile of the products."""
+    block_m = 16 if tokens <= 512 else 64
+    block_k = _block_k(hidden)
+    programs = triton.cdiv(tokens, block_m)
+    split = 1
+    while split < 8 and split * programs < ROUTER_PROGRAMS and split * 2 * block_k <= hidden:
+        split *= 2
+    block_e = min(_block_e(experts), 32 if programs * split < 64 else 128)
+    block_t, block = (1, 8) if tokens <= 1024 else (2, 16)
+    pairs = tokens * per_token
+    tiles = triton.cdiv(most_tiles(pairs, experts, rows), triton.cdiv(pairs, block))
+    return Form(block_m, split, block_e, block_t, block, triton.next_power_of_2(tiles))
+
+
+def _block_k(hidden: int) -> int:
+    return min(128, max(16, triton.next_power_of_2(hidden)))
+
+
+def _block_e(experts: int) -> int:
+    return max(16, triton.next_power_of_2(experts))
+
+
 def route(
     x: torch.Tensor, router: torch.Tensor, per_token: int, normalised: bool, load: torch.Tensor, rows: int,
     live: torch.Tensor | None = None, *, pdl: bool = True,
@@ -204,19 +240,13 @@ def route(
     """
     (tokens, hidden), experts = x.shape, len(router)
     pairs, device = tokens * per_token, x.device
-    block_m = 16 if tokens <= 512 else 64
-    block_k = min(128, max(16, triton.next_power_of_2(hidden)))
-    programs = triton.cdiv(tokens, block_m)
-    split = 1
-    while split < 8 and split * programs < ROUTER_PROGRAMS and split * 2 * block_k <= hidden:
-        split *= 2
-    block_e = max(16, triton.next_power_of_2(experts))
-    router_e = min(block_e, 32 if programs * split < 64 else 128)
+    form, block_e = form_for(tokens, hidden, experts, per_token, rows), _block_e(experts)
+    split, block = form.split, form.pairs
     parts = torch.empty(split, tokens, experts, dtype=torch.float32, device=device)
     counts = torch.empty(experts, dtype=torch.int32, device=device)
-    _router_kernel[(programs, split, triton.cdiv(experts, router_e))](
-        x, router, parts, counts, tokens, experts, H=hidden, BLOCK_M=block_m, BLOCK_E=router_e, BLOCK_K=block_k,
-        SPLIT=split, ALL_E=block_e, PDL=pdl, num_warps=4, num_stages=3, launch_pdl=pdl,
+    _router_kernel[(triton.cdiv(tokens, form.tokens), split, triton.cdiv(experts, form.experts))](
+        x, router, parts, counts, tokens, experts, H=hidden, BLOCK_M=form.tokens, BLOCK_E=form.experts,
+        BLOCK_K=_block_k(hidden), SPLIT=split, ALL_E=block_e, PDL=pdl, num_warps=4, num_stages=3, launch_pdl=pdl,
     )  # fmt: skip
     tiles = most_tiles(pairs, experts, rows)
     routes = Routes(
@@ -225,18 +255,15 @@ def route(
         torch.empty(tiles, 4, dtype=torch.int32, device=device),
     )
     chosen, places = torch.empty(2, pairs, dtype=torch.int32, device=device)
-    block_t, block = (1, 8) if tokens <= 1024 else (2, 16)
     block_top = triton.next_power_of_2(per_token)
-    _choose_kernel[(triton.cdiv(tokens, block_t),)](
+    _choose_kernel[(triton.cdiv(tokens, form.choose),)](
         parts, chosen, routes.weights, places, counts, live, tokens, experts, TOP=per_token, BLOCK_TOP=block_top,
-        NORMALISED=normalised, SPLIT=split, BLOCK_T=block_t, BLOCK_E=block_e, HAS_LIVE=live is not None, PDL=pdl,
+        NORMALISED=normalised, SPLIT=split, BLOCK_T=form.choose, BLOCK_E=block_e, HAS_LIVE=live is not None, PDL=pdl,
         num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
-    programs = triton.cdiv(pairs, block)
-    _group_kernel[(programs,)](
+    _group_kernel[(triton.cdiv(pairs, block),)](
         chosen, places, counts, routes.order, routes.tiles, load, live, tokens, experts, tiles, TOP=per_token,
         PAIRS=block, BLOCK_E=block_e, BLOCK_M=rows, HAS_LIVE=live is not None, PDL=pdl,
-        BLOCK_TILES=triton.next_power_of_2(triton.cdiv(tiles, programs)), num_warps=1,
-        launch_pdl=pdl,
+        BLOCK_TILES=form.tiles, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     return routes

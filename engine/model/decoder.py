@@ -193,3 +193,10 @@ class Decoder:
     def nbytes(self) -> int:
         """Bytes of all parameters."""
         return sum(slot.view.nbytes for slot in self.slots())
+
+    @property
+    def nbytes_per_token(self) -> int:
+        """Bytes of what a token is multiplied with: of the experts only those that it is sent to; no embedding."""
+        experts = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
+        idle = sum(mlp.nbytes * (mlp.config.count - mlp.config.per_token) // mlp.config.count for mlp in experts)
+        return self.nbytes - self.embedding.nbytes - idle

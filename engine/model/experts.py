@@ -67,6 +67,11 @@ class Experts:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights.to(x.dtype), chosen
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all experts, without the router."""
+        return self.gate_up.nbytes + self.down.nbytes
+
     def slots(self, prefix: str) -> Iterator[Slot]:
         gate, up = self.gate_up.chunk(2, 1)
         names = [f"{prefix}experts.{expert}." for expert in range(self.config.count)]
