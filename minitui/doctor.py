@@ -14,7 +14,7 @@ from typing import Any
 from engine.errors import how_to_install
 
 EXTRAS = {  # module -> (extra, what it is for)
-    "flash_attn": ("flash", "--attention-backend flash: FlashAttention-4 for prompts, on NVIDIA Hopper and Blackwell"),
+    "flash_attn": ("flash", "FlashAttention-4 for prompts, on NVIDIA Hopper and Blackwell: used where it is installed"),
     "fastapi": ("serve", "minitui serve, and chat --connect to a server"),
     "textual_serve": ("web", "minitui chat --web: the application in a browser"),
     "llguidance": ("structured", "answers that follow a JSON schema, a regular expression or a choice"),

@@ -43,7 +43,10 @@ def _options(
     ] = 1,
     attention_backend: Annotated[
         str,
-        typer.Option(help="auto, torch, triton or flash; or two, for prefill and decode: flash,triton."),
+        typer.Option(
+            help="auto (on a GPU Triton, and FlashAttention for prompts where it is installed), torch, triton or flash; "
+            "or two, for prefill and decode: flash,triton."
+        ),
     ] = "auto",
     kv_cache_dtype: Annotated[
         str, typer.Option(help="auto, or fp8: 8-bit keys and values: twice as many tokens, and decode reads half.")

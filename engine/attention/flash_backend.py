@@ -29,6 +29,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,14 +98,16 @@ class FlashAttention:
     def warm_up(self, pool: KVPool, heads: int, dtype: torch.dtype) -> None:
         """Compile what chunks may need: one form for those that fill a tile of queries, and one for shorter ones."""
         device, size = pool.keys[0].device, pool.block_size
-        for tokens in (1, 512):
-            bounds = torch.tensor([0, tokens], dtype=torch.int32, device=device)
-            blocks = torch.zeros(1, -(-tokens // size), dtype=torch.int32, device=device)
-            q = torch.zeros(tokens, heads, pool.keys[0].shape[3], dtype=dtype, device=device)
-            self._attend(
-                q, pool.keys[0], pool.values[0], bounds, (tokens, tokens), bounds[1:], blocks,
-                softmax_scale=self._scale, causal=True, window=None,
-            )  # fmt: skip
+        with warnings.catch_warnings():  # its compiler's, about its own arguments
+            warnings.simplefilter("ignore", UserWarning)
+            for tokens in (1, 512):
+                bounds = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+                blocks = torch.zeros(1, -(-tokens // size), dtype=torch.int32, device=device)
+                q = torch.zeros(tokens, heads, pool.keys[0].shape[3], dtype=dtype, device=device)
+                self._attend(
+                    q, pool.keys[0], pool.values[0], bounds, (tokens, tokens), bounds[1:], blocks,
+                    softmax_scale=self._scale, causal=True, window=None,
+                )  # fmt: skip
 
 
 def installed_for(

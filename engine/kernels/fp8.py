@@ -93,7 +93,7 @@ def round_rows(x: torch.Tensor, *, silu: bool = False, both: bool = False) -> tu
     return values, scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # of any number of tokens the same program
 def _skinny_kernel(
     x,
     x_scale,
