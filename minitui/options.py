@@ -44,7 +44,7 @@ def _options(
     attention_backend: Annotated[
         str,
         typer.Option(
-            help="auto (on a GPU Triton, and FlashAttention for prompts where it is installed), torch, triton or flash; "
+            help="auto (on a GPU Triton, with FlashAttention for prompts if it is installed), torch, triton or flash; "
             "or two, for prefill and decode: flash,triton."
         ),
     ] = "auto",
