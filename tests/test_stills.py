@@ -70,7 +70,8 @@ async def test_chats_look_as_they_did(size: tuple[int, int]) -> None:
             assert "return table[" in text
             app.commands.run("palette")
             await settled()
-            await album.take("every command")
+            await pilot.press(*"fork")
+            await album.take("the commands with a word")
             await pilot.press("escape")
         album.compare()
 
