@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 from textual import events
 from textual.pilot import Pilot
+from textual.widgets import OptionList
 
 from engine.state import CACHED
 from minitui import theme
@@ -390,6 +391,19 @@ async def test_every_command_is_in_the_help_with_its_key_and_in_the_palette():
         await until(pilot, lambda: not app.session.busy)
         await press(pilot, "enter")
         assert len(app.chats.sessions) == 2
+
+
+async def test_a_click_takes_what_was_clicked_also_if_typing_has_changed_the_list_meanwhile():
+    async with running() as (app, pilot, _screen):
+        taken: list[str] = []
+        app.choose("Which?", [(name, "") for name in ("ash", "beech", "cedar", "oak")], taken.append)
+        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
+        options = app.screen.query_one(OptionList)
+        options.highlighted = 3
+        options.action_select()  # posts a message
+        app.screen._fill("ash")
+        await until(pilot, lambda: taken)
+        assert taken == ["oak"]
 
 
 async def test_letters_answer_a_demos_prediction_and_are_keys_again_afterwards():

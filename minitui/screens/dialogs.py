@@ -12,6 +12,7 @@ from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
+from textual.widgets.option_list import Option
 
 from minitui.widgets.prompt import Prompt
 
@@ -111,16 +112,18 @@ class ChoiceDialog(Overlay[str | None]):
         options.highlighted = at if self._shown else None
 
     def _fill(self, words: str) -> None:
-        fits = [c for c in self._choices if all(w in f"{c[0]} {c[1]}".lower() for w in words.lower().split())]
-        self._shown = [choice for choice, _ in fits]
+        numbered = enumerate(self._choices)
+        fits = [(n, c) for n, c in numbered if all(w in f"{c[0]} {c[1]}".lower() for w in words.lower().split())]
+        self._shown = [choice for _, (choice, _) in fits]
         options = self.query_one(OptionList)
         options.clear_options()
-        widest = max((len(choice) for choice, why in fits if why), default=0)
+        widest = max((len(choice) for _, (choice, why) in fits if why), default=0)
         room = min(80, self.size.width * 94 // 100) - FRAME_COLUMNS - widest - 2
-        for choice, why in fits:
+        for n, (choice, why) in fits:
             lines = textwrap.wrap(why, room) if room >= NARROWEST else [why]
             below = f"\n{' ' * (widest + 2)}".join(lines)
-            options.add_option(Content.assemble(choice.ljust(widest), (f"  {below}", "$dim")) if why else choice)
+            words_of = Content.assemble(choice.ljust(widest), (f"  {below}", "$dim")) if why else Content(choice)
+            options.add_option(Option(words_of, id=str(n)))
         options.highlighted = 0 if fits else None
 
     def on_input_changed(self, event: Input.Changed) -> None:
@@ -138,7 +141,8 @@ class ChoiceDialog(Overlay[str | None]):
             self.dismiss(self._shown[at])
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        self.dismiss(self._shown[event.option_index])
+        # By its id: while this message was on its way, typing may have changed what the list shows.
+        self.dismiss(self._choices[int(event.option_id or 0)][0])
 
 
 class DeathDialog(Overlay[str | None]):
