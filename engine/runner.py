@@ -461,7 +461,7 @@ class Runner:
         return room // per_block
 
     def _warm_up(self, tokens: int) -> torch.Tensor:
-        """A step of so many prompt tokens, in a null block of its own: the logits of as many rows as there can be."""
+        """A step of so many prompt tokens, in a null block of its own: the logits of as many as can be drawn."""
         pool, n = self._make_pool(1), min(self.max_rows, tokens)
         lengths = np.full(n, tokens // n)
         lengths[0] += tokens - int(lengths.sum())
@@ -469,6 +469,9 @@ class Runner:
         ends = np.cumsum(lengths)
         positions = np.concatenate([np.arange(length) for length in lengths])
         longest = int(lengths.max())
+        drawn = ends - 1
+        if self.config.speculation != "off":  # every token of a draft
+            drawn = np.arange(len(positions))[: self.max_rows * (1 + self.config.speculative_tokens)]
         meta = ForwardMeta(
             positions=self._upload(positions),
             slot_mapping=self._upload(np.zeros(len(positions), dtype=np.int64)),
@@ -478,7 +481,7 @@ class Runner:
             max_q_len=longest,
             max_seq_len=longest,
             num_decodes=0,
-            logit_rows=self._upload(ends - 1),
+            logit_rows=self._upload(drawn),
             fresh=True,
         )
         token_ids = torch.zeros(len(positions), dtype=torch.int64, device=self.device)

@@ -257,3 +257,13 @@ def test_the_largest_batch_and_the_longest_sequence_fit(directory: Path) -> None
     driver.run([(request, 1, True) for request in requests])
     assert len(longest.ids) == driver.runner.max_model_len + 1
     assert EngineConfig(max_num_seqs=3).max_num_seqs == driver.runner.max_rows
+
+
+@pytest.mark.parametrize("speculation,drawn", [("off", 4), ("prompt-lookup", 12)])
+def test_memory_is_measured_with_logits_for_every_token_that_a_step_may_draw(
+    directory: Path, speculation: str, drawn: int
+) -> None:
+    runner = make_runner(directory, max_num_seqs=4, speculation=speculation, speculative_tokens=2)
+    with torch.inference_mode():
+        assert runner._warm_up(30).shape == (drawn, VOCAB)
+        assert runner._warm_up(3).shape == (3, VOCAB)
