@@ -64,6 +64,10 @@ def body(panel: LinePanel, view: View, width: int, height: int) -> list[str]:
 # ---- what holds for every panel
 
 
+SHAPES = [(30, 4), (40, 10), (77, 1), (80, 2), (80, 20), (123, 37), (200, 60)]
+SHAPES += [(4, 9), (5, 2), (8, 5), (9, 1), (14, 7), (23, 2), (40, 3)]  # a terminal that is being resized
+
+
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.__name__)
 @pytest.mark.parametrize("load", [SMALL, TIGHT], ids=["small", "tight"])
 def test_every_row_has_exactly_the_width_of_the_panel(panel, load):
@@ -71,7 +75,7 @@ def test_every_row_has_exactly_the_width_of_the_panel(panel, load):
     empty = View()
     for ascii_only in (False, True):
         use_ascii(ascii_only)
-        for width, height in ((30, 4), (40, 10), (77, 1), (80, 2), (80, 20), (123, 37), (200, 60)):
+        for width, height in SHAPES:
             for shown in (view, empty):
                 widget = panel()
                 rows = widget.drawn(shown, width, height)

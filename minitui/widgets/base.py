@@ -32,6 +32,9 @@ _TO_ASCII = str.maketrans({
 })  # fmt: skip
 
 
+NARROWEST = 8  # cells: in fewer no panel says anything
+
+
 def paragraphs(text: str) -> str:
     """Prose without its line breaks, so that whoever shows it breaks it anew; blank lines part paragraphs."""
     return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n")) + "\n"
@@ -105,7 +108,7 @@ class LinePanel(Widget, can_focus=True):
         """Show the view as it stands. Returns the number of rows that changed."""
         self.view = view
         width, height = self.size
-        if width < 4 or height < 1:
+        if width < 1 or height < 1:
             return 0
         self._width = width
         look = (palette(self.app), glyphs())
@@ -128,6 +131,8 @@ class LinePanel(Widget, can_focus=True):
 
     def drawn(self, view: View, width: int, height: int) -> list[Runs]:
         """What is put on the screen: `framed`, in plain ASCII where that is asked for."""
+        if width < NARROWEST:
+            return [_exact((), width)] * height
         rows = self.framed(view, width, height)
         if glyphs() is ASCII:
             return [Line((text.translate(_TO_ASCII), style) for text, style in row) for row in rows]

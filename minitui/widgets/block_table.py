@@ -99,6 +99,8 @@ that four requests have the same block in their tables: they read it together. O
     ) -> list[Runs]:  # fmt: skip
         """Lines of three (logical number, physical chip, holders); of two, with the logical number of the first before
         the chips; or chips alone: what fits. `fates`: the request has finished, and this became of its blocks."""
+        if height < 1:
+            return []
         chip = max(CHIP, len(str(view.board.state.num_blocks - 1)) + 2)
         lead = len(str(len(table) - 1)) + 2  # "12→ "
         across, short = max(1, width // chip), max(1, (width - lead) // chip)
