@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
 from collections import deque
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from engine.errors import DeviceLost, InvalidRequest
 from engine.gate import Gate
 from engine.kv.cache import KVCache
 from engine.records import RecordLog
 from engine.scheduler import Emitted, Scheduler, SchedulerConfig
+from engine.step_clock import StepClock, StepTimes, now
 from engine.types import Request, SamplingParams, StepPlan, StepResult
 
 logger = logging.getLogger("engine")
@@ -51,14 +51,12 @@ class StepRunner(Protocol):
     def launch(self, plan: StepPlan) -> Launched: ...
 
 
-class InFlight:
-    """A launched step and when its parts began, in seconds of `time.perf_counter`."""
+class InFlight(NamedTuple):
+    """A step that has been launched and not been committed."""
 
-    __slots__ = ("launch_s", "launched", "plan", "plan_s", "started")
-
-    def __init__(self, plan: StepPlan, launched: Launched, started: float, plan_s: float, launch_s: float) -> None:
-        self.plan, self.launched = plan, launched
-        self.started, self.plan_s, self.launch_s = started, plan_s, launch_s
+    plan: StepPlan
+    launched: Launched
+    times: StepTimes
 
 
 class Engine:
@@ -73,6 +71,7 @@ class Engine:
         self.cache = KVCache(runner.num_blocks, runner.block_size, self.log, prefix_caching)
         self.scheduler = Scheduler(config, self.cache, self.log)
         self.gate = Gate(self.log)
+        self.clock = StepClock(self.log, runner.synchronous)
         self.eos_ids = eos_ids
         # Steps launched but not committed when step() returns. With speculation none: how many of its drafts a row
         # keeps, and what it drafts next, depends on the ids of the step before.
@@ -80,7 +79,6 @@ class Engine:
         self._grammars = grammars  # engine.structured.Grammars, if replies can be constrained
         self._flight: deque[InFlight] = deque()
         self._next_id = 1
-        self._device_free_at = 0.0
 
     # ---- requests
 
@@ -125,69 +123,45 @@ class Engine:
 
     def step(self) -> list[Emitted]:
         """Plan and launch one step, commit the one before it (without overlap: this one). What it emitted."""
-        started = time.perf_counter()
+        times = StepTimes(begun=now())
         plan = self.scheduler.plan()
         if plan is not None:
             try:
-                self._launch(plan, started)
+                self._launch(plan, times)
             except Exception as error:
                 return self._failed(plan, error)
-        delay = self.delay if plan is not None and self.gate.free_running else 0
-        emitted: list[Emitted] = []
-        while len(self._flight) > delay:
-            emitted += self._commit(self._flight.popleft())
-        return emitted
+        overlapped = plan is not None and self.gate.free_running
+        return self._commit_all_but(self.delay if overlapped else 0)
 
     def drain(self) -> list[Emitted]:
         """Commit whatever is in flight, planning nothing new."""
+        return self._commit_all_but(0)
+
+    def _launch(self, plan: StepPlan, times: StepTimes) -> None:
+        times.planned = now()
+        launched = self.runner.launch(plan)
+        times.launched = now()
+        self._flight.append(InFlight(plan, launched, times))
+
+    def _commit_all_but(self, delay: int) -> list[Emitted]:
+        """Commit the steps in flight, oldest first, until no more than `delay` are left."""
         emitted: list[Emitted] = []
-        while self._flight:
-            emitted += self._commit(self._flight.popleft())
+        while len(self._flight) > delay:
+            emitted += self._commit(*self._flight.popleft())
         return emitted
 
-    def _launch(self, plan: StepPlan, started: float) -> None:
-        planned = time.perf_counter()
-        launched = self.runner.launch(plan)
-        self._flight.append(InFlight(plan, launched, started, planned - started, time.perf_counter() - planned))
-
-    def _commit(self, step: InFlight) -> list[Emitted]:
+    def _commit(self, plan: StepPlan, launched: Launched, times: StepTimes) -> list[Emitted]:
         try:
-            result = step.launched.wait()
+            result = launched.wait()
         except Exception as error:
-            return self._failed(step.plan, error)
-        arrived = time.perf_counter()
-        emitted = self.scheduler.commit(step.plan, result)
-        # The device worked on this step since it was free of the one before.
-        wall = arrived - max(step.started, self._device_free_at)
-        self._device_free_at = arrived
-        plan = step.plan
-        prefills = len(plan.requests) - plan.num_decoding
-        kind = "decode" if not prefills else "mixed" if plan.num_decoding else "prefill"
-        if prefills:
-            self._record_first_tokens(emitted, result)
-        commit_s = time.perf_counter() - arrived
-        launch_s = step.launch_s
-        if self.runner.synchronous and result.device_ms is not None:
-            launch_s -= result.device_ms / 1e3  # what is left is the host's own part
-        if result.comm is not None:
-            self.log.append("comm", plan.step, result.comm[0], round(result.comm[1], 3))
-        self.log.append(
-            "time", plan.step, round(step.plan_s * 1e6), round(launch_s * 1e6), round(commit_s * 1e6),
-            round(wall * 1e3, 3), result.device_ms, kind,
-        )  # fmt: skip
+            return self._failed(plan, error)
+        times.arrived = now()
+        emitted = self.scheduler.commit(plan, result)
+        wall_s = self.clock.record(times, plan, result, emitted)
         if result.expert_load is not None:
             self.log.append("experts", plan.step, result.expert_load)
-        self.gate.committed(wall)
+        self.gate.committed(wall_s)
         return emitted
-
-    def _record_first_tokens(self, emitted: list[Emitted], result: StepResult) -> None:
-        for item in emitted:
-            request = item.request
-            if item.token_id is not None and not request.first_token_work:
-                request.first_token_work = now = self.log.worked()
-                queue = (request.admitted_work - request.submitted_work) * 1e3
-                prefill = (now - request.admitted_work) * 1e3 - result.sample_ms
-                self.log.append("first", request.id, round(queue, 3), round(prefill, 3), round(result.sample_ms, 3))
 
     def _failed(self, plan: StepPlan, error: Exception) -> list[Emitted]:
         """A step raised: its requests end with the error, the rest goes on; unless the device itself is lost."""
