@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -167,7 +168,7 @@ class Commands:
             while name in ids:
                 name += " "
             ids[name] = chat.id
-            rows.append((name, chat.line[:80]))
+            rows.append((name, textwrap.shorten(chat.line, 80, placeholder="…")))
         self.app.choose("Chats that were kept", rows, lambda name: self._open(ids[name]))
 
     def _open(self, id: str) -> None:

@@ -21,7 +21,7 @@ from minitui import theme
 from minitui.app import MinituiApp
 from minitui.screens.chat import ChatScreen
 from minitui.screens.dialogs import ChoiceDialog, DeathDialog, TextDialog
-from minitui.screens.help import HelpScreen
+from minitui.screens.help import ABOUT, HelpScreen, reflow
 from minitui.screens.inspect import InspectScreen
 from minitui.screens.keys import keys_here
 from minitui.sessions import Chats, Message
@@ -391,6 +391,21 @@ async def test_every_command_is_in_the_help_with_its_key_and_in_the_palette():
         await until(pilot, lambda: not app.session.busy)
         await press(pilot, "enter")
         assert len(app.chats.sessions) == 2
+
+
+def test_what_stands_in_two_columns_goes_on_in_its_second():
+    text = "One sentence\nof two lines.\n\n  up, down   to choose a line of it\n             and the next\n  q   quit"
+    assert reflow(text, 26).split("\n") == [
+        "One sentence of two lines.",
+        "",
+        "  up, down   to choose a",
+        "             line of it",
+        "             and the next",
+        "  q   quit",
+    ]
+    for about in ABOUT.values():
+        assert all(len(line) <= 60 for line in reflow(about, 60).split("\n"))
+        assert reflow(about, 60).split() == about.split()
 
 
 async def test_a_click_takes_what_was_clicked_also_if_typing_has_changed_the_list_meanwhile():

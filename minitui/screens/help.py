@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -17,6 +19,7 @@ from minitui.screens.dialogs import Overlay
 from minitui.screens.keys import KeysOf
 from minitui.theme import glyphs
 
+WIDEST = 104  # columns: as wide as DEFAULT_CSS says
 ABOUT = {
     "lesson": """\
 A lesson is read page by page, and the engine beside it is real: what an experiment shows was counted in that moment.
@@ -105,13 +108,27 @@ def of_panel(widget: object) -> list[tuple[str, str]]:
     return [(f"The panel with the focus: {getattr(widget, 'TITLE', '')}", text)] if text else []
 
 
-def reflow(text: str) -> str:
-    """Join the lines of each paragraph, so that the terminal breaks them; indented lines stay."""
-    paragraphs = []
-    for paragraph in text.split("\n\n"):
-        keep = paragraph.startswith(" ")
-        paragraphs.append(paragraph if keep else " ".join(paragraph.splitlines()))
-    return "\n\n".join(paragraphs)
+def reflow(text: str, width: int) -> str:
+    """The text in lines of at most `width` cells: paragraphs are broken anew, and what stands in two columns goes on
+    in its second."""
+    return "\n\n".join("\n".join(_reflowed(part.split("\n"), width)) for part in text.split("\n\n"))
+
+
+def _reflowed(lines: list[str], width: int) -> list[str]:
+    if not lines[0].startswith(" "):
+        return textwrap.wrap(" ".join(lines), width)
+    entries: list[str] = []
+    for line in lines:
+        if entries and line.startswith(" " * 8):  # it goes on with what stands above
+            entries[-1] += " " + line.strip()
+        else:
+            entries.append(line)
+    rows = []
+    for entry in entries:
+        column = re.match(r" +\S.*? {2,}", entry)
+        hang = " " * (column.end() if column else 2)
+        rows += textwrap.wrap(entry, width, subsequent_indent=hang)
+    return rows
 
 
 class HelpScreen(Overlay[None]):
@@ -137,6 +154,7 @@ class HelpScreen(Overlay[None]):
     ) -> None:
         super().__init__()
         self._about, self._keys, self._before, self._here = about, keys, before, here
+        self._texts: list[tuple[Static, Callable[[int], Content]]] = []
 
     def compose(self) -> ComposeResult:
         with Vertical() as frame:
@@ -147,17 +165,18 @@ class HelpScreen(Overlay[None]):
                     yield Static(Content(text))
                 if self._before:
                     yield Static("The whole screen", classes="head")
-                yield Static(Content(reflow(ABOUT[self._about])))
+                yield self._fitted(lambda width: Content(reflow(ABOUT[self._about], width)))
                 if self._about == "chat":
                     yield Static(Content(_signs()))
                 for those in self._here:
                     yield Static(f"Keys here: {those.name}", classes="head")
-                    yield Static(self._rows((b.id or "", b.key, "", _told(b)) for b in those.bindings))
+                    told = [(b.id or "", b.key, "", _told(b)) for b in those.bindings]
+                    yield self._fitted(partial(self._rows, told))
                 yield Static("The prompt", classes="head")
                 yield Static(PROMPT_HELP)
                 for group in dict.fromkeys(a.group for a in self._offered):
                     yield Static(f"{group} (keys act outside the prompt; esc leaves it)", classes="head")
-                    yield Static(self._table(group))
+                    yield self._fitted(partial(self._table, group))
                 names = "Names in the first column are those of settings.toml, table [keys]."
                 yield Static(names, classes="foot", markup=False)
             yield Static("up, down, page keys scroll · esc closes", classes="foot")
@@ -169,11 +188,28 @@ class HelpScreen(Overlay[None]):
     def on_mount(self) -> None:
         self.query_one(VerticalScroll).focus()
 
-    def _table(self, group: str) -> Content:
-        of_it = (a for a in self._offered if a.group == group)
-        return self._rows((a.id, a.key, f"/{a.slash} {a.takes}".rstrip() if a.slash else "", a.help) for a in of_it)
+    def _fitted(self, text: Callable[[int], Content]) -> Static:
+        """A text that is made anew for every width in which it is shown."""
+        made = Static(text(self._width))
+        self._texts.append((made, text))
+        return made
 
-    def _rows(self, told: Iterable[tuple[str, str, str, str]]) -> Content:
+    @property
+    def _width(self) -> int:
+        """Cells of a line: without border, padding and scrollbar."""
+        return max(20, min(WIDEST, self.app.size.width * 96 // 100) - 7)
+
+    def on_resize(self) -> None:
+        for made, text in self._texts:
+            made.update(text(self._width))
+
+    def _table(self, group: str, width: int) -> Content:
+        of_it = (a for a in self._offered if a.group == group)
+        return self._rows(
+            [(a.id, a.key, f"/{a.slash} {a.takes}".rstrip() if a.slash else "", a.help) for a in of_it], width
+        )
+
+    def _rows(self, told: Sequence[tuple[str, str, str, str]], width: int) -> Content:
         """Of (id, key, slash command, what it does)."""
         rows: list[Content | str | tuple[str, str]] = []
         for id, key, slash, words in told:
@@ -181,7 +217,7 @@ class HelpScreen(Overlay[None]):
             lead = f"{id:<10}", f"{key:<7}", f"{slash:<19}" if slash or "." not in id else ""
             rows += [(lead[0], "dim"), " ", (lead[1], "bold"), " ", lead[2]]
             indent = "\n" + " " * (2 + sum(map(len, lead)))
-            rows += [indent.join(textwrap.wrap(words, 95 - len(indent))), "\n"]
+            rows += [indent.join(textwrap.wrap(words, max(20, width - len(indent) + 1))), "\n"]
         return Content.assemble(*rows)
 
 

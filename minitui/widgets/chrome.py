@@ -257,6 +257,9 @@ class StatusBar(Bar):
             return [("enter", "send"), *escape, ("/", "commands"), ("tab", "complete"), ("ctrl+j", "new line")]
         there = offered(getattr(app, "FEATURES", ()))
         hints = [(key_label(keys.get(a.id, a.key)), a.footer) for a in there if a.footer]
+        if app.current_mode == "chat":  # where there is little room, the ways on come first
+            ways = [hint for hint in hints if hint[1] in ("inspect", "help")]
+            hints = [*hints[:4], *ways, *(hint for hint in hints[4:] if hint not in ways)]
         if app.current_mode == "inspect":
             first = [("tab", "panel"), *(h for h in hints if h[1] in ("pause", "step", "help"))]
             hints = [*first, ("z", "maximise"), ("1", "chat")] + [

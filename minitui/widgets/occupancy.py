@@ -62,6 +62,9 @@ def lead(board: Board) -> Row:
     return Row("KV pool ", "dim").add(f"{percent} % ", "bold ink")
 
 
+LEAST_BAR = 8  # cells
+
+
 class Occupancy(LinePanel, can_focus=False):
     """The whole in one line, for small screens."""
 
@@ -70,10 +73,15 @@ class Occupancy(LinePanel, can_focus=False):
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         board = view.board
+        if not view.loaded:
+            return Picture([Row("KV pool: the engine is being started", "dim").done(width)])
         words = Row(" ").extend(legend(board)).add(f"of {board.total:,}", "dim")
         head = lead(board)
         room = width - head.width - words.width
-        if room < 8:
+        if room < LEAST_BAR:  # how many there are in all can be counted; what the signs mean cannot
+            words = Row(" ").extend(legend(board))
+            room = width - head.width - words.width
+        if room < LEAST_BAR:
             words = Row(" ")
             for code in ORDER:
                 words.add(glyph(code), STYLES[code]).add(f" {board.counts[code]:,} ")
