@@ -83,28 +83,31 @@ class Engine:
     # ---- requests
 
     def add_request(self, ids: list[int], params: SamplingParams, group: str = "", sample_index: int = 0) -> Request:
-        """Queue a prompt. Raises InvalidRequest, with nothing changed, if it can never run."""
+        """Queue a prompt. Raises InvalidRequest, with nothing changed, if it can never run or the queue is full."""
         try:
-            params.validate(self.runner.vocab_size)
-            _check_ids(ids, self.runner.vocab_size)
-            max_total = self.scheduler.limit_for(len(ids), params)
-            grammar = None
-            if params.structured:
-                if self._grammars is None:
-                    raise InvalidRequest("replies cannot be constrained: this engine has no tokenizer", "json_schema")
-                grammar = self._grammars.compile(params)
+            request = self._request(ids, params, group, sample_index)
+            self.scheduler.add(request)
         except InvalidRequest as error:
             self.log.append("refuse", group, str(error))
             raise
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
-        request = Request(
-            id=self._next_id, ids=list(ids), params=params, group=group, sample_index=sample_index,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
-            max_total=max_total, stop_ids=stop_ids, prompt_len=len(ids), grammar=grammar,
-        )  # fmt: skip
-        self.scheduler.add(request)
         self._next_id += 1
         return request
+
+    def _request(self, ids: list[int], params: SamplingParams, group: str, sample_index: int) -> Request:
+        params.validate(self.runner.vocab_size)
+        _check_ids(ids, self.runner.vocab_size)
+        max_total = self.scheduler.limit_for(len(ids), params)
+        grammar = None
+        if params.structured:
+            if self._grammars is None:
+                raise InvalidRequest("replies cannot be constrained: this engine has no tokenizer", "json_schema")
+            grammar = self._grammars.compile(params)
+        return Request(
+            id=self._next_id, ids=list(ids), params=params, group=group, sample_index=sample_index,
+            seed=secrets.randbits(63) if params.seed is None else params.seed, max_total=max_total,
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids),
+            prompt_len=len(ids), grammar=grammar,
+        )  # fmt: skip
 
     def abort(self, request_id: int, reason: str = "abort") -> bool:
         """End a request wherever it stands: waiting, in the middle of a chunk, in flight. Unknown ids do nothing."""
@@ -171,6 +174,7 @@ class Engine:
             raise error
         if "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError":
             raise DeviceLost(str(error)) from error
+        self.gate.committed(0.0)  # of the steps that somebody let through, it was one
         return emitted
 
     # ---- state

@@ -518,7 +518,7 @@ class Scheduler:
             self._leave(request)
             request.epoch += 1
             request.last_step = -1
-            clock = self.log.append("requeue", request.id, f"step {plan.step} failed, and it shared its blocks")
+            clock = self.log.append("requeue", request.id, f"step {plan.step} failed, and its blocks may rest on it")
             self._requeue(request, clock)
         self.cache.tree.withdraw(plan.step, doomed)
         for request in self.running:

@@ -44,6 +44,18 @@ def test_a_closed_gate_lets_exactly_n_steps_through(overlap: bool) -> None:
     assert not engine.has_work
 
 
+def test_a_step_that_fails_is_one_of_those_let_through() -> None:
+    engine = busy_engine(rows=1)
+    engine.step()
+    engine.gate.step(1)
+
+    def fail(plan: object) -> None:
+        raise RuntimeError("the simulated device failed")
+
+    engine.runner.on_launch = fail  # type: ignore[attr-defined]
+    assert steps_taken(engine, 3) == 1
+
+
 @pytest.mark.parametrize(
     ("event", "said"), [("finish", "finished: length"), ("admission", "was admitted"), ("hit", "tokens from the tree")]
 )

@@ -10,7 +10,7 @@ from engine.engine import Engine
 from engine.errors import InvalidRequest
 from engine.scheduler import SchedulerConfig
 from engine.state import State
-from engine.types import Request, SamplingParams
+from engine.types import Request, SamplingParams, StepPlan
 from tests.simulation import SimulatedRunner, alone
 
 
@@ -369,7 +369,9 @@ def test_a_queue_that_is_full_refuses_with_the_number() -> None:
     for _ in range(2):
         engine.add_request([1], SamplingParams())
     with pytest.raises(InvalidRequest, match="2 requests are waiting"):
-        engine.add_request([1], SamplingParams())
+        engine.add_request([1], SamplingParams(), group="a chat")
+    *_, record = engine.log.drain()
+    assert record[2:4] == ("refuse", "a chat") and "2 requests are waiting" in record[4]
 
 
 @pytest.mark.parametrize("with_a_stranger", [False, True])
@@ -400,6 +402,34 @@ def test_who_shares_blocks_of_a_step_that_fails_later_is_requeued_and_answers_as
     assert follower.output_ids == alone([*prompt, 3], 2, 6) and follower.finish_reason == "length"
     if stranger is not None:
         assert stranger.output_ids == alone([9, 9], 3, 1)
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_block_begun_by_a_step_that_fails_and_filled_by_the_next_is_not_kept(aborted: bool) -> None:
+    """Chunks of 6 and blocks of 8: step 0 writes most of the first block, step 1 publishes it and is in flight."""
+    engine = make_engine(block_size=8, budget=6, overlap=True)
+    runner = engine.runner
+    assert isinstance(runner, SimulatedRunner)
+    prompt = list(range(1, 13))
+    leader = engine.add_request(prompt, SamplingParams(max_tokens=5, seed=1))
+
+    def fail_step_0(plan: StepPlan) -> None:
+        if plan.step == 0:
+            runner.slots[8:14] = -9  # of block 1: what it wrote is garbage
+            raise RuntimeError("the simulated device failed")
+
+    def abort_before_it_fails(plan: StepPlan) -> None:
+        if plan.step == 1 and aborted:
+            engine.abort(leader.id)
+
+    runner.on_wait, runner.on_launch = fail_step_0, abort_before_it_fails
+    engine.step()
+    engine.step()
+    assert leader.finish_reason == ("abort" if aborted else "error: RuntimeError: the simulated device failed")
+    engine.check()
+    heir = engine.add_request([*prompt, 3], SamplingParams(max_tokens=6, seed=2, ignore_eos=True))
+    run(engine)
+    assert heir.output_ids == alone([*prompt, 3], 2, 6)
 
 
 def test_a_row_that_sits_a_step_out_leaves_the_decoding_set_and_returns() -> None:

@@ -268,10 +268,13 @@ class RadixTree:
         self.log.append("settle", step)
 
     def doomed_by(self, step: int) -> tuple[list[tuple[Node, int]], set[int]]:
-        """What a failed step takes with it: [(node, blocks kept)], deepest first, and the blocks concerned."""
+        """What a failed step takes with it: [(node, blocks kept)], deepest first, and the blocks concerned.
+
+        What later steps have published goes, too: the first tokens of such a block may be the failed step's.
+        """
         first_bad: dict[int, int] = {}
-        for block in self._pending_of.get(step, ()):
-            if self._pending.get(block) == step:
+        for block, written_by in self._pending.items():
+            if written_by >= step:
                 node = self._node_of[block]
                 index = node.blocks.index(block)
                 first_bad[node.id] = min(index, first_bad.get(node.id, index))
