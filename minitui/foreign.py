@@ -112,6 +112,9 @@ class ForeignStream:
             self._put(error)
         except (httpx.HTTPError, OSError) as error:
             self._put(unreachable(self._source.url, error))
+        except (TypeError, AttributeError, ValueError) as error:  # JSON, but not what it should be
+            said = f"{self._source.url} answers as no OpenAI-compatible server does ({error}): is the address right?"
+            self._put(EngineError(said))
         except asyncio.CancelledError:
             self._end("abort")
         finally:

@@ -403,7 +403,10 @@ class Chats:
         """Bring a chat of the store back to the list, closed or not; one that is on the list already is that. Of one
         that another minitui has open, a fork."""
         session = next((s for s in self.sessions if s.id == id), None)
-        if session is None:
+        if session is None and (session := self.unsaved.get(id)) is not None:  # the file does not hold all of it
+            self.sessions.append(session)
+            self._save(session, everything=True)
+        elif session is None:
             chat = self.store.load(id) if self.store else None
             if chat is None or self.store is None:
                 raise InvalidRequest(f"there is no chat {id!r} in the chat file", "id")

@@ -132,7 +132,9 @@ def parse(data: str) -> dict[str, Any]:
     """The JSON object of an event. An error in it is raised as check() would."""
     try:
         value = json.loads(data)
-    except ValueError as error:
+        if "\\u" in data:  # half a surrogate pair is no text: it could be neither shown nor kept nor sent
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    except (ValueError, RecursionError) as error:
         raise EngineError(f"the server sent an event that is no JSON: {data[:80]!r}") from error
     if isinstance(value, dict) and "error" in value and isinstance(value["error"], dict):
         said = str(value["error"].get("message", "an error"))

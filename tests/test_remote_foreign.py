@@ -182,6 +182,36 @@ async def test_a_chat_on_such_a_server_is_kept_and_goes_on_another_day(tmp_path:
     await fake.kill()
 
 
+@pytest.mark.parametrize(
+    ("pieces", "text", "error"),
+    [
+        (("half \ud83d", " of it"), "half ? of it", ""),
+        (("odd ", ["parts"]), "odd ", "no OpenAI-compatible server does"),
+    ],
+    ids=["half a surrogate pair", "content that is no text"],
+)
+async def test_whatever_a_server_sends_the_answer_ends_and_is_kept(
+    tmp_path: Path, pieces: tuple[Any, ...], text: str, error: str
+) -> None:
+    from minitui.foreign import ForeignSource
+
+    fake = await FakeServer().start()
+    fake.pieces = pieces
+    source, store = ForeignSource(fake.url), Store(tmp_path / "chats.sqlite")
+    await source.start(lambda progress: None)
+    chats = Chats(source, store)
+    chats.use(source.codec)
+    chat = chats.new("")
+    chats.send(chat, "first?")
+    assert chat._task is not None
+    await asyncio.wait_for(chat._task, 2)
+    kept = store.load(chat.id)
+    assert kept is not None and kept.messages[-1].text == text and error in kept.messages[-1].error
+    assert kept.messages[-1].state == ("error" if error else "done")
+    await source.close()
+    await fake.kill()
+
+
 async def test_a_wrong_model_and_a_server_that_is_not_there_are_sentences(server: Running) -> None:
     from minitui.foreign import ForeignSource
 

@@ -488,6 +488,22 @@ async def test_a_chat_file_that_fails_for_a_while_ends_no_chat_and_lacks_nothing
     }
 
 
+async def test_a_chat_that_the_file_lacks_is_reopened_as_it_was_when_it_was_closed(tmp_path, monkeypatch):
+    store = Store(tmp_path / "chats.sqlite")
+    chats = await chats_on(FakeSource(), store)
+    chat = chats.new(SYSTEM)
+    chats.send(chat, "first")
+    await answered(chat)
+    with monkeypatch.context() as full:
+        full.setattr(store, "together", failing)
+        chats.send(chat, "second")
+        await answered(chat)
+        chats.close(chat)
+    chats._save_again = 0.0
+    assert [m.text for m in chats.reopen(chat.id).messages if m.role == "user"] == ["first", "second"]
+    assert [len(c.messages) for c in store.open_chats()] == [4] and not chats.unsaved
+
+
 @contextlib.contextmanager
 def failing():
     raise StoreError("the chat file cannot be used: database or disk is full")

@@ -79,6 +79,18 @@ def test_a_file_of_a_newer_minitui_is_refused_and_left_alone(tmp_path):
         Store(path)
 
 
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [("GRÖSSE", True), ("öSS wie", True), ("%%", False), ("nach", True), ("wie " * 2000, True), ("x" * 60_000, False)],
+    ids=lambda value: str(value)[:12],
+)
+def test_any_words_can_be_searched_for(words, found):
+    store = Store(":memory:")
+    store.save_chat(StoredChat("id", "Wie groß?", "", None, {}, 1.0, "", [], []))
+    store.save_message("id", 0, StoredMessage("user", "Die Grösse: 1 \0 danach 100%."))
+    assert [one.id for one in store.search(words)] == ["id"] * found
+
+
 def test_a_file_that_is_no_database_is_a_sentence(tmp_path):
     path = tmp_path / "chats.sqlite"
     path.write_text("not a database, but long enough to be taken for one" * 40)
