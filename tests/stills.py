@@ -28,7 +28,8 @@ SNAPSHOTS = Path(__file__).parent / "snapshots"
 SIZES = [(80, 24), (120, 36), (200, 60)]
 STEP_S = 0.005  # an engine's step of decoding
 TOKEN_S = 0.00005  # more for each token that it computes
-WATCHES = ("engine.engine", "minitui.app", "minitui.sessions", "minitui.screens.chat", "minitui.screens.lessons")
+STEP_CLOCKS = ("engine.engine.now", "engine.step_clock.now")
+WATCHES = ("minitui.app", "minitui.sessions", "minitui.screens.chat", "minitui.screens.lessons")
 
 
 class Clock:
@@ -43,8 +44,10 @@ class Clock:
     @contextlib.contextmanager
     def everywhere(self) -> Iterator[None]:
         """Whoever draws, measures or counts sees this clock; who waits for another task does not."""
-        watch = SimpleNamespace(**{**vars(time), "monotonic": self, "perf_counter": self})
+        watch = SimpleNamespace(**{**vars(time), "monotonic": self})
         with contextlib.ExitStack() as patches:
+            for name in STEP_CLOCKS:
+                patches.enter_context(patch(name, self))
             for module in WATCHES:
                 patches.enter_context(patch(f"{module}.time", watch))
             patches.enter_context(patch("minitui.screens.chat.TEXT_EVERY", 0.0))
