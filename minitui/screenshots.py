@@ -183,7 +183,7 @@ async def lecture(app: MinituiApp) -> None:
 async def lesson(app: MinituiApp) -> None:
     """The radix lesson, its fourth page: six chats with one system prompt, predicted and then counted."""
     assert isinstance(app, LessonApp)
-    await until(lambda: isinstance(app.screen, LessonScreen) and app.screen.reading is not None)
+    await until(lambda: isinstance(app.screen, LessonScreen) and app.screen.stage is not None)
     screen = app.screen
     assert isinstance(screen, LessonScreen) and screen.reading is not None
     await press(app, "right", "right", "right", "a", "enter")
@@ -192,7 +192,7 @@ async def lesson(app: MinituiApp) -> None:
 
 async def code(app: MinituiApp) -> None:
     """Its second page, with the code open: how a prompt is looked up."""
-    await until(lambda: isinstance(app.screen, LessonScreen) and app.screen.reading is not None)
+    await until(lambda: isinstance(app.screen, LessonScreen) and app.screen.stage is not None)
     await press(app, "right", "v")
 
 

@@ -22,7 +22,7 @@ from minitui.lessons.app import LessonApp
 from minitui.lessons.page import Check, Lesson, Page, Prediction, Seen, find_code, fresh, paragraphs
 from minitui.lessons.plain import tell_alone
 from minitui.models import choose_model, load_codec
-from minitui.screens.lessons import CodePanel, CodeScreen, LessonScreen, Reading, page_lines
+from minitui.screens.lessons import CodePanel, CodeScreen, LessonScreen, Reading, broken, page_lines
 from minitui.sessions import Chats
 from minitui.settings import Settings
 from minitui.source import LiveSource
@@ -242,8 +242,8 @@ SMALL = Lesson(
 
 
 class Classroom:
-    def __init__(self, size: tuple[int, int]) -> None:
-        self.source = FakeSource()
+    def __init__(self, size: tuple[int, int], loaded: bool = True) -> None:
+        self.source = FakeSource(loads_at_once=loaded)
         self.restarts: list[dict[str, Any]] = []
         chats = Chats(self.source, sampling=sampling(20))
         self.app = LessonApp(
@@ -257,10 +257,16 @@ class Classroom:
 
     async def __aenter__(self) -> Classroom:
         self.pilot = await self.running.__aenter__()
-        await self.until(lambda: self.screen.reading is not None)
+        if self.source.loaded.is_set():
+            await self.up()
+        return self
+
+    async def up(self) -> None:
+        """Wait for the engine."""
+        self.source.loaded.set()
+        await self.until(lambda: self.screen.stage is not None)
         assert self.app.stage is not None
         self.app.stage.beat = 0.0
-        return self
 
     async def __aexit__(self, *error: Any) -> None:
         await self.running.__aexit__(*error)
@@ -315,6 +321,39 @@ async def test_a_lesson_is_read_predicted_run_and_answered(size: tuple[int, int]
         assert "because" in room.text() and len(room.reading.revealed) == 3
         await room.press("right", "left", "left", "left", "left", "left")
         assert room.reading.at == 0
+
+
+async def test_a_lesson_is_read_while_its_engine_starts() -> None:
+    async with Classroom((80, 24), loaded=False) as room:
+        await room.until(lambda: "Some text." in room.text())
+        await room.press("right", "b", "enter")
+        assert "The engine is being started; then enter runs it." in room.text()
+        assert not room.reading.running and room.reading.said == {1: 1}
+        await room.press("v")
+        await room.until(lambda: isinstance(room.app.screen, CodeScreen))
+        room.source.loaded.set()
+        await room.until(lambda: room.app.stage is not None)
+        assert isinstance(room.app.screen, CodeScreen), "nothing is taken from the reader"
+        await room.press("escape")
+        await room.up()
+        assert room.reading.at == 1 and "Enter runs it." in room.text()
+        await room.press("enter")
+        await room.until(lambda: 1 in room.reading.seen)
+        assert "You said b" in room.text()
+    async with Classroom((80, 24), loaded=False) as room:
+        await room.press("right", "right", "right")
+        assert "The engine is being started." in room.text()
+        await room.up()
+        await room.until(lambda: room.reading.standing)
+
+
+def test_long_lines_of_code_go_on_below() -> None:
+    line = "    return 2 * self.num_layers * self.num_kv_heads * self.head_dim"
+    assert broken(line, 80) == [line]
+    pieces = broken(line, 40)
+    assert len(pieces) == 3 and all(len(piece) <= 40 for piece in pieces)
+    assert " ".join(pieces).split() == line.split() and pieces[1].startswith(" " * 12)
+    assert broken("", 40) == [""]
 
 
 async def test_the_code_opens_and_closes_and_the_lesson_can_be_changed() -> None:

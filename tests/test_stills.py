@@ -88,7 +88,7 @@ async def test_lessons_look_as_they_did(size: tuple[int, int]) -> None:
         async with app.run_test(size=size) as pilot:
             screen = app.screen
             assert isinstance(screen, LessonScreen)
-            await until(app, lambda: screen.reading is not None)
+            await until(app, lambda: screen.stage is not None)
             reading, stage = screen.reading, app.stage
             assert reading is not None and stage is not None
             stage.beat = 0.0

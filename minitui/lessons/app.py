@@ -31,14 +31,14 @@ class LessonApp(MinituiApp):
         super().__init__(*args, script=lambda app: self._begin(), **options)
         self.lesson = lesson
         self.restart = restart
-        self.stage: Stage | None = None
+        self.stage: Stage | None = None  # set once the engine is there
 
     async def _begin(self) -> None:
         self.stage = Stage(
             self.source, self.chats, self.feed, self.system, lambda text: None, self.select_session, lambda mode: None,
             self.restart, bar=glyphs().active, held=lambda: self.feed.frozen,
         )  # fmt: skip
-        await self._open(self.lesson)
+        # What is open stays: the lesson has been read meanwhile, and takes the stage when it is shown.
 
     async def _open(self, lesson: Lesson) -> None:
         assert self.stage is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from typing import TYPE_CHECKING, ClassVar
 
@@ -41,6 +42,7 @@ WIDE = 120  # columns from which on the panel stands beside the text
 LONGEST = 100  # columns: longer lines are hard to read
 HEIGHTS = {"step": 4, "occupancy": 1}  # below the text; the others: PANEL_ROWS
 PANEL_ROWS, LEAST_ROWS = 9, 5
+LEAST_CODE = 16  # cells: in fewer a line of code is cut off
 PARTNERS = {"step": "lanes", "occupancy": "map"}  # beside the text there is room for a second
 
 
@@ -53,6 +55,7 @@ class Reading:
         self.said: dict[int, int] = {}  # page -> the choice predicted
         self.seen: dict[int, Seen] = {}
         self.failed: dict[int, str] = {}
+        self.ready = False  # the engine has been started
         self.running = False
         self.standing = False  # the engine stands where the closing questions are asked
         self.question = 0  # the closing question whose panel is shown
@@ -86,9 +89,11 @@ class LessonText(LinePanel):
     """The text of a page, what was predicted, and what was seen. Scrolls when it does not fit."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up", "scroll(-1)", "up", show=False, id="lesson.up"),
-        Binding("down", "scroll(1)", "down", show=False, id="lesson.down"),
+        Binding("up", "scroll(-1)", "a line up", show=False, id="lesson.up"),
+        Binding("down", "scroll(1)", "a line down", show=False, id="lesson.down"),
     ]
+
+    TITLE = "Text"
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -104,7 +109,7 @@ class LessonText(LinePanel):
     def picture(self, view: View, width: int, height: int) -> Picture:
         reading = self.reading
         if reading is None:
-            return Picture([Row("the engine is starting", "dim").done(width)], "Lesson")
+            return Picture([], "Lesson")
         rows = [_line(text, style, width) for text, style in page_lines(reading, min(width, LONGEST))]
         most = max(0, len(rows) - height)
         if self._follow or (height < self._height and reading.shows):
@@ -171,7 +176,8 @@ def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
             lines.append((_verdict(reading.said.get(reading.at), seen.answer), "bold good"))
         lines += [(line, "hit") for line in paragraphs(seen.text, width)]
     elif page.run is not None:
-        lines += [("", "ink"), ("Enter runs it.", "running")]
+        told = "Enter runs it." if reading.ready else "The engine is being started; then enter runs it."
+        lines += [("", "ink"), (told, "running")]
     if page.code:
         path, _, name = page.code.partition(":")
         lines += [("", "ink"), (f"v: {path.replace('.', '/')}.py  {name}".rstrip(), "dim")]
@@ -199,7 +205,8 @@ def _closing(reading: Reading, width: int) -> list[tuple[str, str]]:
     if reading.failed.get(reading.at):
         lines += [(line, "bad") for line in paragraphs(reading.failed[reading.at], width)]
     elif not reading.standing:
-        lines.append(("The engine is being brought there.", "running"))
+        told = "brought there" if reading.ready else "started"
+        lines.append((f"The engine is being {told}.", "running"))
     return lines
 
 
@@ -267,18 +274,24 @@ class LessonScreen(Screen[None]):
         yield LessonStatus()
 
     def on_mount(self) -> None:
+        self.reading = self.text.reading = Reading(getattr(self.app, "lesson"))  # noqa: B009  (of LessonApp)
         self.text.focus()
 
     # ---- what the application tells
 
     def begin(self, lesson: Lesson, stage: Stage) -> None:
-        """Open a lesson at its first page; the engine has its options."""
-        self.stage = stage
-        self.reading = self.text.reading = Reading(lesson)
-        self._arrive()
+        """The engine is there, with this lesson's options. Another lesson than is read opens at its first page."""
+        if self.reading is None or self.reading.ready or self.reading.lesson is not lesson:
+            self.reading = self.text.reading = Reading(lesson)
+        self.stage, self.reading.ready = stage, True
+        if self.reading.page is None:
+            self._arrive()
 
     def paint(self, view: View) -> None:
         """Show the text and the one panel."""
+        stage = getattr(self.app, "stage", None)
+        if self.stage is None and stage is not None and self.reading is not None:
+            self.begin(self.reading.lesson, stage)
         for bar in self.query("Bar"):
             bar.paint(view)  # type: ignore[attr-defined]
         self._arrange()
@@ -328,7 +341,7 @@ class LessonScreen(Screen[None]):
         self.workers.cancel_group(self, "lesson")
         reading.running = False
         self.text.top = 0
-        if reading.page is None and not reading.standing:
+        if reading.page is None and reading.ready and not reading.standing:
             self.run_worker(self._stand(), group="lesson", exclusive=True)
 
     def action_turn(self, pages: int) -> None:
@@ -357,7 +370,7 @@ class LessonScreen(Screen[None]):
         """Run the experiment, or run it again; on the last page, answer the question."""
         reading, stage = self.reading, self.stage
         if reading is None or stage is None or reading.running:
-            return
+            return  # the page says so
         if reading.page is None:
             if reading.standing and reading.question not in reading.revealed:
                 stage.view.frame(time.monotonic())
@@ -428,17 +441,17 @@ class CodePanel(LinePanel):
         self.top = 0
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        lines = self.code.lines
-        self.top = max(0, min(self.top, len(lines) - height))
-        rows = []
-        styles = code_styles(lines)
-        for i in range(self.top, min(len(lines), self.top + height)):
-            row = Row(f"{self.code.first + i:>5}  ", "faint").add(lines[i].expandtabs(4), styles[i])
-            rows.append(row.done(width))
+        rows: list[Runs] = []
+        for i, (line, style) in enumerate(zip(self.code.lines, code_styles(self.code.lines), strict=True)):
+            lead = f"{self.code.first + i:>5}  "
+            for piece in broken(line.expandtabs(4), width - len(lead)):
+                rows.append(Row(lead, "faint").add(piece, style).done(width))
+                lead = " " * len(lead)
+        self.top = max(0, min(self.top, len(rows) - height))
         name = self.code.reference.partition(":")[2]
-        left = len(lines) - self.top - height
+        left = len(rows) - self.top - height
         legend = [(f"{left} lines more" if left > 0 else "esc closes", "dim")]
-        return Picture(rows, f"{self.code.path}  {name}".rstrip(), legend=legend)
+        return Picture(rows[self.top : self.top + height], f"{self.code.path}  {name}".rstrip(), legend=legend)
 
     def action_scroll(self, lines: int) -> None:
         """Up or down."""
@@ -450,6 +463,15 @@ class CodePanel(LinePanel):
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
         self.action_scroll(-3)
+
+
+def broken(line: str, width: int) -> list[str]:
+    """A line of code in pieces of at most `width` cells; what follows the first stands eight deeper than it."""
+    hang = len(line) - len(line.lstrip()) + 8
+    if len(line) <= width or width - hang < LEAST_CODE:
+        return [line]
+    pieces = textwrap.wrap(line, width, subsequent_indent=" " * hang, break_on_hyphens=False)
+    return pieces or [line]
 
 
 def code_styles(lines: list[str]) -> list[str]:
