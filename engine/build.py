@@ -39,12 +39,14 @@ def build_engine(
     on_progress: Progress | None = None,
     on_lost: Callable[[str], None] | None = None,
     before_torch: Callable[[], None] = lambda: None,
+    max_waiting: int | None = None,
 ) -> Built:
     """Load a model and make an engine for it. Raises EngineError with a sentence for whatever cannot be had.
 
     `on_progress` is called with {"stage", "done", "total", "text"}; `total` is 0 where the end is not known. `on_lost`
     is called from another thread, with a sentence, when a rank of several is gone, as soon as that is known.
-    `before_torch` is called when the model is found, and nothing that needs torch has begun.
+    `before_torch` is called when the model is found, and nothing that needs torch has begun. `max_waiting`: so many
+    requests may stand in the queue, others are refused; None: a script's prompts are all there at once, however many.
     """
     from engine.structured import Grammars
 
@@ -64,7 +66,7 @@ def build_engine(
         SchedulerConfig(
             max_num_batched_tokens=limits.max_num_batched_tokens, max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len, chunked_prefill=config.enable_chunked_prefill,
-            policy=config.scheduling_policy,
+            policy=config.scheduling_policy, max_waiting=max_waiting,
             speculative_tokens=config.speculative_tokens if config.speculation != "off" else 0,
         ),
         overlap=overlap, prefix_caching=config.enable_prefix_caching, eos_ids=eos_ids,

@@ -379,7 +379,7 @@ class EngineConfig:
     speculation: str = "off"  # prompt-lookup: drafts from the request's own text (engine/speculation.py)
     speculative_tokens: int = 8  # the longest draft, with speculation
     overlap: str = "auto"  # plan step n+1 while n runs: "on", "off"; auto: where the device is not the CPU
-    seed: int = 0  # of the requests that bring none, and of dummy weights
+    seed: int = 0  # of dummy weights; a request that brings none is given one at random
     tensor_parallel_size: int = 1  # ranks that share the model, each a process with a device of its own
     load_tokenizer: bool = True
     cpu_threads: int | None = None  # None: one fewer than there are cores, at least one
@@ -398,7 +398,7 @@ class EngineConfig:
                 f"speculative_tokens is {self.speculative_tokens}: it must be from 1 to {MOST_SPECULATIVE_TOKENS}"
             )
         sizes = ("block_size", "num_blocks", "kv_tokens", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
-        for name in (*sizes, "tensor_parallel_size"):
+        for name in (*sizes, "tensor_parallel_size", "cpu_threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise EngineError(f"{name} is {value}: it must be at least 1")

@@ -115,7 +115,8 @@ class OutputProcessor:
             text += state.text.push([item.token_id])
         if item.finish_reason:
             text += state.text.flush()
-        for end, length in _find_stop(text, params.stop):
+        stops = params.stop if state.drawn > params.min_tokens else ()  # before, it is text like any other
+        for end, length in _find_stop(text, stops):
             delta.text = text[: end + length] if params.include_stop_str_in_output else text[:end]
             state.held = ""
             return not item.finish_reason or item.finish_reason == "length"

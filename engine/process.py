@@ -33,6 +33,7 @@ logger = logging.getLogger("engine")
 
 FLUSH_S = 0.004  # news are sent at most this late
 MAX_UNSENT_RECORDS = 100_000
+MAX_WAITING = 4096  # requests in the queue; others are refused
 EXIT_GRACE_S = 2.0  # after the parent is gone, a step may end in peace for this long
 
 Message = tuple[Any, ...]
@@ -278,6 +279,7 @@ def _serve(config: Any, commands: queue.SimpleQueue[Message], writer: Writer) ->
                 on_progress=lambda progress: writer.send("progress", progress),
                 on_lost=lambda sentence: _lost(sentence, commands, writer),
                 before_torch=import_torch,
+                max_waiting=MAX_WAITING,
             )
         except Exception as error:
             if not isinstance(error, EngineError):

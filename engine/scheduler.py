@@ -46,7 +46,7 @@ class SchedulerConfig:
     watermark: float = 0.01  # share of the pool kept free for growth when a request is admitted
     chunked_prefill: bool = True  # off: a prompt is prefilled in one step, over the budget if need be
     policy: str = "fcfs"  # longest-prefix: the best cached first; static: a batch runs to its end before the next
-    max_waiting: int = 4096
+    max_waiting: int | None = None  # requests; None: as many as come
     speculative_tokens: int = 0  # the longest draft of a row and step; 0: no speculation
 
 
@@ -130,7 +130,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Put a request at the end of the queue."""
-        if len(self.waiting) >= self.config.max_waiting:
+        if self.config.max_waiting is not None and len(self.waiting) >= self.config.max_waiting:
             raise InvalidRequest(
                 f"{len(self.waiting):,} requests are waiting, which is the limit: try again when some have finished",
                 "queue",

@@ -42,7 +42,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
-    min_tokens: int = 0
+    min_tokens: int = 0  # so many are drawn before a stop token or a stop string may end the reply
     max_tokens: int | None = 16  # None: as many as context and pool allow
     seed: int | None = None  # None: one is drawn at submission, and recorded
     stop: tuple[str, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine import LLM, EngineError, InvalidRequest, SamplingParams
+from engine.process import MAX_WAITING
 from minitui.tutor import model_dir
 
 
@@ -55,6 +56,11 @@ def test_one_bad_prompt_refuses_the_batch_and_leaves_nothing_behind(llm: LLM) ->
     assert not llm.engine.has_work
     with pytest.raises(InvalidRequest, match="2 prompts and 1 sampling_params"):
         llm.generate(["a", "b"], [SamplingParams()])
+
+
+def test_there_may_be_more_prompts_than_a_server_would_let_wait(llm: LLM) -> None:
+    requests = [llm.engine.add_request([5, 6], SamplingParams(max_tokens=1)) for _ in range(MAX_WAITING + 1)]
+    assert all(llm.engine.abort(request.id) for request in requests) and not llm.engine.has_work
 
 
 def test_logprobs_come_with_the_reply_and_with_the_prompt(llm: LLM) -> None:

@@ -75,6 +75,15 @@ def test_text_that_could_begin_a_stop_string_is_held_back_and_flushed_at_the_end
     assert [d.text for d in deltas] == ["h", "e", "l", "l", "o", " ", "", "EN"]
 
 
+@pytest.mark.parametrize(
+    ("min_tokens", "shown"), [(0, "ab"), (4, "ab"), (5, "abENDcd"), (9, "abENDcd"), (10, "abENDcdEND")]
+)
+def test_a_stop_string_ends_nothing_before_min_tokens(min_tokens: int, shown: str) -> None:
+    """END is complete with the fifth letter, and again with the tenth."""
+    deltas, stopped = feed("abENDcdEND", SamplingParams(stop=("END",), min_tokens=min_tokens))
+    assert "".join(d.text for d in deltas) == shown and stopped == (min_tokens < 10)
+
+
 def test_the_token_that_ends_a_reply_is_in_the_ids_but_not_in_the_text() -> None:
     deltas, stopped = feed("ok", SamplingParams(), "stop")
     assert "".join(d.text for d in deltas) == "ok" and not stopped
