@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from engine.errors import EngineDead
 from engine.records import Record
@@ -23,6 +23,9 @@ from minitui.sessions import Chats, Sampling, describe_answer
 from minitui.source import Source
 from minitui.view import View
 from minitui.view.history import StepRow
+
+if TYPE_CHECKING:
+    from minitui.trace import TraceReader
 
 PATIENCE_S = 2.0  # steps that merely decode are told at least this often
 PROMPTS_NAMED = 4
@@ -82,6 +85,21 @@ class Teller:
         """What has been held back: the end of a run of decode steps."""
         yield from self._fold()
         yield from self._flush()
+
+    def tell_all(self, reader: TraceReader) -> Iterator[Line]:
+        """The lines of a whole recording. Where records are missing in it, the story goes on behind them."""
+        told = -1  # the number of the last record
+        for index, keyframe in enumerate(reader.keyframes):
+            part = reader.part(index)
+            if keyframe.seq != told:
+                yield from self.rest()
+                self.view.reset(part.snapshot)
+                if index:
+                    missing = f"({keyframe.seq - told:,} records are missing here: the story goes on behind them)"
+                    yield Line(part.state.t, keyframe.step, "gap", missing)
+            yield from self.tell(part.records)
+            told = keyframe.seq + len(part.records)
+        yield from self.rest()
 
     def _fold(self) -> Iterator[Line]:
         batch, self._batch = self._batch, []
@@ -185,9 +203,7 @@ def tail_trace(path: str | Path, out: Callable[[str], None]) -> int:
     view = View()
     view.ids_to_text = reader.decode
     view.group_names = reader.names
-    view.reset(reader.part(0).snapshot)
-    teller = Teller(view)
-    for line in [*teller.tell(reader.records()), *teller.rest()]:
+    for line in Teller(view).tell_all(reader):
         out(str(line))
     if not reader.complete:
         out("(the recording ends here without its end: it was cut off)")

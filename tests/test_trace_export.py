@@ -16,17 +16,19 @@ from typer.testing import CliRunner
 
 from engine.errors import EngineDead, EngineError
 from engine.records import FIELDS
+from engine.state import State
 from engine.types import SamplingParams
 from minitui.cli import app
 from minitui.export import export
 from minitui.export.perfetto import DEVICE, HOST, REQUESTS
+from minitui.record import Recorder
 from minitui.recordings import bundled
 from minitui.stage import sampling
 from minitui.tail import Teller, tail_live, tail_trace, tail_watch
 from minitui.trace import TraceError, TraceReader
 from minitui.view import View
 from tests.fake_client import ByteCodec, FakeSource
-from tests.golden import GOLDEN
+from tests.golden import GOLDEN, INFO, make_engine, play
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +203,42 @@ def test_lines_do_not_depend_on_how_records_arrive() -> None:
         return lines + [str(line) for line in teller.rest()]
 
     assert told(1) == told(7) == told(len(records))
+
+
+@pytest.fixture(scope="module")
+def with_a_gap(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recording from whose middle a third is missing: requests came, went and decoded meanwhile."""
+    engine = make_engine()
+    path = tmp_path_factory.mktemp("gap") / "gap.trace"
+    recorder = Recorder(path)
+    recorder.begin(INFO, engine.snapshot())
+    play(engine)
+    records = engine.log.drain()
+    third = len(records) // 3
+    recorder.feed(records[:third])
+    state = State.from_snapshot(make_engine().snapshot())
+    state.apply_all(records[: 2 * third])
+    recorder.resume(state.snapshot())
+    recorder.feed(records[2 * third :])
+    recorder.close()
+    return path
+
+
+def test_a_recording_with_a_gap_has_lanes_for_whoever_was_there_behind_it(with_a_gap: Path) -> None:
+    events = json.loads(export(with_a_gap, "perfetto").read_text())["traceEvents"]
+    named = {event["tid"] for event in events if event["name"] == "thread_name" and event["pid"] == REQUESTS}
+    ends = [event["args"]["end"] for event in events if "end" in event.get("args", {})]
+    assert len(ends) == len(named) and "ended while nothing was recorded" in ends
+    assert {event["tid"] for event in events if event["pid"] == REQUESTS and event["ph"] == "X"} == named
+
+
+def test_the_story_of_a_recording_goes_on_behind_a_gap(with_a_gap: Path) -> None:
+    told: list[str] = []
+    tail_trace(with_a_gap, told.append)
+    at = next(i for i, line in enumerate(told) if "records are missing here" in line)
+    assert len(told) - at > 50
+    story = export(with_a_gap, "md").read_text().split("## What happened")[1]
+    assert story.partition("records are missing here")[2].count("\n- ") > 30
 
 
 def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:

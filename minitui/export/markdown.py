@@ -22,17 +22,15 @@ def write_markdown(reader: TraceReader, path: Path) -> None:
     view = View()
     view.ids_to_text = reader.decode
     view.group_names = reader.names
-    view.reset(reader.part(0).snapshot)
     teller = Teller(view)
     lanes: dict[int, Lane] = {}
     lines: list[Line] = []
-    for line in teller.tell(reader.records()):
+    for line in teller.tell_all(reader):
         if line.kind == "step":  # the view stands where the step has just ended
             lines.append(replace(line, text=narrate(view, line.step) or line.text))
         elif line.kind not in NARRATED:
             lines.append(line)
         lanes.update(view.lanes.lanes)
-    lines += teller.rest()
     lanes.update(view.lanes.lanes)
     text = [*_head(reader), *_figures(reader, lanes), *_requests(view, lanes), *_story(reader, lines)]
     path.write_text("\n".join(text) + "\n", encoding="utf-8")

@@ -54,13 +54,12 @@ class _Converter:
     def events(self) -> Iterator[Event]:
         yield from self._names()
         t = 0.0
-        for id, request in self.state.requests.items():
-            lane = self._lane(id, request.group, request.prompt_tokens, 0.0)
-            lane.open = "waits" if request.state != "running" else "decodes" if request.joined_at >= 0 else ""
+        yield from self._meet(self.state, t)
         for index in range(len(self.reader.keyframes)):
             part = self.reader.part(index)
-            if index and part.keyframe.seq != self.state.seq:
-                self.state = part.state  # the recording has a gap here
+            if index and part.keyframe.seq != self.state.seq:  # the recording has a gap here
+                t = part.keyframe.played
+                yield from self._meet(part.state, t)
             for record, due in zip(part.records, part.due, strict=True):
                 t = due
                 yield from self._convert(record, t)
@@ -82,20 +81,32 @@ class _Converter:
 
     # ---- requests
 
-    def _lane(self, id: int, group: str, prompt_tokens: int, t: float) -> _Lane:
+    def _meet(self, state: State, t: float) -> Iterator[Event]:
+        """Go on from this state, of which no record has told: who is in it has a lane, and nobody else."""
+        self.state = state
+        self.planned.clear()
+        for lane in list(self.lanes.values()):
+            if lane.id not in state.requests:
+                yield from self._close(lane, t, "ended while nothing was recorded")
+        for id, request in state.requests.items():
+            if id not in self.lanes:
+                yield from self._begin(id, request.group, request.prompt_tokens, t)
+            lane = self.lanes[id]
+            yield from self._end_span(lane, t)
+            lane.open = "waits" if request.state != "running" else "decodes" if request.joined_at >= 0 else ""
+            lane.since = t
+
+    def _begin(self, id: int, group: str, prompt_tokens: int, t: float) -> Iterator[Event]:
         chat = self.reader.names.get(group, group)
-        lane = _Lane(id, f"r{id} {chat}".strip(), t, prompt_tokens, since=t, drawn_until=t)
-        self.lanes[id] = lane
-        return lane
+        name = f"r{id} {chat}".strip()
+        self.lanes[id] = _Lane(id, name, t, prompt_tokens, since=t, drawn_until=t)
+        yield {"ph": "M", "pid": REQUESTS, "tid": id, "name": "thread_name", "args": {"name": name}}
+        yield {"ph": "M", "pid": REQUESTS, "tid": id, "name": "thread_sort_index", "args": {"sort_index": id}}
 
     def _convert(self, record: Record, t: float) -> Iterator[Event]:
         kind, fields = record[2], record[3:]
         if kind == "submit":
-            lane = self._lane(fields[0], fields[1], fields[2], t)
-            yield {"ph": "M", "pid": REQUESTS, "tid": lane.id, "name": "thread_name", "args": {"name": lane.name}}
-            yield {
-                "ph": "M", "pid": REQUESTS, "tid": lane.id, "name": "thread_sort_index", "args": {"sort_index": lane.id}
-            }  # fmt: skip
+            yield from self._begin(fields[0], fields[1], fields[2], t)
         elif kind == "step":
             yield from self._step(record, t)
         elif kind == "comm":
@@ -109,6 +120,7 @@ class _Converter:
         elif kind == "evict":
             yield self._mark(HOST, 1, f"evict {fields[1]} blocks", t, {"node": fields[0], "reason": fields[2]})
         elif kind == "fail":
+            self.planned.pop(fields[0], None)  # its time is never told
             yield self._mark(HOST, 1, f"step {fields[0]} failed", t, {"error": fields[1]})
         elif fields and isinstance(fields[0], int) and fields[0] in self.lanes:
             yield from self._request(kind, fields, self.lanes[fields[0]], t)
