@@ -19,6 +19,7 @@ from minitui.theme import ASCII, COLOURS, UNICODE, Palette, contrast, palette, u
 from minitui.view import View
 from minitui.view.lanes import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED
 from minitui.view.story import tell
+from minitui.view.timing import why_slow
 from minitui.widgets import alone
 from minitui.widgets.alone import Alone, stress_view
 from minitui.widgets.base import LinePanel
@@ -641,6 +642,19 @@ def test_timings_show_the_summarys_figures():
     first = view.timings.first_token
     assert "= queue" in rows[5] and f"r{first.request}" in rows[5]
     assert rows[6].startswith("host") and rows[7].startswith("device") and "% busy" in rows[7]
+
+
+def test_where_it_is_narrow_the_parts_of_a_first_token_and_the_reason_of_a_slow_step_are_whole():
+    _, view = stress_view(CLASSROOM, 6.0, 60)
+    t = view.timings
+    assert t.first_token is not None
+    for queue, told in ((1.25, "queue 1.2 + "), (251.0, "queue 251 + "), (12_510.0, "queue 12,510 + ")):
+        first = replace(t.first_token, queue_ms=queue, prefill_ms=20.4, sample_ms=0.04)
+        view.timings = replace(t, first_token=first)
+        row = body(StepTimings(), view, 56, 8)[5]
+        assert told in row and row.rstrip().endswith("sample 0.0") and row.startswith("first")
+    slowest = body(StepTimings(), view, 56, 8)[4]
+    assert slowest.rstrip().endswith(why_slow(t.slowest, t).partition(": ")[2])
 
 
 def test_timings_and_vitals_show_what_ranks_exchange():

@@ -92,7 +92,7 @@ The tracks show host and device in the last steps: while the device computes, th
             if row.width + len(took) + 1 + len(why) > width:
                 why = why.partition(": ")[2] or why
         row.add(took, "bold ink")
-        if row.width + len(step) + len(why) <= width:
+        if row.width + len(step) + 1 + len(why) <= width:
             row.add(step)
         return row.add(" " + why, style).done(width)
 
@@ -104,8 +104,11 @@ The tracks show host and device in the last steps: while the device computes, th
         parts = f"queue {ms(first.queue_ms)} + prefill {ms(first.prefill_ms)} + sample {ms(first.sample_ms)}"
         took, who = f"{ms(first.total_ms)} ms", f" r{first.request}"
         if row.width + len(took) + 3 + len(parts) > width:  # narrow: one decimal
-            parts = f"queue {first.queue_ms:.1f} + prefill {first.prefill_ms:.1f} + sample {first.sample_ms:.1f}"
-            row, took = Row("first token ", "dim"), f"{first.total_ms:.1f}"
+            queue, prefill, sample = (_briefly(value) for value in (first.queue_ms, first.prefill_ms, first.sample_ms))
+            parts, took = f"queue {queue} + prefill {prefill} + sample {sample}", _briefly(first.total_ms)
+            row = Row("first token ", "dim")
+            if row.width + len(took) + 3 + len(parts) > width:
+                row = Row("first ", "dim")
         row.add(took, "bold ink")
         if row.width + len(who) + len(parts) + 3 <= width:
             row.add(who)
@@ -160,6 +163,10 @@ The tracks show host and device in the last steps: while the device computes, th
         if view is not None and view.timings.slowest is not None:
             view.select("step", view.timings.slowest.step)
             self.post_message(Opened("step", view.timings.slowest.step))
+
+
+def _briefly(milliseconds: float) -> str:
+    return f"{milliseconds:.1f}" if milliseconds < 100 else f"{milliseconds:,.0f}"
 
 
 def _draw(steps: list[StepRow], room: int) -> tuple[list[Run], list[Run]]:
