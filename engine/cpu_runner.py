@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 from engine.attention.torch_backend import TorchAttention
+from engine.inputs import Inputs
+from engine.launched import Launched
 from engine.model.cpu_decode import CPUDecode
 from engine.model.weights import Progress
-from engine.runner import Inputs, Launched, Runner
+from engine.runner import Runner
 from engine.types import StepPlan
 
 MOST_SEQUENCES = 48  # beyond, there is enough arithmetic in a call for the plain way to be as fast
@@ -44,7 +46,7 @@ class CPURunner(Runner):
         """Logits [T, V] of a plan of decodes, and what the sampler has to know of it. A token with drafts behind it and
         those drafts are columns like the others; only attention has to know that they are one sequence."""
         assert self._decode is not None
-        size, tokens, samples, rows, positions = self.block_size, plan.token_ids, self._count, plan.rows, plan.starts
+        size, tokens, samples, rows, positions = self.block_size, plan.token_ids, self._indices, plan.rows, plan.starts
         lengths = plan.starts + plan.q_lens
         table = self._host_table[rows, : -(-int(lengths.max()) // size)]
         if plan.num_drafted:

@@ -31,15 +31,17 @@ import torch
 
 from engine.attention.triton_backend import TritonAttention
 from engine.forward import ForwardMeta
+from engine.inputs import Inputs
 from engine.kernels import ops as fused_ops
 from engine.kernels.batch_state import HEADER, prepare
 from engine.kernels.decode_layers import DecodeLayers
 from engine.kernels.moe import forms
 from engine.kernels.prefill_attention import BLOCK_M, num_splits
 from engine.kernels.sample import SampleWorkspace, draw
+from engine.launched import Launched, listed_load
 from engine.model.weights import Progress
 from engine.parallel.group import Spent
-from engine.runner import Inputs, Launched, Runner, listed_load
+from engine.runner import Runner
 from engine.sampling import NUM_SETTINGS, Wants
 from engine.types import StepPlan, StepResult
 

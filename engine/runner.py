@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,104 +23,23 @@ from engine.attention import choose_attention
 from engine.config import EngineConfig, ModelConfig, resolve
 from engine.errors import EngineError
 from engine.forward import ForwardMeta
+from engine.inputs import Inputs, Layout, drawing_tokens, logit_rows
 from engine.kv.fp8 import FP8, kv_scales
 from engine.kv.pool import KVPool
+from engine.launched import Launched, PromptLogprobs
 from engine.model import ops as torch_ops
 from engine.model.decoder import Decoder
 from engine.model.weights import Progress, Slot, dummy_weights, load_weights
-from engine.parallel.group import ALONE, Group, Spent
+from engine.parallel.group import ALONE, Group
 from engine.quantization import KINDS
 from engine.sampling import Drawn, Logprobs, Sampler, pick_logprobs
-from engine.types import StepPlan, StepResult
+from engine.types import StepPlan
 from engine.upload import Uploader, to_host
 
 CPU_KV_BYTES = 1 << 30  # the pool's default size on a CPU, or 16 sequences of full length if that is less
 CPU_KV_SEQUENCES = 16
 EXPERT_LOAD_SECONDS = 0.25
 LOGPROB_ROWS = 256  # prompt logprobs: positions whose logits exist at once
-
-
-class Layout(NamedTuple):
-    """Where the T tokens of a plan's n entries, laid end to end, belong."""
-
-    ends: np.ndarray  # int64 [n]  entry i has the tokens before ends[i], back to ends[i - 1]
-    seq_lens: np.ndarray  # int32 [n]  keys of each, this step's included
-    rows: np.ndarray  # int32 [T]
-    positions: np.ndarray  # [T]
-    slots: np.ndarray  # int64 [T]  in the KV cache
-
-
-@dataclass(slots=True)
-class Inputs:
-    """A step's plan on the device, and what of it the host still needs. T tokens, n entries, s of them sample."""
-
-    token_ids: torch.Tensor  # int64 [T]
-    meta: ForwardMeta | None  # None where a runner has a way of its own to the logits
-    samples: np.ndarray  # int64 [s]  the entries that sample; one with drafts stands here once for each of its tokens
-    rows: np.ndarray  # int64 [s]  their rows
-    positions: np.ndarray  # int64 [s]  where the token drawn will stand
-    device_rows: torch.Tensor  # int64 [s]
-    device_positions: torch.Tensor  # int64 [s]
-    sampled_hidden: np.ndarray | None  # int64 [s]  which of the hidden states are theirs; None: all, in order
-    prompt_hidden: dict[int, int]  # entries that want prompt logprobs -> the first of their q_len hidden states
-
-
-PromptLogprobs = tuple[Logprobs, list[int], int]  # of an entry's tokens, those tokens, how many on top were asked for
-
-
-@dataclass(slots=True)
-class Launched:
-    """A step on its way. `wait` blocks until the device has drawn its tokens."""
-
-    entries: int  # n of the plan
-    samples: np.ndarray
-    drawn: Drawn
-    logprob_counts: list[int]
-    prompt_logprobs: dict[int, PromptLogprobs]
-    device_ms: float | None
-    events: tuple[Any, Any] | None  # CUDA: where the step begins and ends
-    outcome: Any  # int64 [s] on the host (an array, or pinned and good when `events` have passed): ids, −1 − id if bad
-    drafted: range = range(0)  # the entries with drafts
-    spent: Spent | None = None  # in collectives
-    expert_load: tuple[list[int], torch.Tensor] | None = None  # layers; int64 [layers, E], on the host like the outcome
-
-    def wait(self) -> StepResult:
-        """The step's outcome, on the host."""
-        if self.events is not None:
-            self.events[1].synchronize()
-            self.device_ms = self.events[0].elapsed_time(self.events[1])
-        result = StepResult([-1] * self.entries, device_ms=self.device_ms)
-        if self.spent is not None:
-            result.comm = self.spent.ranks, self.spent.ms
-        drawn = self.outcome.tolist()
-        plain = len(drawn) == self.entries and not self.drafted
-        if plain and min(drawn, default=0) >= 0:  # everyone drew once, nobody badly
-            result.ids = drawn
-        else:
-            settle(result, self.samples.tolist(), drawn, self.drafted)
-        if self.drawn.logprobs is not None:
-            rows = self.drawn.logprob_rows
-            tokens = [token if token >= 0 else -1 - token for token in self.outcome[rows].tolist()]
-            listed = self.drawn.logprobs.listed(tokens, self.logprob_counts)
-            for entry, found in zip(self.samples[rows].tolist(), listed, strict=True):
-                result.logprobs.setdefault(entry, []).append(found)
-        for entry, (logprobs, tokens, top) in self.prompt_logprobs.items():
-            result.prompt_logprobs[entry] = logprobs.listed(tokens, [top] * len(tokens))
-        if self.expert_load is not None:
-            result.expert_load = listed_load(*self.expert_load)
-        return result
-
-
-def settle(result: StepResult, samples: list[int], drawn: list[int], drafted: range) -> None:
-    """Enter what was drawn (ids, -1 - id where it is bad) for each of the entries `samples`; those that are `drafted`
-    stand there once for each of their tokens."""
-    for entry, token in zip(samples, drawn, strict=True):
-        if entry in drafted:
-            result.checked.setdefault(entry, []).append(max(token, -1))
-            continue
-        result.ids[entry] = token if token >= 0 else -1 - token
-        if token < 0:
-            result.bad.append(entry)
 
 
 @dataclass(slots=True)
@@ -188,7 +107,7 @@ class Runner:
             columns = -(-self.max_model_len // self.block_size)
             self._host_table = np.zeros((self.max_rows, columns), dtype=np.int32)
             self.block_table = torch.from_numpy(self._host_table).to(self.device)
-            self._count = np.arange(self.max_rows + 1)
+            self._indices = np.arange(self.max_rows + 1)
             self._bounds = torch.arange(self.max_rows + 1, dtype=torch.int32, device=self.device)
             self.last_token = torch.zeros(self.max_rows, dtype=torch.int64, device=self.device)
             self.sampler = Sampler(self.max_rows, model_config.vocab_size, self.device, self._upload)
@@ -240,7 +159,7 @@ class Runner:
         n, tokens = len(plan.rows), plan.num_tokens
         seq_lens = plan.starts + plan.q_lens
         if tokens == n:  # one token each
-            ends, rows, positions = self._count[1 : n + 1], plan.rows, plan.starts
+            ends, rows, positions = self._indices[1 : n + 1], plan.rows, plan.starts
         else:
             ends = np.cumsum(plan.q_lens)
             rows = np.repeat(plan.rows, plan.q_lens)
@@ -253,16 +172,16 @@ class Runner:
         """What the model has to know of every token, sent in one piece."""
         n, tokens, rows = len(plan.rows), plan.num_tokens, plan.rows
         ends, seq_lens, token_rows, positions, slots = self.layout(plan)
-        bounds = np.concatenate((self._count[:1], ends)).astype(np.int32) if tokens > n else None
+        bounds = np.concatenate((self._indices[:1], ends)).astype(np.int32) if tokens > n else None
         bounds_ = self._bounds[: n + 1] if bounds is None else self._upload(bounds)
-        samples, drawing = self._count[:n], ends - 1
+        samples, drawing = self._indices[:n], ends - 1
         if plan.num_drafted:
             samples, drawing = drawing_tokens(plan, ends)
         elif not plan.samples.all():
             samples = np.flatnonzero(plan.samples)
             drawing = drawing[samples]
         draw_rows, draw_positions = rows[samples], positions[drawing] + 1
-        wanted, sampled_hidden, prompt_hidden = _logit_rows(plan, ends, drawing)
+        wanted, sampled_hidden, prompt_hidden = logit_rows(plan, ends, drawing)
         every = len(wanted) == tokens
         token_ids, positions_, slots_, draw_rows_, draw_positions_, wanted_ = self._upload_together(
             plan.token_ids, positions, slots, draw_rows, draw_positions, wanted[:0] if every else wanted
@@ -489,39 +408,8 @@ class Runner:
         return self.model.logits(self.model.forward(token_ids, meta, self.attention, pool))
 
 
-def listed_load(layers: list[int], load: torch.Tensor) -> list[tuple[int, list[int]]]:
-    """What a step's result says of its experts: (layer, tokens of each)."""
-    return list(zip(layers, load.tolist(), strict=True))
-
-
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
-
-
-def drawing_tokens(plan: StepPlan, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of a plan with drafts: the entries that draw, one with drafts once for each of its tokens, and those tokens."""
-    counts = plan.samples.astype(np.int64)
-    counts[plan.num_decodes : plan.num_decoding] = plan.q_lens[plan.num_decodes : plan.num_decoding]
-    samples, last = np.repeat(np.arange(len(counts)), counts), np.cumsum(counts)
-    return samples, np.repeat(ends - last, counts) + np.arange(len(samples))
-
-
-def _logit_rows(
-    plan: StepPlan, ends: np.ndarray, last: np.ndarray
-) -> tuple[np.ndarray, np.ndarray | None, dict[int, int]]:
-    """Which tokens' logits are wanted, those `last` that draw among them; which of them draw (None: all); and for each
-    entry that wants logprobs of its prompt, where among them its own begin."""
-    chunks = range(plan.num_decoding, len(plan.rows))
-    firsts = {
-        entry: int(ends[entry] - plan.q_lens[entry])
-        for entry in chunks
-        if plan.requests[entry].params.prompt_logprobs is not None
-    }
-    if not firsts:
-        return last, None, {}
-    wanted = np.unique(np.concatenate([last, *(np.arange(first, ends[entry]) for entry, first in firsts.items())]))
-    begins = {entry: int(np.searchsorted(wanted, first)) for entry, first in firsts.items()}
-    return wanted, np.searchsorted(wanted, last), begins

@@ -114,8 +114,8 @@ class VocabularyRows:
 class Sampler:
     """Settings of every row of the batch, and the draw.
 
-    `set_row` when a request takes a row (again after a preemption: counts are rebuilt from its ids), `release_row`
-    when it leaves, `sample` once per step.
+    `set_row` when a request takes a row (again after a preemption: counts are rebuilt from its ids), `sample` once per
+    step. What a row holds is given back when the next request takes it.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device, upload: Upload) -> None:
@@ -139,7 +139,7 @@ class Sampler:
     def set_row(self, row: int, request: Request) -> None:
         """Take over what `request` asks for; its ids so far are those its penalties count."""
         params = request.params
-        self.release_row(row)
+        self._release(row)
         wants = 0
         if not params.greedy:
             wants |= Wants.NOISE
@@ -185,12 +185,6 @@ class Sampler:
     def host_settings(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of every row: settings fp32 [max_rows, NUM_SETTINGS], keys int32 [max_rows, 2], top_k [max_rows]."""
         return self._settings, self._keys, self._top_k
-
-    def release_row(self, row: int) -> None:
-        """Give back what the row held. A token drawn for it afterwards is drawn greedily and means nothing."""
-        self._wants[row] = 0
-        self._counts.release(row)
-        self._bias.release(row)
 
     def sample(
         self,
@@ -262,6 +256,11 @@ class Sampler:
         if self._sent_version != self.version:
             self._device_settings, self._device_keys = self._upload(self._settings), self._upload(self._keys)
             self._sent_version = self.version
+
+    def _release(self, row: int) -> None:
+        self._wants[row] = 0
+        self._counts.release(row)
+        self._bias.release(row)
 
     def _count(self, row: int, request: Request) -> None:
         line = self._counts.claim(row)

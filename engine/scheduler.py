@@ -171,17 +171,17 @@ class Scheduler:
         self._joins = []
         entries: list[Entry] = []
         preempted = self._plan_decodes(entries)
-        num_decodes = len(entries)
-        budget = self.config.max_num_batched_tokens - num_decodes
+        num_decoding = len(entries)
+        budget = self.config.max_num_batched_tokens - num_decoding
         budget = self._plan_prefills(entries, budget)
         drafts: dict[int, list[int]] = {}
         if not preempted:
             budget = self._admit(entries, budget)
-            drafts = self._plan_drafts(entries, num_decodes, budget)
+            drafts = self._plan_drafts(entries, num_decoding, budget)
         if not entries:
             self.step -= 1
             return None
-        return self._arrays(entries, num_decodes, drafts)
+        return self._arrays(entries, num_decoding, drafts)
 
     def _plan_decodes(self, entries: list[Entry]) -> bool:
         """One token for each request that is past its prompt, the eldest first. True if anybody was preempted."""
@@ -209,7 +209,7 @@ class Scheduler:
             request.planned = start + 1
         return preempted
 
-    def _plan_drafts(self, entries: list[Entry], num_decodes: int, budget: int) -> dict[int, list[int]]:
+    def _plan_drafts(self, entries: list[Entry], num_decoding: int, budget: int) -> dict[int, list[int]]:
         """Draft tokens by request, for those that decode, the eldest first; their entries move behind the others'.
 
         For drafts the tree may be evicted, as for any token, but nobody is preempted.
@@ -218,7 +218,7 @@ class Scheduler:
         if self._lookup is None:
             return drafts
         size = self.cache.block_size
-        for i, (request, start, _) in enumerate(entries[:num_decodes]):
+        for i, (request, start, _) in enumerate(entries[:num_decoding]):
             draft = self._lookup.draft(request, start, budget)
             if draft and not self.cache.grow(request, start + 1 + len(draft)):
                 draft = draft[: len(request.table) * size - start - 1]
@@ -228,7 +228,7 @@ class Scheduler:
                 entries[i] = (request, start, 1 + len(draft))
                 budget -= len(draft)
         if drafts:
-            entries[:num_decodes] = sorted(entries[:num_decodes], key=lambda entry: entry[2] > 1)
+            entries[:num_decoding] = sorted(entries[:num_decoding], key=lambda entry: entry[2] > 1)
             self.log.append("draft", self.step, [(id, len(draft)) for id, draft in drafts.items()])
         return drafts
 

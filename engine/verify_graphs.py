@@ -31,8 +31,9 @@ import torch
 
 from engine.forward import ForwardMeta
 from engine.graphs import DRAWABLE, Drawing, GraphRunner, Staging, Work, ladder
+from engine.inputs import Inputs, drawing_tokens
+from engine.launched import Launched, enter_draws, listed_load
 from engine.model.weights import Progress
-from engine.runner import Inputs, Launched, drawing_tokens, listed_load, settle
 from engine.types import StepPlan, StepResult
 
 SIZES = (4, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # tokens; from 16 on as in `ladder`, whose sampling graphs serve
@@ -55,7 +56,7 @@ class Verified:
         drawing = self.drawing
         drawing.end.synchronize()
         result = StepResult([-1] * self.entries, device_ms=drawing.begin.elapsed_time(drawing.end))
-        settle(result, self.samples.tolist(), drawing.outcome[self.tokens].tolist(), self.drafted)
+        enter_draws(result, self.samples.tolist(), drawing.outcome[self.tokens].tolist(), self.drafted)
         if drawing.expert_load is not None:
             result.expert_load = listed_load(*drawing.expert_load)
         return result

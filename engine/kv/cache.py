@@ -156,9 +156,8 @@ class KVCache:
 
     # ---- giving back
 
-    def release(self, request: Request, clock: int) -> int:
-        """Give back every block; what stands in the tree stays there until evicted. Returns how many it held."""
-        held = len(request.table)
+    def release(self, request: Request, clock: int) -> None:
+        """Give back every block; what stands in the tree stays there until evicted. `clock`: the record's number."""
         if request.node is not None:
             self.tree.unlock(request.node, clock)
         # Last block first, so that the free list hands them out in their old order.
@@ -166,7 +165,6 @@ class KVCache:
         request.table = []
         request.node = None
         request.shared_blocks = request.planned = 0
-        return held
 
     def forget(self, leaf: Node) -> None:
         """Evict this leaf and those ancestors that nobody else uses: their contents are not to be trusted."""

@@ -23,12 +23,14 @@ import torch
 
 from engine.config import EngineConfig, ModelConfig, resolve
 from engine.errors import DeviceLost, EngineError
+from engine.inputs import Inputs
+from engine.launched import Launched
 from engine.model.decoder import Decoder
 from engine.model.weights import Progress, Slot
 from engine.parallel.group import Ranks
 from engine.parallel.ranks import Workers, device_of
 from engine.parallel.shards import check, shard_config, shard_slots
-from engine.runner import Inputs, Launched, Runner
+from engine.runner import Runner
 from engine.sampling import Drawn
 from engine.types import StepPlan, StepResult
 
