@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from minitui.server.failures import RESPONSES, STREAMED, ApiError
-from minitui.server.logprobs import completion_logprobs, without_end
+from minitui.server.logprobs import Offsets, completion_logprobs, without_end
 from minitui.server.prompts import encode
 from minitui.server.replies import Gathered, Reply, refuse_abort, respond, usage_of
 from minitui.server.schema import Answer, CompletionRequest, Generated, GenerateRequest
@@ -111,7 +111,7 @@ class CompletionAnswer:
         choices = [
             {
                 "index": index, "text": self._echo(index) + one.text, "finish_reason": one.finish_reason,
-                "logprobs": self._logprobs(one.logprobs, one.finish_reason, 0),
+                "logprobs": self._logprobs(one.logprobs, one.finish_reason, self._offsets()),
             }
             for index, one in enumerate(sequences)
         ]  # fmt: skip
@@ -120,7 +120,7 @@ class CompletionAnswer:
     async def frames(self) -> AsyncIterator[bytes]:
         """The answer as events."""
         sequences = [Gathered() for _ in self.reply.streams]
-        offsets = [0] * len(sequences)
+        offsets = [self._offsets() for _ in sequences]
         if self.body.echo:
             for index in range(len(sequences)):
                 yield self._chunk(index, self._echo(index), None, None)
@@ -131,19 +131,20 @@ class CompletionAnswer:
             text = "".join(delta.text for delta in deltas)
             entries = [entry for delta in deltas for entry in delta.logprobs]
             logprobs = self._logprobs(entries, deltas[-1].finish_reason, offsets[index])
-            if logprobs:
-                offsets[index] += sum(map(len, logprobs["tokens"]))
             if text or deltas[-1].finish_reason or (logprobs and logprobs["tokens"]):
                 yield self._chunk(index, text, deltas[-1].finish_reason or None, logprobs)
         if self.body.stream_options and self.body.stream_options.include_usage:
             yield event({**self.head, "choices": [], "usage": usage_of(sequences, self.samples).model_dump()})
         yield DONE
 
-    def _logprobs(self, entries: list[Any], finish_reason: str, offset: int) -> dict[str, Any] | None:
+    def _offsets(self) -> Offsets:
+        return Offsets(self.tokenizer, self.body.skip_special_tokens)
+
+    def _logprobs(self, entries: list[Any], finish_reason: str, offsets: Offsets) -> dict[str, Any] | None:
         if self.body.logprobs is None:
             return None
         shown = without_end(entries, finish_reason, self.service.info["eos_ids"])
-        return completion_logprobs(self.tokenizer, shown, self.body.logprobs, offset)
+        return completion_logprobs(self.tokenizer, shown, self.body.logprobs, offsets)
 
     def _chunk(self, index: int, text: str, finish: str | None, logprobs: Any) -> bytes:
         choice = {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs}

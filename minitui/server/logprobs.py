@@ -33,17 +33,27 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: i
     }
 
 
+class Offsets:
+    """Where the tokens of a reply stand in its text, in characters: a part of a character, where that begins."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._text = tokenizer.detokenizer(skip_special_tokens)
+        self._shown = 0
+
+    def take(self, token_id: int) -> int:
+        """That of the next token."""
+        own, piece, at = _text(self._tokenizer, token_id), self._text.push([token_id]), self._shown
+        self._shown += len(piece)
+        return self._shown - len(own) if piece.endswith(own) else at  # before its own text, a broken character may show
+
+
 def completion_logprobs(
-    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int, offset: int
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int, offsets: Offsets
 ) -> dict[str, Any]:
-    """Of /v1/completions: parallel lists. `offset`: characters before the first token."""
-    texts = [_text(tokenizer, entry.token_id) for entry in entries]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
+    """Of /v1/completions: parallel lists. `offsets` have taken the tokens before these."""
     return {
-        "tokens": texts,
+        "tokens": [_text(tokenizer, entry.token_id) for entry in entries],
         "token_logprobs": [max(entry.logprob, LOWEST) for entry in entries],
         "top_logprobs": [
             {
@@ -52,7 +62,7 @@ def completion_logprobs(
             }
             for entry in entries
         ],
-        "text_offset": offsets,
+        "text_offset": [offsets.take(entry.token_id) for entry in entries],
     }  # fmt: skip
 
 
