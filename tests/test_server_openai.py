@@ -143,6 +143,13 @@ def test_a_tool_call_in_the_models_format_comes_back_as_a_call(client: Any, stre
     assert content == "One moment."
 
 
+def test_a_call_that_spells_half_a_surrogate_pair_is_a_call(client: Any) -> None:
+    written = '<tool_call>{"name": "count_blocks", "arguments": {"kind": "\\ud800"}}</tool_call>'
+    answer = ask(client, tools=[TOOL], extra_body={"guided_choice": [written]}, max_tokens=200)
+    [call] = answer.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"kind": "?"}
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "count_blocks"}}])
 def test_a_demanded_call_is_made_and_its_result_can_be_sent_back(client: Any, choice: Any) -> None:
     first = ask(client, tools=[TOOL], tool_choice=choice, temperature=1.0, max_tokens=120)

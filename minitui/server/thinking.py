@@ -136,5 +136,7 @@ def _take_call(text: str, parts: Parts, as_written: str) -> None:
         parts.content += as_written
         return
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    # JSON can spell half a surrogate pair, which is no text and could not be sent.
+    name, written = (spelled.encode("utf-8", "replace").decode() for spelled in (name, written))
     function = {"name": name, "arguments": written}
     parts.calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
