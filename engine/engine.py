@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from engine.errors import DeviceLost, InvalidRequest
 from engine.gate import Gate
@@ -27,6 +27,9 @@ from engine.records import RecordLog
 from engine.scheduler import Emitted, Scheduler, SchedulerConfig
 from engine.step_clock import StepClock, StepTimes, now
 from engine.types import Request, SamplingParams, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from engine.structured import Grammars
 
 logger = logging.getLogger("engine")
 
@@ -64,7 +67,8 @@ class Engine:
 
     def __init__(
         self, runner: StepRunner, config: SchedulerConfig, *, overlap: bool = False, prefix_caching: bool = True,
-        eos_ids: frozenset[int] = frozenset(), log: RecordLog | None = None, grammars: Any = None,
+        eos_ids: frozenset[int] = frozenset(), log: RecordLog | None = None,
+        grammars: Grammars | None = None,
     ) -> None:  # fmt: skip
         self.runner = runner
         self.log = log or RecordLog()
@@ -76,7 +80,7 @@ class Engine:
         # Steps launched but not committed when step() returns. With speculation none: how many of its drafts a row
         # keeps, and what it drafts next, depends on the ids of the step before.
         self.delay = 1 if overlap and not config.speculative_tokens else 0
-        self._grammars = grammars  # engine.structured.Grammars, if replies can be constrained
+        self._grammars = grammars  # None: replies cannot be constrained
         self._flight: deque[InFlight] = deque()
         self._next_id = 1
 

@@ -17,23 +17,20 @@ then.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect
 from collections import deque
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
 from engine.errors import InvalidRequest
 from engine.kv.cache import KVCache
+from engine.longest_prefix import LongestPrefix
 from engine.records import RecordLog
 from engine.speculation import PromptLookup
 from engine.types import POLICIES, Request, RequestState, SamplingParams, StepPlan, StepResult, TokenLogprobs
 
-CANDIDATES = 64  # longest-prefix: so many of the eldest are compared in a step
 NOT_FINITE = "the model's logits were not finite numbers"
-OVERTAKES = 64  # longest-prefix: as often may younger requests be admitted before an older one
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +93,7 @@ class Scheduler:
         self._last_wait: tuple[int, str] | None = None
         self._watermark = int(config.watermark * cache.allocator.total)
         self._lookup = PromptLookup(config.speculative_tokens) if config.speculative_tokens else None
+        self._order = LongestPrefix(cache, log) if config.policy == "longest-prefix" else None
 
     # ---- the queue
 
@@ -274,9 +272,9 @@ class Scheduler:
         """Take requests from the queue while budget, rows and blocks last; returns what is left of the budget."""
         if self.config.policy == "static" and self.running:
             return budget
-        by_prefix = self.config.policy == "longest-prefix" and budget > 0 and bool(self._rows)
-        if by_prefix:
-            self._sort_by_prefix()
+        order = self._order if budget > 0 and self._rows else None
+        if order is not None:
+            order.sort(self.waiting)
         while self.waiting:
             request = self.waiting[0]
             reason = self._obstacle(request, budget)
@@ -296,8 +294,8 @@ class Scheduler:
             if not request.admitted_at:
                 request.admitted_at, request.admitted_work = self.log.t, self.log.worked()
             budget -= self._chunk(request, entries, budget)
-        if by_prefix:
-            self._count_overtaken()
+        if order is not None:
+            order.count_overtaken(self.waiting, self._joins)
         return budget
 
     def _obstacle(self, request: Request, budget: int) -> str:
@@ -319,40 +317,6 @@ class Scheduler:
         if needed > self.cache.available:
             return f"blocks: it needs {needed}, {self.cache.available} can be had"
         return ""
-
-    def _sort_by_prefix(self) -> None:
-        """The best cached of the eldest CANDIDATES first. Whoever has been overtaken OVERTAKES times by younger ones
-        is not overtaken any more, so nobody is by more than OVERTAKES and what one step admits; the preempted stay in
-        front. (The order is SGLang's, Zheng et al. 2024.)
-
-        Worth it where many share long prefixes and the pool is short: 400 questions about 24 texts of 512 tokens, a
-        pool for five of them, more work than the device can do: 54 % of the tokens came from the tree instead of
-        20 %, the mean time to first token fell from 3.6 s to 0.5 s and the worst from 6.9 s to 1.3 s, nobody was
-        overtaken by more than 29. Without a queue there is nothing to sort, and it changes nothing
-        (tests/test_policies.py).
-        """
-
-        def place(request: Request) -> tuple[int, int, int]:
-            if request.state is RequestState.PREEMPTED:
-                return 0, 0, 0
-            if request.overtaken >= OVERTAKES:
-                return 1, 0, request.id
-            match = self.cache.look_up(request)
-            return 2, -len(match.blocks) if match is not None else 0, request.id
-
-        head = list(islice(self.waiting, CANDIDATES))
-        order = sorted(head, key=place)
-        if order != head:
-            for _ in order:
-                self.waiting.popleft()
-            self.waiting.extendleft(reversed(order))
-            self.log.append("order", [request.id for request in order])
-
-    def _count_overtaken(self) -> None:
-        """Those who wait have seen younger ones admitted in this step."""
-        admitted = sorted(request.id for request in self._joins)
-        for request in islice(self.waiting, CANDIDATES):
-            request.overtaken += len(admitted) - bisect(admitted, request.id)
 
     def _arrays(self, entries: list[Entry], num_decoding: int, drafts: dict[int, list[int]]) -> StepPlan:
         """Write the plan down."""

@@ -67,6 +67,7 @@ class PromptLookup:
         """What became of a draft; told before its accepted tokens and the one drawn after them join the text."""
         request.drafted_tokens += drafted
         request.accepted_tokens += accepted
+        assert request.lookup is not None, "its draft came from there"
         request.lookup.learn(accepted, len(request.ids) + accepted + 1)
 
 

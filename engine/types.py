@@ -14,11 +14,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from engine.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from engine.kv.radix import Node
+    from engine.speculation import Lookup
 
 POLICIES = ("fcfs", "longest-prefix", "static")  # of the scheduler
 MAX_LOGPROBS = 20
@@ -170,7 +174,7 @@ class Request:
     decoding: bool = False  # it has drawn a token since it was last admitted; then total = planned + 1
     epoch: int = 0  # raised when work in flight becomes void: it finished, or a step failed
     table: list[int] = field(default_factory=list)
-    node: Any = None  # engine.kv.radix.Node
+    node: Node | None = None  # None: the root
     shared_blocks: int = 0
     cached_tokens: int = 0  # prompt tokens taken from the tree at first admission and later matches
     match: tuple[str, int, str] = ("", 0, "")  # why its first prefix match stopped, where, and how far it came
@@ -184,7 +188,7 @@ class Request:
     admitted_work: float = 0.0
     first_token_work: float = 0.0
     grammar: Any = None  # engine.structured.Grammar, advanced at commit
-    lookup: Any = None  # engine.speculation.Lookup, once it has been drafted for
+    lookup: Lookup | None = None  # once it has been drafted for
     drafted: int = 0  # draft tokens of the step in flight
     drafted_tokens: int = 0  # of all steps that have committed
     accepted_tokens: int = 0  # of those, how many were what it drew

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from engine import scheduler
+from engine import longest_prefix
 from engine.engine import Engine
 from engine.records import RecordLog
 from engine.scheduler import SchedulerConfig
@@ -69,7 +69,7 @@ def test_sorting_by_prefix_takes_more_from_the_tree_and_answers_sooner_when_the_
     assert in_order.admitted == sorted(in_order.admitted)
     assert sorted_.hits > 2 * in_order.hits
     assert sorted_.mean_ttft < 0.4 * in_order.mean_ttft and sorted_.worst_ttft < in_order.worst_ttft
-    assert 0 < overtakings(sorted_.admitted) <= scheduler.OVERTAKES + 8
+    assert 0 < overtakings(sorted_.admitted) <= longest_prefix.OVERTAKES + 8
 
 
 def test_nobody_is_overtaken_for_ever() -> None:
@@ -93,7 +93,7 @@ def test_nobody_is_overtaken_for_ever() -> None:
         engine.step()
         admitted += [record[3] for record in engine.log.drain() if record[2] == "admit"]
     before = sum(id > stranger.id for id in admitted[: admitted.index(stranger.id)])
-    assert 10 < before <= scheduler.OVERTAKES + engine.scheduler.config.max_num_seqs
+    assert 10 < before <= longest_prefix.OVERTAKES + engine.scheduler.config.max_num_seqs
 
 
 def test_a_step_compares_so_many_and_no_more() -> None:
@@ -106,4 +106,4 @@ def test_a_step_compares_so_many_and_no_more() -> None:
     look_up = engine.cache.look_up
     engine.cache.look_up = lambda request: looked.append(request.id) or look_up(request)  # type: ignore
     engine.step()
-    assert len(set(looked)) <= scheduler.CANDIDATES
+    assert len(set(looked)) <= longest_prefix.CANDIDATES
