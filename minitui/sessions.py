@@ -465,7 +465,8 @@ class Chats:
                 f"{'it' if one else 'them'}: F finds {'it' if one else 'them'}, and opens a fork here."
             )
         if left.others:
-            told.append(f"F finds the {left.others} older {'chat' if left.others == 1 else 'chats'} that were kept.")
+            chats = "1 older chat that was" if left.others == 1 else f"{left.others} older chats that were"
+            told.append(f"F {'also ' if told else ''}finds the {chats} kept.")
         self.left_out = " ".join(told)
         return len(left.chats)
 

@@ -644,6 +644,16 @@ def test_timings_show_the_summarys_figures():
     assert rows[6].startswith("host") and rows[7].startswith("device") and "% busy" in rows[7]
 
 
+def test_where_it_is_narrow_the_step_tells_every_figure_of_what_it_computes():
+    for seconds in (1.0, 2.0, 3.0, 4.0):
+        _, view = stress_view(SMALL, seconds, 30)
+        step = next(s for s in range(view.steps.last, -1, -1) if view.steps.get(s).chunks)
+        view.select("step", step)
+        row = view.steps.get(step)
+        told = body(StepBar(), view, 48, 2)[0]
+        assert f"{row.tokens:,} of 128" in told and f"prefill {row.chunks[0][2]}" in told, told
+
+
 def test_where_it_is_narrow_the_parts_of_a_first_token_and_the_reason_of_a_slow_step_are_whole():
     _, view = stress_view(CLASSROOM, 6.0, 60)
     t = view.timings

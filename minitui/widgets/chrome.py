@@ -270,9 +270,9 @@ class StatusBar(Bar):
                 h for h in hints if h[1] in ("write", "new", "chats", "help", "commands")
             ]
         if app.current_mode == "lecture":
-            hints = [("n", "next step"), (",", "back"), ("d", "predict"), ("p", "pause"), ("X", "start over")] + [
-                h for h in hints if h[1] in ("until", "slow motion", "replay", "help", "commands")
-            ]
+            first = [("n", "next step"), (",", "back"), ("d", "predict"), ("p", "pause"), ("X", "start over")]
+            first += [h for h in hints if h[1] == "help"]
+            hints = first + [h for h in hints if h[1] in ("until", "slow motion", "replay", "commands")]
         if app.view.travel_text:
             hints.insert(0, (key_label(keys.get("now", BY_ID["now"].key)), "now"))
         if not has_chats(app):

@@ -27,6 +27,17 @@ FILTERS = (
 )
 
 
+def broken(words: str, width: int) -> list[str]:
+    """In lines of at most `width` cells, rather between the parts that dots set off than within one."""
+    lines: list[str] = []
+    for part in words.replace(" · ", "\0· ").split("\0"):
+        if lines and cells(lines[-1]) + 1 + cells(part) <= width:
+            lines[-1] += " " + part
+        else:
+            lines += textwrap.wrap(part, width)
+    return lines
+
+
 class Events(LinePanel):
     """Up and down choose an event (and with it its request or node), f filters, Enter tells the story."""
 
@@ -98,9 +109,7 @@ request ended. The event under the cursor selects what it is about.""")
         quiet = event.kind in ("finish", "miss")
         style = "bold accent" if here else "bold ink" if fresh else "dim" if quiet else "ink"
         room = width - row.width
-        pieces = [words]
-        if cells(words) > room:  # a part that is set off by a dot takes the dot along
-            pieces = [line.replace("\xa0", " ") for line in textwrap.wrap(words.replace(" · ", " ·\xa0"), max(8, room))]
+        pieces = [words] if cells(words) <= room else broken(words, max(8, room))
         rows = []
         for number, piece in enumerate(pieces[:most]):
             cut = number == most - 1 < len(pieces) - 1  # the panel ends here

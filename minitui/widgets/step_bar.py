@@ -76,10 +76,14 @@ class StepBar(LinePanel):
         if view.idle and row.step == view.horizon:
             line.add("idle", "bold ink").add(" · last: ", "dim")
         line.add(f"step {row.step:,}", "bold ink").add("  ")
-        line.add(f"{row.tokens:,}", "bold ink").add(f" of {budget:,} tokens  ", "dim")
-        line.add(contents(row))
-        if row.wall_ms is not None:
-            line.add("  ").add(f"{ms(row.wall_ms)} ms", "bold ink")
+        line.add(f"{row.tokens:,}", "bold ink")
+        told, of = contents(row), f" of {budget:,} tokens  "
+        if line.width + len(of) + len(told) > width:  # rather a word less than a figure cut off
+            of = f" of {budget:,}  "
+        line.add(of, "dim").add(told)
+        took = f"{ms(row.wall_ms)} ms" if row.wall_ms is not None else ""
+        if took and line.width + 2 + len(took) <= width:
+            line.add("  ").add(took, "bold ink")
             why = why_slow(row, view.timings)
             if why and line.width + len(why) + 3 <= width:
                 line.add(f" ({why})", "dim")

@@ -6,6 +6,7 @@ it, the prompt tokens it saved, and its place in the order of eviction. What sav
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -79,7 +80,7 @@ says in which order, the least recently used leaf first.""")
         rows += [self._line(view, row, width, ends) for row, ends in zip(shown, last, strict=True)]
         if not picture.nodes:
             why = "no prompt has filled a block yet" if view.caching else "prefix caching is off: nothing is kept"
-            rows.append(Row(f"empty: {why}", "dim").done(width))
+            rows += [Row(line, "dim").done(width) for line in textwrap.wrap(f"empty: {why}", width)[:room]]
         rows += [Row().done(width)] * (room + 1 - len(rows))
         rows.append(self._foot(picture.hidden_nodes + len(picture.rows) - len(shown), picture.evictable_tokens, width))
         g = glyphs()
