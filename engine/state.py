@@ -40,8 +40,8 @@ class RequestView:
 
 @dataclass(slots=True)
 class NodeView:
-    """A node of the tree; `ids` are the tokens of its blocks, in order (an array: each change makes a new one, and
-    copying 4 bytes a token is an order of magnitude cheaper than copying a list)."""
+    """A node of the tree; `ids` are the tokens of its blocks, in order (an array: 4 bytes a token, so that a copy of
+    the state, which copies them all, is cheap)."""
 
     id: int
     parent: int
@@ -104,6 +104,7 @@ class State:
             handler(self, *record[3:])
 
     def apply_all(self, records: Iterable[Record]) -> None:
+        """Fold records in order: ValueError as in `apply`."""
         for record in records:
             self.apply(record)
 
@@ -121,14 +122,20 @@ class State:
 
     def _release_blocks(self, blocks: Iterable[int]) -> None:
         holders, counts, node_of = self.holders, self.counts, self.node_of
+        free = cached = alone = 0
         for block in blocks:
-            after = holders[block] = holders[block] - 1
+            holders[block] = after = holders[block] - 1
             if after == 0:
-                counts[ACTIVE] -= 1
-                counts[CACHED if node_of[block] else FREE] += 1
+                if node_of[block]:
+                    cached += 1
+                else:
+                    free += 1
             elif after == 1:
-                counts[SHARED] -= 1
-                counts[ACTIVE] += 1
+                alone += 1
+        counts[FREE] += free
+        counts[ACTIVE] += alone - cached - free
+        counts[SHARED] -= alone
+        counts[CACHED] += cached
 
     def _submit(self, id: int, group: str, prompt_tokens: int, max_total: int) -> None:
         self.requests[id] = RequestView(id, group, prompt_tokens, max_total, submitted=self.t)
@@ -153,7 +160,11 @@ class State:
 
     def _alloc(self, id: int, blocks: list[int]) -> None:
         self.requests[id].table += blocks
-        self._hold_blocks(blocks)
+        holders, counts = self.holders, self.counts
+        for block in blocks:  # they come from the free list: nobody held them, and they are not in the tree
+            holders[block] = 1
+        counts[FREE] -= len(blocks)
+        counts[ACTIVE] += len(blocks)
 
     def _hold(self, id: int, node: int, dropped: int) -> None:
         request = self.requests[id]
@@ -175,11 +186,12 @@ class State:
         request.shared_blocks = start + len(new)
 
     def _grown(self, view: NodeView, request: int, ids: list[int], blocks: list[int], step: int) -> None:
-        view.ids = view.ids + array("i", ids)  # replaced, never changed in place: copies of the state share them
-        view.blocks = view.blocks + blocks
+        view.ids.fromlist(ids)
+        view.blocks += blocks
         view.last_used = self.seq
+        node_of, node = self.node_of, view.id
         for block in blocks:
-            self.node_of[block] = view.id
+            node_of[block] = node
         if step >= 0:
             self.pending.update(dict.fromkeys(blocks, step))
         holder = self.requests[request]
@@ -207,13 +219,17 @@ class State:
 
     def _cut(self, id: int, keep: int) -> None:
         node = self.nodes[id]
+        holders, node_of, pending = self.holders, self.node_of, self.pending
+        freed = 0
         for block in node.blocks[keep:]:
-            self.node_of[block] = 0
-            self.pending.pop(block, None)
-            if not self.holders[block]:
-                self.counts[CACHED] -= 1
-                self.counts[FREE] += 1
-        node.ids, node.blocks = node.ids[: keep * self.block_size], node.blocks[:keep]
+            node_of[block] = 0
+            if pending:
+                pending.pop(block, None)
+            if not holders[block]:
+                freed += 1
+        self.counts[CACHED] -= freed
+        self.counts[FREE] += freed
+        del node.ids[keep * self.block_size :], node.blocks[keep:]
         if not keep:
             self.nodes[node.parent].children.remove(id)
             del self.nodes[id]
@@ -288,13 +304,16 @@ class State:
     # ---- snapshots
 
     def copy(self) -> State:
-        """An independent copy; the tokens and blocks of nodes are shared, since they are never changed in place."""
+        """An independent copy."""
         other = State(self.num_blocks, self.block_size, self.budget, self.max_num_seqs)
         for name in ("seq", "t", "step", "ticks", "gate", "pace"):
             setattr(other, name, getattr(self, name))
         other.queue, other.pending, other.counts = list(self.queue), dict(self.pending), list(self.counts)
         other.holders, other.node_of = self.holders[:], self.node_of[:]
-        other.nodes = {n.id: replace(n, children=list(n.children)) for n in self.nodes.values()}
+        other.nodes = {
+            n.id: NodeView(n.id, n.parent, n.ids[:], n.blocks[:], n.users, n.last_used, n.children[:])
+            for n in self.nodes.values()
+        }
         other.requests = {r.id: replace(r, table=list(r.table)) for r in self.requests.values()}
         return other
 

@@ -140,8 +140,7 @@ class View:
         if self._folded_at is None:  # the time before the first record is no part of any rate
             self.rates.reset(records[0][1], self.live.state.gate == "closed", self.live.state.pace)
         self._folded_at = now
-        self.live.fold(records)
-        self._remember(records)
+        self._remember(self.live.fold(records))
         self.past.keep(records, self.live)
 
     def _lost(self, records: int) -> None:
@@ -154,7 +153,8 @@ class View:
         evicted, computing = self.live.evicted, self.live.computing
         for record in records:
             kind = record[2]
-            if kind in _QUIET:
+            if kind == "evict":  # the commonest, and of no lane
+                events.evicted(record, lanes.step, evicted[record[0]])
                 continue
             if kind == "time":
                 steps.timed(record)
@@ -184,11 +184,8 @@ class View:
             if kind == "experts":
                 self.experts.fold(record)
                 continue
-            if kind == "evict":  # many, and of no lane
-                events.fold(record, lanes.step, evicted.get(record[0]))
-                continue
             if kind == "match":
-                events.fold(record, lanes.step, None, computing.get(record[0], -1))
+                events.fold(record, lanes.step, computing.get(record[0], -1))
             else:
                 events.fold(record, lanes.step)
             rates.advance(record[1])
@@ -422,6 +419,3 @@ class View:
                 quote = quoted(without_markup(self.decode(event.evicted)), QUOTE_WIDTH)
             words = self._words[event.seq] = describe(event, self.lanes.lanes.get(event.request), quote)
         return words
-
-
-_QUIET = frozenset({"alloc", "hold", "insert", "extend", "split", "settle", "withdraw", "order"})

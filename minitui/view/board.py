@@ -5,9 +5,9 @@ A board is folded from records like the state inside it, so a board of the past 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
@@ -35,109 +35,120 @@ class Board:
     """A State and, by block: `changed` (engine seconds of its last change of hands) and `saved` (prompt tokens that
     were not computed because this block was in the tree)."""
 
-    def __init__(self, state: State, saved: np.ndarray | None = None) -> None:
+    def __init__(self, state: State) -> None:
         n = state.num_blocks
         self.state = state
-        self.changed = np.full(n, LONG_AGO)
-        self.saved = np.zeros(n, np.int64) if saved is None else saved.copy()
+        # Arrays, for a fold that writes single elements: numpy takes three times as long for each.
+        self._changed = array("d", [LONG_AGO]) * n
+        self._saved = array("q", [0]) * n
+        self._born = array("q", [0]) * n  # seq of the record that last gave each block out
         self.node_changed: dict[int, float] = {}
         self.evicted: dict[int, Sequence[int]] = {}  # seq of an evict record -> the first ids that left
         self.computing: dict[int, int] = {}  # seq of a match record -> the request still computing what it took
         self._writers: dict[int, int] = {}  # pending block -> the request that computes it
         self.step_began = LONG_AGO  # engine seconds at which the records of the last step began
         self._between_steps = True
-        self.born = np.zeros(n, np.int64)  # seq of the record that last gave each block out
         self.last_tables: dict[str, LastTable] = {}  # by group
-        self._anew: list[Record] = []  # alloc records since `saved` and `born` were last brought up to date
-        self._touched: list[list[int]] = []
-        self._touched_at: list[float] = []
         self._codes = np.zeros(n, np.uint8)
         self._coded_at = -1
 
     # ---- folding
 
-    def fold(self, records: Iterable[Record]) -> None:
-        """Apply records that follow the state without a gap."""
-        apply, handlers, node_changed = self.state.apply, self._HANDLERS, self.node_changed
-        touched, touched_at, anew = self._touched, self._touched_at, self._anew
+    def fold(self, records: Iterable[Record]) -> list[Record]:
+        """Apply records that follow the state without a gap. Returns those that tell more than where blocks are."""
+        apply, handlers = self.state.apply, self._HANDLERS
+        told: list[Record] = []
         for record in records:
             kind = record[2]
             if self._between_steps and kind in _PLANNING:
                 self.step_began, self._between_steps = record[1], False
-            if kind == "alloc":  # the commonest, with evictions in a full pool
-                apply(record)
-                touched.append(record[4])
-                touched_at.append(record[1])
-                anew.append(record)
-                continue
             handler = handlers.get(kind)
-            if handler is not None:
-                handler(self, record)
-                continue
-            apply(record)
-            if kind == "time":
-                self._between_steps = True
-            elif kind == "extend":  # a reply that grows is no news: its node does not glow
-                if record[7] >= 0:
-                    self._writers.update(dict.fromkeys(record[6], record[4]))
-            elif kind == "insert":
-                node_changed[record[3]] = record[1]
-                if record[8] >= 0:
-                    self._writers.update(dict.fromkeys(record[7], record[5]))
-            elif kind == "settle" and self._writers:
-                pending = self.state.pending
-                self._writers = {b: r for b, r in self._writers.items() if b in pending}
-        if self._touched:
-            self._settle()
+            if handler is None:
+                apply(record)
+                told.append(record)
+            elif handler(self, record):
+                told.append(record)
+        return told
 
-    def _reset_saved(self) -> None:
-        """A block that was given out anew has saved nothing yet."""
-        if self._anew:
-            blocks = np.fromiter(chain.from_iterable(record[4] for record in self._anew), np.int64)
-            self.saved[blocks] = 0
-            self.born[blocks] = np.repeat([r[0] for r in self._anew], [len(r[4]) for r in self._anew])
-            self._anew.clear()
+    # Each applies its record and says whether it tells more than where blocks are.
 
-    def _settle(self) -> None:
-        self._reset_saved()
-        blocks = np.fromiter(chain.from_iterable(self._touched), np.int64)
-        self.changed[blocks] = np.repeat(self._touched_at, [len(some) for some in self._touched])
-        self._touched.clear()
-        self._touched_at.clear()
+    def _alloc(self, record: Record) -> bool:
+        seq, t, _kind, _request, blocks = record
+        self.state.apply(record)
+        changed, saved, born = self._changed, self._saved, self._born
+        for block in blocks:  # given out anew, it has saved nothing yet
+            changed[block] = t
+            saved[block] = 0
+            born[block] = seq
+        return False
 
-    def _touch(self, blocks: list[int], record: Record) -> None:
-        self._touched.append(blocks)
-        self._touched_at.append(record[1])
+    def _extend(self, record: Record) -> bool:
+        self.state.apply(record)
+        if record[7] >= 0:  # a reply that grows is no news: its node does not glow
+            self._writers.update(dict.fromkeys(record[6], record[4]))
+        return False
 
-    def _hold(self, record: Record) -> None:
+    def _insert(self, record: Record) -> bool:
+        self.state.apply(record)
+        self.node_changed[record[3]] = record[1]
+        if record[8] >= 0:
+            self._writers.update(dict.fromkeys(record[7], record[5]))
+        return False
+
+    def _settle(self, record: Record) -> bool:
+        self.state.apply(record)
+        if self._writers:
+            pending = self.state.pending
+            self._writers = {b: r for b, r in self._writers.items() if b in pending} if pending else {}
+        return False
+
+    def _order(self, record: Record) -> bool:
+        self.state.apply(record)
+        return False
+
+    def _time(self, record: Record) -> bool:
+        self.state.apply(record)
+        self._between_steps = True
+        return True
+
+    def _touch(self, blocks: Iterable[int], t: float) -> None:
+        changed = self._changed
+        for block in blocks:
+            changed[block] = t
+
+    def _hold(self, record: Record) -> bool:
         request = self.state.requests[record[3]]
         start, dropped = request.shared_blocks, record[5]
-        gone = request.table[start : start + dropped]
+        self._touch(request.table[start : start + dropped], record[1])
         self.state.apply(record)
-        self._touch(request.table[start : request.shared_blocks] + gone, record)
+        self._touch(request.table[start : request.shared_blocks], record[1])
         self.node_changed[record[4]] = record[1]
+        return False
 
-    def _match(self, record: Record) -> None:
+    def _match(self, record: Record) -> bool:
         self.state.apply(record)
         tokens = record[4]
         if tokens <= 0:
-            return
-        self._reset_saved()
+            return True
         request = self.state.requests[record[3]]
         size = self.state.block_size
         whole, rest = divmod(tokens, size)
         end = request.shared_blocks
+        taken = request.table[end - whole : end]
         if self._writers:
-            writer = next((self._writers[b] for b in request.table[end - whole : end] if b in self._writers), None)
+            writer = next((self._writers[b] for b in taken if b in self._writers), None)
             if writer is not None:
                 self.computing[record[0]] = writer
-        self.saved[request.table[end - whole : end]] += size
+        saved = self._saved
+        for block in taken:
+            saved[block] += size
         if rest and end > whole:
-            self.saved[request.table[end - whole - 1]] += rest
+            saved[request.table[end - whole - 1]] += rest
+        return True
 
-    def _give_back(self, record: Record) -> None:
+    def _give_back(self, record: Record) -> bool:
         request = self.state.requests[record[3]]
-        self._touch(request.table, record)
+        self._touch(request.table, record[1])
         if record[2] == "finish":
             self.last_tables.pop(request.group, None)  # so that the dictionary is in order of time
             self.last_tables[request.group] = LastTable(
@@ -146,32 +157,39 @@ class Board:
             if len(self.last_tables) > GROUPS_KEPT:
                 del self.last_tables[next(iter(self.last_tables))]
         self.state.apply(record)
+        return True
 
-    def _split(self, record: Record) -> None:
+    def _split(self, record: Record) -> bool:
         self.state.apply(record)
         self.node_changed[record[4]] = record[1]
+        return False
 
-    def _evict(self, record: Record) -> None:
-        node = self.state.nodes[record[3]]
-        keep = len(node.blocks) - record[4]
+    def _evict(self, record: Record) -> bool:
+        seq, t, _kind, id, n, _reason = record
+        node = self.state.nodes[id]
+        keep = len(node.blocks) - n
         start = keep * self.state.block_size
-        self.evicted[record[0]] = node.ids[start : start + EVICTED_IDS_KEPT]
-        self._touched.append(node.blocks[keep:])
-        self._touched_at.append(record[1])
+        self.evicted[seq] = node.ids[start : start + EVICTED_IDS_KEPT]
+        changed = self._changed
+        for block in node.blocks[keep:]:
+            changed[block] = t
         self.state.apply(record)
         if not keep:
-            self.node_changed.pop(record[3], None)
+            self.node_changed.pop(id, None)
+        return True
 
-    def _withdraw(self, record: Record) -> None:
+    def _withdraw(self, record: Record) -> bool:
         for node, keep in record[4]:
-            self._touch(self.state.nodes[node].blocks[keep:], record)
+            self._touch(self.state.nodes[node].blocks[keep:], record[1])
             if not keep:
                 self.node_changed.pop(node, None)
         self.state.apply(record)
+        return False
 
     _HANDLERS = {  # noqa: RUF012  a table of methods, never changed
-        "hold": _hold, "match": _match, "finish": _give_back, "preempt": _give_back,
-        "requeue": _give_back, "split": _split, "evict": _evict, "withdraw": _withdraw,
+        "alloc": _alloc, "evict": _evict, "extend": _extend, "insert": _insert, "settle": _settle, "order": _order,
+        "time": _time, "hold": _hold, "match": _match, "finish": _give_back, "preempt": _give_back,
+        "requeue": _give_back, "split": _split, "withdraw": _withdraw,
     }  # fmt: skip
 
     # ---- reading
@@ -187,6 +205,16 @@ class Board:
         return np.frombuffer(self.state.node_of, np.int32)
 
     @property
+    def changed(self) -> np.ndarray:
+        """float64 [num_blocks]: engine seconds at which each block last changed hands. A view: do not write."""
+        return np.frombuffer(self._changed, np.float64)
+
+    @property
+    def saved(self) -> np.ndarray:
+        """int64 [num_blocks]: prompt tokens not computed because each block was in the tree. A view: do not write."""
+        return np.frombuffer(self._saved, np.int64)
+
+    @property
     def codes(self) -> np.ndarray:
         """uint8 [num_blocks]: FREE, ACTIVE, SHARED or CACHED."""
         if self._coded_at != self.state.seq:
@@ -199,11 +227,11 @@ class Board:
 
     def copy(self) -> Board:
         """An independent copy, to be folded further by itself."""
-        other = Board(self.state.copy(), self.saved)
-        other.changed = self.changed.copy()
+        other = Board(self.state.copy())
+        other._changed, other._saved, other._born = self._changed[:], self._saved[:], self._born[:]
         other.node_changed = dict(self.node_changed)
         other._writers = dict(self._writers)
-        other.born, other.last_tables = self.born.copy(), dict(self.last_tables)
+        other.last_tables = dict(self.last_tables)
         other.step_began, other._between_steps = self.step_began, self._between_steps
         return other
 
@@ -231,7 +259,7 @@ class Board:
     def fate(self, block: int, since: int) -> str:
         """What became of a block that a request gave back with record `since`: "cached" (the tree keeps it), "held"
         (it keeps it and somebody uses it again), "free", or "reused" (it holds other tokens now)."""
-        if self.born[block] > since:
+        if self._born[block] > since:
             return "reused"
         if not self.state.node_of[block]:
             return "free"

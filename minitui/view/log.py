@@ -34,17 +34,20 @@ class Events:
         self.items: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self.count = 0
 
-    def fold(self, record: Record, step: int, evicted: Sequence[int] | None = None, writer: int = -1) -> None:
-        """Keep a record if it tells a decision. `step` is the last one planned."""
+    def evicted(self, record: Record, step: int, ids: Sequence[int]) -> None:
+        """Keep an `evict` record, with the first ids that left. `step` is the last one planned."""
+        self.count += 1
+        self.items.append(Event(record[0], step + 1, "evict", -1, record[3], record, ids))
+
+    def fold(self, record: Record, step: int, writer: int = -1) -> None:
+        """Keep any other record if it tells a decision. `step` is the last one planned."""
         kind = record[2]
         told = _RECORDS.get(kind)
         if told is None:
             return
         name, planning, has_request = told
         self.count += 1
-        if kind == "evict":
-            event = Event(record[0], step + 1, name, -1, record[3], record, evicted or ())
-        elif kind == "match" and record[4] <= 0:
+        if kind == "match" and record[4] <= 0:
             event = Event(record[0], step + 1, "miss", record[3], -1, record)
         elif kind == "match":
             event = Event(record[0], step + 1, name, record[3], -1, record, (), writer)
@@ -80,7 +83,7 @@ class Events:
 
 _RECORDS = {  # kind of record -> (kind of event, 1 if it belongs to the step being planned, names a request)
     "admit": ("admit", 1, True), "match": ("hit", 1, True), "preempt": ("preempt", 1, True),
-    "requeue": ("preempt", 0, True), "evict": ("evict", 1, False), "finish": ("finish", 0, True),
+    "requeue": ("preempt", 0, True), "finish": ("finish", 0, True),
     "wait": ("wait", 1, True), "refuse": ("refuse", 0, False), "fail": ("fail", 0, False),
     "gate": ("pace", 0, False), "pace": ("pace", 0, False),
 }  # fmt: skip
