@@ -31,7 +31,7 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.output import Delta
-from engine.records import Record
+from engine.records import Packet, Record
 from engine.types import SamplingParams
 
 MAX_RECORDS = 200_000  # kept for a reader that does not drain
@@ -120,7 +120,9 @@ class EngineClient:
         self._ready: asyncio.Future[dict[str, Any]] | None = None
         self._streams: dict[int, Stream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._records: deque[Record] = deque(maxlen=MAX_RECORDS)
+        self._packets: deque[Packet] = deque()
+        self._waiting = 0  # records in them
+        self._lock = threading.Lock()  # of these two
         self._tag = 0
         self._closing = False
         self._on_progress: Progress | None = None
@@ -179,7 +181,7 @@ class EngineClient:
         self.error = None
         self._closing = False
         self._generation += 1
-        self._records.clear()
+        self.drain_packets()
         self._send("start", self.config)
         thread = threading.Thread(
             target=self._read, args=(self._connection, self._process, self._generation), name="engine", daemon=True
@@ -201,7 +203,7 @@ class EngineClient:
             while True:
                 message = pickle.loads(connection.recv_bytes())
                 if message[0] == "news":
-                    self._records.extend(message[2])
+                    self._keep([Packet(*packed) for packed in message[2]])
                     if not message[1]:
                         continue
                     message = ("news", message[1])
@@ -212,6 +214,14 @@ class EngineClient:
         status = process.wait()
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._ended, status, last_words, generation)
+
+    def _keep(self, packets: list[Packet]) -> None:
+        """Packets that have come; the oldest of too many go, and a reader sees that from the gap."""
+        with self._lock:
+            self._packets.extend(packets)
+            self._waiting += sum(map(len, packets))
+            while self._waiting > MAX_RECORDS:
+                self._waiting -= len(self._packets.popleft())
 
     def _deliver(self, message: tuple[Any, ...]) -> None:
         kind, *rest = message
@@ -318,16 +328,14 @@ class EngineClient:
 
     def drain_records(self) -> list[Record]:
         """The records that have come since the last drain; cheap, for a frame timer."""
-        records: list[Record] = []
-        with contextlib.suppress(IndexError):
-            while True:
-                records.append(self._records.popleft())
-        return records
+        return [record for packet in self.drain_packets() for record in packet.records()]
 
-    @property
-    def backlog(self) -> int:
-        """Records that have come and were not drained."""
-        return len(self._records)
+    def drain_packets(self) -> list[Packet]:
+        """The same still packed, for a reader that takes its time."""
+        with self._lock:
+            packets, self._waiting = list(self._packets), 0
+            self._packets.clear()
+        return packets
 
     async def restart(self) -> None:
         """End the process if it still runs, and start a new one with the same configuration."""
@@ -346,7 +354,7 @@ class EngineClient:
         self._ready = self._loop.create_future()
         self._send("start", config)
         self.info = {**await self._ready, "log_file": str(self.log_file)}
-        self._records.clear()  # those of the engine before
+        self.drain_packets()  # those of the engine before
 
     async def close(self) -> None:
         """End the process; it is killed if it does not go within a few seconds."""

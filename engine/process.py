@@ -5,7 +5,7 @@ steps. The parent holds the other end of a socket; when that closes, for whateve
 
     reader thread   blocks on the socket, puts commands on a queue; ends the process when the parent is gone
     main thread     owns the engine: takes commands, steps, detokenizes
-    writer thread   pickles and sends; a reader that is too slow loses records (and learns it from the gap in their
+    writer thread   packs and sends; a reader that is too slow loses records (and learns it from the gap in their
                     numbers), never text, and never holds up a step
 
 Idle costs nothing: without work the main thread blocks on its queue.
@@ -26,7 +26,7 @@ from typing import Any
 
 from engine.errors import DeviceLost, EngineError, InvalidRequest
 from engine.output import Delta, OutputProcessor
-from engine.records import Record
+from engine.records import Record, packets
 from engine.startup import import_torch
 
 logger = logging.getLogger("engine")
@@ -70,10 +70,17 @@ class Writer:
     def _run(self) -> None:
         while (message := self._queue.get()) is not None:
             with contextlib.suppress(OSError):  # the parent is gone: the reader ends this process
-                self._connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+                self._connection.send_bytes(on_the_wire(message))
             if message[0] == "news":
                 with self._lock:
                     self._unsent_records -= len(message[2])
+
+
+def on_the_wire(message: Message) -> bytes:
+    """A message as bytes; the records of news are packed on their own, so that the reader can leave them so."""
+    if message[0] == "news":
+        message = ("news", message[1], [tuple(packet) for packet in packets(message[2])])
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
 
 class EngineServer:

@@ -192,6 +192,7 @@ class MinituiApp(App[int]):
         """Drain, fold, and paint the visible screen only."""
         if self.feed.pump():
             self.run_worker(self.feed.sync(), group="sync", exclusive=True)
+        self.feed.keep_up()
         names = self.group_names()
         if names != self._names:
             self._names = self.view.group_names = names

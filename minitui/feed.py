@@ -1,25 +1,29 @@
 """From the source's records to the one View that every panel shows: drained once a frame, folded in slices.
 
+Records wait as packets of bytes and are unpacked just before they are folded, so that a long queue of them costs no
+more than a short one. What does not fit into the slice of a frame is folded between frames, in slices after each of
+which the event loop has its turn, so that keys echo while a backlog is worked off.
+
 Freezing stops the fold, not the engine: records pile up here and are counted. Nothing of Textual is known here.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from engine.errors import EngineError
-from engine.records import Record
+from engine.records import Packet, packets
 from minitui.source import Source
 
 if TYPE_CHECKING:
     from minitui.view import View
 
-SLICE = 0.010  # seconds of folding a frame: a backlog is worked off over frames, and keys still echo meanwhile
-LONG_SLICE = 0.030  # when the backlog has grown long: rather a slower picture than one of the past
-LONG_BACKLOG = 5_000  # records
+SLICE = 0.008  # seconds of folding at a time
+REST = 0.002  # seconds between two slices, for all else
 KEEP = 400_000  # records that wait; beyond, a snapshot replaces them and they are told as dropped
 
 
@@ -32,14 +36,16 @@ class Feed:
         self.frozen = False
         self.live = False  # a snapshot has been taken
         self._clock = clock
-        self._held: deque[Record] = deque()
-        self._steps_held = 0
+        self._held: deque[Packet] = deque()
+        self._backlog = 0  # records in them
+        self._newest = -1  # the last step that any record told
         self._syncing = False
+        self._goes_on: asyncio.TimerHandle | None = None
 
     @property
     def backlog(self) -> int:
         """Records drained and not folded yet."""
-        return len(self._held)
+        return self._backlog
 
     @property
     def dropped(self) -> int:
@@ -49,27 +55,52 @@ class Feed:
     @property
     def steps_behind(self) -> int:
         """Engine steps between the picture and the engine."""
-        return self._steps_held
+        return max(0, self._newest - self.view.live.state.step)
 
     def pump(self) -> bool:
         """Drain, and fold what fits into a slice of time. True when a snapshot is needed: then await `sync`."""
-        drained = self.source.drain_records()
-        self._held.extend(drained)
-        self._steps_held += sum(1 for record in drained if record[2] == "step")
+        for packet in self._drain():
+            self._held.append(packet)
+            self._backlog += len(packet)
+            self._newest = max(self._newest, packet.step)
         if not self.live:
             return False
-        if len(self._held) > KEEP:
-            self._held.clear()  # the view counts what it misses when it sees the gap, and a snapshot ends that
+        if self._backlog > KEEP:
+            self._drop()  # the view counts what it misses when it sees the gap, and a snapshot ends that
         if self.frozen:
             return False
-        end = self._clock() + (LONG_SLICE if len(self._held) > LONG_BACKLOG else SLICE)
+        self._fold()
+        return self.view.gap and not self._syncing
+
+    def keep_up(self) -> None:
+        """Let the event loop fold, a slice now and then, what `pump` has left over."""
+        if self._held and self._goes_on is None:
+            self._goes_on = asyncio.get_running_loop().call_later(REST, self._go_on)
+
+    def _go_on(self) -> None:
+        self._goes_on = None
+        if self.live and not self.frozen and not self.view.gap:
+            self._fold()
+            self.keep_up()
+
+    def _drain(self) -> list[Packet]:
+        if hasattr(self.source, "drain_packets"):
+            return self.source.drain_packets()
+        return packets(self.source.drain_records())
+
+    def _fold(self) -> None:
+        """As much as fits into a slice."""
+        end = self._clock() + SLICE
         while self._held:
-            batch = [self._held.popleft() for _ in range(min(512, len(self._held)))]
-            self._steps_held -= sum(1 for record in batch if record[2] == "step")
-            self.view.fold(batch, self._clock())
+            packet = self._held.popleft()
+            self._backlog -= len(packet)
+            self.view.fold(packet.records(), self._clock(), packet.data)
             if self._clock() >= end:
                 break
-        return self.view.gap and not self._syncing
+
+    def _drop(self) -> None:
+        self._held.clear()
+        self._backlog = 0
 
     async def sync(self) -> None:
         """Start from a snapshot: at first, after a gap, and after a restart. Later records are folded on top."""
@@ -78,7 +109,6 @@ class Feed:
             self.view.reset(await self.source.snapshot())
             self.view.caching = bool(self.source.info.get("prefix_caching", True))
             self.live = True
-            self._steps_held = sum(1 for record in self._held if record[2] == "step")
         except EngineError:
             self.live = False  # it died meanwhile; its restart syncs again
         finally:
@@ -91,10 +121,10 @@ class Feed:
 
     def forget(self) -> None:
         """Forget what has not been folded; what the source has still to say is kept, and folded on the next `sync`."""
-        self._held.clear()
-        self._steps_held = 0
+        self._drop()
+        self._newest = -1
 
     def replaced(self) -> None:
         """Another engine stands in the place of the one that was: forget what that still sent. Before `sync`."""
-        self.source.drain_records()
+        self._drain()
         self.restart()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineDead, EngineError
-from engine.records import Record
+from engine.records import Packet, Record, packets
 from engine.state import State
 from engine.types import SamplingParams
 from minitui.trace import GZIP, VERSION, PlayClock, TraceError
@@ -391,6 +391,10 @@ class RecordingSource:
         records = self.source.drain_records()
         self.recording.feed(records)
         return records
+
+    def drain_packets(self) -> list[Packet]:
+        """The same, packed again (and not those of the source, which would be recorded nowhere)."""
+        return packets(self.drain_records())
 
     def name_groups(self, names: dict[str, str]) -> None:
         """Tell the trace what chats are called."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.errors import EngineDead, EngineError
-from engine.records import Record
+from engine.records import Packet, Record
 from engine.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -123,6 +123,10 @@ class LiveSource:
 
     def drain_records(self) -> list[Record]:
         return self._client.drain_records() if self._client is not None else []
+
+    def drain_packets(self) -> list[Packet]:
+        """The records since the last call as they came, packed (see minitui/feed.py)."""
+        return self._client.drain_packets() if self._client is not None else []
 
     def on_death(self, callback: Callable[[str], None]) -> None:
         self._callbacks.append(callback)

@@ -176,6 +176,7 @@ class StressApp(App[None]):
             if isinstance(self.screen, (InspectScreen, LectureScreen)):
                 self.screen.paint(self.view)
             self._note_time()
+        self.feed.keep_up()
         self._cpu.append(time.process_time() - begin)
         self._backlog = max(self._backlog, self.feed.backlog)
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from engine.records import Record
+from engine.records import Packet, Record, packets
 from engine.state import State
 from minitui.stress import LOADS, Load, Stress, spell
 
@@ -43,7 +43,7 @@ class StressProcess:
         self.names: dict[str, str] = {}
         self.made: deque[tuple[int, float]] = deque()  # (number of the last record of a message, when it was sent)
         self._words: list[str] = []
-        self._records: deque[Record] = deque()
+        self._packets: deque[Packet] = deque()
         ours, theirs = socket.socketpair()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}
         with theirs:
@@ -59,7 +59,11 @@ class StressProcess:
 
     def drain_records(self) -> list[Record]:
         """What has come since."""
-        return [self._records.popleft() for _ in range(len(self._records))]
+        return [record for packet in self.drain_packets() for record in packet.records()]
+
+    def drain_packets(self) -> list[Packet]:
+        """The same as it came, packed."""
+        return [self._packets.popleft() for _ in range(len(self._packets))]
 
     async def snapshot(self) -> dict[str, Any]:
         """The state before the first record."""
@@ -88,12 +92,13 @@ class StressProcess:
             while True:
                 message = self._connection.recv_bytes()
                 (sent,) = struct.unpack_from("d", message)
-                records, words, names = pickle.loads(memoryview(message)[8:])
+                packed, words, names = pickle.loads(memoryview(message)[8:])
                 self._words += words
-                self.names = {**self.names, **names}
-                self._records.extend(records)
-                if records:
-                    self.made.append((records[-1][0], sent))
+                if names:
+                    self.names = {**self.names, **names}
+                self._packets.extend(Packet(*packet) for packet in packed)
+                if packed:
+                    self.made.append((self._packets[-1].last, sent))
 
 
 def describe(load: Load) -> dict[str, Any]:
@@ -171,7 +176,9 @@ def _go_on(connection: Connection, maker: Maker) -> None:
 
 
 def _packed(news: tuple[list[Record], list[str], dict[str, str]]) -> bytes:
-    return pickle.dumps(news, pickle.HIGHEST_PROTOCOL)
+    records, words, names = news
+    packed = [tuple(packet) for packet in packets(records)]
+    return pickle.dumps((packed, words, names), pickle.HIGHEST_PROTOCOL)
 
 
 def _send(connection: Connection, news: bytes) -> None:

@@ -70,7 +70,7 @@ def test_the_share_of_the_limit_reads_both_ways() -> None:
 
 def test_a_record_costs_microseconds() -> None:
     cost = record_cost()
-    assert 0 < cost["append_us"] < 200 and 0 < cost["pickle_us"] < 200
+    assert 0 < cost["append_us"] < 200 and 0 < cost["pack_us"] < 200
 
 
 def test_the_command_measures_the_bundled_model_on_a_cpu(

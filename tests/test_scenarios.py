@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.records import Record
+from engine.records import Packet, Record
 from minitui.cli import engine_config
 from minitui.demo import tell_plainly
 from minitui.feed import Feed
@@ -35,10 +35,10 @@ class Heard(LiveSource):
         await super().reconfigure(config)
         self.runs.append([])
 
-    def drain_records(self) -> list[Record]:
-        records = super().drain_records()
-        self.runs[-1] += records
-        return records
+    def drain_packets(self) -> list[Packet]:
+        packets = super().drain_packets()
+        self.runs[-1] += [record for packet in packets for record in packet.records()]
+        return packets
 
 
 class Told:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import pickle
 import statistics
 import time
 from typing import Any
 
 from engine.llm import LLM
-from engine.records import RecordLog
+from engine.records import RecordLog, packets
 from minitui.bench.rows import greedy, random_prompts, seconds
 
 COUNT = 20_000
 
 
 def record_cost() -> dict[str, float]:
-    """Microseconds to append a typical record, and to pickle it on its way to the screen."""
+    """Microseconds to append a typical record, and to pack it on its way to the screen."""
     log = RecordLog(limit=COUNT)
     started = time.perf_counter()
     for step in range(COUNT):
@@ -23,8 +22,8 @@ def record_cost() -> dict[str, float]:
     appended = time.perf_counter() - started
     records = log.drain()
     started = time.perf_counter()
-    pickle.dumps(records)
-    return {"append_us": appended / COUNT * 1e6, "pickle_us": (time.perf_counter() - started) / COUNT * 1e6}
+    packets(records)
+    return {"append_us": appended / COUNT * 1e6, "pack_us": (time.perf_counter() - started) / COUNT * 1e6}
 
 
 def watched_runs(llm: LLM, rows: int, tokens: int, pairs: int) -> dict[str, Any]:
@@ -75,7 +74,7 @@ def watching(llm: LLM, rows: int, tokens: int = 128, pairs: int = 8) -> tuple[di
     """Both measurements, as data and as lines."""
     cost, runs = record_cost(), watched_runs(llm, rows, tokens, pairs)
     lines = [
-        f"a record costs {cost['append_us']:.2f} us to make and {cost['pickle_us']:.2f} us to send; "
+        f"a record costs {cost['append_us']:.2f} us to make and {cost['pack_us']:.2f} us to send; "
         f"a decode step of {rows} rows makes {runs['records_per_step']:.1f}",
         f"keeping records costs a step {told_interval(runs['slowdown'], runs['interval'])}: {pairs} pairs of runs with "
         f"{rows} rows, with and without",

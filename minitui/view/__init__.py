@@ -120,14 +120,15 @@ class View:
                 request.cached_tokens,
             )  # fmt: skip
 
-    def fold(self, records: list[Record], now: float = 0.0) -> None:
-        """Take records in; what came before is skipped, and a gap sets `gap` and stops until `reset`."""
+    def fold(self, records: list[Record], now: float = 0.0, packed: bytes | None = None) -> None:
+        """Take records in; what came before is skipped, and a gap sets `gap` and stops until `reset`. `packed`: the
+        same as marshal's bytes, for the history to keep, if the caller has them."""
         if not records or not self.loaded:
             return
         expected = self.live.state.seq + 1
         first = records[0][0]
         if first < expected:
-            records = records[expected - first :]
+            records, packed = records[expected - first :], None
             if not records:
                 return
         elif first > expected:
@@ -141,7 +142,7 @@ class View:
             self.rates.reset(records[0][1], self.live.state.gate == "closed", self.live.state.pace)
         self._folded_at = now
         self._remember(self.live.fold(records))
-        self.past.keep(records, self.live)
+        self.past.keep(records, self.live, packed)
 
     def _lost(self, records: int) -> None:
         if not self.gap:

@@ -35,9 +35,9 @@ class Past:
         self._keyframes = deque([board.copy()])
         self._on_the_way.clear()
 
-    def keep(self, records: list[Record], board: Board) -> None:
-        """Remember records that have just been folded into `board`."""
-        self._chunks.append((records[0][0], records[-1][0], marshal.dumps(records)))
+    def keep(self, records: list[Record], board: Board, packed: bytes | None = None) -> None:
+        """Remember records that have just been folded into `board`, as the bytes they came in if those are told."""
+        self._chunks.append((records[0][0], records[-1][0], packed or marshal.dumps(records)))
         newest = self._keyframes[-1].state
         if board.state.seq - newest.seq >= self.every and board.state.t - newest.t >= KEYFRAME_SECONDS:
             self._keyframes.append(board.copy())
