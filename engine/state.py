@@ -96,12 +96,18 @@ class State:
 
     def apply(self, record: Record) -> None:
         """Fold one record. They must come in order and without a gap: ValueError otherwise."""
+        self.follow(record)
+        change = self.CHANGES.get(record[2])
+        if change is not None:
+            change(self, *record[3:])
+
+    def follow(self, record: Record) -> None:
+        """Stand at this record, without what it changes: for a reader that looks at the state before and after, and
+        calls its entry of CHANGES in between."""
         if record[0] != self.seq + 1:
             raise ValueError(f"record {record[0]} does not follow {self.seq}: a snapshot is needed")
-        self.seq, self.t = record[0], record[1]
-        handler = self._HANDLERS.get(record[2])
-        if handler is not None:
-            handler(self, *record[3:])
+        self.seq = record[0]
+        self.t = record[1]
 
     def apply_all(self, records: Iterable[Record]) -> None:
         """Fold records in order: ValueError as in `apply`."""
@@ -235,7 +241,19 @@ class State:
             del self.nodes[id]
 
     def _evict(self, id: int, n: int, reason: str) -> None:
-        self._cut(id, len(self.nodes[id].blocks) - n)
+        node = self.nodes[id]
+        blocks = node.blocks
+        keep = len(blocks) - n
+        if keep and n == 1:  # the commonest: a full pool gives its oldest leaf away block by block, and nobody holds it
+            block = blocks.pop()
+            self.node_of[block] = 0
+            if self.pending:
+                self.pending.pop(block, None)
+            del node.ids[keep * self.block_size :]
+            self.counts[CACHED] -= 1
+            self.counts[FREE] += 1
+        else:
+            self._cut(id, keep)
 
     def _withdraw(self, step: int, nodes: list[tuple[int, int]]) -> None:
         for id, keep in nodes:
@@ -294,12 +312,12 @@ class State:
     def _pace(self, factor: float) -> None:
         self.pace = factor
 
-    _HANDLERS: ClassVar[dict[str, Callable[..., None]]] = {
+    CHANGES: ClassVar[dict[str, Callable[..., None]]] = {
         "submit": _submit, "order": _order, "admit": _admit, "match": _match, "preempt": _preempt, "requeue": _preempt,
         "finish": _finish, "alloc": _alloc, "hold": _hold, "insert": _insert, "extend": _extend, "split": _split,
         "evict": _evict, "settle": _settle, "withdraw": _withdraw, "step": _step, "accept": _accept, "gate": _gate,
         "pace": _pace,
-    }  # fmt: skip
+    }  # by kind of record, what it changes in a state that follows it: called with the state and the record's fields
 
     # ---- snapshots
 

@@ -204,7 +204,7 @@ class View:
         computing.clear()
         state = self.live.state
         free = state.counts[0]
-        rates.level("running", sum(r.state == "running" for r in state.requests.values()))
+        rates.level("running", len(state.requests) - len(state.queue))
         rates.level("waiting", len(state.queue))
         rates.level("used", (self.live.total - free) / self.live.total)
 

@@ -17,6 +17,11 @@ from engine.state import ACTIVE, CACHED, FREE, SHARED, NodeView, RequestView, St
 STATE_NAMES = {FREE: "free", ACTIVE: "active", SHARED: "shared", CACHED: "cached"}
 LONG_AGO = -1e9
 _PLANNING = frozenset({"admit", "hold", "match", "alloc", "evict", "preempt", "wait", "draft", "step"})
+_QUIET = frozenset({"alloc", "hold", "insert", "extend", "split", "settle", "withdraw", "order"})
+_ALLOC, _EXTEND, _INSERT, _SETTLE, _HOLD, _MATCH, _SPLIT, _EVICT, _WITHDRAW = (
+    State.CHANGES[kind]
+    for kind in ("alloc", "extend", "insert", "settle", "hold", "match", "split", "evict", "withdraw")
+)
 GROUPS_KEPT = 512
 EVICTED_IDS_KEPT = 40  # of an evicted run of tokens, so that the event can quote it
 
@@ -56,80 +61,72 @@ class Board:
 
     def fold(self, records: Iterable[Record]) -> list[Record]:
         """Apply records that follow the state without a gap. Returns those that tell more than where blocks are."""
-        apply, handlers = self.state.apply, self._HANDLERS
+        state, own, changes = self.state, self._OWN, State.CHANGES
+        follow = state.follow
         told: list[Record] = []
         for record in records:
             kind = record[2]
+            follow(record)
             if self._between_steps and kind in _PLANNING:
                 self.step_began, self._between_steps = record[1], False
-            handler = handlers.get(kind)
-            if handler is None:
-                apply(record)
-                told.append(record)
-            elif handler(self, record):
+            fold = own.get(kind)
+            if fold is not None:
+                fold(self, record)
+            elif kind in changes:
+                changes[kind](state, *record[3:])
+            if kind not in _QUIET:
                 told.append(record)
         return told
 
-    # Each applies its record and says whether it tells more than where blocks are.
-
-    def _alloc(self, record: Record) -> bool:
-        seq, t, _kind, _request, blocks = record
-        self.state.apply(record)
+    def _alloc(self, record: Record) -> None:
+        seq, t, _kind, request, blocks = record
+        _ALLOC(self.state, request, blocks)
         changed, saved, born = self._changed, self._saved, self._born
         for block in blocks:  # given out anew, it has saved nothing yet
             changed[block] = t
             saved[block] = 0
             born[block] = seq
-        return False
 
-    def _extend(self, record: Record) -> bool:
-        self.state.apply(record)
-        if record[7] >= 0:  # a reply that grows is no news: its node does not glow
-            self._writers.update(dict.fromkeys(record[6], record[4]))
-        return False
+    def _extend(self, record: Record) -> None:
+        _seq, _t, _kind, node, request, ids, blocks, step = record
+        _EXTEND(self.state, node, request, ids, blocks, step)
+        if step >= 0:  # a reply that grows is no news: its node does not glow
+            self._writers.update(dict.fromkeys(blocks, request))
 
-    def _insert(self, record: Record) -> bool:
-        self.state.apply(record)
-        self.node_changed[record[3]] = record[1]
-        if record[8] >= 0:
-            self._writers.update(dict.fromkeys(record[7], record[5]))
-        return False
+    def _insert(self, record: Record) -> None:
+        _seq, t, _kind, node, _parent, request, _ids, blocks, step = record
+        _INSERT(self.state, *record[3:])
+        self.node_changed[node] = t
+        if step >= 0:
+            self._writers.update(dict.fromkeys(blocks, request))
 
-    def _settle(self, record: Record) -> bool:
-        self.state.apply(record)
+    def _settle(self, record: Record) -> None:
+        _SETTLE(self.state, record[3])
         if self._writers:
             pending = self.state.pending
             self._writers = {b: r for b, r in self._writers.items() if b in pending} if pending else {}
-        return False
 
-    def _order(self, record: Record) -> bool:
-        self.state.apply(record)
-        return False
-
-    def _time(self, record: Record) -> bool:
-        self.state.apply(record)
+    def _time(self, record: Record) -> None:
         self._between_steps = True
-        return True
 
     def _touch(self, blocks: Iterable[int], t: float) -> None:
         changed = self._changed
         for block in blocks:
             changed[block] = t
 
-    def _hold(self, record: Record) -> bool:
+    def _hold(self, record: Record) -> None:
         request = self.state.requests[record[3]]
         start, dropped = request.shared_blocks, record[5]
         self._touch(request.table[start : start + dropped], record[1])
-        self.state.apply(record)
+        _HOLD(self.state, *record[3:])
         self._touch(request.table[start : request.shared_blocks], record[1])
         self.node_changed[record[4]] = record[1]
-        return False
 
-    def _match(self, record: Record) -> bool:
-        self.state.apply(record)
+    def _match(self, record: Record) -> None:
+        _MATCH(self.state, *record[3:])
         tokens = record[4]
         if tokens <= 0:
-            return True
+            return
         request = self.state.requests[record[3]]
         size = self.state.block_size
         whole, rest = divmod(tokens, size)
@@ -144,9 +141,8 @@ class Board:
             saved[block] += size
         if rest and end > whole:
             saved[request.table[end - whole - 1]] += rest
-        return True
 
-    def _give_back(self, record: Record) -> bool:
+    def _give_back(self, record: Record) -> None:
         request = self.state.requests[record[3]]
         self._touch(request.table, record[1])
         if record[2] == "finish":
@@ -156,16 +152,14 @@ class Board:
             )
             if len(self.last_tables) > GROUPS_KEPT:
                 del self.last_tables[next(iter(self.last_tables))]
-        self.state.apply(record)
-        return True
+        State.CHANGES[record[2]](self.state, *record[3:])
 
-    def _split(self, record: Record) -> bool:
-        self.state.apply(record)
+    def _split(self, record: Record) -> None:
+        _SPLIT(self.state, *record[3:])
         self.node_changed[record[4]] = record[1]
-        return False
 
-    def _evict(self, record: Record) -> bool:
-        seq, t, _kind, id, n, _reason = record
+    def _evict(self, record: Record) -> None:
+        seq, t, _kind, id, n, reason = record
         node = self.state.nodes[id]
         keep = len(node.blocks) - n
         start = keep * self.state.block_size
@@ -173,23 +167,21 @@ class Board:
         changed = self._changed
         for block in node.blocks[keep:]:
             changed[block] = t
-        self.state.apply(record)
+        _EVICT(self.state, id, n, reason)
         if not keep:
             self.node_changed.pop(id, None)
-        return True
 
-    def _withdraw(self, record: Record) -> bool:
+    def _withdraw(self, record: Record) -> None:
         for node, keep in record[4]:
             self._touch(self.state.nodes[node].blocks[keep:], record[1])
             if not keep:
                 self.node_changed.pop(node, None)
-        self.state.apply(record)
-        return False
+        _WITHDRAW(self.state, *record[3:])
 
-    _HANDLERS = {  # noqa: RUF012  a table of methods, never changed
-        "alloc": _alloc, "evict": _evict, "extend": _extend, "insert": _insert, "settle": _settle, "order": _order,
-        "time": _time, "hold": _hold, "match": _match, "finish": _give_back, "preempt": _give_back,
-        "requeue": _give_back, "split": _split, "withdraw": _withdraw,
+    _OWN = {  # noqa: RUF012  a table of methods, never changed
+        "alloc": _alloc, "evict": _evict, "extend": _extend, "insert": _insert, "settle": _settle, "time": _time,
+        "hold": _hold, "match": _match, "finish": _give_back, "preempt": _give_back, "requeue": _give_back,
+        "split": _split, "withdraw": _withdraw,
     }  # fmt: skip
 
     # ---- reading

@@ -27,6 +27,9 @@ class Event(NamedTuple):
     writer: int = -1  # the request that was still computing what this match took
 
 
+_new = tuple.__new__
+
+
 class Events:
     """The last EVENTS_KEPT of them; never merged. Their words are made when somebody reads them."""
 
@@ -37,7 +40,8 @@ class Events:
     def evicted(self, record: Record, step: int, ids: Sequence[int]) -> None:
         """Keep an `evict` record, with the first ids that left. `step` is the last one planned."""
         self.count += 1
-        self.items.append(Event(record[0], step + 1, "evict", -1, record[3], record, ids))
+        # As `Event(...)`, in a third of the time.
+        self.items.append(_new(Event, (record[0], step + 1, "evict", -1, record[3], record, ids, -1)))
 
     def fold(self, record: Record, step: int, writer: int = -1) -> None:
         """Keep any other record if it tells a decision. `step` is the last one planned."""
