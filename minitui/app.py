@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+from textual import events
 from textual.app import App
 from textual.binding import Binding, BindingType
 from textual.css.query import NoMatches
@@ -214,6 +215,12 @@ class MinituiApp(App[int]):
                 with contextlib.suppress(NoMatches):  # it is being taken down
                     screen.paint(self.view)
                 break
+
+    async def on_event(self, event: events.Event) -> None:
+        """Every event; keys come before what waits to be folded."""
+        if isinstance(event, events.Key):
+            self.feed.give_way()
+        await super().on_event(event)
 
     @property
     def pace(self) -> float:

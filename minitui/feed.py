@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SLICE = 0.008  # seconds of folding at a time
 REST = 0.002  # seconds between two slices, for all else
+GIVE_WAY = 0.030  # seconds of such a rest after a key: what it changes is drawn first
 KEEP = 400_000  # records that wait; beyond, a snapshot replaces them and they are told as dropped
 
 
@@ -76,6 +77,12 @@ class Feed:
         """Let the event loop fold, a slice now and then, what `pump` has left over."""
         if self._held and self._goes_on is None:
             self._goes_on = asyncio.get_running_loop().call_later(REST, self._go_on)
+
+    def give_way(self) -> None:
+        """A key has been pressed: what is folded between frames waits until its echo has been drawn."""
+        if self._goes_on is not None:
+            self._goes_on.cancel()
+            self._goes_on = asyncio.get_running_loop().call_later(GIVE_WAY, self._go_on)
 
     def _go_on(self) -> None:
         self._goes_on = None

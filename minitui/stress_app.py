@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from textual import events
 from textual.app import App
 from textual.binding import Binding
 
@@ -187,6 +188,12 @@ class StressApp(App[None]):
             made.popleft()
         self._ticks.append(now)
         self._ages.append(now - made[0][1] if made else 0.0)
+
+    async def on_event(self, event: events.Event) -> None:
+        """Keys come first, as in the application."""
+        if isinstance(event, events.Key):
+            self.feed.give_way()
+        await super().on_event(event)
 
     def _run(self, action: str) -> None:
         if action == "step":

@@ -90,6 +90,8 @@ class Load:
             if n % check_every == 0:
                 engine.check()
                 assert state.snapshot() == engine.snapshot()
+                pool = engine.cache.allocator
+                assert state.counts == [pool.num_free, pool.num_active, pool.num_shared, pool.num_cached]
             if not arrivals and not engine.has_work:
                 break
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import subprocess
 import sys
@@ -10,10 +11,11 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from engine.records import PACKET, packets
 from engine.state import ACTIVE, CACHED, FREE, SHARED, State
-from minitui.feed import Feed
+from minitui.feed import GIVE_WAY, Feed
 from minitui.stress import CLASSROOM, SMALL, Load, Stress
-from minitui.view import EMPTY, View
+from minitui.view import EMPTY, Board, View
 from minitui.view.history import BUCKET, FirstTokens, Rates, Steps
 from minitui.view.lanes import DECODING, FINISHED, NOTHING, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
 from minitui.view.log import Events
@@ -613,3 +615,65 @@ async def test_records_that_wait_are_bounded_and_what_is_given_up_is_told(monkey
     assert feed.pump(), "a snapshot is needed"
     await feed.sync()
     assert feed.dropped == lost and feed.steps_behind == 0 and feed.view.live.state.snapshot() == state.snapshot()
+
+
+def test_records_come_out_of_their_packets_as_they_went_in():
+    _, _, records = followed(TIGHT, 300)
+    gap = records[:700] + records[720:]  # as when too many had waited
+    packed = packets(gap)
+    assert [record for packet in packed for record in packet.records()] == gap
+    assert all(len(packet) == len(packet.records()) <= PACKET for packet in packed) and len(packed) == 3
+    steps = [[record[3] for record in packet.records() if record[2] == "step"] for packet in packed]
+    assert [packet.step for packet in packed] == [some[-1] if some else -1 for some in steps]
+    assert packed[1].last + 21 == packed[2].first and packets([]) == []
+
+
+@pytest.mark.parametrize("load", [SMALL, TIGHT])
+def test_a_board_is_the_state_at_every_record_and_its_copies_stand_still(load):
+    stress = Stress(load)
+    state = State(load.blocks + 1, load.block_size, load.budget, load.rows)
+    board = Board(state.copy())
+    stress.run_steps(700)
+    kept, kinds = [], set()
+    for i, record in enumerate(stress.drain()):
+        kinds.add(record[2])
+        state.apply(record)
+        board.fold([record])
+        if i % 5 == 0:
+            assert board.state.snapshot() == state.snapshot() and board.state.counts == state.counts
+        if i % 150 == 0:
+            kept.append((board.copy(), state.snapshot(), board.saved.copy(), board.changed.copy()))
+    assert {"evict", "extend", "hold", "split"} <= kinds and len(kept) > 5
+    for copy, snapshot, saved, changed in kept:
+        assert copy.state.snapshot() == snapshot
+        assert (copy.saved == saved).all() and (copy.changed == changed).all()
+
+
+async def test_a_backlog_is_folded_between_frames_and_keys_come_first(monkeypatch):
+    monkeypatch.setattr("minitui.feed.SLICE", 0.0)  # a packet at a time
+    stress = Stress(SMALL)
+    empty = State(SMALL.blocks + 1, SMALL.block_size, SMALL.budget, SMALL.rows).snapshot()
+
+    class Source:
+        info: ClassVar[dict] = {}
+
+        def drain_packets(self) -> list:
+            return packets(stress.drain())
+
+        async def snapshot(self) -> dict:
+            return empty
+
+    feed = Feed(Source(), View())
+    await feed.sync()
+    stress.run(4.0)
+    feed.pump()
+    waited = feed.backlog
+    assert waited > PACKET and feed.steps_behind > 0
+    feed.keep_up()
+    feed.give_way()
+    await asyncio.sleep(0.4 * GIVE_WAY)
+    assert feed.backlog == waited, "a key was pressed: its echo comes first"
+    async with asyncio.timeout(10):
+        while feed.backlog:
+            await asyncio.sleep(0.001)
+    assert feed.steps_behind == 0 and feed.view.live.state.seq == stress.log.seq and not feed.dropped
