@@ -166,8 +166,8 @@ def _short_name(asked: str, directory: Path) -> str:
     return Path(asked).name if asked else directory.name
 
 
-def check_device_error(error: BaseException) -> EngineError:
-    """An error met while building, as a sentence with a way out."""
+def as_engine_error(error: BaseException) -> EngineError:
+    """Whatever went wrong while an engine was built, as a sentence with a way out."""
     if isinstance(error, EngineError):
         return error
     if "out of memory" in str(error).lower() or isinstance(error, MemoryError):

@@ -102,7 +102,6 @@ class ModelConfig:
     windows: tuple[int, ...] = ()  # of each layer, see `window`; empty: no layer has one
     experts: ExpertsConfig | None = None  # None: every layer's MLP is dense
     dtype: str = "bfloat16"  # the checkpoint's
-    bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
     @property
@@ -222,7 +221,6 @@ class _Reader:
             windows=self._windows(arch, layers),
             experts=self._experts(layers) if arch.experts else None,
             dtype=self._dtype(),
-            bos_id=self.raw.get("bos_token_id"),
             eos_ids=_eos_ids(generation, self.raw),
         )
 

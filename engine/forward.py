@@ -11,7 +11,8 @@ import torch
 class ForwardMeta:
     """The shape of one forward pass over T tokens of n sequences, laid end to end.
 
-    Sequences that decode (exactly one token each) come first, `num_decodes` of them; then those that prefill a chunk.
+    Sequences that decode exactly one token come first, `num_decodes` of them; then those of several tokens, which are
+    decodes with drafts behind them, and chunks of prompts.
     Token i of a sequence attends to that sequence's keys 0 … seq_len − q_len + i, all of which are in the cache
     once this layer has stored its own: every layer writes the keys and values of all T tokens before it attends.
 

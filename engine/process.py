@@ -278,7 +278,7 @@ def main(fd: int) -> int:
 def _serve(config: Any, commands: queue.SimpleQueue[Message], writer: Writer) -> tuple[int, Message | None]:
     """Build an engine and serve it: (exit status, the message that asks for another engine, if one does)."""
     try:
-        from engine.build import build_engine, check_device_error
+        from engine.build import as_engine_error, build_engine
 
         try:
             built = build_engine(
@@ -291,7 +291,7 @@ def _serve(config: Any, commands: queue.SimpleQueue[Message], writer: Writer) ->
         except Exception as error:
             if not isinstance(error, EngineError):
                 logger.exception("the engine could not start")
-            raise check_device_error(error) from error
+            raise as_engine_error(error) from error
     except EngineError as error:
         writer.send("failed", str(error))
         return 1, None

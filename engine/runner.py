@@ -48,8 +48,6 @@ class MemoryReport:
 
     weights: int
     kv_cache: int
-    activations: int | None = None  # the peak of the warm-up; None on a CPU, where it is not measured
-    total: int | None = None  # of the device
     notes: list[str] = field(default_factory=list)
 
 
@@ -368,7 +366,6 @@ class Runner:
         peak = torch.cuda.max_memory_allocated(self.device)
         elsewhere = total - free - torch.cuda.memory_reserved(self.device)
         room = int(total * self.config.gpu_memory_utilization) - peak - elsewhere
-        self.memory.activations, self.memory.total = peak - self.memory.weights, total
         torch.cuda.empty_cache()
         if room < per_block:
             share = self.config.gpu_memory_utilization

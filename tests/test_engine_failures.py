@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from engine.build import check_device_error
+from engine.build import as_engine_error
 from engine.engine import Engine
 from engine.errors import CheckpointError, DeviceLost, InvalidRequest
 from engine.types import SamplingParams
@@ -57,12 +57,12 @@ def test_after_a_cuda_error_nothing_goes_on(when: str, error: Exception) -> None
 
 
 def test_no_memory_at_the_start_is_a_sentence_with_ways_out() -> None:
-    found = check_device_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    found = as_engine_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     assert str(found).startswith("there is not enough memory for this model (CUDA out of memory. Tried")
     assert "--kv-blocks" in str(found) and "--gpu-memory-utilization" in str(found)
-    assert str(check_device_error(KeyError("x"))) == "the engine could not start: KeyError: 'x'"
+    assert str(as_engine_error(KeyError("x"))) == "the engine could not start: KeyError: 'x'"
     known = CheckpointError("config.json lacks hidden_size")
-    assert check_device_error(known) is known
+    assert as_engine_error(known) is known
 
 
 def test_an_empty_prompt_is_refused_and_changes_nothing() -> None:

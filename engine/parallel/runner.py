@@ -117,11 +117,6 @@ class LeadRunner(RankRunner):
             raise (EngineError(cause) if cause else error) from error
         self.device_name = f"{size} ranks of {self.device_name}"
 
-    @property
-    def worker_pids(self) -> list[int]:
-        """The processes of ranks 1 and on."""
-        return self._workers.pids
-
     def launch(self, plan: StepPlan) -> Shared:  # type: ignore[override]
         """Run a step on all ranks. DeviceLost if one of them fails: where the others stand is not known then."""
         self._in_step = False

@@ -39,7 +39,7 @@ def main(fd: int) -> int:
             connection.send_bytes(pickle.dumps((kind, sentence)))
 
     import_torch()
-    from engine.build import check_device_error, rank_runners
+    from engine.build import as_engine_error, rank_runners
 
     ready = False
     try:
@@ -59,7 +59,7 @@ def main(fd: int) -> int:
     except Exception as error:
         logger.exception("rank %d failed", rank)
         here = f"rank {rank} of {config.tensor_parallel_size} failed: {type(error).__name__}: {error}"
-        tell("failed", here if ready else str(check_device_error(error)))
+        tell("failed", here if ready else str(as_engine_error(error)))
         return 1
     return 0
 
