@@ -31,7 +31,7 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.output import Delta
-from engine.records import Packet, Record
+from engine.records import Packet, Record, packets
 from engine.types import SamplingParams
 
 MAX_RECORDS = 200_000  # kept for a reader that does not drain
@@ -202,8 +202,9 @@ class EngineClient:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 message = pickle.loads(connection.recv_bytes())
-                if message[0] == "news":
-                    self._keep([Packet(*packed) for packed in message[2]])
+                if message[0] in ("news", "packed"):
+                    few = message[0] == "news"
+                    self._keep(packets(message[2]) if few else [Packet(*packed) for packed in message[2]])
                     if not message[1]:
                         continue
                     message = ("news", message[1])
@@ -215,11 +216,11 @@ class EngineClient:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._ended, status, last_words, generation)
 
-    def _keep(self, packets: list[Packet]) -> None:
+    def _keep(self, come: list[Packet]) -> None:
         """Packets that have come; the oldest of too many go, and a reader sees that from the gap."""
         with self._lock:
-            self._packets.extend(packets)
-            self._waiting += sum(map(len, packets))
+            self._packets.extend(come)
+            self._waiting += sum(map(len, come))
             while self._waiting > MAX_RECORDS:
                 self._waiting -= len(self._packets.popleft())
 
@@ -333,9 +334,9 @@ class EngineClient:
     def drain_packets(self) -> list[Packet]:
         """The same still packed, for a reader that takes its time."""
         with self._lock:
-            packets, self._waiting = list(self._packets), 0
+            drained, self._waiting = list(self._packets), 0
             self._packets.clear()
-        return packets
+        return drained
 
     async def restart(self) -> None:
         """End the process if it still runs, and start a new one with the same configuration."""

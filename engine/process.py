@@ -26,12 +26,13 @@ from typing import Any
 
 from engine.errors import DeviceLost, EngineError, InvalidRequest
 from engine.output import Delta, OutputProcessor
-from engine.records import Record, packets
+from engine.records import Record, pack
 from engine.startup import import_torch
 
 logger = logging.getLogger("engine")
 
 FLUSH_S = 0.004  # news are sent at most this late
+FEW = 12  # records that are packed by whoever reads them
 MAX_UNSENT_RECORDS = 100_000
 MAX_WAITING = 4096  # requests in the queue; others are refused
 EXIT_GRACE_S = 2.0  # after the parent is gone, a step may end in peace for this long
@@ -77,9 +78,10 @@ class Writer:
 
 
 def on_the_wire(message: Message) -> bytes:
-    """A message as bytes; the records of news are packed on their own, so that the reader can leave them so."""
-    if message[0] == "news":
-        message = ("news", message[1], [tuple(packet) for packet in packets(message[2])])
+    """A message as bytes; the records of news are packed on their own, so that the reader can leave them so. A few
+    are not: that would take longer here than to pickle them, and the reader can do it."""
+    if message[0] == "news" and len(message[2]) > FEW:
+        message = ("packed", message[1], pack(message[2]))
     return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
 

@@ -88,17 +88,26 @@ class Packet(NamedTuple):
 
 def packets(records: list[Record]) -> list[Packet]:
     """The records in packets. Those with a gap between them, as when too many had waited, are never in one."""
-    packed: list[Packet] = []
+    return [Packet(*packed) for packed in pack(records)]
+
+
+def pack(records: list[Record]) -> list[tuple[int, int, int, bytes]]:
+    """The fields of the same packets: what the engine's process, which has better things to do, sends."""
+    packed: list[tuple[int, int, int, bytes]] = []
     for start in range(0, len(records), PACKET):
-        batch = records[start : start + PACKET]
+        batch = records[start : start + PACKET] if len(records) > PACKET else records
         first, last = batch[0][0], batch[-1][0]
         if last - first + 1 != len(batch):
             cut = next(i for i, record in enumerate(batch) if record[0] != first + i)
-            packed += packets(batch[:cut])
-            packed += packets(batch[cut:])
+            packed += pack(batch[:cut])
+            packed += pack(batch[cut:])
             continue
-        step = next((record[3] for record in reversed(batch) if record[2] == "step"), -1)
-        packed.append(Packet(first, last, step, marshal.dumps(batch)))
+        step = -1
+        for record in reversed(batch):
+            if record[2] == "step":
+                step = record[3]
+                break
+        packed.append((first, last, step, marshal.dumps(batch)))
     return packed
 
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from engine.records import Packet, Record, packets
+from engine.records import Packet, Record, pack
 from engine.state import State
 from minitui.stress import LOADS, Load, Stress, spell
 
@@ -177,8 +177,7 @@ def _go_on(connection: Connection, maker: Maker) -> None:
 
 def _packed(news: tuple[list[Record], list[str], dict[str, str]]) -> bytes:
     records, words, names = news
-    packed = [tuple(packet) for packet in packets(records)]
-    return pickle.dumps((packed, words, names), pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps((pack(records), words, names), pickle.HIGHEST_PROTOCOL)
 
 
 def _send(connection: Connection, news: bytes) -> None:
