@@ -81,6 +81,9 @@ class RemoteStream:
             self._put(error)
         except (httpx.HTTPError, OSError) as error:
             self._put(unreachable(url, error))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:  # JSON, but not what it should be
+            said = f"{url} answers as no minitui server of this version does ({type(error).__name__}: {error})"
+            self._put(EngineError(said))
         except asyncio.CancelledError:
             self._put(EngineDead(f"the connection to {url} was closed"))
             raise

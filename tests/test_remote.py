@@ -287,6 +287,19 @@ async def test_a_server_that_is_not_there_is_one_sentence(tmp_path: Path) -> Non
             RemoteSource(url)
 
 
+@pytest.mark.parametrize("event", ['{"ids": [1]}', "[]", "3", '{"request": 1}'])
+async def test_events_that_are_not_what_they_should_be_end_the_answer_with_a_sentence(event: str) -> None:
+    import httpx
+
+    from minitui.remote import RemoteSource
+
+    source = RemoteSource("http://m")
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, text=f"data: {event}\n\n"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://m") as source.http:
+        with pytest.raises(EngineError, match="answers as no minitui server"):
+            await asyncio.wait_for(anext(aiter(source.submit([1], SamplingParams()))), 1)
+
+
 async def test_a_server_that_goes_for_good_is_a_death(tmp_path: Path) -> None:
     from minitui.remote import RemoteSource
 
