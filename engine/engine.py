@@ -24,9 +24,9 @@ from engine.errors import DeviceLost, InvalidRequest
 from engine.gate import Gate
 from engine.kv.cache import KVCache
 from engine.records import RecordLog
-from engine.scheduler import Emitted, Scheduler, SchedulerConfig
+from engine.scheduler import Scheduler, SchedulerConfig
 from engine.step_clock import StepClock, StepTimes, now
-from engine.types import Request, SamplingParams, StepPlan, StepResult
+from engine.types import Emitted, Request, SamplingParams, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from engine.structured import Grammars

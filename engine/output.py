@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from engine.records import RecordLog
-from engine.types import Request, TokenLogprobs
-
-if TYPE_CHECKING:
-    from engine.scheduler import Emitted
+from engine.types import Emitted, Request, TokenLogprobs
 
 
 class TextStream(Protocol):

@@ -28,7 +28,16 @@ from engine.kv.cache import KVCache
 from engine.longest_prefix import LongestPrefix
 from engine.records import RecordLog
 from engine.speculation import PromptLookup
-from engine.types import POLICIES, Request, RequestState, SamplingParams, StepPlan, StepResult, TokenLogprobs
+from engine.types import (
+    POLICIES,
+    Emitted,
+    Request,
+    RequestState,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 
 NOT_FINITE = "the model's logits were not finite numbers"
 
@@ -48,17 +57,6 @@ class SchedulerConfig:
 
 
 Entry = tuple[Request, int, int]  # who, from which position, how many tokens
-
-
-@dataclass(slots=True)
-class Emitted:
-    """One request's share of a commit: the token it drew, if any, and its end, if this was it."""
-
-    request: Request
-    token_id: int | None
-    finish_reason: str = ""
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class _Batch(NamedTuple):

@@ -11,13 +11,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from engine.records import RecordLog
-from engine.types import StepPlan, StepResult
-
-if TYPE_CHECKING:
-    from engine.scheduler import Emitted
+from engine.types import Emitted, StepPlan, StepResult
 
 now = time.perf_counter  # seconds
 

@@ -4,6 +4,7 @@
     Request          one sequence, from submission to its finish
     StepPlan         who runs in a step and where their tokens go: plain arrays
     StepResult       what the device drew
+    Emitted          what a commit made of it, for one request
 
 The scheduler sees lengths, never a tensor; the model sees tensors, never a Request.
 """
@@ -186,7 +187,7 @@ class Request:
     admitted_at: float = 0.0
     submitted_work: float = 0.0
     admitted_work: float = 0.0
-    first_token_work: float = 0.0
+    first_token_work: float = 0.0  # the step clock's to set
     grammar: Any = None  # engine.structured.Grammar, advanced at commit
     lookup: Lookup | None = None  # once it has been drafted for
     drafted: int = 0  # draft tokens of the step in flight
@@ -274,3 +275,14 @@ class StepResult:
     device_ms: float | None = None  # None where it is not known (yet)
     # Ranks, and the ms that they exchanged or waited for it (in graphs: what exchanging takes alone). None: one rank.
     comm: tuple[int, float] | None = None
+
+
+@dataclass(slots=True)
+class Emitted:
+    """One request's share of a commit: the token it drew, if any, and its end, if this was it."""
+
+    request: Request
+    token_id: int | None
+    finish_reason: str = ""
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None

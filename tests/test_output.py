@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from engine.output import Delta, OutputProcessor
 from engine.records import RecordLog
-from engine.scheduler import Emitted
-from engine.types import Request, SamplingParams
+from engine.types import Emitted, Request, SamplingParams
 
 EOS = 999
 
