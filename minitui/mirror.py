@@ -174,7 +174,7 @@ class Application:
 
     def type(self, text: str) -> None:
         """What the presenter types."""
-        self._write(b"D", text.encode())
+        self._write(b"D", text.encode("utf-8", "replace"))  # a browser can send half a surrogate pair
 
     def tell(self, **message: object) -> None:
         """Something beside keys."""

@@ -229,3 +229,11 @@ async def test_without_a_mirror_the_network_is_refused() -> None:
 
     with pytest.raises(EngineError, match="only with --mirror"):
         run_web(WebSettings("0.0.0.0", 0, ("http://127.0.0.1:9",)), None, "", Path("none"))
+
+
+def test_half_a_surrogate_pair_can_be_typed() -> None:
+    application = Application([], (120, 36))
+    written: list[bytes] = []
+    application._write = lambda kind, data: written.append(kind + data)  # type: ignore[method-assign]
+    application.type("a\ud83db")
+    assert written == [b"Da?b"]
