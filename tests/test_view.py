@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import random
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from engine.records import PACKET, packets
+from engine.process import FEW, on_the_wire
+from engine.records import PACKET, Packet, packets
 from engine.state import ACTIVE, CACHED, FREE, SHARED, State
 from minitui.feed import GIVE_WAY, Feed
 from minitui.stress import CLASSROOM, SMALL, Load, Stress
@@ -626,6 +628,10 @@ def test_records_come_out_of_their_packets_as_they_went_in():
     steps = [[record[3] for record in packet.records() if record[2] == "step"] for packet in packed]
     assert [packet.step for packet in packed] == [some[-1] if some else -1 for some in steps]
     assert packed[1].last + 21 == packed[2].first and packets([]) == []
+    for some in (records[:FEW], records[: FEW + 1]):  # the reader packs a few itself
+        kind, _, sent = pickle.loads(on_the_wire(("news", [], some)))
+        assert (kind, sent) == ("news", some) if len(some) == FEW else kind == "packed"
+        assert (sent if kind == "news" else [r for fields in sent for r in Packet(*fields).records()]) == some
 
 
 @pytest.mark.parametrize("load", [SMALL, TIGHT])
