@@ -424,7 +424,7 @@ class Chats:
         """Cancel its answer and take it off the list; it stays in the store."""
         self._stop(session)  # at once: nothing of it comes later, and opens it again in the store
         self.sessions.remove(session)
-        if self.store:
+        if self.store and session.messages:  # one in which nothing was said is not in the store
             try:
                 self.store.close_chat(session.id)
             except StoreError as error:

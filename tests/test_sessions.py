@@ -504,6 +504,20 @@ async def test_a_chat_that_the_file_lacks_is_reopened_as_it_was_when_it_was_clos
     assert [len(c.messages) for c in store.open_chats()] == [4] and not chats.unsaved
 
 
+async def test_an_empty_chat_closed_while_the_file_fails_holds_up_no_other(tmp_path, monkeypatch):
+    store = Store(tmp_path / "chats.sqlite")
+    chats = await chats_on(FakeSource(), store)
+    chat = chats.new(SYSTEM)
+    with monkeypatch.context() as full:
+        full.setattr(store, "close_chat", lambda id: failing().__enter__())
+        full.setattr(store, "together", failing)
+        chats.close(chats.new(SYSTEM))
+        chats.send(chat, "Is this kept?")
+        await answered(chat)
+    chats.cancel_all()  # the application ends
+    assert [c.id for c in store.open_chats()] == [chat.id] and not chats.unsaved
+
+
 @contextlib.contextmanager
 def failing():
     raise StoreError("the chat file cannot be used: database or disk is full")
