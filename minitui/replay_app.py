@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NoReturn, cast
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.screen import Screen
 
 from engine.errors import EngineError, InvalidRequest
 from minitui.app import MinituiApp
@@ -20,6 +19,7 @@ from minitui.screens.help import HelpScreen, of_panel
 from minitui.screens.inspect import InspectScreen
 from minitui.screens.keys import keys_here
 from minitui.screens.lecture import LectureScreen
+from minitui.screens.one_size import OneSize
 from minitui.theme import glyphs
 from minitui.trace import TraceReader
 from minitui.view import View
@@ -109,7 +109,7 @@ class ReplayBar(Bar):
         ]  # fmt: skip
 
 
-class PlayheadScreen(Screen[None]):
+class PlayheadScreen(OneSize[None]):
     """Keys that move the playhead. What is derived from this and another screen names that first: its looks count."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

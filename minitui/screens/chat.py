@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, ClassVar
 from textual import getters
 from textual.app import ComposeResult
 from textual.containers import Container, Horizontal, Vertical
-from textual.screen import Screen
 
 from minitui import markdown
 from minitui.actions import complete_slash
+from minitui.screens.one_size import OneSize
 from minitui.theme import glyphs
 from minitui.widgets.base import LinePanel
 from minitui.widgets.block_table import BlockTable
@@ -33,7 +33,7 @@ RAIL_FROM = 100  # columns: with fewer there is no rail
 TEXT_EVERY = 0.1  # seconds between two updates of the transcript
 
 
-class ChatScreen(Screen[None]):
+class ChatScreen(OneSize[None]):
     """Composes and routes; the chats are in `app.chats`, the engine's picture in the view it paints."""
 
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (RAIL_FROM, "-wide")]  # noqa: RUF012 (Textual declares it so)

@@ -14,6 +14,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
+from minitui.screens.one_size import OneSize
 from minitui.widgets.prompt import Prompt
 
 Result = TypeVar("Result")
@@ -30,7 +31,7 @@ FRAME_CSS = """
 """
 
 
-class Overlay(ModalScreen[Result]):
+class Overlay(ModalScreen[Result], OneSize[Result]):
     """Closes once: a key pressed twice at once arrives twice, the second time when another screen is shown."""
 
     def dismiss(self, result: Result | None = None) -> AwaitComplete:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.screen import Screen
 
+from minitui.screens.one_size import OneSize
 from minitui.widgets.base import Column, Columns, LinePanel, Opened
 from minitui.widgets.block_map import BlockMap
 from minitui.widgets.block_table import BlockTable
@@ -37,7 +37,7 @@ EVERY = {
 }  # fmt: skip
 
 
-class InspectScreen(Screen[None]):
+class InspectScreen(OneSize[None]):
     """Composes and routes: the panels know the view, the view knows the engine."""
 
     BINDINGS: ClassVar = [

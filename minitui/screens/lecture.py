@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.screen import Screen
 
+from minitui.screens.one_size import OneSize
 from minitui.view.predict import question_about
 from minitui.widgets.base import Column, Columns, LinePanel, Opened
 from minitui.widgets.block_map import BlockMap
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ROOMY = (100, 34)  # from this size on, the block table and the first tokens are shown too
 
 
-class LectureScreen(Screen[None]):
+class LectureScreen(OneSize[None]):
     """Composes and routes; stepping is the application's own `step`, going back its own `back`."""
 
     BINDINGS: ClassVar = [

@@ -11,11 +11,11 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
 from textual.css.scalar import Scalar
-from textual.screen import Screen
 
 from engine.errors import EngineError
 from minitui.lessons.page import LETTERS, Check, Code, Lesson, Page, Seen, find_code, fresh, paragraphs
 from minitui.screens.dialogs import Overlay
+from minitui.screens.one_size import OneSize
 from minitui.stage import Stage
 from minitui.theme import glyphs
 from minitui.widgets.base import LinePanel, Picture
@@ -226,7 +226,7 @@ class LessonStatus(StatusBar):
         return [*hints, ("L", "lessons"), ("n", "step"), ("2", "inspect"), ("?", "help"), ("q", "quit")]
 
 
-class LessonScreen(Screen[None]):
+class LessonScreen(OneSize[None]):
     """Pages with the arrow keys, enter runs an experiment, a to d predict, v opens the code."""
 
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (WIDE, "-wide")]  # noqa: RUF012  as Textual declares it

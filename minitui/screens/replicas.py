@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from textual import getters
 from textual.app import ComposeResult
-from textual.screen import Screen
 
+from minitui.screens.one_size import OneSize
 from minitui.widgets.chrome import Bar, SessionStrip, StatusBar, TopBar
 from minitui.widgets.replicas import Replicas
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from minitui.view import View
 
 
-class ReplicaScreen(Screen[None]):
+class ReplicaScreen(OneSize[None]):
     """Composes; the replicas are in the application's source."""
 
     DEFAULT_CSS = """
