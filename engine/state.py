@@ -241,19 +241,7 @@ class State:
             del self.nodes[id]
 
     def _evict(self, id: int, n: int, reason: str) -> None:
-        node = self.nodes[id]
-        blocks = node.blocks
-        keep = len(blocks) - n
-        if keep and n == 1:  # the commonest: a full pool gives its oldest leaf away block by block, and nobody holds it
-            block = blocks.pop()
-            self.node_of[block] = 0
-            if self.pending:
-                self.pending.pop(block, None)
-            del node.ids[keep * self.block_size :]
-            self.counts[CACHED] -= 1
-            self.counts[FREE] += 1
-        else:
-            self._cut(id, keep)
+        self._cut(id, len(self.nodes[id].blocks) - n)
 
     def _withdraw(self, step: int, nodes: list[tuple[int, int]]) -> None:
         for id, keep in nodes:
