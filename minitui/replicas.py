@@ -25,16 +25,16 @@ from engine.records import Record
 from engine.types import SamplingParams
 from minitui import balance
 from minitui.foreign import ForeignSource, TextCodec
-from minitui.pulse import BACKOFF_S, Pulse, Vitals
+from minitui.pulse import BACKOFF_S, PATIENCE_S, Pulse, Vitals
 from minitui.remote import RemoteSource, introduce
 from minitui.sessions import Session
 from minitui.source import Progress
 from minitui.wire import Overloaded, httpx, normalise, reason_of
 
 LOADING_S = 600.0  # replicas may load their model for so long
-HASTE_S = 1.5  # at the start, those that have not answered by then are not waited for
 LOADING = "it is loading its model"
 UNKNOWN = "it has not answered yet"
+UNDECIDED = "the model of the chats is not known yet: the replicas before it have not answered"
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,8 @@ class Replica:
             try:
                 await self._meet()
             except (EngineError, httpx.HTTPError, OSError) as error:
-                self._trouble = reason_of(error)
+                slow = isinstance(error, TimeoutError)
+                self._trouble = f"it does not answer within {PATIENCE_S:g} s" if slow else reason_of(error)
                 wait = BACKOFF_S[min(failures, len(BACKOFF_S) - 1)] * random.uniform(0.8, 1.2)
                 failures += self._trouble != LOADING
                 self._again_at = time.monotonic() + wait
@@ -148,7 +149,8 @@ class Replica:
     async def _meet(self) -> None:
         """Ask what it is, and make what talks to it; keep that if it is what it was. Raises EngineError."""
         self._back.clear()
-        info = await introduce(self.url, self._key)
+        async with asyncio.timeout(PATIENCE_S):
+            info = await introduce(self.url, self._key)
         if info == {}:
             raise EngineDead(LOADING)
         if info is not None:
@@ -163,13 +165,14 @@ class Replica:
                 await self.telemetry.start(lambda progress: None)
             if self._codec is not None:
                 self.asker = ForeignSource(self.url, self._key, self._model, self._codec)
-                await self.asker.start(lambda progress: None)
+                async with asyncio.timeout(PATIENCE_S):
+                    await self.asker.start(lambda progress: None)
                 self.pulse = self.asker.pulse
             elif self.telemetry is not None:
                 self.asker = self.telemetry
                 self.pulse = Pulse(self.telemetry.http, "/ready")
                 self._beating = asyncio.create_task(self.pulse.run())
-        except EngineError:
+        except (EngineError, OSError):
             await self.leave()
             raise
         if self.pulse is None:
@@ -293,8 +296,9 @@ class ReplicaSource:
     def __init__(
         self, urls: list[str], key: str = "", model: str = "", exact: bool = True, cache: Path | None = None
     ) -> None:
-        """`model`: the one that chats are with; by default that of the first replica that can be reached. `key`: for
-        all of them. Raises InvalidRequest if one of `urls` is none, or there are fewer than two."""
+        """`model`: the one that chats are with; by default that of the first in order that does not count as away,
+        however soon the others answer. `key`: for all of them. Raises InvalidRequest if one of `urls` is none, or
+        there are fewer than two."""
         addresses = list(dict.fromkeys(normalise(url) for url in urls))
         if len(addresses) < 2:
             raise InvalidRequest(f"replicas are at least two servers; this is one: {', '.join(addresses)}", "connect")
@@ -317,7 +321,9 @@ class ReplicaSource:
         """Why it cannot answer the chats here; empty if it can."""
         if replica.trouble:
             return replica.trouble
-        model = str(self.info.get("model", ""))
+        if not self.info:
+            return UNDECIDED
+        model = str(self.info["model"])
         asker = replica.asker
         if isinstance(asker, ForeignSource):
             same = not asker.models or model in asker.models
@@ -384,14 +390,17 @@ class ReplicaSource:
             self._ready.set()
 
     async def _first(self, on_progress: Progress) -> Replica:
-        """The first in order that can be reached."""
+        """The first in order that can be used. One that has not answered yet is waited for, up to PATIENCE_S, and so
+        are those before any other: which one this is does not depend on the order of their answers."""
         began = time.monotonic()
         while True:
-            there = [r for r in self.replicas if not r.trouble and self._model in ("", r.model)]
             waited = time.monotonic() - began
+            for replica in self.replicas:
+                if not replica.tried.is_set():
+                    break  # it may be the one
+                if not replica.trouble and self._model in ("", replica.model):
+                    return replica
             tried = all(r.tried.is_set() for r in self.replicas)
-            if there and (tried or waited > HASTE_S):
-                return there[0]
             if tried and not (any(r.trouble == LOADING for r in self.replicas) and waited < LOADING_S):
                 break
             if tried:

@@ -252,6 +252,35 @@ async def test_another_model_is_said_and_not_asked() -> None:
         assert {body["model"] for body in third.asked} <= {"big"}
 
 
+async def test_the_model_is_that_of_the_first_replica_however_late_it_answers() -> None:
+    from minitui.replicas import UNDECIDED, ReplicaSource
+
+    late, early = await FakeServer(("big",)).start(), await FakeServer(("small",)).start()
+    late.silent.set()
+    source = ReplicaSource([late.url, early.url], exact=False)
+    starting = asyncio.create_task(source.start(lambda progress: None))
+    await until(lambda: not source.replicas[1].trouble)
+    assert source.reason_against(source.replicas[1]) == UNDECIDED and not source.usable
+    await asyncio.wait({starting}, timeout=2.0)  # long enough for a client in haste to take the other model
+    assert not starting.done()
+    late.silent.clear()
+    await asyncio.wait_for(starting, 20)
+    assert source.info["model"] == "big" and "it serves small" in source.reason_against(source.replicas[1])
+    await source.close()
+    await late.kill()
+    await early.kill()
+
+
+async def test_a_replica_that_does_not_answer_at_the_start_counts_as_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minitui.replicas.PATIENCE_S", 0.5)
+    silent, answering = await FakeServer(("big",)).start(), await FakeServer(("small",)).start()
+    silent.silent.set()
+    async with replicated(silent, answering) as (source, _):
+        assert source.info["model"] == "small" and "within 0.5 s" in source.replicas[0].trouble
+        silent.silent.clear()
+        await until(lambda: "it serves big" in source.reason_against(source.replicas[0]))
+
+
 async def test_nobody_there_is_a_sentence_with_every_reason() -> None:
     from minitui.replicas import ReplicaSource
 
@@ -451,6 +480,31 @@ async def test_servers_that_tell_nothing_have_dashes_and_no_panels() -> None:
         assert ("75 %" in beside) == ("2 http" in beside) and ("unknown" in beside) == ("1 http" in beside), beside
         with pytest.raises(EngineError, match="does not tell"):
             await source.watch(source.replicas[0])
+    for server in servers:
+        await server.kill()
+
+
+async def test_a_server_that_answers_before_the_model_is_known_is_up() -> None:
+    from minitui.replica_app import BlindReplicaApp
+    from minitui.replicas import ReplicaSource
+    from minitui.widgets.replicas import Replicas
+
+    servers = (await FakeServer().start(), await FakeServer(page=VLLM).start())
+    servers[0].silent.set()
+    source = ReplicaSource([server.url for server in servers], exact=False)
+    app = BlindReplicaApp(source, Chats(source), Settings(), system="S", speaker="model", load_codec=None)
+    async with app.run_test(size=(120, 36)):
+
+        def states() -> list[str]:
+            text = "\n".join(panel.text for panel in app.screen.query(Replicas))
+            rows = [line.split() for line in text.splitlines() if "127.0.0.1" in line]
+            return [next((word for word in row if word in ("up", "asked", "down", "other")), "") for row in rows[:2]]
+
+        await until(lambda: source.replicas[1].vitals.running is not None)
+        app.action_do("replicas")
+        await until(lambda: states() == ["asked", "up"])
+        servers[0].silent.clear()
+        await until(lambda: states() == ["up", "up"])
     for server in servers:
         await server.kill()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 from textual.binding import Binding
 from textual.message import Message
 
-from minitui.replicas import LOADING, Replica, ReplicaSource
+from minitui.replicas import LOADING, UNDECIDED, UNKNOWN, Replica, ReplicaSource
 from minitui.sessions import duration
 from minitui.theme import glyphs
 from minitui.view import View
@@ -113,10 +113,10 @@ class Replicas(LinePanel):
         return at, end - at
 
     def _state(self, source: ReplicaSource, replica: Replica) -> tuple[str, str]:
-        if not source.reason_against(replica):
+        if source.reason_against(replica) in ("", UNDECIDED):
             return "up", "good"
-        if replica.trouble == LOADING:
-            return "loads", "waiting"
+        if replica.trouble in (LOADING, UNKNOWN):
+            return ("loads" if replica.trouble == LOADING else "asked"), "waiting"
         return ("down", "bad") if replica.trouble else ("other", "waiting")
 
     def _about(self, source: ReplicaSource, replica: Replica, width: int) -> list[Runs]:
@@ -126,7 +126,7 @@ class Replicas(LinePanel):
         head.add("  " + ", ".join(filter(None, (maker, replica.model))), "dim")
         rows = [head.done(width)]
         against = source.reason_against(replica)
-        if replica.trouble:
+        if replica.trouble not in ("", UNKNOWN):
             against += f". It is tried again in {replica.again_in:.0f} s."
         rows += [Row(line, "bad").done(width) for line in textwrap.wrap(clean(against), width)]
         if replica.telemetry is None and not replica.trouble:
