@@ -53,6 +53,7 @@ class _Open:
     request: Request
     text: TextStream | None
     held: str = ""  # decoded, but it may be the beginning of a stop string
+    protected: int = 0  # characters of `held` that min_tokens protects: no stop string may end within them
     drawn: int = 0  # tokens told; the request may have drawn more in the same step
 
 
@@ -112,13 +113,15 @@ class OutputProcessor:
             text += state.text.push([item.token_id])
         if item.finish_reason:
             text += state.text.flush()
-        stops = params.stop if state.drawn > params.min_tokens else ()  # before, it is text like any other
-        for end, length in _find_stop(text, stops):
+        if state.drawn <= params.min_tokens:
+            state.protected = len(text)
+        for end, length in _find_stop(text, params.stop, state.protected):
             delta.text = text[: end + length] if params.include_stop_str_in_output else text[:end]
             state.held = ""
             return not item.finish_reason or item.finish_reason == "length"
-        keep = 0 if item.finish_reason else _possible_stop(text, params.stop)
-        delta.text, state.held = text[: len(text) - keep], text[len(text) - keep :]
+        shown = len(text) - (0 if item.finish_reason else _possible_stop(text, params.stop))
+        delta.text, state.held = text[:shown], text[shown:]
+        state.protected = max(0, state.protected - shown)
         return False
 
     def _metrics(self, state: _Open) -> dict[str, Any]:
@@ -149,10 +152,11 @@ def _rest(state: _Open) -> str:
     return state.held + (state.text.flush() if state.text is not None else "")
 
 
-def _find_stop(text: str, stops: tuple[str, ...]) -> list[tuple[int, int]]:
-    """The earliest stop string in the text as [(where, length)], or []; of two that begin there, the longer."""
-    found = [(text.find(stop), -len(stop)) for stop in stops if stop in text]
-    return [(where, -length) for where, length in sorted(found)[:1]]
+def _find_stop(text: str, stops: tuple[str, ...], protected: int) -> list[tuple[int, int]]:
+    """The earliest stop string that ends beyond `protected` characters of the text as [(where, length)], or []; of two
+    that begin there, the longer."""
+    found = [(text.find(stop, max(0, protected - len(stop) + 1)), -len(stop)) for stop in stops]
+    return [(where, -length) for where, length in sorted(hit for hit in found if hit[0] >= 0)[:1]]
 
 
 def _possible_stop(text: str, stops: tuple[str, ...]) -> int:

@@ -26,6 +26,19 @@ class Letters:
         return ""
 
 
+class Words(Letters):
+    """A tokenizer whose ids are places in a list of words."""
+
+    def __init__(self, words: list[str]) -> None:
+        self._words = words
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Words:
+        return self
+
+    def push(self, ids: list[int]) -> str:
+        return "".join(self._words[token] for token in ids)
+
+
 def feed(text: str, params: SamplingParams, end: str = "length") -> tuple[list[Delta], bool]:
     """All deltas for a reply drawn one letter at a time, and whether a stop string ended it."""
     outputs = OutputProcessor(Letters(), RecordLog())
@@ -67,6 +80,41 @@ def test_a_stop_string_cuts_the_text_where_it_first_stands_and_is_never_half_str
     if deltas:
         assert deltas[-1].finish_reason == ("stop" if met else "length") and deltas[-1].metrics is not None
         assert all(not d.finish_reason for d in deltas[:-1])
+
+
+@given(
+    words=st.lists(st.text("abc", max_size=4), max_size=20),
+    stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=4),
+    min_tokens=st.integers(0, 12),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_stop_string_fires_if_it_ends_beyond_min_tokens_and_only_then(
+    words: list[str], stops: list[str], min_tokens: int
+) -> None:
+    """Tokens of several letters, against a search of the whole text after each."""
+    expected, met = "".join(words), False
+    for n in range(min_tokens + 1, len(words) + 1):
+        text, protected = "".join(words[:n]), len("".join(words[:min_tokens]))
+        hits = [
+            (at, -len(s)) for s in stops for at in range(len(text))
+            if text.startswith(s, at) and at + len(s) > protected
+        ]  # fmt: skip
+        if hits:
+            expected, met = text[: min(hits)[0]], True
+            break
+    shown, stopped = "", False
+    outputs = OutputProcessor(Words(words), RecordLog())
+    request = Request(1, [1], SamplingParams(stop=tuple(stops), min_tokens=min_tokens), 0, 10_000, prompt_len=1)
+    outputs.open(request)
+    for i in range(len(words)):
+        deltas, stopped_ids = outputs.process([Emitted(request, i, "length" if i == len(words) - 1 else "")])
+        shown, stopped = shown + "".join(delta.text for delta in deltas), stopped or bool(stopped_ids)
+    assert (shown, stopped) == (expected, met)
+
+
+def test_a_stop_string_held_back_as_the_beginning_of_another_stays_protected() -> None:
+    deltas, stopped = feed("abENDcdENDx", SamplingParams(stop=("END", "ENDED"), min_tokens=5))
+    assert "".join(d.text for d in deltas) == "abENDcd" and stopped
 
 
 def test_text_that_could_begin_a_stop_string_is_held_back_and_flushed_at_the_end() -> None:
