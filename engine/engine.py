@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from engine.errors import DeviceLost, InvalidRequest
 from engine.gate import Gate
 from engine.kv.cache import KVCache
+from engine.masks import dead_end
 from engine.records import RecordLog
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.step_clock import StepClock, StepTimes, now
@@ -76,7 +77,8 @@ class Engine:
         self.scheduler = Scheduler(config, self.cache, self.log)
         self.gate = Gate(self.log)
         self.clock = StepClock(self.log, runner.synchronous)
-        self.eos_ids = eos_ids
+        # Checkpoints name end ids beyond the model's vocabulary; such an id is never drawn, and indexes no logit.
+        self.eos_ids = frozenset(token for token in eos_ids if 0 <= token < runner.vocab_size)
         # Steps launched but not committed when step() returns. With speculation none: how many of its drafts a row
         # keeps, and what it drafts next, depends on the ids of the step before.
         self.delay = 1 if overlap and not config.speculative_tokens else 0
@@ -106,12 +108,27 @@ class Engine:
             if self._grammars is None:
                 raise InvalidRequest("replies cannot be constrained: this engine has no tokenizer", "json_schema")
             grammar = self._grammars.compile(params)
-        return Request(
+        request = Request(
             id=self._next_id, ids=list(ids), params=params, group=group, sample_index=sample_index,
             seed=secrets.randbits(63) if params.seed is None else params.seed, max_total=max_total,
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids),
             prompt_len=len(ids), grammar=grammar,
         )  # fmt: skip
+        if params.min_tokens:
+            self._check_first_draw(request)
+        return request
+
+    def _check_first_draw(self, request: Request) -> None:
+        """Refuse a request whose masks leave no token for its first draw."""
+        if len(request.stop_ids) >= self.runner.vocab_size:
+            raise InvalidRequest(
+                f"min_tokens is {request.params.min_tokens}, but each of the {self.runner.vocab_size:,} token ids ends "
+                "the reply: set it to 0 or name fewer stop_token_ids",
+                "min_tokens",
+            )
+        reason = dead_end(request)
+        if reason:
+            raise InvalidRequest(reason, "min_tokens")
 
     def abort(self, request_id: int, reason: str = "abort") -> bool:
         """End a request wherever it stands: waiting, in the middle of a chunk, in flight. Unknown ids do nothing."""

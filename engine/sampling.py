@@ -20,6 +20,7 @@ from engine.upload import to_host
 Upload = Callable[[np.ndarray], torch.Tensor]
 
 MIN_TEMPERATURE = 1e-5  # below, differences of logits would overflow; the draw is an argmax long before
+SMALLEST = float(np.finfo(np.float32).tiny)  # settings that must stay above 0 do not round to it
 IN_PROMPT = 1 << 30  # flag in the token counts; the bits below count occurrences in the reply
 INT_KEYS = 2
 SMALL_VOCABULARY = 1 << 14  # on a CPU, up to this size sorting all is cheaper than selecting some
@@ -156,10 +157,11 @@ class Sampler:
             wants |= Wants.BIAS
             ids = self._upload(np.fromiter(params.logit_bias.keys(), np.int64))
             self._bias.claim(row)[ids] = self._upload(np.fromiter(params.logit_bias.values(), np.float32))
-        if params.min_tokens > 0 and request.stop_ids:
+        stop_ids = [token for token in sorted(request.stop_ids) if 0 <= token < self.vocab_size]
+        if params.min_tokens > 0 and stop_ids:  # an id beyond the row would be a cell of another request's row
             wants |= Wants.MIN_TOKENS
             self._min_until[row] = request.prompt_len + params.min_tokens
-            self._stop_ids[row] = np.array(sorted(request.stop_ids), dtype=np.int64)
+            self._stop_ids[row] = np.array(stop_ids, dtype=np.int64)
         if request.grammar is not None:
             wants |= Wants.GRAMMAR
         if params.logprobs is not None:
@@ -171,9 +173,9 @@ class Sampler:
         settings = self._settings[row]
         settings[TEMPERATURE] = 1.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)
         settings[NOISE] = 0.0 if params.greedy else 1.0
-        settings[TOP_P] = params.top_p
+        settings[TOP_P] = max(params.top_p, SMALLEST)
         settings[LOG_MIN_P] = np.log(params.min_p) if wants & Wants.MIN_P else -np.inf
-        settings[REPETITION] = params.repetition_penalty
+        settings[REPETITION] = max(params.repetition_penalty, SMALLEST)
         settings[PRESENCE] = params.presence_penalty
         settings[FREQUENCY] = params.frequency_penalty
         self.version += 1
@@ -337,5 +339,5 @@ def pick_logprobs(logprobs: torch.Tensor, tokens: torch.Tensor, top: int) -> Log
     """logprobs [l, V] of all tokens -> those of `tokens` int64 [l], their ranks, and the `top` most likely."""
     own = logprobs.gather(1, tokens[:, None])
     rank = (logprobs > own).sum(-1) + 1
-    best = logprobs.topk(top, -1)
+    best = logprobs.topk(min(top, logprobs.shape[-1]), -1)
     return Logprobs(own[:, 0], rank, best.values, best.indices)

@@ -26,6 +26,7 @@ import numpy as np
 from engine.errors import InvalidRequest
 from engine.kv.cache import KVCache
 from engine.longest_prefix import LongestPrefix
+from engine.masks import dead_end
 from engine.records import RecordLog
 from engine.speculation import PromptLookup
 from engine.types import (
@@ -402,7 +403,7 @@ class Scheduler:
             if request.epoch != epoch:
                 continue  # void: it ended while this step was in flight
             token: int | None = None
-            reason = ""
+            reason = masked = ""
             if i in checked:
                 *accepted, drawn = checked[i]
                 emitted += self._append_accepted(request, accepted, result.logprobs.get(i))
@@ -418,13 +419,14 @@ class Scheduler:
                 elif len(request.ids) >= request.max_total:
                     reason = "length"
             elif sampled:
-                reason = f"error: {failed or NOT_FINITE}"
+                masked = failed or dead_end(request)
+                reason = f"error: {masked or NOT_FINITE}"
             if end // size > request.shared_blocks and request.state is running:
                 self.cache.publish_committed(request, end)
             if reason:
                 leaf = request.node
                 self.finish(request, reason)
-                if i in bad and leaf is not None:
+                if i in bad and leaf is not None and not masked:
                     self.cache.forget(leaf)  # its KV may be what is not finite
             if token is not None or reason or extras:
                 item = Emitted(request, token, reason)

@@ -270,6 +270,17 @@ def test_a_tiny_temperature_is_argmax_without_nan_and_zero_is_exact() -> None:
     assert not drawn.bad.any()
 
 
+def test_settings_too_small_for_their_type_do_not_become_zero() -> None:
+    """top_p = 0 would keep nothing, and the penalty of a forbidden token would be −inf · 0."""
+    logits = torch.tensor([1.0, 3.0, 2.0, -1.0])
+    assert kept(logits, top_p=1e-300) == {1}
+    batch = Batch(4)
+    batch.add(0, ids=[0, 1], temperature=1.0, top_p=5e-324, repetition_penalty=1e-300, min_tokens=3)
+    assert (batch.sampler.host_settings()[0][0, [sampling.TOP_P, sampling.REPETITION]] > 0).all()
+    drawn = batch.sample(logits[None], [0])
+    assert (drawn.ids.tolist(), drawn.bad.tolist()) == ([1], [False])
+
+
 def sorted_widths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Records what is sorted from here on: (rows, how many of the largest)."""
     calls: list[tuple[int, int]] = []
