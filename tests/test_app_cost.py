@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from dataclasses import replace
 
@@ -12,6 +13,8 @@ from minitui.stress import SMALL, Stress
 from minitui.thrift import Thrift
 from minitui.view import View
 from minitui.view.history import Steps
+from minitui.view.lanes import LANES_KEPT, PREFILLING, Lane, Lanes
+from minitui.view.log import EVENTS_ALWAYS, EVENTS_KEPT, Events
 from minitui.view.travel import Past
 
 LOAD = replace(SMALL, chats=6, step_ms=12.0)
@@ -55,6 +58,56 @@ def test_what_a_history_keeps_for_ever_would_be_seen(watched: tuple[View, Stress
     view.past.begin(view.live)
     early = max(long_run(view, stress, 500) for _ in range(2))
     assert long_run(view, stress, 1_500) > 1.15 * early
+
+
+def test_two_hours_of_decoding_stay_within_ten_megabytes() -> None:
+    view, per_second, rng = View(), 15, random.Random(0)
+    view.reset(app.blank(LOAD).snapshot())
+
+    def watch_until(minute: int) -> int:
+        for step in range(view.live.state.step + 1, 60 * minute * per_second):
+            t, seq, us = round(step / per_second, 6), 2 * step + 1, round(rng.uniform(40, 90), 1)
+            planned = (seq, t, "step", step, [], [], [], 4, 0)
+            timed = (seq + 1, t + 0.05, "time", step, us, 2 * us, us, us * 0.7, us * 0.6, "decode")
+            view.fold([planned, timed], t)
+            if step % (10 * per_second) == 0:
+                view.frame(t)
+        return app.bytes_reached(view)
+
+    early = watch_until(15)
+    sizes = [watch_until(minute) for minute in (60, 120)]
+    assert view.steps.first > 0, "the steps have filled their ring"
+    assert max(sizes) - early < 10e6, [f"{size / 1e6:.1f} MB" for size in (early, *sizes)]
+
+
+def test_events_are_kept_as_far_back_as_records_are_and_always_some() -> None:
+    events = Events()
+    for seq in range(EVENTS_KEPT + 10):
+        events.fold((seq, 0.0, "admit", 1, 0, "new"), seq)
+    events.forget_before(1_000)
+    assert events.items[0].seq == 1_000
+    events.forget_before(EVENTS_KEPT + 10)
+    assert len(events.items) == EVENTS_ALWAYS and events.items[-1].seq == EVENTS_KEPT + 9
+
+
+def test_spans_of_a_request_that_goes_on_are_forgotten_with_the_steps() -> None:
+    lanes = Lanes()
+    lane = lanes.lanes[1] = lanes.active[1] = Lane(1, "g", 8, None, 0)
+    for step in range(0, 20_000, 2):
+        lane.gain(step)
+        lane.mark(PREFILLING, step, step)
+        lanes.forget_before(step - 3_000)
+    assert len(lane.gains) < 2_100 and len(lane.spans) < 2_100
+    assert lane.code_at(19_998 - 2_800, PREFILLING), "it is kept as long as its step"
+
+
+def test_lanes_of_requests_that_ended_are_bounded_in_number() -> None:
+    lanes = Lanes()
+    for id in range(2 * LANES_KEPT):  # requests too short for a step of their own
+        lanes.fold((id, 0.0, "submit", id, "g", 8, 9), 0.0)
+        lanes.fold((id, 0.0, "finish", id, "abort", 0), 0.0)
+        lanes.forget_before(-1)
+    assert len(lanes.lanes) == len(lanes.ended) == LANES_KEPT
 
 
 def test_folding_is_measured() -> None:

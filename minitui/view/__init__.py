@@ -219,6 +219,7 @@ class View:
             self.last_frame = self._sum(self._framed + 1, last)
             self._framed = last
             self.lanes.forget_before(self.steps.first)
+            self.events.forget_before(self.past.first_seq)
         if self._travelled is None:
             self.board = self.live
         self.links = resolve(self.selection, self.board, self.steps, self.requests_of)

@@ -90,21 +90,22 @@ class Steps:
         self._end_seq = array("q", [0]) * capacity
         self._bucket = array("q", [0]) * capacity  # of Rates, in which it was planned
         self._chunks: list[list[Chunk] | None] = [None] * capacity
-        self._drafts: dict[int, tuple[Draft, ...]] = {}  # by step, of those with any
+        self._drafts: dict[int, array[int]] = {}  # by step, of those with any: the fields of one Draft after another
         self._nan = float("nan")
 
     def drafting(self, record: Record) -> None:
         """Fold a `draft` record: of the step whose `step` record follows."""
         _seq, _t, _kind, step, drafts = record
-        self._drafts[step] = tuple((request, tokens, -1) for request, tokens in drafts)
+        self._drafts[step] = array("q", [field for request, tokens in drafts for field in (request, tokens, -1)])
 
     def accepted(self, record: Record) -> tuple[int, int]:
         """Fold an `accept` record; (tokens drafted, tokens accepted)."""
         _seq, _t, _kind, step, drafts = record
         drafted, accepted = sum(draft[1] for draft in drafts), sum(draft[2] for draft in drafts)
         if step in self:
-            told = {draft[0]: tuple(draft) for draft in drafts}
-            self._drafts[step] = tuple(told.get(draft[0], draft) for draft in self._drafts.get(step, ()))
+            told = {draft[0]: draft for draft in drafts}
+            known = [told.get(draft[0], draft) for draft in self._drafts_of(step)]
+            self._drafts[step] = array("q", [field for draft in known for field in draft])
             self._accepted[step % self.capacity] = accepted
         return drafted, accepted
 
@@ -115,7 +116,7 @@ class Steps:
         prefill_tokens = 0
         for chunk in prefills:
             prefill_tokens += chunk[2]
-        drafted = sum(draft[1] for draft in self._drafts[step]) if step in self._drafts else 0
+        drafted = sum(self._drafts[step][1::3]) if step in self._drafts else 0
         decodes = tokens - prefill_tokens - drafted
         self._drafted[i], self._accepted[i] = drafted, 0
         self._step[i], self._t[i], self._tokens[i], self._decodes[i] = step, t, tokens, decodes
@@ -175,9 +176,13 @@ class Steps:
             ended=self._ended[i] if timed else None,
             end_seq=self._end_seq[i],
             rest=max(0.0, self._t[i] - self._ended[before]) if known else 0.0,
-            drafts=self._drafts.get(step, ()),
+            drafts=self._drafts_of(step),
             comm_ms=None if comm != comm else comm,
         )
+
+    def _drafts_of(self, step: int) -> tuple[Draft, ...]:
+        fields = self._drafts.get(step, array("q"))
+        return tuple(zip(fields[::3], fields[1::3], fields[2::3], strict=True))
 
     def chunks(self, step: int) -> list[Chunk]:
         return self._chunks[step % self.capacity] or []

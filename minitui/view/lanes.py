@@ -15,6 +15,8 @@ from engine.records import Record
 NOTHING, QUEUED, DECODING, GAINING, PREFILLING, FINISHED, PREEMPTED = range(7)  # the larger wins in a column;
 #   gaining: a step of decoding in which drafts were accepted
 OPEN = 1 << 60  # the last step of a span that still goes on
+LANES_KEPT = 4_096  # of requests that have finished
+SLACK = 1_024  # steps: spans are forgotten so many at a time
 
 
 @dataclass(slots=True)
@@ -66,6 +68,13 @@ class Lane:
         else:
             self.gains.append([step, step])
 
+    def forget_before(self, step: int) -> None:
+        """Drop the spans that ended before this step."""
+        if self.spans and self.spans[0][2] < step - SLACK:
+            self.spans = [span for span in self.spans if span[2] >= step]
+        if self.gains and self.gains[0][1] < step - SLACK:
+            self.gains = [gain for gain in self.gains if gain[1] >= step]
+
     def code_at(self, step: int, code: int) -> bool:
         """Did it do this in that step?"""
         return any(kind == code and first <= step <= last for kind, first, last in self.spans)
@@ -109,7 +118,8 @@ class Lane:
 
 
 class Lanes:
-    """All requests seen within the span of the step history, by id."""
+    """The requests seen within the span of the step history, by id: those that run or wait, and the last LANES_KEPT of
+    those that have finished."""
 
     def __init__(self) -> None:
         self.lanes: dict[int, Lane] = {}
@@ -138,9 +148,11 @@ class Lanes:
             lane.mark(DECODING, self.step + 1, OPEN)
 
     def forget_before(self, step: int) -> None:
-        """Drop the lanes that ended before this step."""
-        while self.ended and self.ended[0].finish_step < step:
+        """Drop the lanes that ended before this step or are too many, and of the others what ended before it."""
+        while self.ended and (self.ended[0].finish_step < step or len(self.ended) > LANES_KEPT):
             del self.lanes[self.ended.popleft().id]
+        for lane in self.active.values():
+            lane.forget_before(step)
 
     def around(self, step: int) -> list[Lane]:
         """The lanes that may have been in this step."""

@@ -10,6 +10,7 @@ from engine.records import Record
 from minitui.view.lanes import Lane
 
 EVENTS_KEPT = 20_000
+EVENTS_ALWAYS = 4_000  # of them, also when they are older than the records kept
 KINDS = ("admit", "hit", "miss", "evict", "preempt", "finish", "wait", "refuse", "fail", "pace")
 
 
@@ -31,7 +32,8 @@ _new = tuple.__new__
 
 
 class Events:
-    """The last EVENTS_KEPT of them; never merged. Their words are made when somebody reads them."""
+    """The last EVENTS_KEPT of them, as far back as records are kept; never merged. Their words are made when they are
+    read."""
 
     def __init__(self) -> None:
         self.items: deque[Event] = deque(maxlen=EVENTS_KEPT)
@@ -60,6 +62,12 @@ class Events:
         else:
             event = Event(record[0], step + planning, name, record[3] if has_request else -1, -1, record)
         self.items.append(event)
+
+    def forget_before(self, seq: int) -> None:
+        """Drop the events before this record, but keep the last EVENTS_ALWAYS."""
+        items = self.items
+        while len(items) > EVENTS_ALWAYS and items[0].seq < seq:
+            items.popleft()
 
     def of_step(self, step: int) -> list[Event]:
         """The events of one step, in order."""
