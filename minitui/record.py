@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import queue
@@ -19,12 +20,14 @@ from engine.records import Packet, Record, packets
 from engine.state import State
 from engine.types import SamplingParams
 from minitui.trace import GZIP, VERSION, PlayClock, TraceError
+from minitui.trace_lines import LONGEST_LINE, MOST_VALUES
 
 if TYPE_CHECKING:
     from minitui.source import Progress, Source, Stream
 
 logger = logging.getLogger("minitui")
 KEYFRAME_EVERY = 12_000  # records
+MOST_IDS = MOST_VALUES // 4  # token ids between two keyframes: a reader refuses a part of too many values
 BATCH = 512  # records in a line
 FLUSH_S = 1.0  # a killed writer loses at most this much
 LEVEL = 2  # of compression: a third of the time of the usual one, a fifth more bytes
@@ -53,6 +56,7 @@ class Recorder:
         self._clock: PlayClock | None = None
         self._since_keyframe = 0
         self._until_keyframe = keyframe_every
+        self._ids_since_keyframe = 0
         self._played = 0.0
         self._known: set[int] = set()
         self._unknown: set[int] = set()
@@ -103,7 +107,8 @@ class Recorder:
             if len(batch) == BATCH:
                 self._put_records(batch)
                 batch = []
-            if self._since_keyframe + len(batch) >= self._until_keyframe:
+            due = self._since_keyframe + len(batch) >= self._until_keyframe
+            if due or self._ids_since_keyframe >= MOST_IDS:
                 self._put_records(batch)
                 batch = []
                 self._keyframe()
@@ -135,10 +140,10 @@ class Recorder:
         kind = record[2]
         if kind == "step":
             self.steps += 1
-        elif kind == "insert":
-            self._unknown.update(record[6])
-        elif kind == "extend":
-            self._unknown.update(record[5])
+        elif kind in ("insert", "extend"):
+            ids = record[6 if kind == "insert" else 5]
+            self._unknown.update(ids)
+            self._ids_since_keyframe += len(ids)
         elif kind == "evict":
             self._first("eviction", f"first eviction: {_blocks(record[4])} out of the tree")
         elif kind == "preempt":
@@ -167,7 +172,7 @@ class Recorder:
         state = self._state.copy()
         played = self._clock.now if self._clock is not None else self._played
         self._writer.put((played, state))
-        self._since_keyframe = 0
+        self._since_keyframe = self._ids_since_keyframe = 0
         # A keyframe of a large tree is as long as many records: they are as far apart as that is worth.
         self._until_keyframe = max(self._every, sum(len(node.ids) for node in state.nodes.values()) // 4)
 
@@ -259,9 +264,13 @@ class _Writer:
         self._line(f'{head[:-2]},"nodes":{{{",".join(parts)}}}}}]')
 
     def _line(self, line: str) -> None:
+        data = line.encode() + b"\n"
+        if len(data) > LONGEST_LINE:
+            most = f"{len(data) >> 20} MiB in a line, and readers take {LONGEST_LINE >> 20}"
+            raise OSError(errno.EFBIG, f"the engine's state would be {most}; the recording ends here")
         if self._member is None:
             self._member = zlib.compressobj(LEVEL, zlib.DEFLATED, GZIP)
-        self._file.write(self._member.compress(line.encode() + b"\n"))
+        self._file.write(self._member.compress(data))
 
     def _end_member(self) -> None:
         if self._member is not None:

@@ -14,6 +14,9 @@ A trace is gzipped lines of JSON. The first is the header, an object; the others
 Every keyframe begins a new gzip member, so that a reader may start at any of them; and a file that ends in the middle
 of a line, because its writer was killed, is read up to the line before. Lines with other letters are skipped.
 
+A file may come from anyone: it is unpacked within limits (trace_lines.py), each line is checked (trace_check.py), and
+each record must follow from the state before it (trace_follow.py). What is wrong is a TraceError that names the line.
+
 Time of play is the engine's time without what slow motion added and with pauses, in which nothing could happen, cut
 to a second: a recording of a lecture replays at the speed of the engine, not of the lecturer.
 """
@@ -25,23 +28,20 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from engine.errors import EngineError
 from engine.records import Record
 from engine.state import State
+from minitui import trace_check
+from minitui.trace_follow import Follower
+from minitui.trace_lines import GZIP, MOST_VALUES, LineFile, Member, TraceError, parse
+
+__all__ = ["GZIP", "VERSION", "Keyframe", "Part", "PlayClock", "TraceError", "TraceReader"]
 
 VERSION = 1
 LONGEST_PAUSE = 1.0  # seconds of play
-GZIP = 31  # zlib's window bits for a gzip member
-CHUNK = 1 << 16
 RANDOM = "random text, not shown"  # stands in its place
-
-
-class TraceError(EngineError):
-    """A trace that cannot be read or written: which file, and why."""
 
 
 class PlayClock:
@@ -88,7 +88,8 @@ class Keyframe:
     seq: int
     step: int
     played: float
-    offset: int  # in the file
+    offset: int  # in the file, of its gzip member
+    line: int  # lines of the file before that member
 
 
 @dataclass(slots=True)
@@ -99,6 +100,7 @@ class Part:
     snapshot: dict[str, Any]
     records: list[Record] = field(default_factory=list)
     due: list[float] = field(default_factory=list)
+    values: int = 0  # of its text: what it takes in memory
 
     @property
     def state(self) -> State:
@@ -118,7 +120,8 @@ class TraceReader:
     """A trace, read part by part. `complete` is False where it ends without its end; what is there can be used."""
 
     def __init__(self, path: str | Path) -> None:
-        """Scans the file once; TraceError if it is no trace, or one of a version this program does not know."""
+        """Scans the file once, and reads the first and the last part; TraceError if it is no trace, or one of a version
+        this program does not know. A wrong line in another part is a TraceError when that part is read."""
         self.path = Path(path)
         self.header: dict[str, Any] = {}
         self.keyframes: list[Keyframe] = []
@@ -128,9 +131,12 @@ class TraceReader:
         self.complete = False
         self._parts: dict[int, Part] = {}
         self._scan()
+        self.part(0)  # every reader begins there
         last = self.part(len(self.keyframes) - 1)
         self.last_step = max((step for step, _ in last.ends_of_steps()), default=last.keyframe.step)
         self.seconds = last.due[-1] if last.due else last.keyframe.played
+        pool = {"num_blocks": last.snapshot["num_blocks"] - 1, "block_size": last.snapshot["block_size"]}
+        self.header["info"] = pool | self.header["info"]
 
     @property
     def info(self) -> dict[str, Any]:
@@ -143,12 +149,13 @@ class TraceReader:
         return self.keyframes[0].step
 
     def part(self, index: int) -> Part:
-        """The records from keyframe `index` to the next; the last few are kept."""
+        """The records from keyframe `index` to the next; the last few are kept. TraceError if it cannot be read."""
         part = self._parts.get(index)
         if part is None:
             part = self._read_part(self.keyframes[index])
-            while len(self._parts) >= 4:
-                del self._parts[next(iter(self._parts))]
+            kept = self._parts
+            while kept and (len(kept) >= 4 or sum(p.values for p in kept.values()) + part.values > MOST_VALUES):
+                del kept[next(iter(kept))]
             self._parts[index] = part
         return part
 
@@ -156,6 +163,11 @@ class TraceReader:
         """All of them, oldest first."""
         for index in range(len(self.keyframes)):
             yield from self.part(index).records
+
+    def check(self) -> None:
+        """Read every part: TraceError if one of them cannot be."""
+        for index in range(len(self.keyframes)):
+            self.part(index)
 
     def part_of_step(self, step: int) -> int:
         """The part in which this step was planned."""
@@ -216,33 +228,61 @@ class TraceReader:
 
     def _scan(self) -> None:
         """One pass: the header, where the keyframes are, words, names and bookmarks."""
-        for offset, lines in self._members():
-            for line in lines:
-                if not self.header:
-                    self.header = self._check_header(line)
-                elif line.startswith(b'["k"'):
-                    found = _KEYFRAME.match(line)
-                    if found:
-                        seq, step, played = found.groups()
-                        self.keyframes.append(Keyframe(int(seq), int(step), float(played), offset))
-                elif line[:3] in _SMALL:
-                    self._small(json.loads(line))
+        with LineFile(self.path) as file:
+            if not file.is_gzip():
+                raise TraceError(f"{self.path} is no minitui trace: it is not a gzip file")
+            for member in file.members():
+                self._scan_member(file, member)
         if not self.header or not self.keyframes:
             raise TraceError(f"{self.path} is empty: nothing was recorded before its writer ended")
         self.bookmarks.sort()
 
+    def _scan_member(self, file: LineFile, member: Member) -> None:
+        before, keyframe = file.line, None
+        lines = iter(member)
+        try:
+            for line in lines:
+                if not self.header:
+                    self.header = self._check_header(line)
+                elif line.startswith(b'["k"'):
+                    if keyframe is not None:
+                        raise ValueError("a second keyframe in a gzip member")
+                    keyframe = self._keyframe(line, member.offset, before)
+                elif line[:3] in _SMALL:
+                    self._small(trace_check.small(parse(line)))
+        except ValueError as error:
+            _damaged(file, member, lines, error)
+        if keyframe is None:
+            return
+        if not member.whole:
+            try:
+                self._read_part(keyframe)
+            except TraceError:
+                return  # it is in the damaged end
+        self.keyframes.append(keyframe)
+
     def _check_header(self, line: bytes) -> dict[str, Any]:
         try:
-            header = json.loads(line)
+            header = parse(line)
             version = header["minitui_trace"]
         except (ValueError, TypeError, KeyError):
             raise TraceError(f"{self.path} is no minitui trace: its first line is no header") from None
         if version != VERSION:
             raise TraceError(
-                f"{self.path} is a trace of version {version}; this minitui reads version {VERSION}: record it again, "
-                "or replay it with the minitui that wrote it"
+                f"{self.path} is a trace of version {str(version)[:20]}; this minitui reads version {VERSION}: record "
+                "it again, or replay it with the minitui that wrote it"
             )
-        return header
+        return trace_check.header(header)
+
+    def _keyframe(self, line: bytes, offset: int, before: int) -> Keyframe:
+        found = _KEYFRAME.match(line)
+        if found is None:
+            raise ValueError("it is no keyframe: a number, a step and seconds of play are missing")
+        seq, step, played = int(found[1]), int(found[2]), float(found[3])
+        last = self.keyframes[-1] if self.keyframes else Keyframe(0, -1, 0.0, 0, 0)
+        if seq < last.seq or step < last.step or played < last.played:
+            raise ValueError(f"its keyframe at record {seq:,}, step {step:,} does not follow the one before it")
+        return Keyframe(seq, step, played, offset, before)
 
     def _small(self, line: list[Any]) -> None:
         kind = line[0]
@@ -256,81 +296,85 @@ class TraceReader:
             self.complete = True
 
     def _read_part(self, keyframe: Keyframe) -> Part:
-        _, lines = next(self._members(keyframe.offset))
-        start = next(i for i, line in enumerate(lines) if line.startswith(b'["k"'))
-        part = Part(keyframe, _restored(json.loads(lines[start])[4]))
-        clock: PlayClock | None = None
-        for line in lines[start + 1 :]:
-            if not line.startswith(b'["r"'):
-                continue
-            _, seq, rows = json.loads(line)
-            if seq != keyframe.seq + 1 + len(part.records):
-                break  # a damaged end
-            for i, row in enumerate(rows):
-                record = _record(seq + i, row)
-                if clock is None:
-                    clock = PlayClock(part.snapshot["t"] or record[1], keyframe.played, part.state)
-                part.due.append(clock.tell(record))
-                part.records.append(record)
-        return part
+        """The part, checked: what its lines say, and that each record follows from those before it."""
+        with LineFile(self.path, keyframe.line) as file:
+            member = next(file.members(keyframe.offset))
+            lines = iter(member)
+            part: Part | None = None
+            try:
+                for line in lines:
+                    if line.startswith(b'["k"'):
+                        part = _begin(keyframe, parse(line))
+                        follower = Follower(part.state)
+                        clock: PlayClock | None = None
+                    elif line.startswith(b'["r"') and part is not None:
+                        for record in _records(part, parse(line)):
+                            follower.take(record)
+                            clock = clock or PlayClock(part.snapshot["t"] or record[1], keyframe.played, part.state)
+                            part.due.append(clock.tell(record))
+                            part.records.append(record)
+            except ValueError as error:
+                _damaged(file, member, lines, error)
+            if part is None:
+                file.fail("its keyframe is missing")
+            part.values = member.values
+            self._check_end(keyframe, follower.state)
+            return part
 
-    def _members(self, offset: int = 0) -> Iterator[tuple[int, list[bytes]]]:
-        """(offset, whole lines) of each gzip member from `offset` on; of a broken one, what can be had."""
-        try:
-            file = self.path.open("rb")
-        except OSError as error:
-            raise TraceError(f"{self.path} cannot be read: {error.strerror}") from None
-        with file:
-            file.seek(offset)
-            rest = file.read(CHUNK)
-            if offset == 0 and rest[:2] != b"\x1f\x8b":
-                raise TraceError(f"{self.path} is no minitui trace: it is not a gzip file")
-            while rest:
-                member = zlib.decompressobj(GZIP)
-                text: list[bytes] = []
-                start, taken = offset, 0
-                while rest and not member.eof:
+    def _check_end(self, keyframe: Keyframe, state: State) -> None:
+        """A keyframe without a gap before it has the state that the records lead to: readers go on folding."""
+        following = next((k for k in self.keyframes if k.offset > keyframe.offset), None)
+        if following is None or following.seq != state.seq:
+            return
+        with LineFile(self.path, following.line) as file:
+            for line in next(file.members(following.offset)):
+                if line.startswith(b'["k"'):
                     try:
-                        text.append(member.decompress(rest))
-                    except zlib.error:
-                        rest = b""
-                        break
-                    taken += len(rest) - len(member.unused_data)
-                    rest = member.unused_data or (b"" if member.eof else file.read(CHUNK))
-                lines = b"".join(text).split(b"\n")[:-1]  # the last is empty, or was cut
-                if not member.eof:
-                    # Damaged bytes may be decompressed to damaged lines before that is noticed.
-                    yield start, list(takewhile(_is_json, lines))
+                        same = _timeless(_begin(following, parse(line)).snapshot) == _timeless(state.snapshot())
+                    except ValueError as error:
+                        file.fail(str(error))
+                    if not same:
+                        file.fail("its keyframe is not the state that the records before it lead to")
                     return
-                yield start, lines
-                offset += taken
-                rest = rest or file.read(CHUNK)
 
 
-_KEYFRAME = re.compile(rb'\["k",(\d+),(-?\d+),([\d.e+-]+),')
+_KEYFRAME = re.compile(rb'\["k",(\d{1,16}),(-1|\d{1,9}),(\d{1,12}(?:\.\d{1,9})?|\d(?:\.\d+)?e-\d\d?),')
 _SMALL = frozenset((b'["w', b'["n', b'["b', b'["e'))
 
 
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
+def _damaged(file: LineFile, member: Member, lines: Iterator[bytes], error: ValueError) -> None:
+    """Damaged bytes may be unpacked to damaged lines before that is noticed: then the trace ends before them. In a
+    member without damage a wrong line is an error."""
+    at = file.line
+    for _ in lines:
+        pass
+    if member.whole:
+        file.line = at
+        file.fail(str(error))
 
 
-def _record(seq: int, row: list[Any]) -> Record:
-    """A record as the engine makes it: its chunks, nodes and drafts are tuples."""
-    t, kind, *fields = row
-    if kind == "step":
-        fields[1] = [tuple(chunk) for chunk in fields[1]]
-    elif kind in ("withdraw", "draft", "accept"):
-        fields[1] = [tuple(part) for part in fields[1]]
-    return (seq, t, kind, *fields)
+def _begin(keyframe: Keyframe, line: Any) -> Part:
+    snapshot = trace_check.snapshot(line[4] if len(line) == 5 else None)
+    if (snapshot["seq"], snapshot["step"]) != (keyframe.seq, keyframe.step):
+        raise ValueError(f"its keyframe at record {keyframe.seq:,} has the state at record {snapshot['seq']:,}")
+    return Part(keyframe, snapshot)
 
 
-def _restored(snapshot: dict[str, Any]) -> dict[str, Any]:
-    """JSON has made strings of the numbers that are keys."""
-    for name in ("requests", "nodes", "pending"):
-        snapshot[name] = {int(key): value for key, value in snapshot[name].items()}
-    return snapshot
+def _timeless(snapshot: dict[str, Any]) -> dict[str, Any]:
+    """Without its times, which are rounded in the file."""
+    requests = {
+        id: {name: value for name, value in request.items() if name not in ("submitted", "admitted")}
+        for id, request in snapshot["requests"].items()
+    }
+    return {**snapshot, "t": 0.0, "requests": requests}
+
+
+def _records(part: Part, line: Any) -> Iterator[Record]:
+    if len(line) != 3 or type(line[2]) is not list:
+        raise ValueError("it is no line of records: a number and a list are missing")
+    _, seq, rows = line
+    follows = part.keyframe.seq + 1 + len(part.records)
+    if type(seq) is not int or seq != follows:
+        raise ValueError(f"its records do not follow: the next has number {follows:,}")
+    for i, row in enumerate(rows):
+        yield trace_check.record(seq + i, row)

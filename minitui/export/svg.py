@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from minitui.export.png import NO_BROWSER, find_browser, write_png
-from minitui.trace import TraceError
+from minitui.trace import TraceError, TraceReader
 
 FONTS = "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, 'Liberation Mono', monospace"
 PATIENCE_S = 30.0
@@ -50,6 +50,7 @@ def write_picture(
     browser = find_browser()
     if kind == "png" and browser is None:
         raise TraceError(NO_BROWSER)
+    TraceReader(trace).check()  # an application that fails prints its traceback
     svg = asyncio.run(screen_svg(trace, step, size, theme))
     if kind == "png":
         return write_png(svg, path, browser)

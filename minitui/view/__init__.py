@@ -1,9 +1,9 @@
 """The view model: everything the panels show, folded from records. It knows nothing of Textual.
 
-    View        the whole: `reset` with a snapshot, `fold` records, `frame` once per painted frame, `select`, `travel`
-    Board       the state at one moment, with changes and savings by block (`view.board`; of the past while travelling)
-    Steps, Rates, Lanes, Events, FirstTokens    what happened, in rings
-    Tree        the radix tree ordered for reading
+View        the whole: `reset` with a snapshot, `fold` records, `frame` once per painted frame, `select`, `travel`
+Board       the state at one moment, with changes and savings by block (`view.board`; of the past while travelling)
+Steps, Rates, Lanes, Events, FirstTokens    what happened, in rings
+Tree        the radix tree ordered for reading
 """
 
 from __future__ import annotations
@@ -370,7 +370,7 @@ class View:
 
     @property
     def gate_text(self) -> str:
-        """"PAUSED at step 812", "RUNNING until the next eviction", or nothing."""
+        """ "PAUSED at step 812", "RUNNING until the next eviction", or nothing."""
         state = self.live.state
         if state.gate == "open":
             return ""
@@ -381,12 +381,12 @@ class View:
 
     @property
     def pace_text(self) -> str:
-        """"slow motion ×50", or nothing."""
+        """ "slow motion ×50", or nothing."""
         return f"slow motion ×{self.live.state.pace:g}" if self.live.state.pace != 1 else ""
 
     @property
     def travel_text(self) -> str:
-        """"PAST step 790, 22 back", or nothing."""
+        """ "PAST step 790, 22 back", or nothing."""
         if self._travelled is None:
             return ""
         return f"PAST step {self._travelled:,}, {self.steps.last - self._travelled:,} back"

@@ -23,6 +23,7 @@ _ALLOC, _EXTEND, _INSERT, _SETTLE, _HOLD, _MATCH, _SPLIT, _EVICT, _WITHDRAW = (
     for kind in ("alloc", "extend", "insert", "settle", "hold", "match", "split", "evict", "withdraw")
 )
 GROUPS_KEPT = 512
+LAST_BLOCKS_KEPT = 4_000_000  # in the last tables of all groups
 EVICTED_IDS_KEPT = 40  # of an evicted run of tokens, so that the event can quote it
 
 
@@ -54,6 +55,7 @@ class Board:
         self.step_began = LONG_AGO  # engine seconds at which the records of the last step began
         self._between_steps = True
         self.last_tables: dict[str, LastTable] = {}  # by group
+        self._last_blocks = 0  # in them
         self._codes = np.zeros(n, np.uint8)
         self._coded_at = -1
 
@@ -146,13 +148,19 @@ class Board:
         request = self.state.requests[record[3]]
         self._touch(request.table, record[1])
         if record[2] == "finish":
-            self.last_tables.pop(request.group, None)  # so that the dictionary is in order of time
+            self._forget_table(request.group)  # so that the dictionary is in order of time
             self.last_tables[request.group] = LastTable(
                 request.id, request.table, self.state.computed(request), record[0]
             )
-            if len(self.last_tables) > GROUPS_KEPT:
-                del self.last_tables[next(iter(self.last_tables))]
+            self._last_blocks += len(request.table)
+            while len(self.last_tables) > GROUPS_KEPT or self._last_blocks > LAST_BLOCKS_KEPT:
+                self._forget_table(next(iter(self.last_tables)))
         State.CHANGES[record[2]](self.state, *record[3:])
+
+    def _forget_table(self, group: str) -> None:
+        last = self.last_tables.pop(group, None)
+        if last is not None:
+            self._last_blocks -= len(last.table)
 
     def _split(self, record: Record) -> None:
         _SPLIT(self.state, *record[3:])
@@ -223,7 +231,7 @@ class Board:
         other._changed, other._saved, other._born = self._changed[:], self._saved[:], self._born[:]
         other.node_changed = dict(self.node_changed)
         other._writers = dict(self._writers)
-        other.last_tables = dict(self.last_tables)
+        other.last_tables, other._last_blocks = dict(self.last_tables), self._last_blocks
         other.step_began, other._between_steps = self.step_began, self._between_steps
         return other
 

@@ -49,8 +49,8 @@ class ExpertLoads:
         items = [item for item in self._items if item[0] <= step]
         if not items:
             return None
-        layers = items[-1][2]
-        items = [item for item in items[-SUMMED - 1 :] if item[2] == layers]
+        layers, shape = items[-1][2], items[-1][3].shape
+        items = [item for item in items[-SUMMED - 1 :] if item[2] == layers and item[3].shape == shape]
         summed = items[-SUMMED:]
         begin = items[0][1] if len(items) > len(summed) else summed[0][1]
         return ExpertLoad(layers, np.sum([tokens for *_, tokens in summed], axis=0), summed[-1][1] - begin)

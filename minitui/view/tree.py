@@ -233,16 +233,21 @@ class Tree:
         return role, (DOTS + text if begin == start and start > 0 and text else text)
 
     def _end_role(self, state: State, id: int, decode: Decode) -> str:
-        """Who speaks at the end of this node."""
-        if id <= 0:
-            return ""
-        node = state.nodes[id]
-        key = (id, len(node.ids))
-        role = self._end_roles.get(key)
-        if role is None:
+        """Who speaks at the end of this node: the last marker in it, or above it."""
+        unmarked: list[tuple[int, int]] = []  # a loop, for a tree can be deeper than a recursion
+        role = ""
+        for node in state.path(id):
+            key = (node.id, len(node.ids))
+            known = self._end_roles.get(key)
+            if known is not None:
+                role = known
+                break
+            unmarked.append(key)
             markers = list(_ROLES.finditer(decode(node.ids)))
-            role = _role(markers[-1]) if markers else self._end_role(state, node.parent, decode)
-            self._end_roles[key] = role
+            if markers:
+                role = _role(markers[-1])
+                break
+        self._end_roles.update(dict.fromkeys(unmarked, role))
         return role
 
 

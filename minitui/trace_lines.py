@@ -1,0 +1,127 @@
+"""The lines of a trace's file, one at a time, within limits: what is read is never much larger than the file.
+
+A gzip member can hold a thousand times its size, and JSON makes objects ten times the size of its text. So the limits
+are on the text: its ratio to the file, the length of a line, and the values in a part (a gzip member).
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from engine.errors import EngineError
+
+GZIP = 31  # zlib's window bits for a gzip member
+CHUNK = 1 << 16
+MOST_RATIO = 100  # text to file; traces of engines have 2 to 15
+LEAST_TEXT = 16 << 20  # bytes that a file of any size may hold
+LONGEST_LINE = 32 << 20  # bytes: a keyframe with four million cached tokens
+MOST_VALUES = 16_000_000  # in a part; each takes up to 60 bytes of memory
+
+
+class TraceError(EngineError):
+    """A trace that cannot be read or written: which file, and why."""
+
+
+class Member:
+    """A gzip member of a file. Iterate once over its lines; then `whole` says if it was undamaged, and `end` where the
+    next one begins. A cut or damaged member yields the lines before the damage (and perhaps some of damaged bytes)."""
+
+    def __init__(self, file: LineFile, offset: int) -> None:
+        self.offset = self.end = offset
+        self.whole = False
+        self.values = 0  # so far
+        self._file = file
+
+    def __iter__(self) -> Iterator[bytes]:
+        file, unpack = self._file, zlib.decompressobj(GZIP)
+        pending, packed = bytearray(), b""
+        file.raw.seek(self.offset)
+        while not unpack.eof:
+            packed = packed or file.raw.read(CHUNK)
+            before = len(packed)
+            try:
+                text = unpack.decompress(packed, CHUNK)
+            except zlib.error:
+                return
+            if not before and not text and not unpack.eof:
+                return
+            packed = unpack.unused_data if unpack.eof else unpack.unconsumed_tail
+            self.end += before - len(packed)
+            file.took(len(text))
+            self.values += text.count(b",") + text.count(b"[")
+            if self.values > MOST_VALUES:
+                file.fail(f"a part of it has more than {MOST_VALUES:,} values")
+            *lines, rest = text.split(b"\n")
+            for line in lines:
+                file.line += 1
+                yield bytes(pending) + line
+                pending.clear()
+            pending += rest
+            if len(pending) > LONGEST_LINE:
+                file.fail(f"the next line is longer than {LONGEST_LINE >> 20} MiB")
+        self.whole = True
+
+
+class LineFile:
+    """A trace's file, open for reading. `line` is the number of the line last read, counted from `line` given."""
+
+    def __init__(self, path: Path, line: int = 0) -> None:
+        self.path = path
+        self.line = line
+        try:
+            self.raw = path.open("rb")
+            self._most = max(LEAST_TEXT, MOST_RATIO * path.stat().st_size)
+        except OSError as error:
+            raise TraceError(f"{path} cannot be read: {error.strerror}") from None
+        self._taken = 0
+
+    def __enter__(self) -> LineFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.raw.close()
+
+    def is_gzip(self) -> bool:
+        """Does it begin as gzip files do?"""
+        self.raw.seek(0)
+        return self.raw.read(2) == b"\x1f\x8b"
+
+    def members(self, offset: int = 0) -> Iterator[Member]:
+        """The members from `offset` on. Each must be read to its end before the next."""
+        size = self.path.stat().st_size
+        while offset < size:
+            member = Member(self, offset)
+            yield member
+            if not member.whole:
+                return
+            offset = member.end
+
+    def took(self, size: int) -> None:
+        """Count text that was unpacked."""
+        self._taken += size
+        if self._taken > self._most:
+            self.fail(f"a file of its size unpacks to at most {self._most >> 20:,} MiB")
+
+    def fail(self, reason: str) -> NoReturn:
+        """Raise a TraceError that names the line and the reason."""
+        raise TraceError(f"{self.path} cannot be read beyond line {max(1, self.line):,}: {reason}")
+
+
+def parse(line: bytes) -> Any:
+    """The value of a line of JSON; ValueError for all else, NaN and infinity included."""
+    try:
+        return json.loads(line, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeDecodeError:
+        raise ValueError("it is not UTF-8") from None
+    except ValueError as error:
+        raise ValueError(f"it is not JSON ({str(error)[:80]})") from None
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
