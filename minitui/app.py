@@ -150,14 +150,11 @@ class MinituiApp(App[int]):
 
     def on_mount(self) -> None:
         sys.setswitchinterval(0.001)  # the thread that reads from the engine holds up the loop for no longer than this
-        self.app_resume_signal.subscribe(self, self._resumed)
         self.set_interval(1 / self.settings.fps, self._frame)
         # The first frame comes first: the engine's process competes for the same cores.
         self.call_after_refresh(self.run_worker, self._start, group="start")
         if self._guard:
-            loop = asyncio.get_running_loop()
-            # The handler runs between two bytecodes, anywhere: it only asks the loop.
-            self._guard.install(lambda code: loop.call_soon_threadsafe(partial(self.exit, return_code=code)))
+            self._guard.attach(self)
 
     async def _start(self, again: bool = False) -> None:
         self.progress = {"text": "starting the engine"}
@@ -441,7 +438,3 @@ class MinituiApp(App[int]):
             self.exit()
         self._interrupted = time.monotonic()
         self.say("ctrl+c again quits (esc cancels an answer)")
-
-    def _resumed(self, _: object) -> None:
-        """Back from the shell: the terminal shows nothing of ours, though nothing has changed."""
-        self.refresh(layout=True)

@@ -239,11 +239,8 @@ def run_app(
 
 def show(app: MinituiApp, guard: TerminalGuard) -> int:
     """Run the application until it is left, and give the terminal back; the exit code. Raises what crashed it."""
-    try:
-        with tolerant_input():
-            app.run()
-    finally:
-        guard.restore()
+    with guard.watching(), tolerant_input():
+        app.run()
     if app.crash is not None:
         raise app.crash
     return 128 + guard.signal if guard.signal else app.return_code or 0

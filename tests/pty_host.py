@@ -1,6 +1,6 @@
-"""`python -m tests.pty_host [SECONDS A STEP] [--crash | --hang]`: the application over the scripted source.
+"""The application over the scripted source, for the tests that need a real terminal.
 
-For the tests that need a real terminal.
+`python -m tests.pty_host [SECONDS A STEP] [--crash | --hang | --slow-mount]`
 """
 
 from __future__ import annotations
@@ -31,11 +31,20 @@ class HangingApp(MinituiApp):
             time.sleep(0.05)
 
 
+class SlowApp(MinituiApp):
+    """Takes its time before the guard knows it."""
+
+    def on_mount(self) -> None:
+        time.sleep(2.0)
+        super().on_mount()
+
+
 def main() -> int:
     speed = next((float(a) for a in sys.argv[1:] if not a.startswith("-")), 0.002)
     source = FakeSource(lambda prompt: "A block table maps positions to blocks. " * 4, speed=speed)
     guard = TerminalGuard()
-    kind = CrashingApp if "--crash" in sys.argv else HangingApp if "--hang" in sys.argv else MinituiApp
+    kinds = {"--crash": CrashingApp, "--hang": HangingApp, "--slow-mount": SlowApp}
+    kind = next((kinds[a] for a in sys.argv if a in kinds), MinituiApp)
     app = kind(
         source, Chats(source), Settings(), system="You explain inference engines. " * 3, speaker="tutor",
         known_questions=["What is a block table?", "What is a radix tree?", "What is a KV cache?"],

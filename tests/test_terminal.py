@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import termios
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,6 +119,80 @@ def test_ctrl_z_gives_the_shell_back_and_fg_returns_to_the_chat(tmp_path: Path):
     shell.until("ctrl+c again quits")
     shell.type("\x03")
     shell.pump(1.0)
+    shell.type("echo back-$((1+1))\r")
+    shell.until("back-2")
+    assert shell.left_on() == []
+    shell.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGALRM])
+def test_signals_that_would_end_the_process_close_it(app: Terminal, number: signal.Signals):
+    os.kill(app.process.pid, number)
+    assert app.ended(30) == 128 + number
+    assert_restored(app)
+
+
+@pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGABRT])
+def test_signals_that_dump_core_do_so_in_a_restored_terminal(app: Terminal, number: signal.Signals):
+    os.kill(app.process.pid, number)
+    assert app.ended(30) == -number
+    assert_restored(app)
+
+
+def test_a_signal_before_the_first_picture_restores_the_terminal(tmp_path: Path):
+    terminal = Terminal(python("-m", "tests.pty_host", "--slow-mount"), tmp_path)
+    end = time.monotonic() + 60
+    while not terminal.left_on():
+        assert terminal.pump() and time.monotonic() < end
+    os.kill(terminal.process.pid, signal.SIGTERM)
+    assert terminal.ended(30) == 128 + signal.SIGTERM
+    assert_restored(terminal)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_an_application_that_was_continued_can_be_quit(app: Terminal, stopped: bool):
+    for _ in range(3):
+        if stopped:
+            os.kill(app.process.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, app.process.pid, os.WSTOPPED | os.WNOWAIT)
+        seen = app.raw.count(b"\x1b[?1049h")
+        os.kill(app.process.pid, signal.SIGCONT)
+        app.until(lambda screen, seen=seen: READY in screen and app.raw.count(b"\x1b[?1049h") > seen)
+    app.type("half a ques")
+    app.until("half a ques")
+    app.type("\x03")
+    app.until("ctrl+c again quits")
+    app.type("\x03")
+    assert app.ended(30) == 0
+    assert_restored(app)
+
+
+def test_a_stopped_application_that_is_killed_ends_with_the_terminal_restored(app: Terminal):
+    app.type("\x1a")
+    os.waitid(os.P_PID, app.process.pid, os.WSTOPPED | os.WNOWAIT)
+    os.kill(app.process.pid, signal.SIGTERM)  # what a shell's `kill %1` sends
+    os.kill(app.process.pid, signal.SIGCONT)
+    assert app.ended(30) == 128 + signal.SIGTERM
+    assert_restored(app)
+
+
+def test_bg_stops_it_again_and_fg_brings_it_back(tmp_path: Path):
+    shell = Terminal(["bash", "--norc", "--noprofile", "-i"], tmp_path, PS1="shell$ ", HISTFILE="")
+    shell.until("shell$")
+    shell.type("bind 'set enable-bracketed-paste off'\r")
+    shell.type(" ".join(python("-m", "tests.pty_host")) + "\r")
+    shell.until(READY)
+    shell.type("\x1a")
+    shell.until("Stopped")
+    shell.type("bg; sleep 1; clear; jobs\r")
+    shell.until("Stopped")
+    assert shell.left_on() == []
+    shell.type("fg\r")
+    shell.until(READY)
+    shell.type("\x03")
+    shell.until("ctrl+c again quits")
+    shell.type("\x03")
+    shell.until("shell$")
     shell.type("echo back-$((1+1))\r")
     shell.until("back-2")
     assert shell.left_on() == []
