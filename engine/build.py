@@ -58,6 +58,8 @@ def build_engine(
     before_torch()
     limits = resolve(config, model)
     tokenizer = Tokenizer(directory) if config.load_tokenizer else None
+    if tokenizer is not None:
+        tokenizer.context = limits.max_model_len
     runner = make_runner(model, config, directory, tell, on_lost)
     overlap = limits.device.type != "cpu" if config.overlap == "auto" else config.overlap == "on"
     eos_ids = frozenset(model.eos_ids) | frozenset(tokenizer.eos_ids if tokenizer is not None else ())

@@ -6,20 +6,16 @@ Everything here works without torch; the user interface encodes and decodes in i
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Iterable
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 import tokenizers
 import tokenizers.decoders
 
+from engine.chat_template import LONGEST_SOURCE, ChatTemplate
 from engine.config import read_json
 from engine.errors import CheckpointError, InvalidRequest
 
@@ -29,6 +25,8 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 PRIVATE_USE = range(0xE000, 0xF900)  # characters that mean nothing: one that no message contains serves as a mark
 LONG_TEXT = 4096  # characters
+CHARACTERS = 8  # of a token, on average at most in almost every text
+CUT_TOKENS = 16  # a part of a text may have so many more for being cut out of it
 
 
 class Tokenizer:
@@ -38,6 +36,8 @@ class Tokenizer:
     special_ids      control tokens: decoded to nothing, never made from a user's text
     generation       what generation_config.json recommends of temperature, top_p, top_k, min_p, repetition_penalty
     chat_template    its source, or None
+    context          tokens that the engine takes, or None (not known): a longer chat is refused before all of it is
+                     encoded, which takes seconds for a few MiB
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -67,6 +67,7 @@ class Tokenizer:
         self.eos_ids = self._find_eos(generation, _read_optional(directory / "config.json"))
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.chat_template = self._find_template()
+        self.context: int | None = None
         self._decoding = _Decoding(self._tokenizer, self.special_ids)
 
     def encode(self, text: str, allow_special: bool = False, add_special_tokens: bool = True) -> list[int]:
@@ -100,10 +101,12 @@ class Tokenizer:
         values = {"messages": messages, **template}
         if not any(text in part for part in _strings(values) for text in self._control_ids):
             rendered = self.render_chat(messages, add_generation_prompt, **template)
+            self._check_length(rendered)
             return _encode(self._tokenizer, rendered, False)
         mark = next(chr(code) for code in PRIVATE_USE if not any(chr(code) in part for part in _strings(values)))
         marked = _map_strings(values, lambda text: self._control_pattern.sub(lambda found: mark.join(found[0]), text))
         rendered = self.render_chat(marked.pop("messages"), add_generation_prompt, **marked)
+        self._check_length(rendered.replace(mark, ""))
         return self._encode_marked(rendered, mark)
 
     def render_chat(self, messages: list[Message], add_generation_prompt: bool = True, **template: Any) -> str:
@@ -115,16 +118,17 @@ class Tokenizer:
                 "messages",
             )
         values = {"tools": None, "documents": None, **self._names, **template}
-        try:
-            return self._compiled.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
-        except jinja2.TemplateError as error:
-            raise InvalidRequest(f"the model's chat template refuses these messages: {error}", "messages") from error
-        except (TypeError, AttributeError, KeyError, ValueError) as error:
-            raise InvalidRequest(
-                f"the model's chat template cannot render these messages ({type(error).__name__}: {error}): each needs "
-                "a role and a content",
-                "messages",
-            ) from error
+        return self._template.render({"messages": messages, "add_generation_prompt": add_generation_prompt, **values})
+
+    def start_rendering(self) -> None:
+        """Start the process that renders chats, without waiting for it; otherwise the first rendering does."""
+        if self.chat_template is not None:
+            self._template.start()
+
+    def stop_rendering(self) -> None:
+        """End a rendering that another thread waits for: InvalidRequest there. Later ones work as before."""
+        if self.chat_template is not None:
+            self._template.stop()
 
     def to_json(self) -> str:
         """tokenizer.json, for libraries that read it themselves."""
@@ -145,18 +149,22 @@ class Tokenizer:
         return re.compile("|".join(map(re.escape, longest_first)))
 
     @cached_property
-    def _compiled(self) -> jinja2.Template:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+    def _template(self) -> ChatTemplate:
         assert self.chat_template is not None
-        try:
-            return environment.from_string(self.chat_template)
-        except jinja2.TemplateError as error:
-            raise CheckpointError(f"the chat template of {self.directory} is broken: {error}") from error
+        return ChatTemplate(self.chat_template, self.directory)
+
+    def _check_length(self, text: str) -> None:
+        """Raise InvalidRequest if `text` has more tokens than the context, counted part by part until that is known."""
+        if self.context is None:
+            return
+        count, length = 0, max(LONG_TEXT, self.context * CHARACTERS)
+        for start in range(0, len(text) - length, length):
+            count += len(_encode(self._tokenizer, text[start : start + length], False)) - CUT_TOKENS
+            if count > self.context:
+                raise InvalidRequest(
+                    f"the chat has more than {self.context:,} tokens, which is the whole context: shorten it",
+                    "messages",
+                )
 
     def _encode_marked(self, rendered: str, mark: str) -> list[int]:
         """Encode a rendered chat in which the control tokens that are text have a mark between their characters.
@@ -194,14 +202,25 @@ class Tokenizer:
     def _find_template(self) -> str | None:
         path = self.directory / "chat_template.jinja"
         if path.is_file():
-            return path.read_text(encoding="utf-8")
+            if path.stat().st_size > LONGEST_SOURCE:
+                raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes; {LONGEST_SOURCE:,} are allowed")
+            try:
+                return path.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{path} cannot be read ({error}): download it again") from error
         template = self._config.get("chat_template") or _read_optional(self.directory / "chat_template.json").get(
             "chat_template"
         )
         if isinstance(template, list):  # several, by name
-            template = {item["name"]: item["template"] for item in template}
+            template = {str(item.get("name")): item.get("template") for item in template if isinstance(item, dict)}
         if isinstance(template, dict):
-            return template.get("default") or next(iter(template.values()), None)
+            template = template.get("default") or next(iter(template.values()), None)
+        if template is not None and (not isinstance(template, str) or len(template) > LONGEST_SOURCE):
+            found = f"{len(template):,} characters" if isinstance(template, str) else type(template).__name__
+            raise CheckpointError(
+                f"the chat template of {self.directory} is {found}; it must be a string of at most {LONGEST_SOURCE:,} "
+                "characters"
+            )
         return template
 
 
@@ -320,17 +339,6 @@ def _byte_alphabet() -> dict[str, int]:
 BYTE_OF = _byte_alphabet()
 
 
-class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} … {% endgeneration %} marks replies in training templates; here it is only its contents."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2's own interface)
-
-    def parse(self, parser: Any) -> Any:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body).set_lineno(line)
-
-
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     """`encode` holds Python's lock until it is done, so that a long text would hold up every other thread; the call for
     batches does not."""
@@ -339,28 +347,16 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool
     return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """As transformers has it: jinja2's own escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
 def _read_optional(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
 def _content(token: Any) -> str:
     """A special token of tokenizer_config.json, which writes it as a string or as an object."""
-    return token["content"] if isinstance(token, dict) else str(token)
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        raise CheckpointError(f"tokenizer_config.json names a special token that is no string: {str(token)[:80]}")
+    return content
 
 
 def _strings(value: Any) -> Iterable[str]:

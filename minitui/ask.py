@@ -64,5 +64,5 @@ async def _stream(message: Message, out: TextIO | None) -> None:
         if not busy:
             break
         await asyncio.sleep(POLL)
-    if out and not message.text.endswith("\n"):
+    if out and message.text and not message.text.endswith("\n"):
         out.write("\n")

@@ -41,4 +41,7 @@ def load_codec(info: dict[str, Any]) -> Codec:
     """The tokenizer of the checkpoint that the engine has loaded; raises CheckpointError."""
     from engine.tokenizer import Tokenizer
 
-    return Tokenizer(Path(info["model_dir"]))
+    tokenizer = Tokenizer(Path(info["model_dir"]))
+    tokenizer.context = info.get("max_model_len")
+    tokenizer.start_rendering()
+    return tokenizer

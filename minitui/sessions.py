@@ -542,6 +542,8 @@ class Chats:
         """End every answer and save what is there (the application closes)."""
         for session in self.sessions:
             self._stop(session)
+        if stop := getattr(self.codec, "stop_rendering", None):
+            stop()  # the thread that waits for a rendering would hold up the end of this process
         if self.unsaved:
             self._save_again = 0.0
             self._save(next(iter(self.unsaved.values())))

@@ -75,6 +75,8 @@ class Service:
         try:
             self._client = await self._starting
             self._tokenizer = await asyncio.to_thread(Tokenizer, Path(self._client.info["model_dir"]))
+            self._tokenizer.context = self.longest
+            self._tokenizer.start_rendering()
         except (EngineError, asyncio.CancelledError):
             self.state = "failed"
             raise
@@ -175,6 +177,8 @@ class Service:
             self._client.kill()
         if self.recording is not None:
             self.recording.close()
+        if self._tokenizer is not None:
+            self._tokenizer.stop_rendering()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # ---- what there is
