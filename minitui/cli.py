@@ -99,7 +99,7 @@ def chat(
       minitui chat
       minitui chat --connect http://desk:8000     the engine of a server elsewhere (minitui serve)
       minitui chat --connect http://a:8000 --connect http://b:8000     replicas: each chat on one, or pinned (/pin)
-      minitui chat --web                          in a browser, at http://127.0.0.1:8001
+      minitui chat --web                          in a browser, at the address that it prints
       minitui chat --web --mirror --web-host 0.0.0.0     a class watches in its browsers what you do in yours
       minitui chat --kv-blocks 64                 a pool so small that it fills: evictions, preemptions
       minitui chat --model ./Qwen3-8B --device cuda
@@ -449,6 +449,9 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 def main() -> None:
     """The entry point: every failure is one sentence, its traceback in the log file if it was not foreseen."""
+    from minitui.lifeline import end_with_parent
+
+    end_with_parent()
     try:
         app()
     except EngineError as error:

@@ -14,19 +14,15 @@ tabs with `--web` alone are forty applications.)
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from engine.errors import EngineError
+from minitui.web_process import WebProcess
 
 MAX_UNREAD = 256 << 10  # bytes kept for a viewer; a keyframe of 120x36 has some 20,000
 KEYFRAME_S = 0.5  # at least so long between two keyframes
 MOUSE = b"\x1b[?1000h\x1b[?1003h\x1b[?1015h\x1b[?1006h\x1b[?2004h"
 PRELUDE = b"\x1b[?1049h\x1b[?25l"  # the alternate screen, no cursor
-GOODBYE_S = 4.0  # the application has so long to end
 
 
 class Viewer:
@@ -126,76 +122,18 @@ class Mirror:
                 viewer.put(data)
 
 
-class Application:
-    """The application's process, and its two pipes."""
+class Application(WebProcess):
+    """The application that all of them watch."""
+
+    driver = "minitui.mirror_driver:MirrorDriver"
+    fps = 30
 
     def __init__(self, command: list[str], size: tuple[int, int]) -> None:
         """`size`: columns and rows."""
+        super().__init__(command, size)
         self.mirror = Mirror(lambda: self.tell(type="keyframe"))
-        self._command, self._size = command, size
-        self._process: asyncio.subprocess.Process | None = None
-        self._said = b""  # the end of what it wrote to stderr
-        self._reading: asyncio.Task[None] | None = None
+        self._takers = {b"D": self.mirror.drawn, b"K": self.mirror.keyframe, b"C": self.mirror.copied}
 
-    async def start(self) -> None:
-        """Returns when it draws. Raises EngineError with its own words if it does not begin."""
-        columns, rows = self._size
-        environment = {
-            **os.environ, "TEXTUAL_DRIVER": "minitui.mirror_driver:MirrorDriver", "TEXTUAL_COLOR_SYSTEM": "truecolor",
-            "TEXTUAL_FPS": "30", "COLUMNS": str(columns), "ROWS": str(rows), "TERM_PROGRAM": "textual",
-        }  # fmt: skip
-        pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
-        )
-        self._reading = asyncio.create_task(self._read_stderr())
-        assert self._process.stdout is not None
-        while (line := await self._process.stdout.readline()) != b"__GANGLION__\n":
-            if not line:
-                await self._reading
-                raise EngineError(self._said.decode(errors="replace").strip().removeprefix("minitui: ") or "it ended")
-
-    async def _read_stderr(self) -> None:
-        assert self._process is not None and self._process.stderr is not None
-        while data := await self._process.stderr.read(4096):
-            self._said = (self._said + data)[-4096:]
-
-    async def run(self) -> None:
-        """Pass on what it draws; returns when it has ended."""
-        assert self._process is not None and self._process.stdout is not None
-        read = self._process.stdout.readexactly
-        takers = {b"D": self.mirror.drawn, b"K": self.mirror.keyframe, b"C": self.mirror.copied}
-        with contextlib.suppress(asyncio.IncompleteReadError):
-            while True:
-                head = await read(5)
-                data = await read(int.from_bytes(head[1:], "big"))
-                if head[:1] in takers:
-                    takers[head[:1]](data)
-
-    def type(self, text: str) -> None:
-        """What the presenter types."""
-        self._write(b"D", text.encode("utf-8", "replace"))  # a browser can send half a surrogate pair
-
-    def tell(self, **message: object) -> None:
-        """Something beside keys."""
-        self._write(b"M", json.dumps(message).encode())
-
-    def _write(self, kind: bytes, data: bytes) -> None:
-        if self._process is not None and self._process.stdin is not None and not self._process.stdin.is_closing():
-            self._process.stdin.write(b"%s%s%s" % (kind, len(data).to_bytes(4, "big"), data))
-
-    async def stop(self) -> None:
-        """End it, in good order if it will."""
-        process = self._process
-        if process is None:
-            return
-        self.tell(type="quit")
-        for end in (lambda: None, process.terminate, process.kill):
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    end()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(GOODBYE_S):
-                        await process.wait()
-        if self._reading is not None:
-            self._reading.cancel()
+    async def take(self, kind: bytes, data: bytes) -> None:
+        if kind in self._takers:
+            self._takers[kind](data)

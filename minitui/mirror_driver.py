@@ -43,11 +43,6 @@ class MirrorDriver(WebDriver):
         ground = ";".join(map(str, app.screen_stack[0].background_colors[1].rgb))  # for a terminal that is larger
         return f"\x1b[0;48;2;{ground}m\x1b[2J\x1b[0m{update.render_segments(app.console)}"
 
-    def run_input_thread(self) -> None:
-        super().run_input_thread()
-        if not self.exit_event.is_set():  # whoever held the other end has gone
-            self._app.call_later(self._app.exit)
-
     def _packet(self, kind: bytes, text: str) -> None:
         data = text.encode()
         self._write(b"%s%s%s" % (kind, len(data).to_bytes(4, "big"), data))

@@ -1,13 +1,15 @@
 """`minitui chat --web`: the application in a browser. Every tab is an application of its own, all on one engine.
 
-textual-serve starts `minitui chat --connect` for each tab. It has no keys, so that it listens on the loopback only.
-With `--mirror` there is one application, which every tab watches (minitui/mirror_web.py).
+Each tab's application is `minitui chat --connect`, started by minitui/web_tabs.py. It may do whatever the user may, so
+that --web listens on the loopback only. With `--mirror` there is one application, which every tab watches
+(minitui/mirror_web.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import shlex
+import os
+import secrets
 import sys
 import threading
 from dataclasses import dataclass
@@ -31,38 +33,42 @@ class WebSettings:
 def run_web(settings: WebSettings, config: Any, label: str, log_file: Path) -> int:
     """Serve the application until it is told to stop; returns the exit code. Raises EngineError."""
     try:
-        from textual_serve.server import Server
+        from minitui.mirror_web import run_mirror
+        from minitui.web_tabs import serve_tabs
     except ImportError as error:
         raise EngineError(not_installed("the application in a browser", error, "web,serve")) from error
-    from minitui.server.command import listen
+    from minitui.server.command import address, listen
     from minitui.server.settings import is_loopback
 
     host, port = settings.host, settings.port
     if not settings.mirror and not is_loopback(host):
         raise EngineError(
-            f"--web-host {host} would let everybody on the network use this engine and its chats, for there are no "
-            "keys: only with --mirror, where others can do no more than watch"
+            f"--web-host {host} would let everybody on the network who sees the address use this engine, its chats and "
+            "its files: only with --mirror, where others can do no more than watch"
         )
-    listen(host, port).close()  # a port in use is said now, as a sentence
+    listening = listen(host, port)  # a port in use is said now, as a sentence
     engine = None if settings.connect else OwnServer(config, label, log_file)
     print("starting: the address follows when it answers", file=sys.stderr, flush=True)
     try:
         urls = settings.connect or ((engine.start(),) if engine else ())
         command = [sys.executable, "-m", "minitui", "chat", "--connect", ",".join(urls), *settings.options]
         if settings.mirror:
-            from minitui.mirror_web import run_mirror
+            return run_mirror(host, listening, command)
 
-            return run_mirror(host, port, command)
-        print(f"minitui is at http://{host}:{port}", file=sys.stderr, flush=True)
-        Server(shlex.join(command), host=host, port=port, title="minitui").serve()
+        def ready(token: str) -> None:
+            url = address(host, listening.getsockname()[1])
+            print(f"minitui is at {url}/?token={token}", file=sys.stderr, flush=True)
+
+        return asyncio.run(serve_tabs(host, listening, command, ready))
     finally:
+        listening.close()
         if engine is not None:
             engine.stop()
-    return 0
 
 
 class OwnServer:
-    """`minitui serve` in a thread, on a free port of the loopback."""
+    """`minitui serve` in a thread, on a free port of the loopback. Its key, which other users of this machine do not
+    know, is in MINITUI_KEY for the applications that are started."""
 
     def __init__(self, config: Any, label: str, log_file: Path) -> None:
         self._config, self._label, self._log_file = config, label, log_file
@@ -87,10 +93,13 @@ class OwnServer:
 
     def _run(self) -> None:
         from minitui.server.command import Host
-        from minitui.server.settings import ServerSettings
+        from minitui.server.settings import Role, ServerSettings
 
         async def main() -> None:
-            settings = ServerSettings(port=0, served_name=self._label, drain_s=0.5)
+            key = os.environ["MINITUI_KEY"] = secrets.token_urlsafe(24)
+            settings = ServerSettings(
+                port=0, keys={key: Role.CONTROL}, served_name=self._label, drain_s=0.5
+            )  # fmt: skip
             self._host = Host(self._config, settings, self._log_file)
             await self._host.run(self._up.set)
 

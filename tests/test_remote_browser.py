@@ -99,7 +99,8 @@ async def browser(url: str, profile: Path) -> AsyncIterator[Browser]:
     aiohttp = pytest.importorskip("aiohttp", reason="the extra 'web' is not installed")
     assert CHROMIUM is not None
     command = [
-        CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
         "--remote-debugging-port=0", f"--user-data-dir={profile}", "--window-size=1200,760", "about:blank",
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -173,8 +174,8 @@ async def test_a_browser_types_a_question_and_reads_the_answer_and_another_watch
         pytest.importorskip(package, reason="the extras 'web' and 'serve' are not installed")
     mirrored = web(tmp_path, "mirror", "--mirror", "--connect", server.url)
     with web(tmp_path, "web") as (port, said), mirrored as (mirror_port, mirror_said):
-        await until_said(said, port, "minitui is at")
-        async with browser(f"http://127.0.0.1:{port}", tmp_path / "profile") as page:
+        told = await until_said(said, port, "minitui is at")
+        async with browser(told.partition("minitui is at ")[2].strip(), tmp_path / "profile") as page:
             await page.until("Ask, or / for commands")
             await page.until("blocks of")  # the engine's facts have come over the wire
             await page.focus()
@@ -189,15 +190,17 @@ async def test_a_browser_types_a_question_and_reads_the_answer_and_another_watch
                 target = Path(os.environ.get("MINITUI_BROWSER_PICTURE", tmp_path / "browser.png"))
                 target.write_bytes(base64.b64decode(picture["data"]))
             told = await until_said(mirror_said, mirror_port, "you type at")
-            await watch(page, f"http://127.0.0.1:{mirror_port}", told.rpartition("/")[2].strip())
+            viewers, presenter = re.findall(r"token=(\S+)", told)
+            await watch(page, f"http://127.0.0.1:{mirror_port}", viewers, presenter)
 
 
-async def watch(page: Browser, url: str, secret: str) -> None:
+async def watch(page: Browser, url: str, viewers: str, presenters: str) -> None:
     """The page watches what a presenter elsewhere types, and types in vain."""
     import aiohttp
 
-    async with aiohttp.ClientSession() as http, http.ws_connect(f"{url}/ws/{secret}") as presenter:
-        await page.open(url)
+    own = {"Origin": url}
+    async with aiohttp.ClientSession() as http, http.ws_connect(f"{url}/ws/{presenters}", headers=own) as presenter:
+        await page.open(f"{url}/?token={viewers}")
         await page.until("Ask, or / for commands")
         await page.focus()
         await page.type("in vain")
