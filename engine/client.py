@@ -7,6 +7,7 @@
 
 Loads neither torch nor a model: the process that draws a user interface stays small and is never held up by a step.
 If the engine process ends, every open stream and call raises EngineDead at once, and `restart()` starts it anew.
+`condition` says whether the process lives, and what takes it long (engine/heartbeat.py).
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from engine.commands import MAX_UNSENT, Command, Outbox
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.heartbeat import TICK_S, Condition, Watch
 from engine.output import Delta
 from engine.records import Packet, Record, packets
 from engine.types import SamplingParams
@@ -109,44 +112,48 @@ class Stream:
 class EngineClient:
     """One engine process. Belongs to the event loop that started it."""
 
-    def __init__(self, config: EngineConfig, log_file: Path) -> None:
+    def __init__(self, config: EngineConfig, log_file: Path | None = None, on_progress: Progress | None = None) -> None:
+        """Starts nothing; `launch` does. The process writes to `log_file` (by default one in the temporary directory),
+        never to the terminal."""
         self.config = config
-        self.log_file = log_file
+        self.log_file = log_file or Path(tempfile.gettempdir()) / f"minitui-engine-{os.getpid()}.log"
         self.info: dict[str, Any] = {}
         self.error: str | None = None  # why there is no engine, as a sentence
         self._loop = asyncio.get_running_loop()
+        # These belong to the process that runs, the last of `_generation` that were started.
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._outbox: Outbox | None = None
+        self._watch: Watch | None = None
+        self._ticks: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[dict[str, Any]] | None = None
         self._streams: dict[int, Stream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._closing = False
+        self._generation = 0
         self._packets: deque[Packet] = deque()
         self._waiting = 0  # records in them
-        self._lock = threading.Lock()  # of these two
+        self._lock = threading.Lock()  # of these two and of _generation
         self._tag = 0
-        self._closing = False
-        self._on_progress: Progress | None = None
+        self._on_progress = on_progress
         self._on_death: list[Callable[[str], None]] = []
-        self._generation = 0
 
     @classmethod
     async def start(
         cls, config: EngineConfig, log_file: Path | None = None, on_progress: Progress | None = None
     ) -> EngineClient:
-        """Start an engine process and wait until its model is loaded. Raises EngineError with its sentence if not.
-
-        The process writes to `log_file` (by default one in the temporary directory), never to the terminal.
-        """
-        if log_file is None:
-            log_file = Path(tempfile.gettempdir()) / f"minitui-engine-{os.getpid()}.log"
-        client = cls(config, log_file)
-        client._on_progress = on_progress
-        await client._launch()
+        """Start an engine process and wait until its model is loaded. Raises EngineError with its sentence if not."""
+        client = cls(config, log_file, on_progress)
+        await client.launch()
         return client
 
     @property
     def alive(self) -> bool:
-        return self.error is None and self._connection is not None
+        return self.error is None and self._outbox is not None
+
+    @property
+    def condition(self) -> Condition:
+        """How the engine's process is, and what takes it long."""
+        return self._watch.condition if self._watch is not None and self._outbox is not None else Condition()
 
     @property
     def pid(self) -> int | None:
@@ -156,7 +163,11 @@ class EngineClient:
         """Call `callback(sentence)` on the event loop if the process ends without having been closed."""
         self._on_death.append(callback)
 
-    async def _launch(self) -> None:
+    async def launch(self) -> None:
+        """Start the process and wait until its model is loaded; one that still runs is killed. Raises EngineError."""
+        self.kill()
+        self._let_go()
+        self._strand(EngineDead("the engine was started again"))
         ours, theirs = socket.socketpair()
         environment = dict(os.environ)
         # Waiting threads sleep instead of spinning: the user interface needs the cores.
@@ -166,7 +177,7 @@ class EngineClient:
         try:
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
             with theirs, self.log_file.open("ab") as log:
-                self._process = subprocess.Popen(
+                process = subprocess.Popen(
                     # -P: whatever lies in the current directory is not imported by accident.
                     [sys.executable, "-P", "-m", "engine.process", str(theirs.fileno())],
                     stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()],
@@ -176,55 +187,73 @@ class EngineClient:
             ours.close()
             self.error = f"the engine's process, which logs to {self.log_file}, could not be started: {error}"
             raise EngineError(self.error) from error
-        self._connection = Connection(ours.detach())
-        self._ready = self._loop.create_future()
+        connection = Connection(ours.detach())
+        self._process, self._outbox, self._watch = process, Outbox(connection), Watch(process.pid)
+        ready = self._ready = self._loop.create_future()
         self.error = None
         self._closing = False
-        self._generation += 1
+        with self._lock:
+            self._generation += 1
         self.drain_packets()
-        self._send("start", self.config)
-        thread = threading.Thread(
-            target=self._read, args=(self._connection, self._process, self._generation), name="engine", daemon=True
-        )
-        thread.start()
+        self._ticks = asyncio.ensure_future(self._tick(self._watch))
+        self._send("start", 0, self.config)
+        threading.Thread(
+            target=self._read, args=(connection, process, self._watch, self._generation), name="engine", daemon=True
+        ).start()
         try:
-            self.info = {**await self._ready, "log_file": str(self.log_file)}
-        except asyncio.CancelledError:
-            self._kill()
-            raise
-        except EngineError:
-            self._kill()
+            self.info = {**await ready, "log_file": str(self.log_file)}
+        except (asyncio.CancelledError, EngineError):
+            if process is self._process:
+                self.kill()
             raise
 
-    def _read(self, connection: Connection, process: subprocess.Popen[bytes], generation: int) -> None:
+    async def _tick(self, watch: Watch) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            watch.tick()
+
+    def _read(self, connection: Connection, process: subprocess.Popen[bytes], watch: Watch, generation: int) -> None:
         """A thread: takes messages off the socket, keeps the records, hands the rest to the event loop."""
         last_words = ""
-        with contextlib.suppress(EOFError, OSError):
+        try:
             while True:
                 message = pickle.loads(connection.recv_bytes())
+                watch.heard()
                 if message[0] in ("news", "packed"):
                     few = message[0] == "news"
-                    self._keep(packets(message[2]) if few else [Packet(*packed) for packed in message[2]])
+                    self._keep(packets(message[2]) if few else [Packet(*packed) for packed in message[2]], generation)
                     if not message[1]:
                         continue
                     message = ("news", message[1])
+                elif message[0] == "beat":
+                    watch.beat(*message[1:])
+                    continue
                 elif message[0] == "died":
                     last_words = message[1]
                     continue
-                self._loop.call_soon_threadsafe(self._deliver, message)
+                self._loop.call_soon_threadsafe(self._deliver, message, generation)
+        except (EOFError, OSError):
+            pass
+        except Exception as error:  # nothing that follows could be read: all that wait are told
+            last_words = f"what it sent could not be read ({type(error).__name__}: {error})"
+            process.kill()
         status = process.wait()
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._ended, status, last_words, generation)
 
-    def _keep(self, come: list[Packet]) -> None:
+    def _keep(self, come: list[Packet], generation: int) -> None:
         """Packets that have come; the oldest of too many go, and a reader sees that from the gap."""
         with self._lock:
+            if generation != self._generation:
+                return
             self._packets.extend(come)
             self._waiting += sum(map(len, come))
             while self._waiting > MAX_RECORDS:
                 self._waiting -= len(self._packets.popleft())
 
-    def _deliver(self, message: tuple[Any, ...]) -> None:
+    def _deliver(self, message: tuple[Any, ...], generation: int) -> None:
+        if generation != self._generation:
+            return
         kind, *rest = message
         if kind == "news":
             for packed in rest[0]:
@@ -265,36 +294,54 @@ class EngineClient:
         """The process is gone: everybody who waits for it is told."""
         if generation != self._generation:
             return
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        self._let_go()
         if self._closing:
             self.error = "the engine was closed"
         else:
             how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
             said = f": {last_words}" if last_words else ""
             self.error = f"the engine process ended {how}{said}; its log is {self.log_file}"
-        dead = EngineDead(self.error)
-        if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(dead)
-        streams, self._streams = list(self._streams.values()), {}
-        for stream in streams:
-            stream._put(dead)
-        calls, self._calls = list(self._calls.values()), {}
-        for future in calls:
-            if not future.done():
-                future.set_exception(dead)
+        self._strand(EngineDead(self.error))
         if not self._closing:
             for callback in self._on_death:
                 callback(self.error)
 
-    def _send(self, *message: Any) -> None:
-        if self._connection is None:
+    def _let_go(self) -> None:
+        """Send nothing more to the process, and watch it no more. The connection closes with its two threads."""
+        if self._outbox is not None:
+            self._outbox.close()
+            self._outbox = None
+        if self._ticks is not None:
+            self._ticks.cancel()
+            self._ticks = None
+
+    def _strand(self, error: EngineError) -> None:
+        """Tell everybody who waits for the process that it will not answer."""
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # whoever waited may have been cancelled: then nobody asks for it
+        streams, self._streams = list(self._streams.values()), {}
+        for stream in streams:
+            stream._put(error)
+        calls, self._calls = list(self._calls.values()), {}
+        for future in calls:
+            if not future.done():
+                future.set_exception(error)
+
+    def _send(self, kind: str, tag: int, *arguments: Any) -> None:
+        """Queue a command; returns at once. InvalidRequest if it cannot be packed, or far too much waits already."""
+        if self._outbox is None:
             raise EngineDead(self.error or "the engine is not running")
         try:
-            self._connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-        except OSError as error:
-            raise EngineDead(self.error or "the engine process has ended") from error
+            packed = Command(kind, tag, arguments).packed()
+        except Exception as error:
+            raise InvalidRequest(
+                f"this cannot be sent to the engine ({type(error).__name__}: {error}): use plain values", kind
+            ) from error
+        if not self._outbox.put(packed):
+            raise InvalidRequest(
+                f"more than {MAX_UNSENT >> 20} MiB wait for the engine to take them: try again later", "queue"
+            )
 
     # ---- what callers want
 
@@ -309,12 +356,8 @@ class EngineClient:
     async def call(self, action: str, **arguments: Any) -> Any:
         """Ask the engine to do something between two steps, and wait for its answer."""
         self._tag += 1
+        self._send("call", self._tag, action, arguments)
         future = self._calls[self._tag] = self._loop.create_future()
-        try:
-            self._send("call", self._tag, action, arguments)
-        except EngineDead:
-            del self._calls[self._tag]
-            raise
         return await future
 
     async def control(self, action: str, **arguments: Any) -> Any:
@@ -341,42 +384,46 @@ class EngineClient:
     async def restart(self) -> None:
         """End the process if it still runs, and start a new one with the same configuration."""
         await self.close()
-        await self._launch()
+        await self.launch()
 
     async def reconfigure(self, config: EngineConfig) -> None:
         """Put an engine with another configuration in the place of this one, in the same process: seconds sooner than a
         new process, since what Python imports stays. Open streams end with an error; EngineError if it cannot start.
         """
+        self._send("start", 0, config)
         gone = InvalidRequest("another engine was started in the place of this one")
         streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
             stream._put(gone)
         self.config = config
-        self._ready = self._loop.create_future()
-        self._send("start", config)
-        self.info = {**await self._ready, "log_file": str(self.log_file)}
+        ready = self._ready = self._loop.create_future()
+        self.info = {**await ready, "log_file": str(self.log_file)}
         self.drain_packets()  # those of the engine before
 
     async def close(self) -> None:
-        """End the process; it is killed if it does not go within a few seconds."""
+        """End the process; it is killed if it does not go within a few seconds, and at once if it hangs."""
         process = self._process
         if process is None:
             return
         self._closing = True
-        with contextlib.suppress(EngineDead):
-            self._send("close")
-        deadline = time.monotonic() + CLOSE_S
-        while process.poll() is None and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
-        self._kill()
+        if not self.condition.hung:
+            with contextlib.suppress(EngineError):
+                self._send("close", 0)
+            deadline = time.monotonic() + CLOSE_S
+            while process.poll() is None and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
+        _end(process)
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
         """At once, with whatever it started; safe to call at any time, also without a running loop."""
         self._closing = True
-        process = self._process
-        if process is not None and process.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        if self._process is not None:
+            _end(self._process)
 
-    kill = _kill
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # in a call of the system it may take a while to go
+            process.wait(timeout=CLOSE_S)

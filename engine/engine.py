@@ -18,9 +18,10 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from engine.errors import DeviceLost, InvalidRequest
+from engine.errors import DeviceLost, InvalidRequest, loses_device
 from engine.gate import Gate
 from engine.kv.cache import KVCache
 from engine.masks import dead_end
@@ -94,12 +95,18 @@ class Engine:
             request = self._request(ids, params, group, sample_index)
             self.scheduler.add(request)
         except InvalidRequest as error:
-            self.log.append("refuse", group, str(error))
+            self.log.append("refuse", group if isinstance(group, str) else "", str(error))
             raise
         self._next_id += 1
         return request
 
     def _request(self, ids: list[int], params: SamplingParams, group: str, sample_index: int) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"the sampling parameters are of type {type(params).__name__}, not SamplingParams")
+        if not isinstance(group, str):
+            raise InvalidRequest(f"group is of type {type(group).__name__}: it must be a string", "group")
+        if not isinstance(sample_index, int) or not 0 <= sample_index < 1 << 31:
+            raise InvalidRequest(f"sample_index is {_short(sample_index)}: it must be a whole number, 0 or more", "n")
         params.validate(self.runner.vocab_size)
         _check_ids(ids, self.runner.vocab_size)
         max_total = self.scheduler.limit_for(len(ids), params)
@@ -193,7 +200,7 @@ class Engine:
         emitted = self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
         if isinstance(error, DeviceLost):
             raise error
-        if "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError":
+        if loses_device(error):
             raise DeviceLost(str(error)) from error
         self.gate.committed(0.0)  # of the steps that somebody let through, it was one
         return emitted
@@ -248,8 +255,16 @@ class Engine:
 
 
 def _check_ids(ids: list[int], vocab_size: int) -> None:
+    if not isinstance(ids, Sequence):
+        raise InvalidRequest(f"the prompt is of type {type(ids).__name__}: it must be a list of ids")
     for position, token in enumerate(ids):
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise InvalidRequest(
-                f"token {position} of the prompt is {token!r}; this model's ids are 0 to {vocab_size - 1:,}"
+                f"token {position} of the prompt is {_short(token)}; this model's ids are 0 to {vocab_size - 1:,}"
             )
+
+
+def _short(value: object) -> str:
+    """A value as a message shows it: the text of an arbitrary object may be long, or raise."""
+    number = isinstance(value, (int, float)) and abs(value) < 1e18
+    return str(value) if number else f"of type {type(value).__name__}"

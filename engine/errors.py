@@ -36,3 +36,10 @@ def not_installed(what: str, error: ImportError, extra: str) -> str:
 
 class DeviceLost(RuntimeError):
     """The device's context (a CUDA error) or a rank is gone: this process cannot go on and must be started again."""
+
+
+def loses_device(error: BaseException) -> bool:
+    """Does this error mean that the device is lost? CUDA accepts no call after most of its errors."""
+    if not isinstance(error, RuntimeError):
+        return False  # the text of a refusal may quote anything
+    return isinstance(error, DeviceLost) or "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"

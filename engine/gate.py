@@ -1,7 +1,7 @@
 """The gate between two steps: pause, step n, run until something happens, slow motion.
 
-The engine's loop asks `allows()` before a step and tells `committed()` after each. The gate decides nothing about
-what a step contains: submissions and aborts are taken while it is closed.
+The engine's loop asks `allows()` before a step and calls `committed()` after each, and `settle()` after a command. The
+gate decides nothing about what a step contains: submissions and aborts are taken while it is closed.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Gate:
         self._allowed = 0
         self._until: str | None = None
         self._slower_than_ms = 0.0
+        self._cause = ""  # what has fulfilled the wait, as a phrase for the screen
 
     @property
     def free_running(self) -> bool:
@@ -41,7 +42,7 @@ class Gate:
 
     def allows(self) -> bool:
         """May the next step run now?"""
-        return self.state == "open" or self._allowed > 0 or self._until is not None
+        return self.state == "open" or self._allowed > 0 or (self._until is not None and not self._cause)
 
     @property
     def stretch_s(self) -> float:
@@ -56,23 +57,26 @@ class Gate:
 
     def step(self, n: int = 1) -> None:
         """Close the gate if it is open, and let `n` steps through."""
-        if not 1 <= n <= 1_000_000:
-            raise InvalidRequest(f"step by {n}: it must be from 1 to 1,000,000", "n")
+        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= 1_000_000:
+            raise InvalidRequest(f"step by {n!r:.40}: it must be a whole number from 1 to 1,000,000", "n")
         if self.state == "open" or self._until is not None:
             self._set("closed", "stepping")
         self._allowed = n
 
     def run_until(self, event: str, slower_than_ms: float = 0.0) -> None:
-        """Let steps through until one contains `event` (a key of EVENTS), then stay closed."""
-        if event not in EVENTS:
-            raise InvalidRequest(f"run until {event!r}: there are {', '.join(EVENTS)}", "event")
+        """Let steps through until `event` (a key of EVENTS) happens from now on, then stay closed."""
+        if not isinstance(event, str) or event not in EVENTS:
+            raise InvalidRequest(f"run until {event!r:.80}: there are {', '.join(EVENTS)}", "event")
+        if not _is_number(slower_than_ms) or not slower_than_ms >= 0:
+            raise InvalidRequest(f"run until a step takes {slower_than_ms!r:.40} ms: it must be 0 or more", "ms")
         self._set("closed", f"{RUNNING}{event}", always=True)
-        self._until, self._slower_than_ms = event, slower_than_ms
+        self._until, self._slower_than_ms = event, float(slower_than_ms)
+        self._log.watch = self._see
 
     def set_pace(self, factor: float) -> None:
         """Stretch every step to `factor` times its real duration; 1 is full speed."""
-        if not 1.0 <= factor <= MAX_PACE:
-            raise InvalidRequest(f"the pace is {factor}: it must be from 1 to {MAX_PACE:g}", "factor")
+        if not _is_number(factor) or not 1.0 <= factor <= MAX_PACE:
+            raise InvalidRequest(f"the pace is {factor!r:.40}: it must be from 1 to {MAX_PACE:g}", "factor")
         if factor != self.pace:
             self.pace = float(factor)
             self._log.append("pace", self.pace)
@@ -84,24 +88,30 @@ class Gate:
             return
         if self._allowed > 0:
             self._allowed -= 1
-        if self._until is not None:
-            cause = self._fulfilled(self._log.since_last_step())
-            if cause:
-                self._until = None
-                self._log.append("gate", "closed", cause)
+        self.settle()
 
-    def _fulfilled(self, records: list[Record]) -> str:
-        """What in these records fulfils the wait, as a phrase for the screen; empty if nothing does."""
+    def settle(self) -> None:
+        """Between two steps: if what was waited for has happened, stay closed and say why."""
+        if self._cause:
+            cause, self._cause, self._until = self._cause, "", None
+            self._log.append("gate", "closed", cause)
+
+    def _see(self, record: Record) -> None:
+        """The log's watcher while an event is waited for. The step in which it happens is finished first."""
         assert self._until is not None
-        causes = (fulfils(record, self._until, self._slower_than_ms) for record in records)
-        return next((cause for cause in causes if cause), "")
+        if cause := fulfils(record, self._until, self._slower_than_ms):
+            self._cause, self._log.watch = cause, None
 
     def _set(self, state: str, reason: str, always: bool = False) -> None:
         news = always or state != self.state or self._until is not None
-        self._allowed, self._until = 0, None
+        self._allowed, self._until, self._cause, self._log.watch = 0, None, "", None
         if news:
             self.state = state
             self._log.append("gate", state, reason)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def fulfils(record: Record, event: str, slower_than_ms: float = 0.0) -> str:

@@ -124,7 +124,7 @@ class RecordLog:
         self._clock = clock
         self._origin = clock()
         self._records: list[Record] = []
-        self._checked = 0  # up to which `since_last_step` has looked
+        self.watch: Callable[[Record], None] | None = None  # is shown each record, also while they are not kept
         self._limit = limit
         self.enabled = True
 
@@ -142,12 +142,9 @@ class RecordLog:
         self.t = t = round(self._clock() - self._origin, 6)  # microseconds survive every transport
         if self.enabled:
             self._records.append((seq, t, kind, *fields))
+        if self.watch is not None:
+            self.watch((seq, t, kind, *fields))
         return seq
-
-    def since_last_step(self) -> list[Record]:
-        """What was appended since this was last called, if it has not been drained yet."""
-        after, self._checked = self._checked, self.seq
-        return [record for record in self._records if record[0] > after]
 
     def drain(self) -> list[Record]:
         """All records since the last drain, oldest first; at most `limit` of them."""

@@ -134,6 +134,14 @@ class Tokenizer:
         """tokenizer.json, for libraries that read it themselves."""
         return (self.directory / "tokenizer.json").read_text(encoding="utf-8")
 
+    def json_with_another_token(self, text: str) -> tuple[str, int]:
+        """tokenizer.json with one more control token, and its id: one above all others."""
+        copy = tokenizers.Tokenizer.from_str(self.to_json())
+        copy.add_special_tokens([text])
+        token_id = copy.token_to_id(text)
+        assert token_id is not None
+        return copy.to_str(), token_id
+
     @cached_property
     def _literal(self) -> tokenizers.Tokenizer:
         """The same tokenizer, to which control tokens are ordinary text."""

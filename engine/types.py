@@ -112,9 +112,26 @@ class SamplingParams:
             )
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, vocab_size - 1)
+        if not isinstance(self.logit_bias, dict | None):
+            raise InvalidRequest(
+                f"logit_bias is of type {type(self.logit_bias).__name__}: it must be a dict of token id to bias",
+                "logit_bias",
+            )
         for token, bias in (self.logit_bias or {}).items():
             _integer("logit_bias", token, 0, vocab_size - 1)
             _number("logit_bias", bias, -100.0, 100.0)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name} is of type {type(getattr(self, name)).__name__}: it must be a bool", name)
+        if not isinstance(self.json_schema, dict | str | None):
+            raise InvalidRequest(
+                f"json_schema is of type {type(self.json_schema).__name__}: it must be a dict, or JSON as a string",
+                "json_schema",
+            )
+        if not isinstance(self.regex, str | None):
+            raise InvalidRequest(f"regex is of type {type(self.regex).__name__}: it must be a string", "regex")
+        if any(not isinstance(choice, str) for choice in self.choice):
+            raise InvalidRequest("choice must be strings only", "choice")
         if (self.json_schema is not None) + (self.regex is not None) + bool(self.choice) > 1:
             raise InvalidRequest("only one of json_schema, regex and choice can constrain a reply", "json_schema")
         if self.prompt_logprobs is not None and self.n > 1:

@@ -93,6 +93,28 @@ def test_what_is_waited_for_is_told_and_so_is_its_end() -> None:
     assert told() == ["running until slow", "paused"] and not engine.gate.allows()
 
 
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("event", ["admission", "prefill", "finish"])
+def test_run_until_looks_at_what_happens_from_now_on_also_while_records_are_off(event: str, kept: bool) -> None:
+    engine = busy_engine()
+    engine.log.enabled = kept
+    engine.step()
+    engine.abort(1)  # all three have happened, and nobody has drained the log
+    engine.gate.run_until(event)
+    assert steps_taken(engine, 5) == 5
+    engine.add_request([7, 7], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert 0 < steps_taken(engine) <= 3 and engine.has_work
+
+
+def test_what_is_waited_for_between_two_steps_closes_the_gate_without_another() -> None:
+    engine = busy_engine()
+    engine.gate.run_until("finish")
+    engine.abort(1)
+    assert steps_taken(engine) == 0
+    engine.gate.settle()
+    assert [record[4] for record in engine.log.drain() if record[2] == "gate"][-1] == "r1 finished: abort"
+
+
 def test_run_until_preemption_and_eviction() -> None:
     engine = make_engine(blocks=10, block_size=4, budget=64, watermark=0.0)
     for i in range(3):
@@ -121,8 +143,13 @@ def test_slow_motion_stretches_a_step_in_proportion_to_its_real_duration() -> No
 
 
 @pytest.mark.parametrize(
-    ("call", "arguments"), [("step", (0,)), ("run_until", ("sunrise",)), ("set_pace", (0.5,)), ("set_pace", (1e9,))]
-)
+    ("call", "arguments"),
+    [
+        ("step", (0,)), ("step", ("x",)), ("step", (1.5,)), ("step", (True,)), ("run_until", ("sunrise",)),
+        ("run_until", ([],)), ("run_until", ("slow", "x")), ("run_until", ("slow", float("nan"))),
+        ("set_pace", (0.5,)), ("set_pace", (1e9,)), ("set_pace", ("x",)), ("set_pace", (float("nan"),)),
+    ],
+)  # fmt: skip
 def test_nonsense_is_refused(call: str, arguments: tuple[object, ...]) -> None:
     engine = busy_engine()
     with pytest.raises(InvalidRequest):

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models
 
 from engine.errors import InvalidRequest
 from engine.structured import Grammars
@@ -171,3 +173,54 @@ def test_a_mask_leaves_the_noise_of_a_seed_as_it_is(model: Path, grammars: Gramm
             compared += 1
             assert ours == free
     assert compared > 3
+
+
+WORDS = {"[UNK]": 0, "a": 1, "b": 2, "##b": 3}
+PIECES = [("<unk>", 0.0), ("▁a", -1.0), ("a", -2.0), ("b", -1.5)]
+
+
+def with_bytes() -> tokenizers.Tokenizer:
+    """A Unigram tokenizer whose vocabulary has every byte."""
+    pieces = [*PIECES, *((f"<0x{i:02X}>", -9.0) for i in range(256))]
+    tokenizer = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+@pytest.mark.parametrize("beyond", [-40, 0, PADDING])
+@pytest.mark.parametrize("make", [byte_level, with_bytes])
+def test_a_model_without_an_end_token_or_with_fewer_ids_than_its_tokenizer_obeys_too(
+    beyond: int, make: Any, tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer(write(tmp_path, make()))
+    assert not tokenizer.eos_ids
+    grammars = Grammars(tokenizer, tokenizer.vocab_size + beyond)
+    grammar = grammars.compile(SamplingParams(regex="a+b"))
+    first, last = (tokenizers.Tokenizer.from_str(tokenizer.to_json()).token_to_id(text) for text in "ab")
+    for token in (first, first):
+        bits = np.unpackbits(grammar.mask().view(np.uint8), bitorder="little")
+        assert bits[token] and not bits[tokenizer.vocab_size :].any()
+        assert not bits[tokenizer.vocab_size + beyond :].any(), "ids that the model does not have"
+        assert grammar.advance(token) is False
+    assert grammar.advance(last) is True
+
+
+@pytest.mark.parametrize(
+    "model",
+    [models.WordPiece(WORDS, unk_token="[UNK]"), models.WordLevel(WORDS, unk_token="[UNK]"), models.Unigram(PIECES, 0)],
+    ids=["WordPiece", "WordLevel", "Unigram"],
+)
+def test_a_tokenizer_that_the_library_cannot_read_is_a_refusal_each_time(model: Any, tmp_path: Path) -> None:
+    grammars = Grammars(Tokenizer(write(tmp_path, tokenizers.Tokenizer(model))), 4)
+    for params, field in ((SamplingParams(regex="a"), "regex"), (SamplingParams(choice=("a",)), "choice")):
+        with pytest.raises(
+            InvalidRequest, match=f"{field} cannot be used with this model: llguidance cannot"
+        ) as caught:
+            grammars.compile(params)
+        assert caught.value.field == field
+
+
+def test_a_reply_that_no_token_of_the_model_can_begin_is_refused(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write(tmp_path, byte_level(), eos_token="<|im_end|>"))
+    with pytest.raises(InvalidRequest, match="no token of this model can begin its reply"):
+        Grammars(tokenizer, 3).compile(SamplingParams(regex="zz"))

@@ -1,0 +1,69 @@
+"""Commands for the engine's process: their form, and the thread of the client that sends them."""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+MAX_UNSENT = 256 << 20  # bytes
+
+
+class Command(NamedTuple):
+    """What the client asks: submit, abort, call, start or close. "lost" comes from within."""
+
+    kind: str
+    tag: int  # the client's name for the stream or the call
+    arguments: tuple[Any, ...] = ()
+    problem: BaseException | None = None  # why the arguments could not be read
+
+    def packed(self) -> bytes:
+        """As bytes. The arguments are packed on their own: if they cannot be read, what they belong to can."""
+        return pickle.dumps((self.kind, self.tag, pickle.dumps(self.arguments, pickle.HIGHEST_PROTOCOL)))
+
+    @classmethod
+    def read(cls, data: bytes) -> Command:
+        """The command in `data`. It carries the error if its arguments cannot be read."""
+        kind, tag = "unreadable", 0
+        try:
+            kind, tag, arguments = pickle.loads(data)
+            return cls(kind, tag, tuple(pickle.loads(arguments)))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            return cls(kind, tag, problem=error)
+
+
+class Outbox:
+    """Sends byte strings in order, from a thread: a process that takes none must not block the event loop."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._unsent = 0  # bytes
+        self._lock = threading.Lock()
+        threading.Thread(target=self._run, name="engine outbox", daemon=True).start()
+
+    def put(self, message: bytes) -> bool:
+        """Queue a message; returns at once. False, with nothing queued, if more than MAX_UNSENT bytes would wait."""
+        with self._lock:
+            if self._unsent and self._unsent + len(message) > MAX_UNSENT:
+                return False
+            self._unsent += len(message)
+        self._queue.put(message)
+        return True
+
+    def close(self) -> None:
+        """Send nothing more after what is queued."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (message := self._queue.get()) is not None:
+            try:
+                self._connection.send_bytes(message)
+            except OSError:  # the process has ended: the thread that reads tells everybody
+                return
+            with self._lock:
+                self._unsent -= len(message)

@@ -1,0 +1,133 @@
+"""Does the engine's process live? It sends a heartbeat from a thread of its own; the client judges its silence.
+
+Heartbeats alone cannot tell a hang from a long call: a C function that holds Python's lock (the import of torch, the
+compilation of a kernel) stops the thread as SIGSTOP does. But such a call uses the processor or waits for the disk, and
+the client can see that from outside. So there are three cases:
+
+    heartbeats come, one task lasts                   a long task: the client tells which, and nothing is wrong
+    no heartbeat, but the process uses the processor  a long call: the same
+    no heartbeat and no sign of life for SILENCE_S    a hang: the client says so, and the engine can be restarted
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+BEAT_S = 1.0
+TICK_S = 0.5  # how often the client looks
+LONG_S = 5.0  # a task that lasts longer is told
+SILENCE_S = 5.0
+WORKING_S = 0.1  # seconds of processor time that are a sign of life; threads that wait for Python's lock use a tenth
+STOPPED, ON_DISK = "Tt", "D"  # states of a process in /proc/PID/stat and in ps
+IDLE = ""
+
+
+class Heart:
+    """In the engine's process: tells every BEAT_S what the main thread does, and for how long it has done so."""
+
+    def __init__(self, send: Callable[[str, str, float], None]) -> None:
+        self._send = send
+        self._task = ("load", time.monotonic())
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+
+    def begin(self, task: str) -> None:
+        """The main thread begins `task`, or IDLE."""
+        self._task = (task, time.monotonic())
+
+    def _run(self) -> None:
+        while True:
+            task, began = self._task
+            self._send("beat", task, time.monotonic() - began)
+            time.sleep(BEAT_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """How the engine's process is. `hung`: why it is taken to hang, as a sentence; empty while it lives."""
+
+    task: str = IDLE  # load | step | start | the kind of a command
+    task_s: float = 0.0  # for how long it has done so
+    silent_s: float = 0.0  # for how long it has given no sign of life
+    hung: str = ""
+
+    @property
+    def long(self) -> str:
+        """A task that lasts, as a phrase for the screen; empty if none does. Loading tells its own progress."""
+        if self.hung or self.task in (IDLE, "load") or self.task_s < LONG_S:
+            return ""
+        name = "one step" if self.task == "step" else f"one command ({self.task})"
+        return f"{name} has taken {self.task_s:.0f} s so far"
+
+
+class Watch:
+    """In the client: hears the messages of one process, and looks at it from outside while none come.
+
+    Silence is counted in ticks of the client, so a client that was itself suspended takes no engine for hung.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._messages = 0  # the reader thread counts, `tick` compares
+        self._seen = 0
+        self._task, self._task_s, self._task_at = "load", 0.0, time.monotonic()
+        self._silent = 0  # ticks
+        self._cpu_s = 0.0
+        self._hung = ""
+
+    def heard(self) -> None:
+        """A message has come (called by the thread that reads)."""
+        self._messages += 1
+
+    def beat(self, task: str, seconds: float) -> None:
+        """A heartbeat has come (called by the thread that reads)."""
+        self._task, self._task_s, self._task_at = task, seconds, time.monotonic()
+
+    def tick(self) -> None:
+        """Look; to be called every TICK_S."""
+        if self._messages != self._seen:
+            self._seen, self._silent, self._hung = self._messages, 0, ""
+            return
+        self._silent += 1
+        usage = look_at(self.pid)
+        if self._silent == 1 or usage.state == ON_DISK or usage.cpu_s - self._cpu_s >= WORKING_S:
+            self._silent, self._cpu_s = min(self._silent, 1), usage.cpu_s
+        self._hung = self._sentence(usage.state) if self._silent * TICK_S >= SILENCE_S else ""
+
+    def _sentence(self, state: str) -> str:
+        stopped = bool(state) and state in STOPPED
+        why = f"it is stopped, and kill -CONT {self.pid} lets it go on" if stopped else "it does not use the processor"
+        return f"the engine's process {self.pid} has given no sign of life for {self._silent * TICK_S:.0f} s: {why}"
+
+    @property
+    def condition(self) -> Condition:
+        lasts = self._task_s + time.monotonic() - self._task_at if self._task else 0.0
+        return Condition(self._task, lasts, self._silent * TICK_S, self._hung)
+
+
+class Usage(NamedTuple):
+    state: str  # its first letter in ps; empty if there is no such process
+    cpu_s: float  # of all its threads
+
+
+def look_at(pid: int) -> Usage:
+    """The state of a process and the processor time it has used: from /proc, or by ps where there is none."""
+    with contextlib.suppress(OSError, ValueError, IndexError, subprocess.SubprocessError):
+        if Path("/proc/self/stat").exists():
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            return Usage(fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+        command = ["ps", "-o", "state=,time=", "-p", str(pid)]
+        state, used = subprocess.run(command, capture_output=True, text=True, timeout=1).stdout.split()
+        days, _, clock = used.rpartition("-")
+        seconds = 0.0
+        for part in clock.split(":"):
+            seconds = 60 * seconds + float(part)
+        return Usage(state[0], 86400 * int(days or 0) + seconds)
+    return Usage("", 0.0)
