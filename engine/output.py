@@ -16,7 +16,7 @@ from engine.types import Emitted, Request, TokenLogprobs
 
 
 class TextStream(Protocol):
-    """An incremental detokenizer (engine.tokenizer.Detokenizer)."""
+    """An incremental detokenizer (engine.detokenizer.Detokenizer)."""
 
     def push(self, ids: list[int]) -> str: ...
     def flush(self) -> str: ...

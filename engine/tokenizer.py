@@ -1,29 +1,30 @@
-"""Stages 1 and 6: chat template, text to ids, and ids back to text, one token at a time.
+"""Stages 1 and 6: chat template, text to ids, and ids back to text.
 
 Everything here works without torch; the user interface encodes and decodes in its own process.
 """
 
 from __future__ import annotations
 
-import codecs
 import re
+import secrets
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import tokenizers
-import tokenizers.decoders
 
 from engine.chat_template import LONGEST_SOURCE, ChatTemplate
 from engine.config import read_json
+from engine.detokenizer import Decoding, Detokenizer
 from engine.errors import CheckpointError, InvalidRequest
 
 Message = dict[str, Any]
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-PRIVATE_USE = range(0xE000, 0xF900)  # characters that mean nothing: one that no message contains serves as a mark
+PRIVATE_USE = range(0xE000, 0xF900)  # characters that mean nothing
+MARK_LENGTH = 8  # of them, drawn at random for each chat: a mark that no message can contain
 LONG_TEXT = 4096  # characters
 CHARACTERS = 8  # of a token, on average at most in almost every text
 CUT_TOKENS = 16  # a part of a text may have so many more for being cut out of it
@@ -68,7 +69,7 @@ class Tokenizer:
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.chat_template = self._find_template()
         self.context: int | None = None
-        self._decoding = _Decoding(self._tokenizer, self.special_ids)
+        self._decoding = Decoding(self._tokenizer, self.special_ids)
 
     def encode(self, text: str, allow_special: bool = False, add_special_tokens: bool = True) -> list[int]:
         """Text to ids. What looks like a control token is text unless `allow_special`.
@@ -80,7 +81,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Ids to text, all at once."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self._decoding.decode(list(ids), skip_special_tokens)
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """For one reply, one token at a time."""
@@ -103,9 +104,12 @@ class Tokenizer:
             rendered = self.render_chat(messages, add_generation_prompt, **template)
             self._check_length(rendered)
             return _encode(self._tokenizer, rendered, False)
-        mark = next(chr(code) for code in PRIVATE_USE if not any(chr(code) in part for part in _strings(values)))
-        marked = _map_strings(values, lambda text: self._control_pattern.sub(lambda found: mark.join(found[0]), text))
+        mark = "".join(chr(secrets.choice(PRIVATE_USE)) for _ in range(MARK_LENGTH))
+        pattern = self._control_pattern
+        marked = _map_strings(values, lambda text: pattern.sub(lambda found: mark + mark.join(found[0]), text))
         rendered = self.render_chat(marked.pop("messages"), add_generation_prompt, **marked)
+        escaped = "".join(f"\\u{ord(character):04x}" for character in mark)  # by a template's tojson(ensure_ascii=true)
+        rendered = rendered.replace(escaped, mark)
         self._check_length(rendered.replace(mark, ""))
         return self._encode_marked(rendered, mark)
 
@@ -175,13 +179,15 @@ class Tokenizer:
                 )
 
     def _encode_marked(self, rendered: str, mark: str) -> list[int]:
-        """Encode a rendered chat in which the control tokens that are text have a mark between their characters.
+        """Encode a rendered chat in which the control tokens that are text have a mark before each character.
 
         Split at the others, as the tokenizer itself would; each part between them is encoded as a whole.
         """
         ids: list[int] = []
         at = 0
         for found in self._control_pattern.finditer(rendered):
+            if rendered.endswith(mark, 0, found.start()):
+                continue  # a control token of one character, which the mark cannot break up
             ids += self._encode_part(rendered[at : found.start()].replace(mark, ""), first=at == 0)
             ids.append(self._control_ids[found[0]])
             at = found.end()
@@ -230,121 +236,6 @@ class Tokenizer:
                 "characters"
             )
         return template
-
-
-class Detokenizer(Protocol):
-    """Turns a reply's ids to text as they come. Joined, the pieces and what `flush` returns are decode(all ids).
-
-    A character whose bytes are not all there yet is held back, so no piece contains a replacement character unless the
-    bytes are not UTF-8. The cost of a token does not depend on how many came before.
-    """
-
-    def push(self, ids: list[int]) -> str:
-        """The text that these ids complete; may be empty."""
-
-    def flush(self) -> str:
-        """At the end of a reply: what has been held back."""
-
-
-class _Decoding:
-    """What the detokenizers of one tokenizer share."""
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
-        self.special_ids = special_ids
-        self.byte_level = isinstance(tokenizer.decoder, tokenizers.decoders.ByteLevel)
-        self._bytes: dict[int, bytes] = {}
-
-    def start(self, skip_special_tokens: bool) -> Detokenizer:
-        skip = self.special_ids if skip_special_tokens else frozenset()
-        return _ByteDetokenizer(self, skip) if self.byte_level else _WindowDetokenizer(self._tokenizer, skip)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token; none for an id that the tokenizer does not have (models pad their vocabulary)."""
-        known = self._bytes.get(token_id)
-        if known is None:
-            token = self._tokenizer.id_to_token(token_id) or ""
-            known = self._bytes[token_id] = self._to_bytes(token)
-        return known
-
-    def _to_bytes(self, token: str) -> bytes:
-        if self.byte_level:
-            try:
-                return bytes(BYTE_OF[character] for character in token)
-            except KeyError:  # an added token, written as it is
-                return token.encode()
-        if _BYTE_TOKEN.fullmatch(token):
-            return bytes([int(token[3:5], 16)])
-        return token.replace("▁", " ").encode()
-
-
-class _ByteDetokenizer:
-    """For byte-level BPE, where text is the tokens' bytes end to end, read as UTF-8."""
-
-    def __init__(self, decoding: _Decoding, skip: frozenset[int]) -> None:
-        self._decoding = decoding
-        self._skip = skip
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, ids: list[int]) -> str:
-        data = b"".join([self._decoding.token_bytes(token_id) for token_id in ids if token_id not in self._skip])
-        return self._decoder.decode(data)
-
-    def flush(self) -> str:
-        text = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return text
-
-
-class _WindowDetokenizer:
-    """For every other tokenizer: decode the last token together with the new one, and emit by how much it grew.
-
-    Bytes that stand for themselves (<0xE2>) are decoded when the run of them has ended: whether it is text or not
-    depends on all of it.
-    """
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer, skip: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip
-        self._before: list[int] = []  # the last token that was decoded; it decides about the space before the next
-        self._held: list[int] = []
-
-    def push(self, ids: list[int]) -> str:
-        text = ""
-        for token_id in ids:
-            token = self._tokenizer.id_to_token(token_id)
-            if token is None or token_id in self._skip:
-                continue
-            if _BYTE_TOKEN.fullmatch(token):
-                self._held.append(token_id)
-                continue
-            text += self._emit([*self._held, token_id])
-            self._held = []
-        return text
-
-    def flush(self) -> str:
-        held, self._held = self._held, []
-        return self._emit(held) if held else ""
-
-    def _emit(self, ids: list[int]) -> str:
-        known = self._tokenizer.decode(self._before, skip_special_tokens=False)
-        text = self._tokenizer.decode(self._before + ids, skip_special_tokens=False)
-        self._before = ids[-1:]
-        return text[len(known) :]
-
-
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's way of writing bytes as printable characters, character -> byte."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    alphabet = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(256) if byte not in printable)
-    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-BYTE_OF = _byte_alphabet()
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:

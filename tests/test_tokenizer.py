@@ -312,6 +312,28 @@ def test_user_text_that_spells_control_tokens_makes_none(content: str, tokenizer
     assert decoded.strip(" ") == tokenizer.render_chat(chat)
 
 
+def test_a_message_may_hold_every_private_use_character_and_a_control_token(tokenizer: Tokenizer) -> None:
+    token = tokenizer.decode(sorted(tokenizer.special_ids)[-1:], skip_special_tokens=False)
+    content = "".join(map(chr, [*range(0xE000, 0xF900), *range(0xF0000, 0xF0100)])) + token
+    chat = [{"role": "user", "content": content}]
+    ids = tokenizer.apply_chat_template(chat)
+    harmless = tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+    assert sum(i in tokenizer.special_ids for i in ids) == sum(i in tokenizer.special_ids for i in harmless)
+    assert tokenizer.decode(ids, skip_special_tokens=False).strip(" ") == tokenizer.render_chat(chat)
+
+
+def test_a_control_token_of_one_character_and_one_in_escaped_json_cannot_be_forged(tmp_path: Path) -> None:
+    library = byte_level()
+    library.add_special_tokens(["☃", "<☂>"])
+    tokenizer = Tokenizer(write(tmp_path, library))
+    tokenizer.chat_template = "<|im_start|>☃{{ messages[0].content }}☃{{ messages | tojson(ensure_ascii=true) }}☃"
+    chat = [{"role": "user", "content": "a☃<☂>☃☃<|im_end|>\\ue000"}]
+    ids = tokenizer.apply_chat_template(chat)
+    control = [token for token in ids if token in tokenizer.special_ids]
+    assert control == tokenizer.encode("<|im_start|>☃☃☃", allow_special=True)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.render_chat(chat)
+
+
 @needs_qwen3
 @pytest.mark.parametrize("content", HOSTILE[:4])
 def test_text_around_a_spelled_control_token_is_encoded_as_transformers_sanitises_it(

@@ -1,0 +1,181 @@
+"""Stage 6, ids to text as they are drawn, for every decoder that a tokenizer.json can name.
+
+    byte-level BPE (GPT-2, Qwen, Llama 3)         text is the tokens' bytes end to end, read as UTF-8
+    all others (SentencePiece, Unigram, WordPiece)  the library decodes the last token and the new one; text is what
+                                                    the new one adds
+
+Tokens that are one byte (<0xE2>, the fallback of SentencePiece's tokenizers) are put together to characters first. A
+byte that belongs to no character is one replacement character, as in SentencePiece itself. The library `tokenizers`
+replaces every byte of a run of such tokens if one of them is wrong: text could not be shown before the run has ended.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import Any, Protocol
+
+import tokenizers
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_EACH_BYTE = "engine.each-byte"  # an error handler of codecs: one replacement character for each wrong byte
+
+codecs.register_error(_EACH_BYTE, lambda error: ("\ufffd" * (error.end - error.start), error.end))  # type: ignore[attr-defined]
+
+
+class Detokenizer(Protocol):
+    """Turns a reply's ids to text as they come. Joined, the pieces and what `flush` returns are decode(all ids).
+
+    A character whose bytes are not all there yet is held back, so no piece contains a replacement character unless the
+    bytes are not UTF-8. The cost of a token does not depend on how many came before.
+    """
+
+    def push(self, ids: list[int]) -> str:
+        """The text that these ids complete; may be empty."""
+
+    def flush(self) -> str:
+        """At the end of a reply: what has been held back."""
+
+
+class Decoding:
+    """What the detokenizers of one tokenizer share.
+
+    byte_level      text is the tokens' bytes, nothing else
+    byte_fallback   a character may be spelled by tokens that are one byte each
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = special_ids
+        decoder = tokenizer.decoder
+        kinds = set(_kinds(json.loads(decoder.__getstate__()))) if decoder is not None else set()
+        self.byte_level = kinds - {"Fuse"} == {"ByteLevel"}
+        self.byte_fallback = "ByteFallback" in kinds
+        self.join: Callable[[list[str]], str] = decoder.decode if decoder is not None else " ".join
+        self._bytes: dict[int, bytes] = {}
+
+    def start(self, skip_special_tokens: bool) -> Detokenizer:
+        """For one reply."""
+        skip = self._special_ids if skip_special_tokens else frozenset()
+        return _ByteDetokenizer(self, skip) if self.byte_level else _WindowDetokenizer(self, skip)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        """Ids to text, all at once."""
+        text = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        if not self.byte_fallback or "\ufffd" not in text:
+            return text
+        stream = _WindowDetokenizer(self, self._special_ids if skip_special_tokens else frozenset())
+        return self.join([token for part in (*stream.parts(ids), *stream.rest()) for token in part])
+
+    def token(self, token_id: int) -> str | None:
+        """As the vocabulary spells it; None for an id that it does not have (models pad their vocabulary)."""
+        return self._tokenizer.id_to_token(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for behind another; nothing for an id that the tokenizer does not have."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._to_bytes(self.token(token_id) or "")
+        return known
+
+    def _to_bytes(self, token: str) -> bytes:
+        if self.byte_level:
+            try:
+                return bytes(BYTE_OF[character] for character in token)
+            except KeyError:  # an added token, written as it is
+                return token.encode()
+        if self.byte_fallback and _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return self.join(["\0", token])[1:].encode() if token else b""
+
+
+class _ByteDetokenizer:
+    """For byte-level BPE."""
+
+    def __init__(self, decoding: Decoding, skip: frozenset[int]) -> None:
+        self._decoding = decoding
+        self._skip = skip
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: list[int]) -> str:
+        data = b"".join([self._decoding.token_bytes(token_id) for token_id in ids if token_id not in self._skip])
+        return self._decoder.decode(data)
+
+    def flush(self) -> str:
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text
+
+
+class _WindowDetokenizer:
+    """For every other decoder. A *part* is a token, or the byte tokens of one character: what can be text by itself."""
+
+    def __init__(self, decoding: Decoding, skip: frozenset[int]) -> None:
+        self._decoding = decoding
+        self._skip = skip
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(_EACH_BYTE)
+        self._token: list[str] = []  # the last token that is no byte; it decides about the space before the next
+        self._before: list[str] = []  # the same, and the last character of the bytes behind it
+        self._known = 0  # characters that those are
+
+    def push(self, ids: list[int]) -> str:
+        return "".join([self._emit(part) for part in self.parts(ids)])
+
+    def flush(self) -> str:
+        return "".join([self._emit(part) for part in self.rest()])
+
+    def parts(self, ids: Iterable[int]) -> Iterator[list[str]]:
+        """The parts that these ids complete."""
+        fallback = self._decoding.byte_fallback
+        for token_id in ids:
+            token = self._decoding.token(token_id)
+            if token is None or token_id in self._skip:
+                continue
+            if fallback and _BYTE_TOKEN.fullmatch(token):
+                yield from map(_spelled, self._utf8.decode(bytes([int(token[3:5], 16)])))
+            else:
+                yield from self.rest()
+                yield [token]
+
+    def rest(self) -> Iterator[list[str]]:
+        """The bytes held back, which belong to no character then."""
+        yield from map(_spelled, self._utf8.decode(b"", final=True))
+
+    def _emit(self, part: list[str]) -> str:
+        join = self._decoding.join
+        text = join(self._before + part)[self._known :]
+        if self._decoding.byte_fallback and _BYTE_TOKEN.fullmatch(part[0]):
+            self._before = self._token + part
+        else:
+            self._before = self._token = part
+        self._known = len(join(self._before))
+        return text
+
+
+@lru_cache(4096)
+def _spelled(character: str) -> list[str]:
+    """The byte tokens of a character; not to be changed."""
+    return [f"<0x{byte:02X}>" for byte in character.encode()]
+
+
+def _kinds(decoder: dict[str, Any]) -> Iterator[str]:
+    """The types of a decoder and of those it is made of."""
+    if decoder["type"] == "Sequence":
+        for part in decoder["decoders"]:
+            yield from _kinds(part)
+    else:
+        yield decoder["type"]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's way of writing bytes as printable characters, character -> byte."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_alphabet()
