@@ -80,6 +80,7 @@ class LLM:
                 ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
                 result = RequestOutput(prompt if isinstance(prompt, str) else None, ids, [])
                 results.append(result)
+                chosen.validate(self.engine.runner.vocab_size)  # n = 0 would submit nothing that could be refused
                 for index in range(chosen.n):
                     request = self.engine.add_request(ids, chosen, sample_index=index)
                     self._outputs.open(request)

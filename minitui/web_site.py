@@ -29,6 +29,7 @@ from aiohttp import WSMsgType, web
 from jinja2 import Environment, FileSystemLoader
 from textual_serve import server as textual_serve
 
+from minitui.server.descriptors import most_connections
 from minitui.server.origins import authority, is_same_origin
 from minitui.server.settings import is_loopback
 
@@ -171,9 +172,9 @@ class Site:
         def connect() -> asyncio.BaseProtocol:
             """Connections that say nothing make room, the oldest first."""
             assert runner.server is not None
-            connections = runner.server.connections
-            if len(connections) >= MAX_CONNECTIONS:
-                for silent in [one for one in connections if one not in self._busy][: MAX_CONNECTIONS // 10]:
+            connections, most = runner.server.connections, most_connections(MAX_CONNECTIONS)
+            if len(connections) >= most:
+                for silent in [one for one in connections if one not in self._busy][: max(1, most // 10)]:
                     silent.force_close()
             return runner.server()
 

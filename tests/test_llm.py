@@ -58,6 +58,12 @@ def test_one_bad_prompt_refuses_the_batch_and_leaves_nothing_behind(llm: LLM) ->
         llm.generate(["a", "b"], [SamplingParams()])
 
 
+@pytest.mark.parametrize("n", [0, -1, 129, True, "2", 1.0, None])
+def test_a_number_of_samples_that_cannot_be_is_refused(llm: LLM, n: object) -> None:
+    with pytest.raises(InvalidRequest, match=r"^n is "):
+        llm.generate(["a"], SamplingParams(n=n))  # type: ignore[arg-type]
+
+
 def test_there_may_be_more_prompts_than_a_server_would_let_wait(llm: LLM) -> None:
     requests = [llm.engine.add_request([5, 6], SamplingParams(max_tokens=1)) for _ in range(MAX_WAITING + 1)]
     assert all(llm.engine.abort(request.id) for request in requests) and not llm.engine.has_work

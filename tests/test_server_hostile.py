@@ -390,7 +390,9 @@ def test_other_paths_and_methods_are_refused_in_the_same_shape(server: Running, 
 
 @pytest.mark.parametrize("header", [
     "Host: evil.example", "Host: 127.0.0.1.evil.example", "Origin: https://evil.example", "Origin: null",
-    "Origin: http://127.0.0.1.evil.example", "Sec-Fetch-Site: cross-site",
+    "Origin: http://127.0.0.1.evil.example", "Sec-Fetch-Site: cross-site", "Sec-Fetch-Site: same-site",
+    "Origin: http://[", "Origin: http://[::1", "Origin: //127.0.0.1", "Origin: http://127.0.0.1@evil.example",
+    "Origin: http://127.0.0.1:1", "Origin: http://\u0661", "Origin: file://127.0.0.1",
 ])  # fmt: skip
 def test_a_page_elsewhere_is_refused(server: Running, header: str) -> None:
     host = "" if header.startswith("Host") else "Host: 127.0.0.1\r\n"
@@ -417,6 +419,18 @@ def test_a_key_that_is_not_the_key_opens_nothing(server: Running, monkeypatch: p
     assert KEY.encode() not in got
     right = server.get("/v1/models", headers={"Authorization": f"bearer {KEY}"})
     assert right.status_code == 200
+
+
+@pytest.mark.parametrize("host", ["[::1", "::1]", "[", "[]", "[::g]", "a b", "127.0.0.1:x", "::1", "@", "."])
+@pytest.mark.parametrize("keys", [False, True])
+def test_a_host_that_is_no_address_is_no_error_of_the_server(
+    server: Running, monkeypatch: pytest.MonkeyPatch, host: str, keys: bool
+) -> None:
+    settings = dataclasses.replace(server.service.settings, keys={KEY: Role.CONTROL} if keys else {})
+    monkeypatch.setattr(server.service, "settings", settings)
+    head = f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+    refused(*answered(raw(server, f"{head}\r\n".encode())), 401 if keys else 400)
+    refused(*answered(raw(server, f"{head}Origin: http://{host}\r\n\r\n".encode())), 403 if keys else 400)
 
 
 # ---- the wire: what is no HTTP, and what never ends
@@ -519,6 +533,28 @@ def test_a_hundred_connections_that_say_nothing_do_not_keep_others_out(server: R
     finally:
         for connection in idle:
             connection.close()
+
+
+def test_of_too_many_connections_the_oldest_idle_are_closed_and_no_reply(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minitui.server.connection.MAX_CONNECTIONS", 20)
+    with contextlib.ExitStack() as stack:
+        watching = stack.enter_context(server.http.stream("GET", "/minitui/records"))
+        lines = watching.iter_lines()
+        assert next(lines) == "event: hello"
+        address = ("127.0.0.1", server.host.port)
+        silent = [stack.enter_context(socket.create_connection(address, timeout=20)) for _ in range(60)]
+        for one in silent[::3]:
+            one.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")  # answered, and kept alive
+        assert raw(server, b"GET /health HTTP/1.0\r\n\r\n")
+        for one in silent[:30]:
+            with contextlib.suppress(ConnectionResetError):
+                while one.recv(65536):
+                    pass
+        server.post("/generate", {"prompt": "x", "max_tokens": 1})
+        assert any('"submit"' in line for line in lines), "the watcher was cut off"
+    server.wait_until(lambda: len(server.service.connections) < 10)
 
 
 def test_requests_in_a_row_on_one_connection_are_answered_in_their_order(server: Running) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from engine.errors import EngineError
+from minitui.server.hub import Hub
+from minitui.server.meters import Meters
 from minitui.server.settings import Role, ServerSettings
 from minitui.trace import TraceReader
 from tests.serving import serving
@@ -65,3 +67,48 @@ def test_a_trace_that_cannot_be_written_is_told_before_anything_is_loaded(tmp_pa
 
     with pytest.raises(EngineError, match=r"cannot be written.*--record"):
         Service(EngineConfig(), ServerSettings(record=tmp_path / "no" / "such" / "folder.trace"))
+
+
+SECRET = "mystery"
+
+
+def test_no_text_of_a_request_leaves_with_hidden_text(tmp_path: Path) -> None:
+    trace = tmp_path / "server.trace"
+    with serving(tmp_path, record=trace, hide_text=True) as server:
+        function = {"name": SECRET, "description": SECRET, "parameters": {"title": SECRET}}
+        tool = {"type": "function", "function": function}
+        common = {"user": SECRET, "stop": [SECRET], "max_tokens": 2}
+        chat = {"messages": [{"role": "user", "content": SECRET, "name": SECRET}], "metadata": {SECRET: SECRET},
+                "safety_identifier": SECRET, "prompt_cache_key": SECRET, "service_tier": SECRET, "tools": [tool],
+                "chat_template_kwargs": {SECRET: SECRET}}  # fmt: skip
+        ids = server.post("/tokenize", {"prompt": SECRET}).json()["tokens"]
+        params = {"max_tokens": 2, "stop": SECRET}
+        with server.http.stream("GET", "/minitui/records") as stream:
+            lines = stream.iter_lines()
+            assert next(lines) == "event: hello"
+            assert server.post("/v1/chat/completions", {**common, **chat}).status_code == 200
+            assert server.post("/v1/completions", {**common, "prompt": SECRET}).status_code == 200
+            assert server.post("/v1/completions", {**common, "prompt": SECRET, "model": SECRET}).status_code == 404
+            assert server.post("/v1/completions", {**common, "prompt": SECRET, "guided_regex": SECRET + "("}
+                               ).status_code == 400  # fmt: skip
+            for tag, group in (("a", SECRET), ("b", "0123abcd")):
+                sent = {"tag": tag, "ids": ids, "params": params, "group": group}
+                assert "finish_reason" in server.post("/minitui/submit", sent).text
+            told = ""
+            while told.count('"finish"') < 4:
+                told += next(lines) + "\n"
+        seen = [told, *(server.get(path).text for path in ("/minitui/snapshot", "/metrics", "/health"))]
+        assert "0123abcd" in told, "a chat no longer finds its own requests"
+    seen.append(str(list(TraceReader(trace).records())))
+    assert "0123abcd" in seen[-1]
+    for text in seen:
+        assert SECRET not in text
+
+
+def test_sentences_of_errors_are_hidden_with_the_text() -> None:
+    records = [
+        (1, 0.0, "refuse", "", SECRET), (2, 0.0, "finish", 1, f"error: {SECRET}", 0), (3, 0.0, "fail", 1, SECRET),
+        (4, 0.0, "finish", 2, "stop", 5),
+    ]  # fmt: skip
+    hidden, told = Hub(Meters(), mask_id=7).encode(records).decode(), Hub(Meters()).encode(records).decode()
+    assert SECRET not in hidden and told.count(SECRET) == 3 and '"stop"' in hidden

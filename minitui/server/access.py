@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minitui.server.failures import ApiError, as_api_error
+from minitui.server.origins import authority, is_same_origin
 from minitui.server.service import Service
 from minitui.server.settings import Role, ServerSettings, is_loopback
 
@@ -74,16 +74,20 @@ class Guard:
 
     def _check_origin(self, headers: Headers) -> None:
         """A web page elsewhere must not use a browser on this machine to reach the engine."""
-        host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
-        if not self.settings.keys and host and not is_loopback(host):
-            raise ApiError(403, f"the Host header says {host!r}; without a key only this machine itself is served")
+        host = headers.get("host", "")
+        if not self.settings.keys and host:
+            found = authority(host)
+            if found is None:
+                raise ApiError(400, "the Host header is no address, such as localhost:8000", code="bad_http")
+            if not is_loopback(found[0]):
+                raise ApiError(403, f"the Host header says {found[0]!r}; without a key only this machine is served")
         origin = headers.get("origin")
         allowed = self.settings.cors_origins
         if origin and ("*" in allowed or origin in allowed):
             return
-        if origin and origin != "null" and urlsplit(origin).netloc != headers.get("host"):
+        if origin and origin != "null" and not is_same_origin(origin, host):
             raise ApiError(403, f"requests of pages from {origin!r} are not served")
-        if origin == "null" or headers.get("sec-fetch-site") == "cross-site":
+        if origin == "null" or headers.get("sec-fetch-site") in ("cross-site", "same-site"):  # same-site: another port
             raise ApiError(403, "requests of pages from elsewhere are not served")
 
     def _check_key(self, scope: Scope, headers: Headers) -> Role:

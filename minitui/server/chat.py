@@ -72,7 +72,7 @@ class ChatAnswer:
         opening = self.tokenizer.decode(ids[-8:], skip_special_tokens=False)
         self.thinking = not self.forced and opening.rstrip().endswith(THINK)
         self.choices = [Choice(self) for _ in range(self.samples)]
-        await self.reply.submit([ids], self._params(), body.user or "", "messages", body.field_names)
+        await self.reply.submit([ids], self._params(), self.service.label(user=body.user), "messages", body.field_names)
 
     def _params(self) -> SamplingParams:
         body = self.body

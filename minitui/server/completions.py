@@ -98,7 +98,7 @@ class CompletionAnswer:
         params = self.body.params(
             self.body.max_tokens, info["generation"], info["vocab_size"], logprobs=self.body.logprobs
         )
-        await self.reply.submit(prompts, params, self.body.user or "", names=self.body.field_names)
+        await self.reply.submit(prompts, params, self.service.label(user=self.body.user), names=self.body.field_names)
 
     def _echo(self, index: int) -> str:
         if not self.body.echo:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from minitui.server.descriptors import most_connections
 from minitui.server.failures import ApiError
 from minitui.server.service import Service
 
 MAX_HEAD = 64 << 10  # bytes of a request's first line and headers
+MAX_CONNECTIONS = 800  # below the usual limit of 1,024 open files
 
 
 class Connection(H11Protocol):
@@ -26,15 +29,27 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]  # uvicorn says more of it than asyncio
+        self._make_room()
+        self._service.connections[self] = None
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._service.connections.pop(self, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch_head()
+
+    def _make_room(self) -> None:
+        """Of too many connections, the oldest that have no request under way are closed."""
+        most = most_connections(MAX_CONNECTIONS)
+        if len(self._service.connections) >= most:
+            idle = (one for one in self._service.connections if one.cycle is None or one.cycle.response_complete)
+            for one in list(itertools.islice(idle, max(1, most // 10))):
+                self._service.connections.pop(one)
+                one.transport.close()
 
     def _watch_head(self) -> None:
         """From its first byte a head may take as long as a body; between two requests uvicorn's own limit holds."""

@@ -182,8 +182,10 @@ class Hub:
             return fields
         for place in MASKED.get(kind, ()):
             fields[place] = [self.mask_id] * len(fields[place])
-        if kind == "refuse":  # the reason may quote what was asked
+        if kind in ("refuse", "fail"):  # the reason may quote what was asked
             fields[1] = "hidden"
+        elif kind == "finish" and str(fields[1]).startswith("error"):
+            fields[1] = "error: hidden"
         return fields
 
     def snapshot(self) -> dict[str, Any] | None:

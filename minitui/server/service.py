@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ CALM_S = 60.0  # an engine that lived so long begins the list anew
 PING_S = 1.0
 CLOSE_S = 1.0  # for the engine to end by itself when the server stops
 MASK_TEXT = "."
+CHAT_ID = re.compile(r"[0-9a-f]{8}")  # drawn at random by minitui/sessions.py
 
 
 class Service:
@@ -53,6 +55,7 @@ class Service:
         self.hub = Hub(self.meters, recording=self.recording)
         self.open = 0  # sequences admitted and not ended
         self.began = int(time.time())
+        self.connections: dict[Any, None] = {}  # minitui/server/connection.py's, the oldest first
         self.gate_owner: str | None = None  # the watcher who closed the gate or slowed the engine
         self._client: EngineClient | None = None
         self._tokenizer: Tokenizer | None = None
@@ -272,6 +275,12 @@ class Service:
     async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run what takes long (a template, a long text) where it does not hold up anybody."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    def label(self, user: str | None = None, chat: str = "") -> str:
+        """The group of a request in the records. Hidden: OpenAI's `user`, and every name of a chat but our own ids."""
+        if self.settings.hide_text:
+            return chat if CHAT_ID.fullmatch(chat) else ""
+        return user or chat
 
     def check_model(self, name: str | None) -> None:
         """Raise the 404 that names what there is."""

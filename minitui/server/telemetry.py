@@ -172,6 +172,7 @@ def router(service: Service) -> APIRouter:
         values["top_k"] = min(values["top_k"], int(service.info["vocab_size"]))
         reply = Reply(service, 1)
         open_replies[body.tag] = reply
+        group = service.label(chat=body.group)
 
         def end() -> None:
             open_replies.pop(body.tag, None)
@@ -189,7 +190,7 @@ def router(service: Service) -> APIRouter:
                 yield event(told)
 
         try:
-            await unless_gone(request.receive, reply.submit([body.ids], SamplingParams(**values), body.group, "ids"))
+            await unless_gone(request.receive, reply.submit([body.ids], SamplingParams(**values), group, "ids"))
         except BaseException:
             end()
             raise
