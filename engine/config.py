@@ -5,12 +5,13 @@ Reading and writing them needs no torch: the process of the user interface does 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from engine.errors import CheckpointError, EngineError
+from engine.errors import EngineError
+from engine.fields import Fields
+from engine.files import read_json, read_json_if_there
 from engine.types import POLICIES
 
 if TYPE_CHECKING:
@@ -28,24 +29,27 @@ class Architecture:
     qk_norm: bool = False
     mlp_bias: bool = False  # True: as the field mlp_bias says
     head_dim: int | None = None  # where config.json has none; None: hidden_size / num_attention_heads
-    # "all": every layer has `sliding_window`; "used": the same if use_sliding_window says so; "layers": then those
-    # that layer_types or max_window_layers name
+    kv_heads: int | None = None  # where config.json has no field for it (null: as many as heads)
+    # "always": `sliding_window`, in the layers that layer_types names or in all; "layers": only with
+    # use_sliding_window, in the layers that layer_types or max_window_layers names; "used": the same, in all layers
     window: str = "none"
     experts: bool = False  # the MLPs of some layers, or all, are mixtures of experts
 
 
 ARCHITECTURES = {
-    "Qwen3ForCausalLM": Architecture(qkv_bias=None, qk_norm=True, head_dim=128, window="layers"),
-    "Qwen2ForCausalLM": Architecture(qkv_bias=True, window="layers"),
+    "Qwen3ForCausalLM": Architecture(qkv_bias=None, qk_norm=True, head_dim=128, kv_heads=32, window="layers"),
+    "Qwen2ForCausalLM": Architecture(qkv_bias=True, kv_heads=32, window="layers"),
     "LlamaForCausalLM": Architecture(qkv_bias=None, mlp_bias=True),
-    "MistralForCausalLM": Architecture(window="all"),
-    "Qwen3MoeForCausalLM": Architecture(qkv_bias=None, qk_norm=True, window="used", experts=True),
+    "MistralForCausalLM": Architecture(kv_heads=8, window="always"),
+    "MinistralForCausalLM": Architecture(kv_heads=8, window="always"),  # Mistral with layer_types
+    "Qwen3MoeForCausalLM": Architecture(qkv_bias=None, qk_norm=True, kv_heads=4, window="used", experts=True),
 }
 MODEL_TYPES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
@@ -148,203 +152,11 @@ class ModelConfig:
     @staticmethod
     def from_pretrained(directory: str | Path) -> ModelConfig:
         """Read config.json (and generation_config.json, if there) of a checkpoint; raises CheckpointError."""
-        path = Path(directory) / "config.json"
-        generation = Path(directory) / "generation_config.json"
-        raw = read_json(path)
-        return _Reader(path, raw).model_config(read_json(generation) if generation.is_file() else {})
+        from engine.config_reader import ConfigReader  # which makes a ModelConfig
 
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of a checkpoint; CheckpointError names the file and what is wrong with it."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} does not exist: {path.parent} is not a Hugging Face checkpoint; give the directory that holds "
-            "config.json"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): download it again") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds {type(value).__name__}, not a JSON object: download it again")
-    return value
-
-
-class _Reader:
-    """Takes fields out of a config.json; every complaint names the file and the field."""
-
-    def __init__(self, path: Path, raw: dict[str, Any]) -> None:
-        self.path = path
-        self.raw = raw
-
-    def model_config(self, generation: dict[str, Any]) -> ModelConfig:
-        name = self._architecture()
-        arch = ARCHITECTURES[name]
-        if self.raw.get("quantization_config"):
-            raise CheckpointError(
-                f"{self.path} has a quantization_config: quantised checkpoints are not supported; use the plain one"
-            )
-        if self.raw.get("hidden_act", "silu") != "silu":
-            raise CheckpointError(
-                f"{self.path} has hidden_act {self.raw['hidden_act']!r}: {name} is supported with 'silu' only"
-            )
-        hidden, heads, layers = (
-            self._count(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
-        )
-        kv_heads = self._count("num_key_value_heads", heads)
-        if heads % kv_heads:
-            raise CheckpointError(
-                f"{self.path} has {heads} attention heads and {kv_heads} key/value heads: the first must be a "
-                "multiple of the second; correct num_key_value_heads"
-            )
-        head_dim = self._count("head_dim", arch.head_dim or hidden // heads)
-        if head_dim % 2:
-            raise CheckpointError(f"{self.path} has head_dim {head_dim}: rotary positions need an even number")
-        attention_bias = bool(self.raw.get("attention_bias", False))
-        return ModelConfig(
-            architecture=name,
-            vocab_size=self._count("vocab_size"),
-            hidden_size=hidden,
-            intermediate_size=self._count("intermediate_size"),
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            max_position=self._count("max_position_embeddings"),
-            rms_norm_eps=self._number(self.raw, "rms_norm_eps", 1e-6),
-            rope=self._rope(),
-            tie_word_embeddings=bool(self.raw.get("tie_word_embeddings", False)),
-            qkv_bias=attention_bias if arch.qkv_bias is None else arch.qkv_bias,
-            output_bias=attention_bias and arch.qkv_bias is None,
-            mlp_bias=arch.mlp_bias and bool(self.raw.get("mlp_bias", False)),
-            qk_norm=arch.qk_norm,
-            windows=self._windows(arch, layers),
-            experts=self._experts(layers) if arch.experts else None,
-            dtype=self._dtype(),
-            eos_ids=_eos_ids(generation, self.raw),
-        )
-
-    def _architecture(self) -> str:
-        named = self.raw.get("architectures") or [MODEL_TYPES.get(self.raw.get("model_type", ""))]
-        for name in named:
-            if name in ARCHITECTURES:
-                return name
-        what = ", ".join(str(name) for name in named if name) or self.raw.get("model_type") or "no architecture"
-        raise CheckpointError(f"{self.path} names {what}: supported are {', '.join(ARCHITECTURES)}")
-
-    def _count(self, key: str, default: int | None = None) -> int:
-        value = self.raw.get(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise CheckpointError(f"{self.path} has no field {key!r}: add it, or download the file again")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"{self.path} has {key} = {value!r}: it must be a whole number above 0")
-        return value
-
-    def _number(self, table: dict[str, Any], key: str, default: float | None = None) -> float:
-        value = table.get(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise CheckpointError(f"{self.path} has no field {key!r} in its rope parameters: add it")
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise CheckpointError(f"{self.path} has {key} = {value!r}: it must be a number")
-        return float(value)
-
-    def _dtype(self) -> str:
-        value = str(self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32").removeprefix("torch.")
-        if value not in DTYPES:
-            raise CheckpointError(f"{self.path} has dtype {value!r}: supported are {', '.join(DTYPES)}")
-        return value
-
-    def _rope(self) -> RopeConfig:
-        """`rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before); `type` is `rope_type`."""
-        raw = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
-        if not isinstance(raw, dict):
-            raise CheckpointError(f"{self.path} has rope parameters {raw!r}: they must be an object")
-        kind = raw.get("rope_type") or raw.get("type") or "default"
-        if kind not in ROPE_KINDS:
-            raise CheckpointError(f"{self.path} asks for rope type {kind!r}: supported are {', '.join(ROPE_KINDS)}")
-        if raw.get("partial_rotary_factor", self.raw.get("partial_rotary_factor") or 1.0) != 1.0:
-            raise CheckpointError(f"{self.path} has a partial_rotary_factor: only whole heads can be rotated")
-        theta = self._number(raw, "rope_theta", self._number(self.raw, "rope_theta", 10_000.0))
-        if kind == "default":
-            return RopeConfig(theta=theta)
-        original = raw.get("original_max_position_embeddings") or self.raw.get("original_max_position_embeddings")
-        original = original or self._count("max_position_embeddings")
-        factor = raw.get("factor")
-        if factor is None and kind == "yarn":
-            factor = self._count("max_position_embeddings") / original
-        need = None if kind == "llama3" else 1.0  # llama3 has no defaults for its bands
-        return RopeConfig(
-            kind=kind,
-            theta=theta,
-            factor=self._number({"factor": factor}, "factor"),
-            original_max_position=int(original),
-            attention_factor=raw.get("attention_factor"),
-            mscale=raw.get("mscale"),
-            mscale_all_dim=raw.get("mscale_all_dim"),
-            beta_fast=float(raw.get("beta_fast") or 32),
-            beta_slow=float(raw.get("beta_slow") or 1),
-            truncate=bool(raw.get("truncate", True)),
-            low_freq_factor=self._number(raw, "low_freq_factor", need),
-            high_freq_factor=self._number(raw, "high_freq_factor", need),
-        )
-
-    def _experts(self, layers: int) -> ExpertsConfig | None:
-        count = self._count("num_local_experts" if "num_local_experts" in self.raw else "num_experts")
-        per_token = self._count("num_experts_per_tok")
-        if per_token > count:
-            raise CheckpointError(
-                f"{self.path} sends each token to {per_token} of {count} experts: num_experts_per_tok can be at most "
-                "their number; correct it"
-            )
-        step, dense = self._count("decoder_sparse_step", 1), self.raw.get("mlp_only_layers") or []
-        if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
-            raise CheckpointError(f"{self.path} has mlp_only_layers {dense!r}: it must be a list of layers' numbers")
-        sparse = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
-        if not any(sparse):
-            return None
-        return ExpertsConfig(
-            count=count,
-            per_token=per_token,
-            inner_size=self._count("moe_intermediate_size"),
-            normalised=bool(self.raw.get("norm_topk_prob", False)),
-            layers=sparse,
-        )
-
-    def _windows(self, arch: Architecture, layers: int) -> tuple[int, ...]:
-        window = self.raw.get("sliding_window")
-        if not window or arch.window == "none":
-            return ()
-        if arch.window == "all":
-            return (window,) * layers
-        if not self.raw.get("use_sliding_window", False):
-            return ()
-        if arch.window == "used":
-            return (window,) * layers
-        kinds = self.raw.get("layer_types")
-        if kinds is None:
-            first = self.raw.get("max_window_layers", 28)
-            kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-        if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
-            raise CheckpointError(
-                f"{self.path} has layer_types {kinds!r}: it must name 'sliding_attention' or 'full_attention' for "
-                f"each of the {layers} layers"
-            )
-        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-
-
-def _eos_ids(*tables: dict[str, Any]) -> tuple[int, ...]:
-    """Every id that ends a reply, in order, each once."""
-    ids: dict[int, None] = {}
-    for table in tables:
-        value = table.get("eos_token_id")
-        for token in value if isinstance(value, list) else [value]:
-            if token is not None:
-                ids[int(token)] = None
-    return tuple(ids)
+        path, generation = Path(directory) / "config.json", Path(directory) / "generation_config.json"
+        reader = ConfigReader(Fields(path, read_json(path)))
+        return reader.model_config(Fields(generation, read_json_if_there(generation)))
 
 
 KV_CACHE_DTYPES = ("auto", "fp8")

@@ -15,9 +15,11 @@ from typing import Any
 import tokenizers
 
 from engine.chat_template import LONGEST_SOURCE, ChatTemplate
-from engine.config import read_json
 from engine.detokenizer import Decoding, Detokenizer
 from engine.errors import CheckpointError, InvalidRequest
+from engine.fields import Fields, shown
+from engine.files import TOKENIZER_BYTES, read_bytes, read_json_if_there, read_text
+from engine.types import SamplingParams
 
 Message = dict[str, Any]
 
@@ -44,29 +46,17 @@ class Tokenizer:
     def __init__(self, directory: str | Path) -> None:
         """Raises CheckpointError if tokenizer.json is missing or broken."""
         self.directory = directory = Path(directory)
-        path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise CheckpointError(
-                f"{path} does not exist: the model needs its tokenizer in this form (transformers writes it with "
-                "tokenizer.save_pretrained)"
-            )
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise CheckpointError(f"{path} cannot be read ({error}): download it again") from error
+        self._tokenizer = _load(directory / "tokenizer.json")
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self._config = _read_optional(directory / "tokenizer_config.json")
+        self._config = self._fields("tokenizer_config.json").raw
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._control_ids = {token.content: token_id for token_id, token in added.items() if token.special}
-        self._names = {name: _content(self._config.get(name)) for name in SPECIAL_NAMES if self._config.get(name)}
-        generation = _read_optional(directory / "generation_config.json")
-        self.generation = {key: generation[key] for key in GENERATION_DEFAULTS if generation.get(key) is not None}
-        if generation.get("do_sample") is False:
-            self.generation["temperature"] = 0.0
-        self.eos_ids = self._find_eos(generation, _read_optional(directory / "config.json"))
+        self._names = {name: self._special(name) for name in SPECIAL_NAMES if self._config.get(name)}
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.generation = self._find_generation()
+        self.eos_ids = self._find_eos()
         self.chat_template = self._find_template()
         self.context: int | None = None
         self._decoding = Decoding(self._tokenizer, self.special_ids)
@@ -149,7 +139,7 @@ class Tokenizer:
     @cached_property
     def _literal(self) -> tokenizers.Tokenizer:
         """The same tokenizer, to which control tokens are ordinary text."""
-        copy = tokenizers.Tokenizer.from_file(str(self.directory / "tokenizer.json"))
+        copy = _load(self.directory / "tokenizer.json")
         copy.no_padding()
         copy.no_truncation()
         copy.encode_special_tokens = True
@@ -204,27 +194,46 @@ class Tokenizer:
             return ids[len(newline) :]
         return _encode(self._literal, text, False)
 
-    def _find_eos(self, generation: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
+    def _fields(self, name: str) -> Fields:
+        path = self.directory / name
+        return Fields(path, read_json_if_there(path))
+
+    def _special(self, name: str) -> str:
+        """A special token of tokenizer_config.json, which writes it as a string or as an object."""
+        token = self._config[name]
+        content = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(content, str):
+            path = self.directory / "tokenizer_config.json"
+            raise CheckpointError(f"{path} has {name} = {shown(token)}: it must be a string, or have one as content")
+        return content
+
+    def _find_generation(self) -> dict[str, Any]:
+        fields = self._fields("generation_config.json")
+        found = {key: fields.raw[key] for key in GENERATION_DEFAULTS if fields.raw.get(key) is not None}
+        if isinstance(found.get("top_k"), int):
+            found["top_k"] = min(found["top_k"], self.vocab_size)
+        if not fields.flag("do_sample", True):
+            found["temperature"] = 0.0
+        try:
+            SamplingParams(**found).validate(self.vocab_size)
+        except InvalidRequest as error:
+            raise CheckpointError(f"{fields.path} recommends what cannot be: {error}; correct or delete it") from None
+        return found
+
+    def _find_eos(self) -> tuple[int, ...]:
+        ids = [
+            i
+            for name in ("generation_config.json", "config.json")
+            for i in self._fields(name).token_ids("eos_token_id")
+        ]
         named = self._tokenizer.token_to_id(self._names["eos_token"]) if "eos_token" in self._names else None
-        ids: dict[int, None] = {}
-        for value in (generation.get("eos_token_id"), config.get("eos_token_id"), named):
-            for token_id in value if isinstance(value, list) else [value]:
-                if token_id is not None:
-                    ids[int(token_id)] = None
-        return tuple(ids)
+        return tuple(dict.fromkeys(ids if named is None else [*ids, named]))
 
     def _find_template(self) -> str | None:
         path = self.directory / "chat_template.jinja"
-        if path.is_file():
-            if path.stat().st_size > LONGEST_SOURCE:
-                raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes; {LONGEST_SOURCE:,} are allowed")
-            try:
-                return path.read_text(encoding="utf-8")
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{path} cannot be read ({error}): download it again") from error
-        template = self._config.get("chat_template") or _read_optional(self.directory / "chat_template.json").get(
-            "chat_template"
-        )
+        if path.exists():
+            return read_text(path, LONGEST_SOURCE)
+        template = self._config.get("chat_template") or self._fields("chat_template.json").raw.get("chat_template")
         if isinstance(template, list):  # several, by name
             template = {str(item.get("name")): item.get("template") for item in template if isinstance(item, dict)}
         if isinstance(template, dict):
@@ -246,16 +255,21 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool
     return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
-def _read_optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
-
-
-def _content(token: Any) -> str:
-    """A special token of tokenizer_config.json, which writes it as a string or as an object."""
-    content = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(content, str):
-        raise CheckpointError(f"tokenizer_config.json names a special token that is no string: {str(token)[:80]}")
-    return content
+def _load(path: Path) -> tokenizers.Tokenizer:
+    """The tokenizer in a tokenizer.json; CheckpointError if there is none or it is broken."""
+    try:
+        data = read_bytes(path, TOKENIZER_BYTES)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} does not exist: the model needs its tokenizer in this form (transformers writes it with "
+            "tokenizer.save_pretrained)"
+        ) from None
+    try:
+        return tokenizers.Tokenizer.from_buffer(data)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises plain Exception, and BaseException where it panics
+        raise CheckpointError(f"{path} cannot be read ({error}): download it again") from error
 
 
 def _strings(value: Any) -> Iterable[str]:

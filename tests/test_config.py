@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,9 @@ QWEN3 = {
 def read(directory: Path, changes: dict[str, Any] | None = None, **files: Any) -> ModelConfig:
     """A config with changes (None: the field is removed), beside other JSON files."""
     raw: dict[str, Any] = dict(QWEN3)
+    if (changes or {}).get("architectures"):
+        for key in ("model_type", "use_sliding_window", "sliding_window", "max_window_layers"):
+            del raw[key]
     for key, value in (changes or {}).items():
         raw.pop(key, None)
         if value is not None:
@@ -90,13 +94,16 @@ def test_end_ids_are_those_of_both_files_each_once(tmp_path: Path) -> None:
         ("Qwen2ForCausalLM", {}, {"qkv_bias": True, "output_bias": False, "qk_norm": False, "windows": ()}),
         ("Qwen3ForCausalLM", {"attention_bias": True}, {"qkv_bias": True, "output_bias": True, "qk_norm": True}),
         ("MistralForCausalLM", {"sliding_window": 4096}, {"windows": (4096,) * 28, "qkv_bias": False}),
-        ("MistralForCausalLM", {}, {"windows": ()}),
+        ("MistralForCausalLM", {}, {"windows": (4096,) * 28}),
+        ("MinistralForCausalLM", {"layer_types": ["full_attention", "sliding_attention"] * 14},
+         {"windows": (0, 4096) * 14}),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": 27}, {"windows": (0,) * 27 + (4096,)}),
         ("Qwen2ForCausalLM", {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 26},
          {"windows": (0,) * 26 + (100, 100)}),
         ("Qwen3ForCausalLM", {"sliding_window": 7, "use_sliding_window": True,
                               "layer_types": ["full_attention", "sliding_attention"] * 14}, {"windows": (0, 7) * 14}),
         ("Qwen2ForCausalLM", {"sliding_window": 100, "use_sliding_window": False}, {"windows": ()}),
-        ("LlamaForCausalLM", {"sliding_window": 100}, {"windows": ()}),
+        ("LlamaForCausalLM", {"sliding_window": 40960}, {"windows": ()}),
     ],
 )  # fmt: skip
 def test_architectures_differ_in_biases_norms_and_windows(
@@ -145,7 +152,7 @@ def test_linear_and_dynamic_scaling_stretch_the_context(tmp_path: Path) -> None:
         ({"hidden_size": "1024"}, r"hidden_size = '1024': it must be a whole number"),
         ({"num_key_value_heads": 7}, r"16 attention heads and 7 key/value heads"),
         ({"head_dim": 33}, r"head_dim 33: rotary positions need an even number"),
-        ({"hidden_act": "gelu"}, r"hidden_act 'gelu'"),
+        ({"hidden_act": "gelu"}, r"hidden_act = 'gelu'.*without effect: None or 'silu'"),
         ({"quantization_config": {"bits": 4}}, r"quantised checkpoints are not supported"),
         ({"rope_scaling": {"type": "longrope"}}, r"rope type 'longrope': supported are default, linear"),
         ({"rope_scaling": {"type": "linear"}}, r"no field 'factor' in its rope parameters"),
@@ -163,6 +170,129 @@ def test_a_config_that_cannot_be_used_is_refused_in_one_sentence(
         read(tmp_path, changes)
     assert str(tmp_path / "config.json") in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MOE = {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS}
+LLAMA, MISTRAL = {"architectures": ["LlamaForCausalLM"]}, {"architectures": ["MistralForCausalLM"]}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"attn_logit_softcapping": 50.0},
+            "softcapping = 50.0, which Qwen3ForCausalLM is not computed with",
+        ),
+        (LLAMA | {"residual_multiplier": 0.22}, "residual_multiplier = 0.22"),
+        (LLAMA | {"attention_multiplier": 0.1}, "attention_multiplier = 0.1"),
+        (LLAMA | {"logit_scale": 0.06}, "logit_scale = 0.06"),
+        (LLAMA | {"no_rope_layers": [1, 1, 1, 0] * 7}, "no_rope_layers"),
+        (LLAMA | {"sliding_window": 512}, "sliding_window = 512"),
+        (LLAMA | {"layer_types": ["sliding_attention"] * 28}, "layer_types"),
+        (LLAMA | {"per_layer_config": {"0": {"num_attention_heads": 2}}}, "per_layer_config"),
+        (LLAMA | {"rotary_pct": 0.25}, "rotary_pct = 0.25"),
+        (MISTRAL | {"attention_bias": True}, "attention_bias = True"),
+        (MISTRAL | {"use_sliding_window": False}, "use_sliding_window = False"),
+        (MISTRAL | {"sliding_window": "4096"}, "sliding_window = '4096'.*a whole number"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window = 0.*a whole number"),
+        (MISTRAL | {"layer_types": ["chunked_attention"] * 28}, "must name 'sliding_attention' or"),
+        ({"dual_chunk_attention_config": {"chunk_size": 262144}}, "dual_chunk_attention_config"),
+        ({"mlp_bias": True}, "mlp_bias = True"),
+        ({"layer_types": ["sliding_attention"] * 28}, "no sliding_window in use"),
+        ({"use_sliding_window": "no"}, "use_sliding_window = 'no'.*true or false"),
+        ({"tie_word_embeddings": "false"}, "true or false"),
+        (MOE | {"routed_scaling_factor": 2.5}, "routed_scaling_factor = 2.5"),
+        (MOE | {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
+        (MOE | {"num_local_experts": 4}, "num_experts and num_local_experts, which differ"),
+        (MOE | {"use_sliding_window": True, "layer_types": ["full_attention"] * 28}, "in every layer or in none"),
+        ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "own for 'full_attention'"),
+        ({"rope_scaling": YARN | {"attention_factor": "1.0"}}, "attention_factor = '1.0' in its rope parameters"),
+        ({"rope_scaling": YARN | {"beta_fast": "32"}}, "beta_fast = '32'"),
+        ({"rope_scaling": YARN | {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta = 0.1 in its rope parameters"),
+        ({"rope_scaling": YARN | {"type": "linear"}}, "rope type 'yarn' and 'linear'"),
+        ({"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}}, "which differ"),
+        ({"rope_scaling": YARN, "original_max_position_embeddings": 4096}, "4,096, and 32,768"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "rope type 'mrope'"),
+        ({"rope_scaling": {"mrope_section": [16, 24, 24]}}, "mrope_section"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor = 0.5"),
+        ({"rope_theta": 1}, "rope_theta = 1.*above 1"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps = 1000+….*a finite number"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: it must be at most 10,000"),
+        ({"hidden_size": 10**12}, "at most 2,147,483,647"),
+        ({"architectures": "Qwen3ForCausalLM"}, "a list of names"),
+        ({"architectures": [["Qwen3ForCausalLM"]]}, "supported are"),
+        ({"architectures": None, "model_type": ["qwen3"]}, "the name of a family"),
+        (LLAMA | {"model_type": "qwen2"}, "belong to different families"),
+        ({"eos_token_id": "x"}, "eos_token_id = 'x': it must be a token id"),
+        ({"eos_token_id": [1, 2.0]}, "must be a token id"),
+        ({"eos_token_id": 10**30}, "must be a token id"),
+    ],
+)
+def test_what_is_not_understood_is_refused_not_ignored(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read(tmp_path, changes)
+    assert str(tmp_path / "config.json") in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attn_logit_softcapping": None, "residual_multiplier": 1.0, "logit_scale": 1, "is_encoder_decoder": False},
+        {"rope_scaling": {"rope_type": "default", "factor": 1.0, "mrope_section": None}, "partial_rotary_factor": 1.0},
+        {"layer_types": ["full_attention"] * 28, "use_mrope": False, "add_cross_attention": False, "n_group": None},
+        LLAMA | {"no_rope_layers": [1] * 28, "layer_types": ["full_attention"] * 28, "pretraining_tp": 2},
+        LLAMA | {"attention_multiplier": 128**-0.5, "query_pre_attn_scalar": 128},
+        MISTRAL | {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 28},
+    ],
+)
+def test_fields_of_other_families_may_say_that_they_change_nothing(changes: dict[str, Any], tmp_path: Path) -> None:
+    dropped = {"model_type", "sliding_window"} if "architectures" in changes else set()
+    raw = {key: value for key, value in QWEN3.items() if key not in dropped} | changes
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert ModelConfig.from_pretrained(tmp_path).windows == ()
+
+
+WITHOUT_EFFECT = {
+    "transformers_version", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "id2label", "label2id",
+    "problem_type", "initializer_range", "use_cache", "pad_token_id", "bos_token_id", "attention_dropout",
+    "pretraining_tp", "output_router_logits", "router_aux_loss_coef",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "mistral", "ministral", "qwen3_moe"])
+def test_every_field_of_the_familys_configuration_is_looked_at(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all that transformers' configuration has, each field is read or refused, or known to change nothing."""
+    import dataclasses
+
+    from transformers import AutoConfig
+
+    import engine.config
+
+    class Watched(dict[str, Any]):
+        seen: set[str] = set()  # noqa: RUF012
+
+        def get(self, key: str, default: Any = None) -> Any:
+            self.seen.add(key)
+            return super().get(key, default)
+
+        def __getitem__(self, key: str) -> Any:
+            self.seen.add(key)
+            return super().__getitem__(key)
+
+    config = AutoConfig.for_model(kind)
+    raw = Watched({**QWEN3, **EXPERTS, "architectures": None, "model_type": kind})
+    del raw["use_sliding_window"], raw["max_window_layers"]
+    monkeypatch.setattr(engine.config, "read_json", lambda path: raw)
+    ModelConfig.from_pretrained(tmp_path)
+    from engine.foreign_keys import neutral_values
+
+    looked_at = raw.seen | set(neutral_values(64, 64, 2))
+    assert {field.name for field in dataclasses.fields(config)} - looked_at - WITHOUT_EFFECT == set()
 
 
 def test_a_missing_or_broken_config_is_named(tmp_path: Path) -> None:
@@ -306,3 +436,71 @@ def test_a_bare_name_of_unknown_origin_asks_for_the_full_one(tmp_path: Path, mon
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match="full name on the hub"):
         resolve_model("Unheard-7B")
+
+
+# ---- files that are no files of a checkpoint
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "huge", "deep", "directory", "surrogate"])
+def test_whatever_lies_in_the_place_of_a_file_is_a_sentence(kind: str, name: str, tmp_path: Path) -> None:
+    """Nothing blocks, and nothing without end is read: in a process of its own, which would hang."""
+    from minitui import tutor
+
+    shutil.copytree(tutor.model_dir(), tmp_path / "m", ignore=shutil.ignore_patterns(name))
+    path = tmp_path / "m" / name
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "huge":
+        with path.open("wb") as file:
+            file.truncate(10_000_000_000)
+    elif kind == "deep":
+        path.write_text('{"a":' * 200_000 + "1" + "}" * 200_000)
+    else:
+        path.write_text('{"model_type": "\\ud800", "eos_token_id": 1}')
+    code = (
+        "import sys; from engine.config import ModelConfig; from engine.tokenizer import Tokenizer;"
+        "ModelConfig.from_pretrained(sys.argv[1]); Tokenizer(sys.argv[1])"
+    )
+    run = [sys.executable, "-c", code, str(tmp_path / "m")]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120, check=False)
+    if name == "chat_template.jinja" and kind == "surrogate":
+        assert done.returncode == 0, done.stderr  # any text is a template; jinja2 judges it when it is used
+    else:
+        assert f"engine.errors.CheckpointError: {path} " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("recommended", "message"),
+    [
+        ({"temperature": "hot"}, "temperature is 'hot': it must be a finite number"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_p": 7}, "top_p is 7"),
+        ({"top_k": 2.5}, "top_k is 2.5"),
+        ({"do_sample": "no"}, "do_sample = 'no': it must be true or false"),
+        ({"eos_token_id": "x"}, "eos_token_id = 'x': it must be a token id"),
+        ([], "holds list, not a JSON object"),
+    ],
+)
+def test_a_generation_config_that_cannot_be_is_refused(recommended: Any, message: str, tmp_path: Path) -> None:
+    from engine.tokenizer import Tokenizer
+    from minitui import tutor
+
+    shutil.copy(tutor.model_dir() / "tokenizer.json", tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json .*{message}"):
+        Tokenizer(tmp_path)
+
+
+def test_a_recommended_top_k_beyond_the_vocabulary_is_off(tmp_path: Path) -> None:
+    from engine.tokenizer import Tokenizer
+    from minitui import tutor
+
+    shutil.copy(tutor.model_dir() / "tokenizer.json", tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"top_k": 1000000000, "top_p": null}')
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.generation == {"top_k": tokenizer.vocab_size}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from engine.config import ModelConfig, RopeConfig
 from engine.cpu_runner import CPURunner
 from engine.model import ops
 from engine.model.rope import attention_factor, inverse_frequencies, rope_table
-from tests.models import VOCAB, Driver, make_request, make_runner, reference, save
+from tests.models import SMALL, SMALL_EXPERTS, VOCAB, Driver, make_request, make_runner, reference, save
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 LLAMA3 = {
@@ -120,6 +121,56 @@ def test_greedy_tokens_equal_those_of_transformers_in_float64(name: str, checkpo
     for _ in range(REPLY):
         theirs.append(int(their_logits(exact, theirs)[-1].argmax()))
     assert ours == theirs[PROMPT:]
+
+
+def _random_config(random: Any) -> dict[str, Any]:
+    """A config.json as a checkpoint may have it: fields that have defaults are there or not."""
+    kind = random.choice(["mistral", "mistral", "qwen2", "qwen3", "qwen3_moe", "llama"])
+    layers = random.choice([2, 3, 4])
+    raw = {**SMALL, "model_type": kind, "num_hidden_layers": layers, "num_key_value_heads": random.choice([1, 2, 4])}
+    if kind == "qwen3_moe":
+        raw |= {**SMALL_EXPERTS, "norm_topk_prob": random.random() < 0.5, "decoder_sparse_step": random.choice([1, 2])}
+    if kind == "qwen2":
+        raw["head_dim"] = 16
+    maybe: dict[str, Any] = {"tie_word_embeddings": True, "rms_norm_eps": 1e-4, "rope_theta": 5000.0}
+    if kind != "llama" and random.random() < 0.9:
+        raw["sliding_window"] = random.choice([None, 3, 9, 11, 20])
+    if kind.startswith("qwen"):
+        maybe |= {"use_sliding_window": True, "max_window_layers": random.choice([0, 1, layers, 28])}
+    if kind in ("qwen3", "llama", "qwen3_moe"):
+        maybe |= {"attention_bias": True}
+    if kind == "llama":
+        maybe |= {"mlp_bias": True}
+    maybe["rope_scaling"] = random.choice([None, {"type": "linear", "factor": 2.0}, YARN, LLAMA3])
+    raw |= {key: value for key, value in maybe.items() if random.random() < 0.6}
+    windowed = raw.get("sliding_window", 4096) and (kind == "mistral" or raw.get("use_sliding_window"))
+    if kind in ("mistral", "qwen2", "qwen3") and raw.get("sliding_window", 4096) and random.random() < 0.6:
+        kinds = ["full_attention", "sliding_attention"] if windowed else ["full_attention"]
+        raw["layer_types"] = [random.choice(kinds) for _ in range(layers)]
+    if kind == "qwen3_moe":
+        raw.pop("max_window_layers", None)
+    return raw
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_any_config_computes_what_transformers_does_beyond_the_window(seed: int, tmp_path: Path) -> None:
+    """In float64, from a config.json that transformers has not put in order before."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    raw = _random_config(Random(seed))
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    torch.manual_seed(seed)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), experts_implementation="eager")
+    theirs = theirs.double().eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.2 if "norm" in name else 0.1 if "bias" in name else 0.05))
+    theirs.save_pretrained(tmp_path, save_original_format=True)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    ids = prompt(seed)
+    ours = our_logits(Driver(make_runner(tmp_path, "float64")), make_request(ids, 0), [PROMPT])
+    expected = their_logits(theirs, ids).log_softmax(-1)
+    torch.testing.assert_close(ours.log_softmax(-1), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2-some-layers-windowed", "mistral-sliding-window", "llama3-rope"])

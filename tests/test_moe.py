@@ -344,7 +344,7 @@ def test_a_config_without_a_sparse_layer_is_a_dense_model(tmp_path: Path) -> Non
         ({"num_experts_per_tok": 7}, "sends each token to 7 of 6 experts"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size = 0: it must be a whole number above 0"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
-        ({"mlp_only_layers": "0"}, "mlp_only_layers '0': it must be a list"),
+        ({"mlp_only_layers": "0"}, "mlp_only_layers = '0': it must be a list"),
     ],
 )
 def test_what_cannot_be_right_is_said(edit: dict[str, Any], complaint: str, tmp_path: Path) -> None:

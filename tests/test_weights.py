@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -252,3 +253,17 @@ def test_a_runner_reports_what_its_memory_holds(checkpoint: Path) -> None:
     assert runner.num_blocks == 11
     assert runner.memory.kv_cache == runner.pool.nbytes == 11 * 4 * config.kv_bytes_per_token(torch.float32)
     assert abs(runner.memory.weights - config.num_parameters * 4) < 4096
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", 7, None, ["x"], "a/b.safetensors", "x.bin", "a\0.safetensors", ""]
+)
+def test_an_index_names_files_beside_it_and_nothing_else(name: Any, tmp_path: Path) -> None:
+    directory = save(reference("llama"), tmp_path / "m", shards=True)
+    shutil.copy(next(directory.glob("*.safetensors")), tmp_path / "model.safetensors")
+    index = directory / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = name
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"index\.json names .* no safetensors file beside it"):
+        load(directory)

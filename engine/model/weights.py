@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engine.config import read_json
 from engine.errors import CheckpointError
+from engine.fields import shown
+from engine.files import read_json
 from engine.model.linear import ByteWeight, Matrix
 
 Progress = Callable[[dict[str, Any]], None]  # {"stage": str, "done": int, "total": int, "text": str}
@@ -113,10 +114,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if index.is_file():
-        names = read_json(index).get("weight_map")
-        if not isinstance(names, dict) or not names:
-            raise CheckpointError(f"{index} has no weight_map: download it again")
-        files = [directory / str(name) for name in dict.fromkeys(names.values())]
+        files = [directory / name for name in shard_names(index)]
         absent = [path.name for path in files if not path.is_file()]
         if absent:
             raise CheckpointError(
@@ -127,6 +125,19 @@ def checkpoint_files(directory: Path) -> list[Path]:
     others = sorted(path.name for path in directory.glob("*.bin"))
     hint = f"only {_listed(others)}: convert it to safetensors" if others else "download the checkpoint again"
     raise CheckpointError(f"{directory} holds neither model.safetensors nor model.safetensors.index.json, {hint}")
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files that a model.safetensors.index.json names, each once: they lie beside it."""
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f"{index} has no weight_map: download it again")
+    for name in names.values():
+        if not isinstance(name, str) or not name.endswith(".safetensors") or set(name) & set("/\\\0"):
+            raise CheckpointError(
+                f"{index} names {shown(name)}, which is no safetensors file beside it: download it again"
+            )
+    return list(dict.fromkeys(names.values()))
 
 
 def _wanted(slots: Iterable[Slot], files: list[Path]) -> dict[str, Slot]:

@@ -1,0 +1,83 @@
+"""Typed access to the fields of a checkpoint's JSON files: every complaint names the file and the field."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from engine.errors import CheckpointError
+
+LARGEST = (1 << 31) - 1  # sizes and ids become int32
+SHOWN_CHARACTERS = 80
+
+
+class Fields:
+    """One JSON object of a file; null counts as absent."""
+
+    def __init__(self, path: Path, raw: dict[str, Any], where: str = "") -> None:
+        """`where`: the object's place in the file, as in " in its rope parameters"."""
+        self.path = path
+        self.raw = raw
+        self._where = where
+
+    def refuse(self, key: str, must: str) -> CheckpointError:
+        """The error for a field with a wrong value."""
+        return CheckpointError(f"{self.path} has {key} = {shown(self.raw.get(key))}{self._where}: it must be {must}")
+
+    def count(self, key: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
+        """A whole number; raises if there is neither a value nor a default."""
+        value = self._value(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self.refuse(key, f"a whole number {f'above {least - 1}' if least else 'of 0 or more'}")
+        if value > most:
+            raise self.refuse(key, f"at most {most:,}")
+        return value
+
+    def number(self, key: str, default: float | None = None, least: float = 0.0, open_low: bool = False) -> float:
+        """A finite number, at least `least` (above it, with `open_low`)."""
+        value = self._value(key, default)
+        try:
+            fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        except OverflowError:  # an integer too large for a float
+            fits = False
+        if not fits or value < least or (open_low and value == least):
+            raise self.refuse(key, f"a finite number {'above' if open_low else 'of at least'} {least:g}")
+        return float(value)
+
+    def optional_number(self, key: str, open_low: bool = False) -> float | None:
+        """The same; None if absent."""
+        return None if self.raw.get(key) is None else self.number(key, open_low=open_low)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """true or false."""
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self.refuse(key, "true or false")
+        return value
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """One id or a list of ids, each once and in order; () if absent."""
+        value = self.raw.get(key)
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= LARGEST for i in ids):
+            raise self.refuse(key, f"a token id (a whole number from 0 to {LARGEST:,}) or a list of them")
+        return tuple(dict.fromkeys(ids))
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.raw.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise CheckpointError(f"{self.path} has no field {key!r}{self._where}: add it, or download the file again")
+        return value
+
+
+def shown(value: Any) -> str:
+    """A value of a file as it is quoted in a message: on one line, and short."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        text = "a very long number"
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"

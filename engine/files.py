@@ -1,0 +1,74 @@
+"""Files of a checkpoint, read with limits: regular files only, of a bounded size, JSON with a bounded depth."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from engine.errors import CheckpointError
+
+JSON_BYTES = 64 << 20  # the index of a model with 100,000 tensors has 10 MB
+TOKENIZER_BYTES = 256 << 20  # the largest published tokenizer.json has 34 MB
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """The contents of a regular file of at most `most` bytes; CheckpointError for anything else.
+
+    A FIFO or a device would block, or never end.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{path} is not a regular file: put the checkpoint's own file in its place")
+            if status.st_size > most:
+                raise CheckpointError(
+                    f"{path} has {status.st_size:,} bytes, and at most {most:,} are read: it cannot be this file of a "
+                    "checkpoint; download it again"
+                )
+            with open(descriptor, "rb", closefd=False) as file:
+                return file.read(most)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): download it again") from error
+
+
+def read_text(path: Path, most: int) -> str:
+    """The same as text in UTF-8."""
+    try:
+        return read_bytes(path, most).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} cannot be read as UTF-8 ({error}): download it again") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of a checkpoint; CheckpointError names the file and what is wrong with it."""
+    try:
+        text = read_text(path, JSON_BYTES)
+        value = json.loads(text)
+        if "\\ud" in text.lower():  # a half of a surrogate pair alone is no character: nothing could encode it later
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} does not exist: {path.parent} is not a Hugging Face checkpoint; give the directory that holds "
+            "config.json"
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): download it again") from error
+    except RecursionError:
+        raise CheckpointError(f"{path} cannot be read (it is nested too deeply): download it again") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds {type(value).__name__}, not a JSON object: download it again")
+    return value
+
+
+def read_json_if_there(path: Path) -> dict[str, Any]:
+    """The same; {} if there is no such file."""
+    return read_json(path) if path.exists() else {}
