@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from dataclasses import dataclass
+
+import pytest
 
 from engine import longest_prefix
 from engine.engine import Engine
+from engine.longest_prefix import LongestPrefix
 from engine.records import RecordLog
 from engine.scheduler import SchedulerConfig
 from engine.types import Request, RequestState, SamplingParams
@@ -96,14 +100,95 @@ def test_nobody_is_overtaken_for_ever() -> None:
     assert 10 < before <= longest_prefix.OVERTAKES + engine.scheduler.config.max_num_seqs
 
 
-def test_a_step_compares_so_many_and_no_more() -> None:
+def test_a_step_compares_so_many_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """A queue of thousands must not be matched against the tree in every step."""
     engine, _ = make_engine("longest-prefix")
     rng = random.Random(2)
     for _ in range(500):
         engine.add_request([rng.randrange(1000) for _ in range(40)], SamplingParams(max_tokens=200, ignore_eos=True))
     looked = []
-    look_up = engine.cache.look_up
-    engine.cache.look_up = lambda request: looked.append(request.id) or look_up(request)  # type: ignore
+    cached = LongestPrefix._cached_blocks
+    monkeypatch.setattr(LongestPrefix, "_cached_blocks", lambda self, r: looked.append(r.id) or cached(self, r))
     engine.step()
-    assert len(set(looked)) <= longest_prefix.CANDIDATES
+    assert len(set(looked)) == longest_prefix.CANDIDATES
+
+
+@pytest.mark.parametrize("hashed", [3, 100_000])
+def test_the_blocks_counted_are_those_that_the_tree_has(hashed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every sort of a random load that evicts and preempts, against a walk of the tree."""
+    monkeypatch.setattr(longest_prefix, "HASHED_BLOCKS", hashed)
+    checked, cached = [0, 0], LongestPrefix._cached_blocks
+
+    def compared(self: LongestPrefix, request: Request) -> int:
+        found, match = cached(self, request), self._cache.look_up(request)
+        blocks = len(match.blocks) if match is not None else 0
+        assert found == blocks or (found < blocks and self._hashable == 0)
+        checked[found > 0] += 1
+        return found
+
+    monkeypatch.setattr(LongestPrefix, "_cached_blocks", compared)
+    engine, _ = make_engine("longest-prefix", blocks=60)
+    rng = random.Random(4)
+    texts = [[rng.randrange(1000) for _ in range(200)] for _ in range(4)]
+    for _ in range(60):
+        ids = [*rng.choice(texts)[: rng.randrange(200)], *(rng.randrange(1000) for _ in range(rng.randrange(1, 40)))]
+        params = SamplingParams(max_tokens=60, prompt_logprobs=rng.choice([None, None, None, 0]), ignore_eos=True)
+        engine.add_request(ids, params)
+        for _ in range(rng.randrange(6)):
+            engine.step()
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    assert min(checked) > 100
+    assert {"evict", "preempt"} <= {record[2] for record in engine.log.drain()}
+
+
+def test_a_step_in_which_nobody_can_be_admitted_costs_the_same_whatever_the_prompts_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Counted, not timed: tokens read of the waiting prompts in a step."""
+    monkeypatch.setattr(longest_prefix, "HASHED_BLOCKS", 64)
+    engine, _ = make_engine("longest-prefix", blocks=126)
+    text, params = list(range(1600)), SamplingParams(max_tokens=200, ignore_eos=True)
+    engine.add_request(text, params)
+    for _ in range(10):
+        engine.step()
+    read = [0]
+
+    class Counting(list):  # type: ignore[type-arg]
+        def __getitem__(self, at):  # type: ignore[no-untyped-def]
+            read[0] += 1 if isinstance(at, int) else len(range(*at.indices(len(self))))
+            return super().__getitem__(at)
+
+    for i in range(20):  # none fits
+        request = engine.add_request([*text, *([1000 + i] * 400)], params)
+        request.ids = Counting(request.ids)
+    costs = []
+    order = engine.scheduler._order
+    assert order is not None
+    sort = order.sort
+
+    def counted(waiting: deque[Request]) -> None:
+        read[0] = 0
+        sort(waiting)
+        costs.append(read[0])
+
+    monkeypatch.setattr(order, "sort", counted)
+    for _ in range(60):
+        engine.step()
+    assert len(engine.scheduler.waiting) == 20
+    assert max(costs) == 64 * 16 and costs[-1] == 0
+    assert sum(costs) == 20 * (1600 + 16), "each prompt is read once, and no further than to the first miss"
+
+
+def test_prompts_hashed_over_several_steps_are_sorted_right_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(longest_prefix, "HASHED_BLOCKS", 40)
+    engine, _ = make_engine("longest-prefix", blocks=92)
+    text, params = list(range(800)), SamplingParams(max_tokens=400, ignore_eos=True)
+    engine.add_request(text, params)
+    for _ in range(10):
+        engine.step()
+    queue = [engine.add_request([*text[: 160 * i], *([2000 + i] * (1460 - 160 * i))], params) for i in (1, 4, 2, 5, 3)]
+    for _ in range(6):
+        engine.step()
+    assert [request.id for request in engine.scheduler.waiting] == [queue[i].id for i in (3, 1, 4, 2, 0)]

@@ -50,12 +50,15 @@ class KVCache:
         The last token is never matched: its logits are needed. A request whose own copies wait to be reconciled
         with the tree (`publish_committed`) reads nothing until then.
         """
-        if not self.prefix_caching or request.shared_blocks != request.planned // self.block_size:
+        if not self.may_read(request) or request.shared_blocks != request.planned // self.block_size:
             return None
-        if request.params.prompt_logprobs is not None and len(request.ids) == request.prompt_len:
-            return None  # it wants the logits of every prompt position
         limit = (len(request.ids) - 1) // self.block_size
         return self.tree.match(request.ids, limit, request.node or self.tree.root, request.shared_blocks)
+
+    def may_read(self, request: Request) -> bool:
+        """Whether it may take blocks from the tree at all; not if it wants the logits of every prompt position."""
+        scored = request.params.prompt_logprobs is not None and len(request.ids) == request.prompt_len
+        return self.prefix_caching and not scored
 
     def take(self, request: Request, match: Match) -> int:
         """Let the request hold what `look_up` found; a partly filled private block is dropped for it. Tokens gained."""

@@ -83,6 +83,7 @@ class RadixTree:
         self.root = Node(0, None, [], [], 0, 0)
         self.nodes: dict[int, Node] = {0: self.root}
         self.step = -1  # the step being planned, for the record of evictions
+        self.prefixes: set[int] = set()  # hashes of all prefixes of whole blocks that stand here
         self._next_id = 1
         self._node_of: dict[int, Node] = {}  # block -> the node it stands in
         self._pending: dict[int, int] = {}  # block -> the step that writes it
@@ -174,6 +175,7 @@ class RadixTree:
         for key in keys:
             end = hash((end, key))
             leaf.hashes.append(end)
+            self.prefixes.add(end)
         self.allocator.tree_add(blocks)
         for block in blocks:
             self._node_of[block] = leaf
@@ -232,6 +234,7 @@ class RadixTree:
         parent = node.parent
         assert parent is not None and not node.children
         dropped, first = node.blocks[keep:], node.keys[0]
+        self.prefixes.difference_update(node.hashes[keep:])
         del node.keys[keep:], node.blocks[keep:], node.hashes[keep:]
         for block in dropped:
             del self._node_of[block]
@@ -330,6 +333,7 @@ class RadixTree:
             assert node is self.root or node.users >= users, f"node {node.id}: {node.users} users, children {users}"
             assert not node.evictable or (node.last_used, node.id) in self._oldest, f"leaf {node.id} cannot be evicted"
         assert seen.keys() == self._node_of.keys() and all(self._node_of[b] is n for b, n in seen.items())
+        assert self.prefixes == {prefix for node in self.nodes.values() for prefix in node.hashes}
         assert self._pending.keys() <= seen.keys(), "a pending block is not in the tree"
         in_tree = sum(self.allocator.in_tree(b) for b in range(self.allocator.num_blocks))
         assert in_tree == len(seen), f"{in_tree} blocks are marked, {len(seen)} stand in the tree"
