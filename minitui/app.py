@@ -39,6 +39,8 @@ from minitui.terminal import TerminalGuard
 from minitui.theme import THEMES, themes_for, use_ascii
 from minitui.thrift import Thrift
 from minitui.view import View
+from minitui.visible import visible
+from minitui.visible_lines import VisibleLines
 
 MOST_SAID = 400  # characters
 Script = Callable[["MinituiApp"], Coroutine[Any, Any, None]]
@@ -133,6 +135,7 @@ class MinituiApp(App[int]):
             self.register_theme(theme)
         self.theme = settings.theme if settings.theme in self.available_themes else THEMES[0].name
         use_ascii(settings.ascii)
+        self._own_filters: list[LineFilter] = [VisibleLines(), AsciiLines()] if settings.ascii else [VisibleLines()]
         self.set_class(settings.ascii, "-ascii")
         self.set_keymap(settings.keys)
         self._names: dict[str, str] = {}
@@ -297,10 +300,15 @@ class MinituiApp(App[int]):
 
     def say(self, text: str, error: bool = False) -> None:
         """A sentence for a few seconds."""
+        text = visible(text)
         if len(text) > MOST_SAID:
             text = text[:MOST_SAID] + "…"  # somebody pasted where a name was asked for
         seconds = max(8.0 if error else 2.0, len(text) / 25)  # as long as it takes to read
         self.notify(text, severity="error" if error else "information", timeout=seconds, markup=False)
+
+    def copy_to_clipboard(self, text: str) -> None:
+        """Copy plain text: pasted into a shell, an escape sequence could end the paste and begin a command."""
+        super().copy_to_clipboard(visible(text))
 
     def ask_text(self, title: str, text: str, then: Callable[[str], None], lines: bool = False) -> None:
         """Ask for a text, of several `lines` or of one; `then` is called unless Escape is pressed."""
@@ -347,9 +355,8 @@ class MinituiApp(App[int]):
             self.say(str(error), error=True)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Those of Textual, and for `--ascii` one of our own."""
-        filters = super().get_line_filters()
-        return [*filters, AsciiLines()] if self.settings.ascii else filters
+        """Those of Textual, and ours: every line holds only visible characters, with `--ascii` only ASCII."""
+        return [*super().get_line_filters(), *self._own_filters]
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Letters are guesses only while a demo asks, and only in its picture."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
@@ -13,6 +12,7 @@ from minitui.models import load_codec
 from minitui.sessions import Chats, Message, Sampling, describe_answer
 from minitui.source import Source
 from minitui.status import Status
+from minitui.visible import json_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,9 +43,8 @@ async def ask(
         if message.state == "error":
             raise EngineError(message.error)
         if as_json:
-            print(
-                json.dumps({"answer": message.text, "sampling": asdict(session.sampling), "metrics": message.metrics})
-            )
+            told = {"answer": message.text, "sampling": asdict(session.sampling), "metrics": message.metrics}
+            print(json_text(told, ensure_ascii=True))
         else:
             print("\n" + " · ".join(text for text, _ in describe_answer(message)), file=sys.stderr)
         return 0
@@ -57,10 +56,13 @@ async def _stream(message: Message, out: TextIO | None) -> None:
     shown = 0
     while True:
         busy = message.busy
-        if out and len(message.text) > shown:
-            out.write(message.text[shown:])
+        text = message.text[shown:]
+        if busy and text.endswith("\r"):  # its "\n" may follow
+            text = text[:-1]
+        if out and text:
+            out.write(text)
             out.flush()
-            shown = len(message.text)
+            shown += len(text)
         if not busy:
             break
         await asyncio.sleep(POLL)

@@ -17,6 +17,7 @@ import typer
 from engine.errors import EngineError
 from minitui import __version__
 from minitui.options import Device, DType, KvBlocks, chosen_options, engine_config, engine_options
+from minitui.visible import json_text, plain_output
 
 app = typer.Typer(
     name="minitui",
@@ -341,12 +342,10 @@ def tail(
 @app.command()
 def doctor(json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False) -> None:
     """What this machine can run, and what to install for more."""
-    import json as json_module
-
     from minitui.doctor import examine, report
 
     found = examine()
-    print(json_module.dumps(found, indent=2) if json else "\n".join(report(found)))
+    print(json_text(found, indent=2) if json else "\n".join(report(found)))
 
 
 @app.command()
@@ -448,10 +447,16 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def main() -> None:
-    """The entry point: every failure is one sentence, its traceback in the log file if it was not foreseen."""
+    """The entry point: whatever the commands write, plain text reaches the terminal (minitui/visible.py)."""
     from minitui.lifeline import end_with_parent
 
     end_with_parent()
+    with plain_output():
+        run()
+
+
+def run() -> None:
+    """Run the command: every failure is one sentence, its traceback in the log file if it was not foreseen."""
     try:
         app()
     except EngineError as error:

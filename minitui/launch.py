@@ -15,6 +15,7 @@ from minitui.models import Choice, choose_model, load_codec
 from minitui.sessions import Chats, Sampling
 from minitui.source import LiveSource
 from minitui.terminal import TerminalGuard, need_terminal, takes_unicode, tolerant_input
+from minitui.visible import visible_line
 
 if TYPE_CHECKING:
     from minitui.app import MinituiApp
@@ -297,8 +298,9 @@ def run_chats(words: str, show: str | None, export: Path | None) -> int:
         for one in found:
             when = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.created))
             fork = f", fork of {titles.get(one.parent, one.parent)}" if one.parent else ""
-            print(f"{one.id}  {when}  {one.title} ({one.messages} messages{', closed' if one.closed else ''}{fork})")
-            print(f"          {one.line[:100]}")
+            told = f"{one.title} ({one.messages} messages{', closed' if one.closed else ''}{fork})"
+            print(f"{one.id}  {when}  {visible_line(told)}")
+            print(f"          {visible_line(one.line[:100])}")
         if not found:
             raise EngineError(f"no chat holds {words!r}" if words else "no chat has been kept yet")
         return 0

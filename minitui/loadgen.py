@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from engine.errors import EngineDead, EngineError, InvalidRequest
+from minitui.visible import json_text
 
 WORDS = (
     "block", "cache", "token", "prefix", "tree", "queue", "batch", "step", "prompt", "answer", "page", "table",
@@ -371,8 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise InvalidRequest(f"--{name} is {getattr(options, name)}: it must be above 0", name)
     figures = asyncio.run(measure(options))
     if options.json:
-        json.dump({**figures, "rate": str(figures["rate"])}, sys.stdout, indent=2)
-        print()
+        print(json_text({**figures, "rate": str(figures["rate"])}, indent=2))
     else:
         print("\n".join(report(figures)))
     return 0

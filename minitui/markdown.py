@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 from rich.cells import cell_len, chop_cells
 
+from minitui.visible import visible
+
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt
     from markdown_it.token import Token
@@ -27,6 +29,7 @@ TONES = ("text", "strong", "em", "code", "link", "heading", "bullet", "quote", "
 BULLETS = "•◦▪"
 LONG_BLOCK = 1_500  # characters: beyond this the block being written is shown as it is typed
 _RUNS = re.compile(r"\s+|\S+").findall
+_LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+$").findall  # the parser's: str.splitlines knows more ends
 
 
 @lru_cache(maxsize=1)
@@ -38,6 +41,7 @@ def _parser() -> MarkdownIt:
 
 def render(text: str, width: int) -> list[Line]:
     """The document's lines, wrapped to `width` cells."""
+    text = visible(text)
     if not text.strip():
         return []
     lines, _ = _blocks(_parser().parse(text), 0, max(width, 8), text)
@@ -49,7 +53,7 @@ def render(text: str, width: int) -> list[Line]:
 def plain(text: str, width: int, tone: str = "text") -> list[Line]:
     """The text as it stands, wrapped."""
     lines: list[Line] = []
-    for row in text.expandtabs(4).split("\n"):
+    for row in visible(text).expandtabs(4).split("\n"):
         lines += wrap([(row, tone)], max(width, 8))
     return lines
 
@@ -94,7 +98,7 @@ class Streamed:
         starts = [t.map[0] for t in _parser().parse(rest) if t.level == 0 and t.nesting >= 0 and t.map]
         if len(starts) < 2:
             return None
-        lines = rest.splitlines(keepends=True)
+        lines = _LINES(rest)
         return self._done + sum(len(line) for line in lines[: starts[1]])
 
 
@@ -281,7 +285,7 @@ def _inline(token: Token) -> list[Span]:
             spans.append((f"[{child.content}]", "link"))
         else:
             spans.append((child.content, tones[-1]))
-    return spans
+    return [(visible(text), tone) for text, tone in spans]  # "&#8238;" has become a character
 
 
 def wrap_breaks(spans: list[Span], width: int) -> list[Line]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any, TextIO
 
+from minitui.visible import PlainStream, visible_line
+
 
 class Status:
     """One line, rewritten in place; nothing where the file is no terminal."""
 
     def __init__(self, file: TextIO) -> None:
-        self._file = file
+        self._file = file.stream if isinstance(file, PlainStream) else file  # the escape sequences are our own
         self._shown = False
 
     def __call__(self, progress: dict[str, Any]) -> None:
@@ -17,7 +19,8 @@ class Status:
             return
         done, total = progress.get("done") or 0, progress.get("total") or 0
         share = f" {done / total:4.0%}" if total else ""
-        self._file.write(f"\r\x1b[2K{progress.get('text') or progress.get('stage') or ''}{share}")
+        text = visible_line(str(progress.get("text") or progress.get("stage") or ""))
+        self._file.write(f"\r\x1b[2K{text}{share}")
         self._file.flush()
         self._shown = True
 

@@ -23,6 +23,7 @@ from minitui.sessions import Chats, Sampling, describe_answer
 from minitui.source import Source
 from minitui.view import View
 from minitui.view.history import StepRow
+from minitui.visible import visible_line
 
 if TYPE_CHECKING:
     from minitui.trace import TraceReader
@@ -47,7 +48,7 @@ class Line:
 
     def __str__(self) -> str:
         where = f"step {self.step:,}" if self.kind != "steps" else ""
-        return f"{self.t:9.2f} s  {where + '  ' if where else ''}{self.text}"
+        return f"{self.t:9.2f} s  {where + '  ' if where else ''}{visible_line(self.text)}"
 
 
 @dataclass(slots=True)

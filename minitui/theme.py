@@ -16,6 +16,7 @@ from rich.style import Style
 from textual.theme import Theme
 
 from minitui import sixteen
+from minitui.visible import visible_line
 
 DARK = {
     "ground": "#0e1116",
@@ -205,7 +206,7 @@ class Palette:
         if segment is None:
             if len(self._segments) > SEGMENTS_KEPT:
                 self._segments.clear()
-            segment = self._segments[run] = Segment(run[0], self.style(run[1]))
+            segment = self._segments[run] = Segment(visible_line(run[0]), self.style(run[1]))
         return segment
 
     def style(self, words: str) -> Style:

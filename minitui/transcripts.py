@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from engine.errors import EngineError
+from minitui.visible import json_text, visible
 
 LARGEST_FILE = 256 * 1024  # bytes of a text file that goes into a prompt
 
@@ -50,7 +50,7 @@ def as_markdown(chat: Chat, names: tuple[str, str] = ("You", "Assistant")) -> st
     for m in chat.messages:
         ended = {"cancelled": f"\n\n*({m.error or 'cancelled'})*", "error": f"\n\n*({m.error})*"}.get(m.state, "")
         parts.append(f"## {names[m.role != 'user']}\n\n{m.text}{ended}")
-    return "\n\n".join(p for p in parts if p) + "\n"
+    return visible("\n\n".join(p for p in parts if p)) + "\n"
 
 
 def as_json(chat: Chat) -> str:
@@ -65,7 +65,7 @@ def as_json(chat: Chat) -> str:
     ]  # fmt: skip
     head = {"id": chat.id, "title": chat.title, "system": chat.system, "forked_from": chat.parent}
     whole = {**head, "created": _when(chat.created), "messages": messages}
-    return json.dumps(whole, ensure_ascii=False, indent=2) + "\n"
+    return json_text(whole, indent=2) + "\n"
 
 
 def named_file(name: str) -> Path:

@@ -8,7 +8,6 @@ one, and a prompt prefilled in chunks against one prefilled whole.
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError, not_installed
+from minitui.visible import json_text
 
 NEW_TOKENS = 20
 TOP = 20  # log-probabilities compared at each position
@@ -194,12 +194,8 @@ def _say(text: str, as_json: bool) -> None:
 def _report(model: str, checks: list[Check], as_json: bool) -> None:
     passed = all(check.passed for check in checks)
     if as_json:
-        print(json.dumps({"model": model, "passed": passed, "checks": [asdict(check) for check in checks]}))
+        print(json_text({"model": model, "passed": passed, "checks": [asdict(check) for check in checks]}))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("", "compared", "result", box=None, pad_edge=False)
+    width = max(len(check.name) for check in checks)
     for check in checks:
-        table.add_row("[green]same[/]" if check.passed else "[red]DIFFERENT[/]", check.name, check.detail)
-    Console().print(table)
+        print(f"{'same' if check.passed else 'DIFFERENT':<9}  {check.name:<{width}}  {check.detail}")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from typing import Any
 
 from engine.errors import EngineError
 from minitui.status import Status
+from minitui.visible import json_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status({"text": "measuring the machine …"})
             report = _with_model(options, _say_nothing if options.json else partial(_say, status))
     if options.json:
-        print(json.dumps(report, indent=2))
+        print(json_text(report, indent=2))
     return 0
 
 

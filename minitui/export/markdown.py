@@ -10,6 +10,7 @@ from minitui.tail import Line, Teller
 from minitui.trace import TraceReader
 from minitui.view import View
 from minitui.view.lanes import Lane
+from minitui.visible import visible, visible_line
 
 LINES_AT_MOST = 4000  # a narration is for reading
 NARRATED = frozenset(
@@ -33,7 +34,7 @@ def write_markdown(reader: TraceReader, path: Path) -> None:
         lanes.update(view.lanes.lanes)
     lanes.update(view.lanes.lanes)
     text = [*_head(reader), *_figures(reader, lanes), *_requests(view, lanes), *_story(reader, lines)]
-    path.write_text("\n".join(text) + "\n", encoding="utf-8")
+    path.write_text(visible("\n".join(text)) + "\n", encoding="utf-8")
 
 
 def _head(reader: TraceReader) -> list[str]:
@@ -102,7 +103,7 @@ def _requests(view: View, lanes: dict[int, Lane]) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    return visible_line(text).replace("|", "\\|")
 
 
 def _story(reader: TraceReader, lines: list[Line]) -> list[str]:

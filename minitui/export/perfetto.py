@@ -11,7 +11,6 @@ added is left out, so that the gaps are the engine's own. Durations are those th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from engine.records import Record
 from engine.state import State
 from minitui.trace import TraceReader
 from minitui.view.log import stop_text
+from minitui.visible import json_text
 
 HOST, DEVICE, REQUESTS = 1, 2, 3  # Perfetto groups tracks by process
 Event = dict[str, Any]
@@ -242,5 +242,5 @@ def write_perfetto(reader: TraceReader, path: Path) -> None:
     events.sort(key=lambda e: (e["ph"] != "M", e.get("ts", 0.0), -e.get("dur", 0.0)))
     with path.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        file.write(",\n".join(json.dumps(event, ensure_ascii=False) for event in events))
+        file.write(",\n".join(json_text(event) for event in events))
         file.write("\n]}\n")

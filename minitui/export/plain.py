@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from engine.records import as_dict
 from minitui.trace import TraceReader
+from minitui.visible import json_text
 
 
 def write_json(reader: TraceReader, path: Path) -> None:
@@ -19,9 +19,9 @@ def write_json(reader: TraceReader, path: Path) -> None:
         "start": reader.part(0).snapshot,
     }
     with path.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(head, ensure_ascii=False)[:-1])
+        file.write(json_text(head)[:-1])
         file.write(', "records": [')
         for i, record in enumerate(reader.records()):
             file.write(",\n" if i else "\n")
-            file.write(json.dumps(as_dict(record), ensure_ascii=False))
+            file.write(json_text(as_dict(record)))
         file.write("\n]}\n")

@@ -15,6 +15,7 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from minitui.screens.one_size import OneSize
+from minitui.visible import visible, visible_line
 from minitui.widgets.prompt import Prompt
 
 Result = TypeVar("Result")
@@ -51,9 +52,9 @@ class TextDialog(Overlay[str | None]):
 
     def compose(self) -> ComposeResult:
         with Vertical() as frame:
-            frame.border_title = self._title
+            frame.border_title = Content(self._title)
             yield Prompt()
-            yield Static(self._hint, classes="hint")
+            yield Static(self._hint, classes="hint", markup=False)
 
     def on_mount(self) -> None:
         prompt = self.query_one(Prompt)
@@ -95,7 +96,7 @@ class ChoiceDialog(Overlay[str | None]):
 
     def compose(self) -> ComposeResult:
         with Vertical() as frame:
-            frame.border_title = f"{self._title} · {len(self._choices)}"
+            frame.border_title = Content(f"{self._title} · {len(self._choices)}")
             yield Input(placeholder="type to search", compact=True)
             yield OptionList()
             yield Static("enter takes it · up, down · esc leaves", classes="hint")
@@ -121,10 +122,11 @@ class ChoiceDialog(Overlay[str | None]):
         widest = max((len(choice) for _, (choice, why) in fits if why), default=0)
         room = min(80, self.size.width * 94 // 100) - FRAME_COLUMNS - widest - 2
         for n, (choice, why) in fits:
+            choice, why = visible_line(choice), visible_line(why)
             lines = textwrap.wrap(why, room) if room >= NARROWEST else [why]
             below = f"\n{' ' * (widest + 2)}".join(lines)
-            words_of = Content.assemble(choice.ljust(widest), (f"  {below}", "$dim")) if why else Content(choice)
-            options.add_option(Option(words_of, id=str(n)))
+            parts = [choice.ljust(widest), (f"  {below}", "$dim")] if why else [choice]
+            options.add_option(Option(Content.assemble(*parts), id=str(n)))
         options.highlighted = 0 if fits else None
 
     def on_input_changed(self, event: Input.Changed) -> None:
@@ -162,8 +164,8 @@ class DeathDialog(Overlay[str | None]):
 
     def compose(self) -> ComposeResult:
         with Vertical() as frame:
-            frame.border_title = self._title
-            yield Static(Content(self._error), classes="error")
+            frame.border_title = Content(self._title)
+            yield Static(Content(visible(self._error)), classes="error")
             if self._log not in self._error:
                 yield Static(Content(f"Its log: {self._log}"), classes="hint")
             yield Static(

@@ -161,7 +161,7 @@ class HelpScreen(Overlay[None]):
             frame.border_title = "Help"
             with VerticalScroll():
                 for title, text in self._before:
-                    yield Static(title, classes="head")
+                    yield Static(title, classes="head", markup=False)
                     yield Static(Content(text))
                 if self._before:
                     yield Static("The whole screen", classes="head")
@@ -169,13 +169,13 @@ class HelpScreen(Overlay[None]):
                 if self._about == "chat":
                     yield Static(Content(_signs()))
                 for those in self._here:
-                    yield Static(f"Keys here: {those.name}", classes="head")
+                    yield Static(f"Keys here: {those.name}", classes="head", markup=False)
                     told = [(b.id or "", b.key, "", _told(b)) for b in those.bindings]
                     yield self._fitted(partial(self._rows, told))
                 yield Static("The prompt", classes="head")
                 yield Static(PROMPT_HELP)
                 for group in dict.fromkeys(a.group for a in self._offered):
-                    yield Static(f"{group} (keys act outside the prompt; esc leaves it)", classes="head")
+                    yield Static(f"{group} (keys act outside the prompt; esc leaves it)", classes="head", markup=False)
                     yield self._fitted(partial(self._table, group))
                 names = "Names in the first column are those of settings.toml, table [keys]."
                 yield Static(names, classes="foot", markup=False)

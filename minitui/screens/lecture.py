@@ -173,7 +173,7 @@ class LectureScreen(OneSize[None]):
         if not predicting and view is not None and self._asked_from >= 0:
             self._reveal(view)
         asked = "a step with something to guess is asked about first, then n reveals it"
-        self.notify(asked if predicting else "steps are shown at once", timeout=3)
+        self.notify(asked if predicting else "steps are shown at once", timeout=3, markup=False)
 
     def action_colour(self) -> None:
         self._map.action_colour()

@@ -19,6 +19,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from minitui.theme import ASCII, Glyphs, Palette, glyphs, palette
+from minitui.visible_lines import VisibleLines
 from minitui.widgets.rows import Line, Row, Run, Runs, cells, clip, plain, runs_width
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ class LinePanel(Widget, can_focus=True):
         look = palette(self.app)
         strip = Strip([look.segment(run) for run in row], self._width)
         for line_filter in self.app.get_line_filters():  # NO_COLOR
-            if not isinstance(line_filter, ANSIToTruecolor):  # our colours are true ones already
+            if not isinstance(line_filter, (ANSIToTruecolor, VisibleLines)):  # a palette's segments need neither
                 strip = strip.apply_filter(line_filter, self.background_colors[1])
         return strip
 

@@ -11,6 +11,7 @@ import re
 from rich.cells import cell_len, set_cell_size
 
 from minitui.theme import glyphs
+from minitui.visible import visible, visible_line
 
 Run = tuple[str, str]
 Runs = tuple[Run, ...]
@@ -29,21 +30,21 @@ class Line(tuple[Run, ...]):
 
 def cells(text: str) -> int:
     """Width of `text` in terminal cells."""
-    return len(text) if text.isascii() or not _ODD.search(text) else cell_len(text)
+    return len(text) if text.isascii() or not _ODD.search(text) else cell_len(visible_line(text))
 
 
 def cut(text: str, width: int) -> str:
     """The first `width` cells of `text`, or all of it and spaces."""
     if text.isascii() or not _ODD.search(text):
         return text[:width].ljust(width)
-    return set_cell_size(text, width)
+    return set_cell_size(visible_line(text), width)
 
 
 def clean(text: str) -> str:
-    """Text of unknown origin on one line: control characters and runs of white space become one space."""
+    """Text of unknown origin on one line: control characters become signs, runs of white space one space."""
     if text.isprintable() and "  " not in text:
         return text
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return " ".join("".join(c if c.isprintable() else " " for c in visible(text)).split())
 
 
 def fit(text: str, width: int, dots: str = "…") -> str:

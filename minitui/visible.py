@@ -1,0 +1,85 @@
+"""Text that this program did not write never controls the terminal: such characters become visible signs.
+
+Models, servers, chat templates, traces, file names and pasted text may hold escape sequences that set the window's
+title, write the clipboard, clear the screen or reverse the reading order. Stored text stays exact, because an answer is
+part of the next prompt. The border is where text leaves the process, so no panel and no command has to remember it:
+
+    the application   every line of every widget passes minitui/visible_lines.py, the frames of panels minitui/theme.py
+    commands          the command line replaces sys.stdout and sys.stderr by `PlainStream` (minitui/cli.py)
+    documents         Markdown by `visible`, JSON by `json_text`, which escapes and thereby keeps the text exact
+    clipboard         MinituiApp.copy_to_clipboard
+
+Only our own code writes escape sequences: Textual's driver, and a status line through `PlainStream.stream`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO, cast
+
+LOST = "\ufffd"  # for characters without a picture of their own
+# C1, line separators, bidirectional embeddings, overrides and isolates, lone surrogates, what XML cannot hold.
+_RARE = "\x80-\x9f\u2028-\u202e\u2066-\u206f\ud800-\udfff\ufffe\uffff"
+_IN_TEXT = re.compile(f"\r\n|[\\x00-\\x08\\x0b-\\x1f\\x7f{_RARE}]")
+_IN_LINE = re.compile(f"[\\x00-\\x1f\\x7f{_RARE}]")
+_IN_JSON = re.compile(f"[\\x7f{_RARE}]")
+_SIGNS = {chr(code): chr(0x2400 + code) for code in range(32)} | {
+    "\r\n": "\n", "\x7f": "\u2421", "\x85": "\u2424", "\u2028": "\u2424", "\u2029": "\u2424",
+}  # fmt: skip
+
+
+def _sign(found: re.Match[str]) -> str:
+    return _SIGNS.get(found[0], LOST)
+
+
+def visible(text: str) -> str:
+    """The text without characters that control a terminal: signs stand for them. Newlines and tabs stay."""
+    return text if text.isprintable() else _IN_TEXT.sub(_sign, text)
+
+
+def visible_line(text: str) -> str:
+    """The same on one line: newlines and tabs become signs too."""
+    return text if text.isprintable() else _IN_LINE.sub(_sign, text)
+
+
+def json_text(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
+    """JSON in which every character that `visible` would change is escaped; what it stands for stays exact."""
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    return _IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+class PlainStream:
+    """A text stream to which only plain text is written; in all else it is `stream`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        """Write `visible(text)`."""
+        self.stream.write(visible(text))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        """Write each of them."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def plain_output() -> Iterator[None]:
+    """While this lasts, nothing but plain text reaches stdout and stderr, and their encoding raises no error."""
+    before = sys.stdout, sys.stderr
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    sys.stdout, sys.stderr = (cast(TextIO, one and PlainStream(one)) for one in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
