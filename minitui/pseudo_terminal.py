@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import select
+import signal
 import struct
 import sys
 import termios
@@ -13,6 +14,7 @@ import time
 from typing import Protocol
 
 SILENCE_S = 300.0  # after so long without output it is taken for dead; a large load takes its time to be made
+GOODBYE_S = 10.0  # an application whose terminal has gone may take so long to end
 LOOK_S = 0.005  # between two looks of a typist
 
 
@@ -67,4 +69,15 @@ def run_in_terminal(
                 typist.saw(data, now)
     finally:
         os.close(terminal)  # if it still runs, this hangs up on it
-        os.waitpid(pid, 0)
+        _await_end(pid)
+
+
+def _await_end(pid: int) -> None:
+    """Until it has ended; it is killed if that takes longer than GOODBYE_S."""
+    deadline = time.monotonic() + GOODBYE_S
+    while os.waitpid(pid, os.WNOHANG)[0] == 0:
+        if time.monotonic() >= deadline:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return
+        time.sleep(LOOK_S)

@@ -400,6 +400,20 @@ def test_a_page_elsewhere_is_refused(server: Running, header: str) -> None:
     refused(*answered(got), 403)
 
 
+@pytest.mark.parametrize("origins", [("http://127.0.0.1", "http://evil.example"), ("http://127.0.0.1",) * 2])
+def test_two_origins_are_none(server: Running, origins: tuple[str, str]) -> None:
+    said = "".join(f"Origin: {origin}\r\n" for origin in origins)
+    got = raw(server, f"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n{said}Connection: close\r\n\r\n".encode())
+    refused(*answered(got), 400)
+
+
+@pytest.mark.parametrize("wanted", ["bytes=abc", "bytes=5-2", "bytes=0-0,-1", "bytes=" + ",".join("0-" * 3000)])
+def test_a_file_is_sent_whole_whatever_part_is_asked_for(server: Running, wanted: str) -> None:
+    whole = server.get("/minitui/tokenizer/tokenizer.json")
+    part = server.get("/minitui/tokenizer/tokenizer.json", headers={"Range": wanted})
+    assert (part.status_code, part.content) == (200, whole.content)
+
+
 KEY = "the-key-of-the-tests"
 
 

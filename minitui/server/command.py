@@ -145,7 +145,7 @@ def run_serve(config: EngineConfig, settings: ServerSettings, log_file: Path | N
 
     sys.setswitchinterval(0.001)  # a thread that encodes a long prompt lets the event loop go on this soon
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # strangers could fill the log with warnings
 
     async def main() -> None:
         host = Host(config, settings, log_file)
