@@ -215,6 +215,7 @@ class Scheduler:
         if self._lookup is None:
             return drafts
         size = self.cache.block_size
+        self._lookup.begin_step()
         for i, (request, start, _) in enumerate(entries[:num_decoding]):
             draft = self._lookup.draft(request, start, budget)
             if draft and not self.cache.grow(request, start + 1 + len(draft)):

@@ -44,6 +44,7 @@ NGRAM = 3  # tokens that must have stood together before
 CANDIDATES = 16  # places looked at, the most recent first
 ENOUGH = 16  # tokens in common beyond which a place is taken without looking further
 LONGEST_PAUSE = 64  # tokens decoded without drafts after many failures
+INDEXED_TOKENS = 2048  # tokens indexed in a step, of all requests: a prompt of 100,000 at once would take 0.2 s
 
 
 class PromptLookup:
@@ -51,6 +52,11 @@ class PromptLookup:
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
+        self._indexable = INDEXED_TOKENS
+
+    def begin_step(self) -> None:
+        """To be called before the drafts of a step."""
+        self._indexable = INDEXED_TOKENS
 
     def draft(self, request: Request, start: int, room: int) -> list[int]:
         """What to compute behind the token at `start`, the last of a request: at most `room` tokens, often none."""
@@ -60,6 +66,7 @@ class PromptLookup:
             return []
         if request.lookup is None:
             request.lookup = Lookup()
+        self._indexable -= request.lookup.take_in(request.ids, self._indexable)
         return request.lookup.follow(request.ids, room)
 
     @staticmethod
@@ -96,11 +103,11 @@ class Lookup:
     def follow(self, ids: list[int], most: int) -> list[int]:
         """The `most` tokens after the place that has the most in common with the end of `ids`; of equals, the latest.
 
-        Nothing if the last NGRAM tokens never stood together before, or drafts are paused.
+        Nothing if the last NGRAM tokens never stood together before, as far as `take_in` has come, or drafts are
+        paused.
         """
         if len(ids) < self._resume:
             return []
-        self._take_in(ids)
         place, best, longest = self._last.get(tuple(ids[-NGRAM:]), 0), 0, 0
         for _ in range(CANDIDATES):
             if not place or longest == ENOUGH:
@@ -120,13 +127,15 @@ class Lookup:
         if self._failures:
             self._resume = length + min(2**self._failures, LONGEST_PAUSE)
 
-    def _take_in(self, ids: list[int]) -> None:
-        """Index the n-grams that are new and have a token behind them."""
+    def take_in(self, ids: list[int], most: int) -> int:
+        """Index the next n-grams that have a token behind them, at most so many. Returns how many."""
         last, before, start = self._last, self._before, len(self._before)
-        columns = [ids[start - NGRAM + i : len(ids) - NGRAM + i] for i in range(NGRAM)]
+        end = max(start, min(len(ids), start + most))
+        columns = [ids[start - NGRAM + i : end - NGRAM + i] for i in range(NGRAM)]
         for place, gram in enumerate(zip(*columns, strict=True), start):
             before.append(last.get(gram, 0))
             last[gram] = place
+        return end - start
 
 
 def _in_common(ids: list[int], place: int) -> int:

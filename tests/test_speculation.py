@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from engine import speculation
 from engine.engine import Engine
 from engine.records import as_dict
 from engine.scheduler import SchedulerConfig
@@ -66,27 +67,32 @@ def longest_match(ids: list[int], most: int) -> list[int]:
     return (run * (most // len(run) + 1))[:most] if best else []
 
 
+def follow(lookup: Lookup, ids: list[int], most: int) -> list[int]:
+    lookup.take_in(ids, len(ids))
+    return lookup.follow(ids, most)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_draft_is_what_followed_the_place_most_like_the_end(seed: int) -> None:
     r = random.Random(seed)
     lookup, ids = Lookup(), [r.randrange(5)]
     while len(ids) < CANDIDATES + NGRAM:  # so short that every place is looked at
         ids += [r.randrange(5) for _ in range(r.randrange(1, 4))]
-        assert lookup.follow(ids, 5) == longest_match(ids, 5)
+        assert follow(lookup, ids, 5) == longest_match(ids, 5)
 
 
 def test_a_draft_follows_the_longer_match_not_the_latest() -> None:
-    assert Lookup().follow([1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 9, 1, 2, 3, 4], 2) == [5, 9]
-    assert Lookup().follow([1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 9, 7, 2, 3, 4], 2) == [6, 9], "of equals the latest"
+    assert follow(Lookup(), [1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 9, 1, 2, 3, 4], 2) == [5, 9]
+    assert follow(Lookup(), [1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 9, 7, 2, 3, 4], 2) == [6, 9], "of equals the latest"
 
 
 def test_a_text_that_repeats_itself_is_expected_to_go_on() -> None:
-    assert Lookup().follow([1, 2, 3, 1, 2, 3, 1], 8) == [2, 3, 1, 2, 3, 1, 2, 3]
+    assert follow(Lookup(), [1, 2, 3, 1, 2, 3, 1], 8) == [2, 3, 1, 2, 3, 1, 2, 3]
 
 
 def test_texts_without_a_repetition_and_of_one_token_give_no_draft() -> None:
     for ids in ([1], [1, 1], [1, 1, 1], [1, 2, 3, 4, 1, 2]):
-        assert Lookup().follow(ids, 4) == []
+        assert follow(Lookup(), ids, 4) == []
 
 
 def test_a_token_costs_the_same_however_long_the_text() -> None:
@@ -102,7 +108,7 @@ def test_a_token_costs_the_same_however_long_the_text() -> None:
     for length in range(4, 4000):
         ids.append(length % 2)
         looked.clear()
-        lookup.follow(Counting(ids), 4)
+        follow(lookup, Counting(ids), 4)
         costs.append(sum(looked))
     assert max(costs) <= 2 * CANDIDATES * ENOUGH and max(costs[-100:]) <= max(costs[:200])
 
@@ -110,7 +116,7 @@ def test_a_token_costs_the_same_however_long_the_text() -> None:
 def test_drafts_that_fail_pause_longer_and_longer_and_one_that_succeeds_ends_that() -> None:
     lookup, ids, tried = Lookup(), [1, 2] * 4, []
     for _ in range(400):
-        if lookup.follow(ids, 4):
+        if follow(lookup, ids, 4):
             tried.append(len(ids))
             lookup.learn(0, len(ids) + 1)
         ids.append(ids[-2])
@@ -119,7 +125,42 @@ def test_drafts_that_fail_pause_longer_and_longer_and_one_that_succeeds_ends_tha
     lookup.learn(1, len(ids) + 2)
     ids += [1, 2] * LONGEST_PAUSE
     lookup.learn(0, len(ids))
-    assert not lookup.follow(ids, 4) and not lookup.follow([*ids, 1], 4) and lookup.follow([*ids, 1, 2], 4)
+    assert not follow(lookup, ids, 4) and not follow(lookup, [*ids, 1], 4) and follow(lookup, [*ids, 1, 2], 4)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 7, 1000])
+def test_a_text_indexed_in_pieces_gives_the_same_drafts(pieces: int) -> None:
+    r = random.Random(pieces)
+    ids = [r.randrange(3) for _ in range(300)]
+    whole, parts, taken = Lookup(), Lookup(), []
+    whole.take_in(ids, len(ids))
+    while not taken or taken[-1]:
+        taken.append(parts.take_in(ids, pieces))
+    assert sum(taken) == len(ids) - NGRAM and max(taken) <= pieces
+    assert parts.follow(ids, 5) == whole.follow(ids, 5) != []
+
+
+def test_a_step_indexes_so_many_tokens_and_no_more_however_many_prompts_are_new(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two prompts of 1,600 tokens decode from the same step on; that their ends were there before is found in time."""
+    monkeypatch.setattr(speculation, "INDEXED_TOKENS", 100)
+    counted, take_in = [0], Lookup.take_in
+
+    def counting(self: Lookup, ids: list[int], most: int) -> int:
+        taken = take_in(self, ids, most)
+        counted[-1] += taken
+        return taken
+
+    monkeypatch.setattr(Lookup, "take_in", counting)
+    engine = make_engine(blocks=1000, budget=4000)
+    text = [i % 40 for i in range(800)]
+    requests = [engine.add_request(text * 2, SamplingParams(max_tokens=100, ignore_eos=True)) for _ in range(2)]
+    while engine.has_work:
+        engine.step()
+        counted.append(0)
+    assert max(counted) == 100 and sum(counted) >= 2 * 1600
+    assert all(request.drafted_tokens for request in requests)
 
 
 # ---- any schedule
