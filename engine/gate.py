@@ -7,7 +7,7 @@ gate decides nothing about what a step contains: submissions and aborts are take
 from __future__ import annotations
 
 from engine.errors import InvalidRequest
-from engine.records import Record, RecordLog
+from engine.records import CLEARED, Record, RecordLog
 
 MAX_PACE = 1000.0
 EVENTS = {  # what "run until" can wait for -> the records that fulfil it
@@ -126,7 +126,7 @@ def fulfils(record: Record, event: str, slower_than_ms: float = 0.0) -> str:
         return f"step {record[3]} took {record[7]:.1f} ms"
     if event == "admission":
         return f"r{record[3]} was admitted"
-    if event == "eviction":
+    if event == "eviction" and record[5] != CLEARED:
         return f"{record[4]} blocks of node {record[3]} were evicted"
     if event == "preemption":
         return f"r{record[3]} was preempted"

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 Record = tuple[Any, ...]
 PACKET = 512  # records in a packet at most: folding one is a few milliseconds, and keys wait no longer
 
+CLEARED = "cleared"  # reason of an eviction that a user asked for, and not the scheduler
+
 FIELDS: dict[str, tuple[str, ...]] = {
     # --- requests and the queue
     "submit": ("request", "group", "prompt_tokens", "max_total"),  # joins the end of the waiting queue

@@ -205,8 +205,8 @@ class MinituiApp(App[int]):
                 session.forget_rate()
         if not (self.is_headless or self.thrift.draws()):
             return
-        if not self.feed.frozen:
-            self.view.frame(time.monotonic())
+        self.view.home = self.session.id if self.current_mode == "chat" else None
+        self.view.frame(time.monotonic())
         self._frames += 1
         for depth, screen in enumerate(reversed(self.screen_stack)):
             if hasattr(screen, "paint"):

@@ -40,7 +40,6 @@ class Feed:
     def __init__(self, source: Source, view: View, clock: Callable[[], float] = time.monotonic) -> None:
         self.source = source
         self.view = view
-        self.frozen = False
         self.live = False  # a snapshot has been taken
         self._clock = clock
         self._held: deque[Packet] = deque()
@@ -48,6 +47,15 @@ class Feed:
         self._newest = -1  # the last step that any record told
         self._syncing = False
         self._goes_on: asyncio.TimerHandle | None = None
+
+    @property
+    def frozen(self) -> bool:
+        """Does the picture stand, by the reader's wish?"""
+        return self.view.frozen
+
+    @frozen.setter
+    def frozen(self, frozen: bool) -> None:
+        self.view.frozen = frozen
 
     @property
     def backlog(self) -> int:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from engine.records import CLEARED
 from minitui.view import Event, Lane, StepRow, View
 from minitui.view.lanes import DECODING
 from minitui.view.log import looked_up, stop_text
@@ -61,12 +62,12 @@ def _preemptions(events: list[Event]) -> list[str]:
 def _evictions(events: list[Event]) -> list[str]:
     told = []
     evictions = [event for event in events if event.kind == "evict"]
-    cleared = sum(event.record[4] for event in evictions if event.record[5] == "cleared")
+    cleared = sum(event.record[4] for event in evictions if event.record[5] == CLEARED)
     if cleared:
         told.append(f"Somebody cleared the cache: {_blocks(cleared)} left the tree.")
     total = sum(event.record[4] for event in evictions) - cleared
     if total:
-        reasons = list(dict.fromkeys(event.record[5] for event in evictions if event.record[5] != "cleared"))
+        reasons = list(dict.fromkeys(event.record[5] for event in evictions if event.record[5] != CLEARED))
         why = _list(reasons[:NAMED]) + (f" and {len(reasons) - NAMED} more" if len(reasons) > NAMED else "")
         which = "that nobody held, used longest ago, leaves" if total == 1 else "that nobody held, the oldest, leave"
         told.append(f"To make room, {_blocks(total)} {which} the tree ({why}).")

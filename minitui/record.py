@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineDead, EngineError
-from engine.records import Packet, Record, packets
+from engine.records import CLEARED, Packet, Record, packets
 from engine.state import State
 from engine.types import SamplingParams
 from minitui.trace import GZIP, VERSION, PlayClock, TraceError
@@ -144,7 +144,7 @@ class Recorder:
             ids = record[6 if kind == "insert" else 5]
             self._unknown.update(ids)
             self._ids_since_keyframe += len(ids)
-        elif kind == "evict":
+        elif kind == "evict" and record[5] != CLEARED:
             self._first("eviction", f"first eviction: {_blocks(record[4])} out of the tree")
         elif kind == "preempt":
             self._first("preemption", f"first preemption: r{record[3]} gives back {_blocks(record[5])}")

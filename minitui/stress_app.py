@@ -173,7 +173,7 @@ class StressApp(App[None]):
         if self.is_headless or self.thrift.draws():
             if not self.feed.frozen:
                 self.view.group_names = self.source.names
-                self.view.frame(self.clock())
+            self.view.frame(self.clock())
             if isinstance(self.screen, (InspectScreen, LectureScreen)):
                 self.screen.paint(self.view)
             self._note_time()

@@ -178,16 +178,27 @@ class TraceReader:
         return index
 
     def locate(self, step: int) -> tuple[int, int]:
-        """(part, records of it that were told until `step` had ended); the end of the trace for later steps."""
+        """(part, records of it) up to the last end of a step at which `step` is the last one planned: its own end, or,
+        where an engine plans a step before the one before it has ended, that of the one before. The end of the trace
+        for later steps."""
+        found: tuple[int, int] | None = None
         for index in range(self.part_of_step(step), len(self.keyframes)):
-            for ended, count in self.part(index).ends_of_steps():
-                if ended >= step:
-                    return index, count
+            part = self.part(index)
+            planned = part.keyframe.step
+            for count, record in enumerate(part.records, 1):
+                if record[2] == "step":
+                    planned = record[3]
+                if record[2] in ("time", "fail") and planned >= step:
+                    if planned > step and found is not None:
+                        return found
+                    found = (index, count)
+                    if planned > step:
+                        return found
         index = len(self.keyframes) - 1
-        return index, len(self.part(index).records)
+        return found or (index, len(self.part(index).records))
 
     def state_at(self, step: int) -> State:
-        """The state when `step` had ended."""
+        """The state at `locate(step)`."""
         index, count = self.locate(step)
         part = self.part(index)
         state = part.state

@@ -30,6 +30,7 @@ from minitui.stage import Stage
 from minitui.store import Store
 from minitui.widgets.base import LinePanel
 from minitui.widgets.block_map import BlockMap
+from minitui.widgets.block_table import BlockTable
 from minitui.widgets.chrome import SessionStrip, StatusBar, TopBar
 from minitui.widgets.prompt import Prompt
 from minitui.widgets.tree import RadixTree
@@ -507,6 +508,26 @@ async def test_gate_step_pace_and_run_until_reach_the_engine():
         await until(pilot, lambda: not app.gated)
         verbs = [verb for verb, _ in source.calls]
         assert verbs == ["pause", "step", "step", "pace", "pace", "pace", "run_until", "run_until", "resume"]
+
+
+async def test_the_chat_screen_shows_its_own_chat_whatever_is_selected_elsewhere():
+    async with running() as (app, pilot, _screen):
+        await until(pilot, lambda: app.progress is None)
+        await ask(app, pilot, "What is a block table?")
+        other = app.view.requests_of(app.session.id)[-1]
+        await press(pilot, "escape", "o")
+        await ask(app, pilot, "What is a radix tree?")
+        await until(pilot, lambda: app.view.requests_of(app.session.id))
+        own = app.view.requests_of(app.session.id)[-1]
+        await press(pilot, "escape", "2")
+        app.view.select("request", other)
+        await until(pilot, lambda: f"r{other}" in app.screen.query_one(BlockTable).text)
+        await press(pilot, "1")
+        await until(pilot, lambda: isinstance(app.screen, ChatScreen))
+        await until(pilot, lambda: f"r{own}" in app.screen.query_one(BlockTable).text)
+        assert app.view.subject() == own
+        await press(pilot, "2")
+        await until(pilot, lambda: f"r{other}" in app.screen.query_one(BlockTable).text)
 
 
 async def test_freezing_stops_the_picture_not_the_engine():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import io
 import json
+import re
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -169,6 +171,29 @@ def test_the_narration_tells_every_decision_and_counts_what_was_recorded(tmp_pat
     assert next(token.tag for token in parsed if token.type == "heading_open") == "h1"
     cells = {parsed[i + 1].content for i, token in enumerate(parsed) if token.type == "td_open"}
     assert cells >= {f"r{record[3]}" for record in records if record[2] == "submit"}
+
+
+def test_the_narration_counts_what_was_cleared_apart_and_names_the_span_of_its_lines(tmp_path: Path) -> None:
+    head, *lines = (json.loads(line) for line in gzip.decompress(GOLDEN.read_bytes()).splitlines())
+    evicted = cleared = 0
+    for line in lines:
+        for row in line[2] if line[0] == "r" else ():
+            row[0] += 60.0 if row[0] > 0.6 else 0.0  # a pause
+            if row[1] == "evict":
+                if row[0] > 60:
+                    row[4], cleared = "cleared", cleared + row[3]
+                else:
+                    evicted += row[3]
+    one = [line for line in lines if line[0] != "k" or line[1] == 0]  # the others tell the times of the original
+    path = tmp_path / "cleared.trace"
+    path.write_bytes(
+        gzip.compress(b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in (head, *one)))
+    )
+    text = export(path, "md").read_text()
+    assert f"| blocks evicted | {evicted:,} |" in text and f"| blocks cleared | {cleared:,} |" in text
+    begin, end = map(float, re.findall(r"([\d.]+) s to ([\d.]+) s of the engine's clock", text)[0])
+    times = [float(t) for t in re.findall(r"^- ([\d.]+) s, ", text, re.MULTILINE)]
+    assert begin <= min(times) and max(times) <= end and end > 60
 
 
 def test_tail_tells_each_step_once_and_each_decision(capsys: pytest.CaptureFixture[str]) -> None:

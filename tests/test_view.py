@@ -489,7 +489,7 @@ def test_what_was_held_at_the_gate_does_not_count_as_waiting():
     told(61.5, ("admit", 1, 0, "new"), ("match", 1, 0, "empty", 0, ""))
     assert lanes.lanes[1].waited_ms == pytest.approx(500)
     admitted = next(event for event in view.events.items if event.kind == "admit")
-    assert view.event_text(admitted).endswith("waited 500 ms")
+    assert view.event_text(admitted).endswith("waited 500 ms and 60.0 s while paused or slowed")
     assert lanes.lanes[2].waited_ms is None
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.kv.allocator import BlockAllocator
 from engine.kv.radix import Match, Node, RadixTree
-from engine.records import RecordLog
+from engine.records import CLEARED, RecordLog
 from engine.types import Request
 
 NO_CHANGES = (np.empty(0, np.int32),) * 3
@@ -177,7 +177,7 @@ class KVCache:
 
     def clear(self) -> int:
         """Evict everything no request holds, as if it had never been there. Returns the number of blocks freed."""
-        freed = self.tree.evict(self.allocator.num_cached, "cleared")
+        freed = self.tree.evict(self.allocator.num_cached, CLEARED)
         self.tree.forget_evicted()
         return freed
 

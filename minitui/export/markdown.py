@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from engine.records import CLEARED
 from minitui.narrate import narrate
 from minitui.tail import Line, Teller
-from minitui.trace import TraceReader
+from minitui.trace import LONGEST_PAUSE, TraceReader
 from minitui.view import View
 from minitui.view.lanes import Lane
 from minitui.visible import visible, visible_line
@@ -40,8 +41,12 @@ def write_markdown(reader: TraceReader, path: Path) -> None:
 def _head(reader: TraceReader) -> list[str]:
     info = reader.info
     where = f"{info.get('model', 'a model')} on {info.get('device', 'a device')}"
-    pool = f"{info.get('num_blocks', '?'):,} blocks of {info.get('block_size', '?')} tokens"
-    head = [f"# {where}", "", f"Recorded {reader.header['recorded']}, {reader.seconds:.1f} s; {pool}."]
+    pool = f"{info['num_blocks']:,} blocks of {info['block_size']} tokens"
+    begin, end = reader.part(0).state.t, reader.final_state().t
+    span = f"{begin:.2f} s to {end:.2f} s of the engine's clock"
+    if end - begin - reader.seconds > 0.05:
+        span += f" ({reader.seconds:.1f} s without slow motion, pauses cut to {LONGEST_PAUSE:g} s)"
+    head = [f"# {where}", "", f"Recorded {reader.header['recorded']}, {span}; {pool}."]
     if reader.header["random_text"]:
         head += ["", "Its texts are random and are not shown: this recording shows schedules, not answers."]
     if not reader.complete:
@@ -50,7 +55,7 @@ def _head(reader: TraceReader) -> list[str]:
 
 
 def _figures(reader: TraceReader, lanes: dict[int, Lane]) -> list[str]:
-    computed = cached = decoded = steps = evicted = preemptions = 0
+    computed = cached = decoded = steps = evicted = cleared = preemptions = 0
     for record in reader.records():
         kind = record[2]
         if kind == "step":
@@ -62,6 +67,8 @@ def _figures(reader: TraceReader, lanes: dict[int, Lane]) -> list[str]:
             decoded += sum(draft[2] for draft in record[4])
         elif kind == "match":
             cached += record[4]
+        elif kind == "evict" and record[5] == CLEARED:
+            cleared += record[4]
         elif kind == "evict":
             evicted += record[4]
         elif kind == "preempt":
@@ -74,6 +81,7 @@ def _figures(reader: TraceReader, lanes: dict[int, Lane]) -> list[str]:
         ("prompt tokens from the cache", f"{cached:,}" + (f" ({cached / asked:.0%})" if asked else "")),
         ("tokens decoded", f"{decoded:,}"),
         ("blocks evicted", f"{evicted:,}"),
+        *([("blocks cleared", f"{cleared:,}")] if cleared else []),
         ("preemptions", f"{preemptions:,}"),
     ]
     return ["", "| | |", "|---|---:|", *(f"| {name} | {value} |" for name, value in rows)]

@@ -71,6 +71,7 @@ class ChatScreen(OneSize[None]):
         super().__init__()
         self._text_at = 0.0
         self._turn = False
+        self._painted_moment: object = None
         self._bars: list[LinePanel] = []
         self._rail: list[LinePanel] = []
         self._glance: list[LinePanel] = []
@@ -118,9 +119,14 @@ class ChatScreen(OneSize[None]):
         if now - self._text_at >= TEXT_EVERY or self.transcript.session is not app.session:
             self._text_at = now
             self.transcript.show(app.session)
-        # Every panel at every second frame, one half at a time: a key never waits for all of them.
+        # Every panel at every second frame, one half at a time: a key never waits for all of them. Where the picture
+        # stands, those of one moment are painted at once.
         self._turn = not self._turn
-        for panel in [*self._bars, *(self._glance if self.has_class("-narrow") else self._rail)][self._turn :: 2]:
+        moment = (view.version, view.home, view.travel_text, view.board.state.seq) if view.still else None
+        at_once = moment is not None and moment != self._painted_moment
+        self._painted_moment = moment
+        panels = [*self._bars, *(self._glance if self.has_class("-narrow") else self._rail)]
+        for panel in panels if at_once else panels[self._turn :: 2]:
             panel.paint(view)
         if self.completions.display:
             self.completions.paint(view)

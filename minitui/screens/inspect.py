@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 WIDE, TALL = 100, 32  # smaller than this: one panel at a time
 TIMINGS_HEIGHT = 10
 # Frames between two paints of a panel, and on which of them: the offsets spread the work. What moves with every step is
-# painted with every frame; figures that a reader reads and does not watch, less often. After a selection, at the gate
-# and in the past, all are painted at once.
+# painted with every frame; figures that a reader reads and does not watch, less often. After a selection, and
+# while the picture stands (frozen, at the gate, in the past), all are painted at once.
 EVERY = {
     "step": (1, 0), "occupancy": (1, 0), "map": (2, 0), "table": (2, 1), "lanes": (4, 1), "events": (4, 3),
     "tree": (5, 1), "vitals": (5, 2), "timings": (10, 4), "experts": (5, 3),
@@ -151,8 +151,8 @@ class InspectScreen(OneSize[None]):
         if (above := max(1, self._bars[0].size.height)) != self._above:
             self._above = above
             self.lay_out()
-        moment = (view.version, view.travel_text, view.exact)
-        at_once = view.exact or moment != self._painted_moment
+        moment = (view.version, view.travel_text, view.still)
+        at_once = view.still or moment != self._painted_moment
         self._painted_moment = moment
         for bar in self._bars:
             bar.paint(view)  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 
 from minitui.screens.one_size import OneSize
-from minitui.view.predict import question_about
+from minitui.view.predict import question_about, unasked
 from minitui.widgets.base import Column, Columns, LinePanel, Opened
 from minitui.widgets.block_map import BlockMap
 from minitui.widgets.block_table import BlockTable
@@ -127,6 +127,8 @@ class LectureScreen(OneSize[None]):
             self._why.question = question_about(view, before + 1)
             self._asked_from = before
             if self._why.question is None:
+                if reason := unasked(view, before + 1):
+                    self.notify(reason, markup=False, timeout=6)
                 self._reveal(view)
 
     def _reveal(self, view: View) -> None:

@@ -60,6 +60,8 @@ class View:
         self.ids_to_text: Callable[[list[int]], str] | None = None
         self.caching = True  # does the engine keep prefixes?
         self.selection: Selection | None = None
+        self.home: str | None = None  # the group whose requests single-request panels show; None: of any group
+        self.frozen = False  # nothing is folded until the reader wishes
         self.dropped = 0  # records lost on the way here
         self.gap = False  # records are missing: `reset` with a snapshot
         self.loaded = False
@@ -85,6 +87,7 @@ class View:
         self.links = Links()
         self.timings = Timings()
         self._timings_at = (-1e9, -1)
+        self._settled: tuple[int, int | None] | None = None  # the moment of a picture that stands
         self._folded_at: float | None = None  # the caller's clock when records last came
         self._framed = board.state.step
         self._travelled: int | None = None
@@ -209,7 +212,11 @@ class View:
         rates.level("used", (self.live.total - free) / self.live.total)
 
     def frame(self, now: float) -> None:
-        """Close a frame: sum up the steps since the last one, let glows fade, resolve the selection."""
+        """Close a frame: sum up the steps since the last one, let glows fade, resolve the selection. What is otherwise
+        computed less often (order, percentiles) is computed at once for a picture that stands."""
+        moment = (self.board.state.seq, self._travelled) if self.still else None
+        if self.frozen and moment == self._settled:
+            return
         self._now = now
         if self.live.state.gate == "open" and self.loaded:
             self.rates.advance(self.engine_now)
@@ -223,9 +230,11 @@ class View:
         if self._travelled is None:
             self.board = self.live
         self.links = resolve(self.selection, self.board, self.steps, self.requests_of)
-        self.tree.refresh(self.board, now)
+        moment = (self.board.state.seq, self._travelled) if self.still else None
+        settle, self._settled = moment is not None and moment != self._settled, moment
+        self.tree.refresh(self.board, now, force=settle)
         at, horizon = self._timings_at
-        if horizon != self.horizon and (self.exact or now - at >= TIMINGS_SECONDS):
+        if settle or (horizon != self.horizon and now - at >= TIMINGS_SECONDS):
             self._timings_at = (now, self.horizon)
             self.timings = summarise(self.steps, self.first_tokens, self.horizon, self.board.state.seq)
 
@@ -266,6 +275,11 @@ class View:
     def exact(self) -> bool:
         """Does the picture stand at one step (gated, or in the past), rather than run?"""
         return self.board.state.gate == "closed" or self._travelled is not None
+
+    @property
+    def still(self) -> bool:
+        """Does the picture stand at one record: frozen, gated or in the past?"""
+        return self.frozen or self.exact
 
     @property
     def idle(self) -> bool:
@@ -353,9 +367,13 @@ class View:
 
     def subject(self) -> int | None:
         """The request that single-request panels show: the selected one, else the youngest that runs, else the last
-        that finished."""
+        that finished; with a `home` only requests of that group."""
         requests = self.board.state.requests
         known = [id for id in self.links.requests if id in self.lanes.lanes]
+        if self.home is not None:
+            own = [id for id in self.requests_of(self.home) if self.lanes.lanes[id].submitted_step <= self.horizon + 1]
+            known = [id for id in known if id in own] or own
+            return max([id for id in known if id in requests] or known, default=None)
         if self.selection is not None and known:
             running = [id for id in known if id in requests]
             return max(running or known)

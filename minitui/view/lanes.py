@@ -30,6 +30,8 @@ class Lane:
     submitted_step: int  # the first step it could have been in
     spans: list[list[int]] = field(default_factory=list)  # [code, first, last]
     gains: list[list[int]] = field(default_factory=list)  # [first, last]: steps in which drafts were accepted
+    came: float = 0.0  # engine seconds of its submission
+    held: float = 0.0  # seconds that it waited while the engine was paused or slowed: no part of `waited_ms`
     admitted: float | None = None
     first_token: float | None = None
     cached_tokens: int = 0
@@ -164,7 +166,9 @@ class Lanes:
 
     def _submit(self, record: Record) -> None:
         _seq, _t, _kind, id, group, prompt_tokens, _max_total = record
-        lane = self.lanes[id] = self.active[id] = Lane(id, group, prompt_tokens, self.now, self.step + 1)
+        lane = self.lanes[id] = self.active[id] = Lane(
+            id, group, prompt_tokens, self.now, self.step + 1, came=record[1]
+        )
         self.newest = id
         lane.mark(QUEUED, self.step + 1, OPEN)
 
@@ -173,7 +177,10 @@ class Lanes:
         if lane is not None:
             lane.close(self.step)
             lane.running = True
-            lane.admitted = self.now if lane.admitted is None else lane.admitted
+            if lane.admitted is None:
+                lane.admitted = self.now
+                if lane.submitted is not None:
+                    lane.held = max(0.0, record[1] - lane.came - (self.now - lane.submitted))
 
     def _match(self, record: Record) -> None:
         lane = self.lanes.get(record[3])

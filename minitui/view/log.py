@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from engine.records import Record
+from engine.records import CLEARED, Record
 from minitui.view.lanes import Lane
 
 EVENTS_KEPT = 20_000
+LEAST_HELD = 0.05  # seconds of a pause that are told
 EVENTS_ALWAYS = 4_000  # of them, also when they are older than the records kept
 KINDS = ("admit", "hit", "miss", "evict", "preempt", "finish", "wait", "refuse", "fail", "pace")
 
@@ -149,6 +150,8 @@ def describe(event: Event, lane: Lane | None, quote: str = "") -> str:
         if lane is None:
             return f"{who} runs"
         waited = f" · waited {lane.waited_ms:,.0f} ms" if lane.waited_ms is not None else ""
+        if waited and lane.held >= LEAST_HELD:
+            waited += f" and {lane.held:,.1f} s while paused or slowed"
         return f"{who} runs · {lane.prompt_tokens:,} prompt tokens{waited}"
     if kind == "match":
         _, tokens, stop, at, _detail = fields
@@ -162,7 +165,8 @@ def describe(event: Event, lane: Lane | None, quote: str = "") -> str:
     if kind == "requeue":
         return f"{who} queues again · {fields[1]}"
     if kind == "evict":
-        return f"{_blocks(fields[1])} · {fields[2]} · unheld, oldest" + (f": “{quote}”" if quote else "")
+        which = "asked for" if fields[2] == CLEARED else "unheld, oldest"
+        return f"{_blocks(fields[1])} · {fields[2]} · {which}" + (f": “{quote}”" if quote else "")
     if kind == "finish":
         speed = f" · {lane.tok_s:,.0f} tok/s" if lane is not None and lane.tok_s else ""
         return f"{who} · {fields[1]} · {fields[2]:,} tokens{speed}"

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
+from engine.records import CLEARED
+
 if TYPE_CHECKING:
     from minitui.view import View
 
@@ -33,6 +35,21 @@ def question_about(view: View, step: int) -> Question | None:
     return None
 
 
+def unasked(view: View, step: int) -> str:
+    """Why a step that decides something has no question; nothing if it has one, or decides nothing."""
+    events = view.events.of_step(step)
+    if question_about(view, step) is not None:
+        return ""
+    if any(event.record[2] == "preempt" for event in events):
+        return f"step {step:,} preempts a request, and there was no other to choose from"
+    evicted = [event for event in events if event.kind == "evict" and event.record[5] != CLEARED]
+    if evicted and any(event.node not in view.board.state.nodes for event in evicted):
+        return f"step {step:,} evicts blocks that came into the tree with it: nobody could have chosen them before"
+    if evicted:
+        return f"step {step:,} evicts blocks, and no other text was unheld: there was nothing to choose"
+    return ""
+
+
 def _question(step: int, text: str, right: str, wrong: list[str]) -> Question | None:
     others = [choice for choice in dict.fromkeys(wrong) if choice != right][:2]
     if not others:
@@ -53,9 +70,10 @@ def _who_is_preempted(view: View, step: int, events: list) -> Question | None:
 
 
 def _who_is_evicted(view: View, step: int, events: list) -> Question | None:
-    event = next((event for event in events if event.kind == "evict"), None)
     state = view.board.state
-    if event is None or event.node not in state.nodes:
+    evicted = (event for event in events if event.kind == "evict" and event.record[5] != CLEARED)
+    event = next((event for event in evicted if event.node in state.nodes), None)
+    if event is None:
         return None
 
     def quote(id: int) -> str:

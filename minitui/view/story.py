@@ -149,6 +149,7 @@ def _node(view: View, id: int) -> Story:
         names = ", ".join(f"r{r.id} ({view.group_name(r.group)})" if r.group else f"r{r.id}" for r in users[:6])
         story.tell("users", names + (f" and {len(users) - 6} more" if len(users) > 6 else ""))
     else:
+        view.tree.rerank(board)
         rank = view.tree.rank(id)
         story.tell("users", "none: " + (f"number {rank} in the order of eviction" if rank else "it may be evicted"))
     story.tell("saved", f"{board.saved_by(node):,} prompt tokens were not computed because it was here")

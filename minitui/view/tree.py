@@ -1,7 +1,8 @@
 """The radix tree as a reader wants it: what saves most first, what goes next, and where each text diverges.
 
-Ranking looks at every node and is therefore done at most every REORDER_SECONDS; the figures of the rows shown are read
-afresh for each frame.
+The order of the rows looks at every node and is therefore made at most every REORDER_SECONDS; the figures of the rows
+shown are read for each picture, and so is the order of eviction (in a tree of more than RANKED_NODES nodes it is as
+old as the order of the rows).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from engine.state import CACHED, NodeView, State
 from minitui.view.board import Board
 
 REORDER_SECONDS = 2.0
+RANKED_NODES = 4000
 CONTEXT_TOKENS = 16
 DOTS = "…"
 HEAD_TOKENS = 96  # of a node, decoded for its row
@@ -89,21 +91,29 @@ class Tree:
         self._order: dict[int, tuple[int, int, int]] = {}  # node -> (saved, users, tokens) when last ordered
         self._children_of: dict[int, list[int]] = {}  # in that order
         self._ranks: dict[int, int] = {}
+        self._ranked_at: tuple[Board, int] | None = None  # the board and its record for which they hold
         self._ordered_at = -1e9
         self._ordered_for: Board | None = None
         self._texts: dict[tuple[int, int, int, int], tuple[str, str]] = {}
         self._end_roles: dict[tuple[int, int], str] = {}
 
     def rank(self, node: int) -> int:
-        """1 for the node that goes first; 0 for one that is held. As of the last ordering."""
+        """1 for the node that goes first; 0 for one that is held. As of the last `rerank`."""
         return self._ranks.get(node, 0)
+
+    def rerank(self, board: Board) -> None:
+        """Let `rank` be that of this board."""
+        moment = (board, board.state.seq)
+        if moment != self._ranked_at:
+            self._ranked_at = moment
+            self._ranks = {id: i + 1 for i, id in enumerate(eviction_order(board.state))}
 
     def refresh(self, board: Board, now: float, force: bool = False) -> None:
         """Order anew if that is due. Call once per frame before `picture`."""
         if not force and board is self._ordered_for and now - self._ordered_at < REORDER_SECONDS:
             return
         self._ordered_at, self._ordered_for = now, board
-        self._ranks = {id: i + 1 for i, id in enumerate(eviction_order(board.state))}
+        self.rerank(board)
         nodes = board.state.nodes
         ids, at = np.unique(board.node_of, return_inverse=True)
         saved = dict(zip(ids.tolist(), np.bincount(at, board.saved).astype(np.int64).tolist(), strict=True))
@@ -123,6 +133,8 @@ class Tree:
         `search` only nodes whose text has it; with `everything` all nodes (the caller scrolls)."""
         state = board.state
         size = state.block_size
+        if len(state.nodes) <= RANKED_NODES:
+            self.rerank(board)
         in_tree = int(np.count_nonzero(board.node_of))
         picture = TreePicture(len(state.nodes) - 1, in_tree * size, state.counts[CACHED] * size)
         chosen = self._choose(board, decode, limit, pinned or set(), search, everything)

@@ -57,7 +57,7 @@ that four requests have the same block in their tables: they read it together. O
         title = "Block table · logical " + glyphs().arrow + " physical"
         note: list[Run] = []
         if view.selection is None:
-            note = [("the youngest that runs", "dim")]
+            note = [("the youngest that runs", "dim")] if view.home is None else []
         elif view.selection.kind == "request" and lane is not None:
             note = [("selected", "accent")]
         rows = [*head, *self._chips(view, request.table, computed, size, width, height - len(head))]
@@ -72,7 +72,8 @@ that four requests have the same block in their tables: they read it together. O
         lane = view.lanes.lanes.get(id) if id is not None else None
         last = view.board.last_tables.get(lane.group) if lane is not None else None
         if lane is None or last is None or last.request != lane.id or not last.table:
-            text = "no request has run yet" if view.selection is None else "no request of this chat has run yet"
+            anyone = view.selection is None and view.home is None
+            text = "no request has run yet" if anyone else "no request of this chat has run yet"
             if lane is not None:
                 text = f"r{lane.id} waits: it holds no block yet"
                 if lane.finish_reason:
@@ -111,7 +112,9 @@ that four requests have the same block in their tables: they read it together. O
         if left:
             across = short
         rows: list[Runs] = []
-        items = _both_ends(len(table), max(1, height // tall) * across, across)
+        selected = view.selection.id if view.selection is not None and view.selection.kind == "block" else 0
+        at = table.index(selected) if selected in table else None
+        items = _with_ends(len(table), max(1, height // tall) * across, across, at)
         for start in range(0, len(items), across):
             logical, chips, holders = Row(), Row(), Row()
             if left and items[start] >= 0:
@@ -195,9 +198,40 @@ def _head(line: Row, name: str, about: Row, width: int, height: int) -> list[Run
     return [line.extend(about.runs).done(width)]
 
 
-def _both_ends(n: int, room: int, across: int) -> list[int]:
+def _with_ends(n: int, room: int, across: int, at: int | None = None) -> list[int]:
     """Which of `n` logical blocks to show in `room` places: all, or the beginning, where sharing shows, and the end,
-    where the next token goes. A negative number stands for so many left out."""
+    where the next token goes, and always block `at`. A negative number stands for so many left out."""
+    shown = _both_ends(n, room, across)
+    if at is None or at in shown:
+        return shown
+    ends = [index for index in shown if index > 0 or index == shown[0] == 0]
+    head = [index for index in ends if index < at]
+    kept = next(
+        (blocks for blocks in ([*head, at, n - 1], [at, n - 1], [at]) if len(_with_gaps(blocks, n)) <= room), [at]
+    )
+    for distance in range(1, n):
+        for near in (at + distance, at - distance):
+            if 0 <= near < n and near not in kept:
+                wider = sorted([*kept, near])
+                if len(_with_gaps(wider, n)) > room:
+                    return _with_gaps(kept, n) if room >= 3 else [at]
+                kept = wider
+    return _with_gaps(kept, n)
+
+
+def _with_gaps(blocks: list[int], n: int) -> list[int]:
+    """The blocks, and for those left out before, between and behind them their number, negative."""
+    items: list[int] = []
+    before = -1
+    for block in [*blocks, n]:
+        if block - before > 1:
+            items.append(before + 1 - block)
+        items.append(block)
+        before = block
+    return items[:-1]
+
+
+def _both_ends(n: int, room: int, across: int) -> list[int]:
     if n <= room:
         return list(range(n))
     head = min(max(1, across // 3), room - 2) if room >= 3 else 0
