@@ -339,7 +339,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     model = options.model or await first_model(url, options.key)
     if options.trace is not None:
         try:
-            lines = options.trace.read_text(encoding="utf-8").splitlines()
+            lines = options.trace.read_text(encoding="utf-8").split("\n")  # JSON may hold U+2028
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"{options.trace} cannot be read: {error}", "trace") from error
         plan = replay(lines, options, model)

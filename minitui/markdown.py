@@ -285,7 +285,8 @@ def _inline(token: Token) -> list[Span]:
             spans.append((f"[{child.content}]", "link"))
         else:
             spans.append((child.content, tones[-1]))
-    return [(visible(text), tone) for text, tone in spans]  # "&#8238;" has become a character
+    # "&#8238;" has become a character by now. A tab would move the cursor.
+    return [(visible(text).replace("\t", " "), tone) for text, tone in spans]
 
 
 def wrap_breaks(spans: list[Span], width: int) -> list[Line]:

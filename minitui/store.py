@@ -61,6 +61,11 @@ BEGIN_S = 5.0  # for others that begin or end at the same moment
 PATIENCE_MS = 250  # for another minitui that is just writing: longer would be felt, for whoever saves also draws
 
 
+def _text(value: Any) -> Any:
+    """A value as SQLite takes it: a lone surrogate, as a server's error may hold, is no text."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+
+
 class StoreError(EngineError):
     """A chat file that cannot be used, and the way out."""
 
@@ -192,7 +197,7 @@ class Store:
 
     def _run(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         try:
-            return self._db.execute(sql, values).fetchall()
+            return self._db.execute(sql, [_text(value) for value in values]).fetchall()
         except sqlite3.Error as error:
             raise StoreError(f"the chat file {self.path} cannot be used: {error}") from None
 

@@ -76,6 +76,11 @@ def test_streamed_markdown_is_plain_and_loses_nothing(chunk: int):
     assert "".join(seen.split()) == "".join(whole.split())
 
 
+def test_a_tab_in_a_paragraph_takes_one_cell():
+    [line] = markdown.render("a\tb `c\td`", 60)
+    assert "".join(shown for shown, _ in line) == "a b c d"
+
+
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MINITUI_DATA", str(tmp_path / "data"))
@@ -300,3 +305,12 @@ def test_a_transcript_with_lone_surrogates_can_be_written(home: Path):
     for name in ("a.md", "a.json"):
         transcripts.write(Chat(), home / name)
         assert_plain((home / name).read_bytes())
+
+
+def test_a_chat_with_lone_surrogates_can_be_kept(home: Path):
+    store = Store(home / "data" / "chats.sqlite")
+    store.save_chat(StoredChat("abc", SURROGATE, SURROGATE, None, {}, 1.0, messages=[], model="m", ids=[]))
+    store.save_message("abc", 0, StoredMessage("user", SURROGATE, "error", SURROGATE))
+    [kept] = store.open_chats()
+    store.close()
+    assert kept.title == kept.messages[0].error == "? half ?"
