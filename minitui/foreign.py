@@ -19,10 +19,14 @@ from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.output import Delta
 from engine.records import Record
 from engine.types import SamplingParams
+from minitui.bounds import ANSWER
 from minitui.pulse import Pulse, Vitals
+from minitui.remote_checks import count
 from minitui.source import Progress
-from minitui.wire import check, httpx, normalise, open_client, parse, server_events, unreachable
+from minitui.wire import Answer, check, httpx, load_json, normalise, open_client, parse, server_events, unreachable
 
+LEAVE_S = 1.0  # for the connections to be closed
+MAX_MODELS, MAX_NAME = 1_000, 400  # models that a server lists, characters of a name
 ROLES = ("system", "user", "assistant")
 END = len(ROLES)
 
@@ -89,22 +93,24 @@ class ForeignStream:
         self._pieces = 0
         self._usage: dict[str, Any] = {}
         self._thinking = False
+        self._answer = Answer(source.url)
         self._task = asyncio.create_task(self._read(body))
 
     async def _read(self, body: dict[str, Any]) -> None:
-        reason = ""
+        reason, path, bounds = "", "/v1/chat/completions", ANSWER.extension()
         try:
-            async with self._source.http.stream("POST", "/v1/chat/completions", json=body) as response:
+            async with self._source.http.stream("POST", path, json=body, extensions=bounds) as response:
                 await check(response)
                 self._accepted.set()
                 async for _, data in server_events(response):
                     if data == "[DONE]":
                         break
                     chunk = parse(data)
-                    self._usage = chunk.get("usage") or self._usage
+                    usage = chunk.get("usage")
+                    self._usage = usage if isinstance(usage, dict) else self._usage
                     for choice in chunk.get("choices") or ():
                         self._take(choice.get("delta") or {})
-                        reason = choice.get("finish_reason") or reason
+                        reason = str(choice.get("finish_reason") or reason)[:40]
             if not reason:
                 raise EngineDead(f"{self._source.url} ended the answer without saying why")
             self._end(reason)
@@ -131,6 +137,7 @@ class ForeignStream:
             text += f"\n</think>\n\n{said}" if self._thinking else said
             self._thinking = False
         if text:
+            self._answer.add(text)
             self._last = time.perf_counter()
             self._first = self._first or self._last
             self._pieces += 1
@@ -141,13 +148,13 @@ class ForeignStream:
 
     def _figures(self) -> dict[str, Any]:
         """What this side has measured and the server has told; a piece is taken for a token where it told nothing."""
-        drawn = self._usage.get("completion_tokens") or self._pieces
+        drawn = count(self._usage.get("completion_tokens")) or self._pieces
         spent = self._last - self._first
-        details = self._usage.get("prompt_tokens_details") or {}
+        details = self._usage.get("prompt_tokens_details")
         return {
-            "prompt_tokens": self._usage.get("prompt_tokens"),
+            "prompt_tokens": count(self._usage.get("prompt_tokens")),
             "output_tokens": drawn,
-            "cached_tokens": details.get("cached_tokens"),
+            "cached_tokens": count(details.get("cached_tokens")) if isinstance(details, dict) else None,
             "ttft_ms": (self._first - self._began) * 1e3 if self._first else None,
             "decode_tok_s": (drawn - 1) / spent if drawn > 1 and spent > 0 else 0.0,
         }
@@ -230,7 +237,9 @@ class ForeignSource:
             response = await self.http.get("/v1/models")
             if response.status_code in (401, 403) or not self._model:
                 await check(response)
-            return [str(entry["id"]) for entry in response.json()["data"]] if response.status_code == 200 else []
+            if response.status_code != 200:
+                return []
+            return [str(entry["id"])[:MAX_NAME] for entry in load_json(response.content)["data"][:MAX_MODELS]]
         except (httpx.HTTPError, OSError) as error:
             raise unreachable(self.url, error) from error
         except (KeyError, TypeError, ValueError) as error:
@@ -292,7 +301,8 @@ class ForeignSource:
     async def close(self) -> None:
         """Leave."""
         await self._stop()
-        await self.http.aclose()
+        closing = asyncio.create_task(self.http.aclose())
+        await asyncio.wait({closing}, timeout=LEAVE_S)
 
     async def _stop(self) -> None:
         if self._polling is not None:

@@ -157,6 +157,7 @@ def _planned(at: float, body: dict[str, Any], options: argparse.Namespace, model
 
 async def send(client: Any, planned: Planned, began: float) -> Outcome:
     """One request, to its end."""
+    from minitui.bounds import ANSWER
     from minitui.wire import check, httpx, parse, server_events
 
     outcome = Outcome(time.perf_counter() - began)
@@ -164,7 +165,7 @@ async def send(client: Any, planned: Planned, began: float) -> Outcome:
     pieces, ended = 0, False
     path = "/v1/chat/completions" if planned.chat else "/v1/completions"
     try:
-        async with client.stream("POST", path, json=planned.body) as response:
+        async with client.stream("POST", path, json=planned.body, extensions=ANSWER.extension()) as response:
             if response.status_code == 429:
                 outcome.error = "refused (429)"
             await check(response)
@@ -182,6 +183,8 @@ async def send(client: Any, planned: Planned, began: float) -> Outcome:
                     ended = ended or bool(choice.get("finish_reason"))  # not every server sends [DONE] after it
         if not ended:
             outcome.error, outcome.detail = "cut off", "the answer ended without a finish_reason"
+    except (TypeError, AttributeError, ValueError) as error:  # JSON, but not what it should be
+        outcome.error, outcome.detail = "no answer", f"it is no OpenAI-compatible server ({error})"
     except EngineDead as error:
         outcome.error, outcome.detail = "not available", str(error)
     except EngineError as error:
@@ -195,10 +198,12 @@ async def send(client: Any, planned: Planned, began: float) -> Outcome:
 
 
 def _count_usage(outcome: Outcome, usage: dict[str, Any]) -> None:
-    outcome.prompt_tokens = usage.get("prompt_tokens") or outcome.prompt_tokens
-    outcome.output_tokens = usage.get("completion_tokens") or outcome.output_tokens
-    details = usage.get("prompt_tokens_details") or {}
-    outcome.cached_tokens = details.get("cached_tokens", outcome.cached_tokens)
+    from minitui.remote_checks import count
+
+    outcome.prompt_tokens = count(usage.get("prompt_tokens")) or outcome.prompt_tokens
+    outcome.output_tokens = count(usage.get("completion_tokens")) or outcome.output_tokens
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    outcome.cached_tokens = outcome.cached_tokens if count(cached) is None else cached
 
 
 async def run_load(
@@ -352,11 +357,11 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 async def first_model(url: str, key: str) -> str:
     """The first model that a server lists."""
-    from minitui.wire import check, httpx, open_client, unreachable
+    from minitui.wire import check, httpx, load_json, open_client, unreachable
 
     async with open_client(url, key) as client:
         try:
-            listed = (await check(await client.get("/v1/models"))).json()
+            listed = load_json((await check(await client.get("/v1/models"))).content)
             return str(listed["data"][0]["id"])
         except (httpx.HTTPError, OSError) as error:
             raise unreachable(url, error) from error

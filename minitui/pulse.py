@@ -15,8 +15,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine.errors import EngineError
 from minitui.sessions import duration
-from minitui.wire import httpx, reason_of
+from minitui.wire import httpx, load_json, reason_of
 
 POLL_S = 2.0
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # between two tries to reach a server that is away
@@ -197,6 +198,6 @@ class Pulse:
         if response.status_code != 503:
             return ""
         try:
-            return str(response.json()["status"])
-        except (ValueError, KeyError, TypeError):
+            return str(load_json(response.content)["status"])[:400]
+        except (EngineError, KeyError, TypeError):
             return "not ready"

@@ -24,12 +24,30 @@ from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.output import Delta
 from engine.records import Record
 from engine.types import SamplingParams
+from minitui import remote_checks
+from minitui.bounds import ANSWER, LARGE, RECORDS
+from minitui.remote_checks import Refused, Watch
 from minitui.server.settings import TOKENIZER_FILES
 from minitui.source import Progress
-from minitui.wire import CONNECT_S, check, httpx, normalise, open_client, parse, reason_of, server_events, unreachable
+from minitui.wire import (
+    CONNECT_S,
+    Answer,
+    check,
+    httpx,
+    load_json,
+    normalise,
+    open_client,
+    parse,
+    reason_of,
+    server_events,
+    unreachable,
+)
 
 MAX_RECORDS = 200_000  # kept for a reader that does not drain
 GIVE_UP_S = 60.0  # a server that cannot be reached for so long is dead
+AT_ONCE = 2_000  # records checked at a time: a few frames' worth, at the fastest
+CATCH_UP_S = 1.0  # for records that a snapshot knows already
+LEAVE_S = 1.0  # for the connections to be closed
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 4.0)
 CONNECTED_S = 15.0  # for the record stream to begin
 BEAT = httpx.Timeout(22.0, connect=CONNECT_S)  # the record stream has a comment every 10 s, if nothing else
@@ -60,23 +78,29 @@ class RemoteStream:
 
     async def _read(self, body: dict[str, Any]) -> None:
         url = self._source.url
+        bounds = ANSWER.extension()
+        answer = Answer(url)
         try:
-            async with self._source.http.stream("POST", "/minitui/submit", json=body) as response:
+            async with self._source.http.stream("POST", "/minitui/submit", json=body, extensions=bounds) as response:
                 await check(response)
                 async for _, data in server_events(response):
                     event = parse(data)
                     if "request" in event:
-                        self.request_id, self.seed = event["request"], event["seed"]
+                        self.request_id, self.seed = remote_checks.accepted(event)
                         self._accepted.set()
                         if self._cancelled:
                             self.cancel()  # the first wish may have come before the request
                         continue
-                    delta = Delta(self.request_id or 0, event["text"], event["ids"], event.get("finish_reason", ""))
-                    delta.metrics = event.get("metrics")
+                    event = remote_checks.delta(event)
+                    answer.add(event["text"])
+                    delta = Delta(self.request_id or 0, event["text"], event["ids"], event["finish_reason"])
+                    delta.metrics = event["metrics"]
                     self._put(delta)
                     if delta.finish_reason:
                         return
             self._put(EngineDead(f"{url} ended the answer without saying why"))
+        except Refused as error:
+            self._put(EngineError(f"{url} answers as no minitui server of this version does: {error}"))
         except EngineError as error:
             self._put(error)
         except (httpx.HTTPError, OSError) as error:
@@ -154,6 +178,8 @@ class RemoteSource:
         self._watching: asyncio.Task[None] | None = None
         self._records: deque[Record] = deque(maxlen=MAX_RECORDS)
         self._syncing = 0  # snapshots under way: records wait for them
+        self._watch_state: Watch | None = None  # what the records are checked against; None: a snapshot is needed
+        self._checked: list[Record] = []
         self._began = ""
         self._offset = 0  # added to the server's record numbers
         self._seq = 0  # of the last record, offset included
@@ -194,6 +220,8 @@ class RemoteSource:
             await asyncio.gather(watching, return_exceptions=True)
         self._hello.clear()
         self._records.clear()
+        self._checked.clear()
+        self._watch_state = None
         self.connection = ""
 
     def _failed(self, error: EngineError) -> EngineError:
@@ -208,7 +236,7 @@ class RemoteSource:
             if response.status_code == 404:
                 raise EngineError(f"{self.url} is no minitui server: it does not know /minitui/info")
             try:
-                return (await check(response)).json()
+                return read_info(self.url, (await check(response)).content)
             except EngineDead as error:
                 if time.monotonic() > deadline:
                     raise
@@ -232,7 +260,8 @@ class RemoteSource:
             path = directory / name
             if path.is_file():
                 continue
-            content = (await check(await self.http.get(f"/minitui/tokenizer/{name}"))).content
+            response = await self.http.get(f"/minitui/tokenizer/{name}", extensions=LARGE.extension())
+            content = (await check(response)).content
             if hashlib.sha256(content).hexdigest() != wanted:
                 raise EngineError(f"{self.url} sent another {name} than it announced: connect again")
             partial = directory / f"{name}.{uuid.uuid4().hex[:8]}"
@@ -259,7 +288,8 @@ class RemoteSource:
     async def close(self) -> None:
         """Leave; what this client held of the engine's gate is let go by the server."""
         await self._stop()
-        await self.http.aclose()
+        closing = asyncio.create_task(self.http.aclose())
+        await asyncio.wait({closing}, timeout=LEAVE_S)
 
     async def _stop(self) -> None:
         tasks = list(self._tasks)
@@ -275,12 +305,16 @@ class RemoteSource:
         attempt = 0
         while True:
             try:
-                async with self.http.stream("GET", "/minitui/records", timeout=BEAT) as response:
+                stream = self.http.stream("GET", "/minitui/records", timeout=BEAT, extensions=RECORDS.extension())
+                async with stream as response:
                     await check(response)
-                    async for name, data in server_events(response):
-                        self._take(name, json.loads(data))
+                    async for name, data in server_events(response, quiet_s=None):
+                        self._take(name, load_json(data))
                         lost_at, attempt = None, 0
                 reason = "the server ended the connection"
+            except Refused as error:
+                self._refuse(error)
+                return
             except (httpx.HTTPError, OSError) as error:
                 reason = reason_of(error)
             except (EngineError, ValueError) as error:
@@ -299,11 +333,23 @@ class RemoteSource:
         for callback in self._callbacks:
             callback(sentence)
 
+    def _refuse(self, error: Refused) -> EngineError:
+        """Follow it no longer; the sentence for that."""
+        said = f"{self.url} sends what cannot be shown: {error}"
+        self._watch_state = None
+        self._records.clear()
+        self._checked.clear()
+        if self._watching is not None and self._watching is not asyncio.current_task():
+            self._watching.cancel()
+        self.connection = said
+        self._die(said)
+        return EngineError(said)
+
     def _take(self, name: str, data: Any) -> None:
         if name in ("hello", "began"):
-            self._met(data["began"], data["seq"])
+            self._met(*remote_checks.greeting(data))
             return
-        for record in data:
+        for record in remote_checks.records(data):
             self._seq = record[0] + self._offset
             self._records.append((self._seq, *record[1:]))
 
@@ -311,7 +357,7 @@ class RemoteSource:
         """The stream begins, at this record's number. If anything was missed, the next number leaves a gap."""
         first = not self._hello.is_set() and not self._began
         if began != self._began and not first:
-            self._offset = self._seq + 1  # its numbers begin anew, behind ours
+            self._offset = self._seq + 2  # its numbers begin anew, behind ours and a gap
         elif seq + self._offset != self._seq and not first:
             self._offset += 1  # even one missed record must show
         if not first and seq + self._offset != self._seq:
@@ -324,32 +370,63 @@ class RemoteSource:
         self._hello.set()
 
     def drain_records(self) -> list[Record]:
-        """The records since the last call; none while a snapshot is on its way, for they may come after it."""
+        """The records since the last call that follow the last snapshot, about AT_ONCE of them at most. None before the
+        first snapshot, or while one is on its way; after a gap, the one behind it and then none until a snapshot."""
         if self._syncing:
             return []
-        records = list(self._records)
-        self._records.clear()
+        self._check_records()
+        records, self._checked = self._checked, []
         return records
+
+    def _check_records(self) -> None:
+        watch = self._watch_state
+        if watch is None:
+            return
+        try:
+            for _ in range(min(AT_ONCE, len(self._records))):
+                record = self._records.popleft()
+                if record[0] <= watch.state.seq:
+                    continue
+                self._checked.append(record)
+                if record[0] > watch.state.seq + 1:
+                    self._watch_state = None
+                    return
+                watch.take(record)
+        except Refused as error:
+            self._refuse(error)
+
+    async def _caught_up(self, seq: int) -> bool:
+        """Have the records come up to this one? They may be on their way for a moment."""
+        end = time.monotonic() + CATCH_UP_S
+        while self._watch_state is not None and self._watch_state.state.seq < seq and time.monotonic() < end:
+            self._check_records()
+            await asyncio.sleep(0 if self._records else 0.02)
+        return self._watch_state is not None and self._watch_state.state.seq >= seq
 
     @property
     def backlog(self) -> int:
         """Records that have come and were not drained."""
-        return len(self._records)
+        return len(self._records) + len(self._checked)
 
     async def snapshot(self) -> dict[str, Any]:
         """The state at a record's number; records drained later may begin before that."""
         self._syncing += 1
         try:
             for _ in range(100):
-                response = await self._ask("GET", "/minitui/snapshot")
+                response = await self._ask("GET", "/minitui/snapshot", extensions=LARGE.extension())
                 snapshot = decode_snapshot(response.content)
                 if snapshot.pop("began") == self._began:
                     snapshot["seq"] += self._offset
                     for node in snapshot["nodes"].values():
                         node["last_used"] += self._offset
+                    if await self._caught_up(snapshot["seq"]) and self._watch_state is not None:
+                        return self._watch_state.state.snapshot()  # which the records drained later follow
+                    self._watch_state = Watch(snapshot)
                     return snapshot
                 await asyncio.sleep(0.1)  # another engine: its greeting is on its way
             raise EngineDead(f"{self.url} starts its engine again and again")
+        except Refused as error:
+            raise self._refuse(error) from error
         finally:
             self._syncing -= 1
 
@@ -369,11 +446,14 @@ class RemoteSource:
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """POST a JSON object; the answer's. Raises EngineError."""
-        return (await self._ask("POST", path, body)).json()
+        told = load_json((await self._ask("POST", path, body)).content)
+        return told if isinstance(told, dict) else {}
 
-    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    async def _ask(
+        self, method: str, path: str, body: dict[str, Any] | None = None, extensions: dict[str, Any] | None = None
+    ) -> httpx.Response:
         try:
-            return await check(await self.http.request(method, path, json=body))
+            return await check(await self.http.request(method, path, json=body, extensions=extensions))
         except (httpx.HTTPError, OSError) as error:
             raise unreachable(self.url, error) from error
 
@@ -426,16 +506,21 @@ async def introduce(url: str, key: str = "") -> dict[str, Any] | None:
             response = await client.get("/minitui/info")
             if response.status_code in (404, 405):
                 return None
-            return (await check(response)).json()
+            return read_info(url, (await check(response)).content)
         except EngineDead:
             return {}
         except (httpx.HTTPError, OSError) as error:
             raise unreachable(url, error) from error
 
 
+def read_info(url: str, text: bytes) -> dict[str, Any]:
+    """What a server says about itself. Raises EngineError."""
+    try:
+        return remote_checks.info(load_json(text))
+    except Refused as error:
+        raise EngineError(f"{url} is no minitui server of this version: {error}") from error
+
+
 def decode_snapshot(text: str | bytes) -> dict[str, Any]:
-    """A snapshot as JSON carries it (keys are strings there) back in the form of engine.state."""
-    data = json.loads(text)
-    for name in ("requests", "nodes", "pending"):
-        data[name] = {int(key): value for key, value in data[name].items()}
-    return data
+    """A snapshot as JSON carries it (keys are strings there) back in the form of engine.state. Raises Refused."""
+    return remote_checks.snapshot(load_json(text))

@@ -5,22 +5,41 @@ from __future__ import annotations
 import functools
 import json
 import ssl
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from engine.errors import EngineDead, EngineError, InvalidRequest, not_installed
+from engine.errors import EngineDead, EngineError, InvalidRequest
+from minitui.bounds import BoundedClient, Excess, httpx
 from minitui.server.settings import is_loopback
-
-try:
-    import httpx
-except ImportError as error:
-    raise EngineError(not_installed("talking to a server", error, "serve")) from error
 
 CONNECT_S = 5.0
 SILENCE_S = 35.0  # servers send at least a comment more often
-MAX_EVENT = 64 << 20
+MAX_EVENT = 8 << 20
+QUIET_S = 600.0  # an answer may wait in a queue for so long, with nothing but comments
+MAX_VALUES = 4_000_000  # strings, lists and objects of a JSON document: each takes some 60 bytes of memory
+MAX_CHARACTERS, MAX_PIECES = 16 << 20, 1 << 18  # of an answer
+MAX_SAID = 2_000  # characters of a server's own message
 LOST = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError, httpx.ReadTimeout)  # there was a connection
+
+
+class Answer:
+    """Counts what comes of an answer. EngineError says when that is more than an answer can be."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._pieces = self._characters = 0
+
+    def add(self, text: str) -> None:
+        """A piece of it."""
+        self._pieces += 1
+        self._characters += len(text)
+        if self._pieces > MAX_PIECES or self._characters > MAX_CHARACTERS:
+            raise EngineError(
+                f"{self._url} sent {self._characters:,} characters in {self._pieces:,} pieces as one answer; at most "
+                f"{MAX_CHARACTERS:,} in {MAX_PIECES:,} are taken"
+            )
 
 
 class Overloaded(InvalidRequest):
@@ -55,7 +74,7 @@ def open_client(url: str, key: str = "", client: str = "") -> httpx.AsyncClient:
     host = urlsplit(url).hostname or ""
     timeout = httpx.Timeout(SILENCE_S, connect=CONNECT_S)
     limits = httpx.Limits(max_connections=None)
-    return httpx.AsyncClient(
+    return BoundedClient(
         base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=not is_loopback(host),
         verify=_trusted(url.startswith("https:")),
     )  # fmt: skip
@@ -69,9 +88,9 @@ async def check(response: httpx.Response) -> httpx.Response:
     body = await response.aread()
     message, param = f"{response.request.url} answered {response.status_code} {response.reason_phrase}", None
     try:
-        error = json.loads(body)["error"]
-        message, param = str(error["message"]), error.get("param")
-    except (ValueError, KeyError, TypeError, AttributeError):
+        error = load_json(body)["error"]
+        message, param = str(error["message"])[:MAX_SAID], error.get("param")
+    except (EngineError, KeyError, TypeError, AttributeError):
         pass
     if response.status_code == 401:
         message += " (minitui takes it from MINITUI_KEY, or --key)"
@@ -80,13 +99,15 @@ async def check(response: httpx.Response) -> httpx.Response:
     if response.status_code == 429:
         raise Overloaded(message)
     if response.status_code in (400, 404, 413, 422):
-        raise InvalidRequest(message, str(param or "request"))
+        raise InvalidRequest(message, str(param or "request")[:MAX_SAID])
     raise EngineError(message)
 
 
 def reason_of(error: Exception) -> str:
     """A transport error in a few words."""
     said, cause = str(error), error.__cause__ or error.__context__
+    if isinstance(error, Excess):
+        return said
     while cause is not None:  # "All connection attempts failed" says less than what they failed of
         if isinstance(cause, ConnectionRefusedError):
             return "nothing listens there"
@@ -107,36 +128,55 @@ def unreachable(url: str, error: Exception) -> EngineDead:
     return EngineDead(f"{url} cannot be reached ({reason_of(error)}): is the server running, and is the address right?")
 
 
-async def server_events(response: httpx.Response) -> AsyncIterator[tuple[str, str]]:
-    """(name, data) of server-sent events; name "" if it has none. Lines end with \\n or \\r\\n and nothing else."""
-    name, data, rest = "", "", b""
+def load_json(text: str | bytes) -> Any:
+    """A JSON document that a server sent. Raises EngineError if it is none, or has too many parts or levels."""
+    document = text.encode("utf-8", "replace") if isinstance(text, str) else text
+    parts = sum(document.count(sign) for sign in (b"[", b"{", b'"'))
+    if parts > MAX_VALUES:
+        raise EngineError(f"the server sent a JSON document of {parts:,} parts; at most {MAX_VALUES:,} are read")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        start = document[:80].decode("utf-8", "replace")
+        raise EngineError(f"the server sent something that is no JSON: {start!r}") from error
+
+
+async def server_events(response: httpx.Response, quiet_s: float | None = QUIET_S) -> AsyncIterator[tuple[str, str]]:
+    """(name, data) of server-sent events; name "" if it has none. Lines end with \\n or \\r\\n and nothing else.
+    Raises EngineError for an event of more than MAX_EVENT bytes, or if none comes for `quiet_s`."""
+    url, last = response.request.url, time.monotonic()
+    name, data, size = "", [], 0  # size: of the event as far as it has come
+    rest: list[bytes] = []  # of a line that has no end yet
     async for piece in response.aiter_bytes():
-        rest += piece
-        if len(rest) + len(data) > MAX_EVENT:
-            raise EngineError(f"{response.request.url} sent an event of more than {MAX_EVENT >> 20} MiB")
-        *lines, rest = rest.replace(b"\r\n", b"\n").split(b"\n")
-        for raw in lines:
-            line = raw.decode("utf-8", "replace")
+        if quiet_s is not None and time.monotonic() - last > quiet_s:
+            raise EngineError(f"{url} sent no event for {quiet_s:g} s")
+        size += len(piece)
+        head, *tail = piece.split(b"\n")
+        rest.append(head)
+        for following in tail:
+            line = b"".join(rest).removesuffix(b"\r").decode("utf-8", "replace")
+            rest = [following]
             if line.startswith("data:"):
-                value = line[5:].removeprefix(" ")
-                data = f"{data}\n{value}" if data else value
+                data.append(line[5:].removeprefix(" "))
             elif line.startswith("event:"):
                 name = line[6:].strip()
             elif not line:
                 if data:
-                    yield name, data
-                name, data = "", ""
+                    last = time.monotonic()
+                    yield name, "\n".join(data)
+                name, data, size = "", [], 0
+            elif line.startswith(":") and not data:
+                size = 0  # comments keep the connection alive
+        if size > MAX_EVENT:
+            raise EngineError(f"{url} sent an event of more than {MAX_EVENT >> 20} MiB")
 
 
 def parse(data: str) -> dict[str, Any]:
     """The JSON object of an event. An error in it is raised as check() would."""
-    try:
-        value = json.loads(data)
-        if "\\u" in data:  # half a surrogate pair is no text: it could be neither shown nor kept nor sent
-            value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
-    except (ValueError, RecursionError) as error:
-        raise EngineError(f"the server sent an event that is no JSON: {data[:80]!r}") from error
+    value = load_json(data)
+    if "\\u" in data:  # half a surrogate pair is no text: it could be neither shown nor kept nor sent
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     if isinstance(value, dict) and "error" in value and isinstance(value["error"], dict):
-        said = str(value["error"].get("message", "an error"))
+        said = str(value["error"].get("message", "an error"))[:MAX_SAID]
         raise EngineDead(said) if value["error"].get("code") in ("engine_dead", "stopping") else EngineError(said)
     return value
