@@ -61,7 +61,7 @@ class Condition:
     @property
     def long(self) -> str:
         """A task that lasts, as a phrase for the screen; empty if none does. Loading tells its own progress."""
-        if self.hung or self.task in (IDLE, "load") or self.task_s < LONG_S:
+        if self.silent_s > 2 * BEAT_S or self.task in (IDLE, "load") or self.task_s < LONG_S:
             return ""
         name = "one step" if self.task == "step" else f"one command ({self.task})"
         return f"{name} has taken {self.task_s:.0f} s so far"

@@ -20,6 +20,7 @@ from textual.screen import ModalScreen
 from textual.widgets import TextArea
 
 from engine.errors import EngineError
+from engine.heartbeat import Condition
 from minitui import settings as settings_file
 from minitui.actions import ACTIONS
 from minitui.ascii import AsciiLines
@@ -131,6 +132,7 @@ class MinituiApp(App[int]):
         self._load_codec, self._guard, self._script = load_codec, guard, script
         self._interrupted = 0.0
         self._frames = 0
+        self._told_hang = False
         for theme in themes_for(self.console.color_system if guard else None):  # else nobody sees it in a terminal
             self.register_theme(theme)
         self.theme = settings.theme if settings.theme in self.available_themes else THEMES[0].name
@@ -191,6 +193,7 @@ class MinituiApp(App[int]):
 
     def _frame(self) -> None:
         """Drain, fold, and paint the visible screen only."""
+        self._watch_engine()
         if self.feed.pump():
             self.run_worker(self.feed.sync(), group="sync", exclusive=True)
         self.feed.keep_up()
@@ -407,20 +410,44 @@ class MinituiApp(App[int]):
                 f"{size} were taken over, {total - cached:,} tokens computed"
             )
 
+    @property
+    def condition(self) -> Condition:
+        """Whether the engine's process lives; of one that is not ours this is not known."""
+        return getattr(self.source, "condition", None) or Condition()
+
+    def _watch_engine(self) -> None:
+        """Say that the engine's process gives no sign of life, and that it does again."""
+        hung = self.condition.hung
+        if hung and not self._told_hang:
+            self._told_hang = True
+            self._show_death("The engine does not answer", hung, hang=True)
+        elif self._told_hang and not hung:
+            self._told_hang = False
+            self._close_hang()
+            if self.progress is None and self.source.error is None:
+                self.say("the engine answers again")
+
+    def _close_hang(self) -> None:
+        if isinstance(self.screen, DeathDialog) and self.screen.hang:
+            self.screen.dismiss("it answers")
+
     def _died(self, error: str) -> None:
         self.call_later(self._show_death, "The engine has ended", error)
 
-    def _show_death(self, title: str, error: str) -> None:
-        if any(isinstance(screen, DeathDialog) for screen in self.screen_stack):
+    def _show_death(self, title: str, error: str, hang: bool = False) -> None:
+        self._close_hang()
+        if any(isinstance(screen, DeathDialog) and not screen.hang for screen in self.screen_stack):
             return
         log = str(getattr(self.source, "log_file", "none"))
-        self.push_screen(DeathDialog(title, error, log), self._after_death)
+        self.push_screen(DeathDialog(title, error, log, hang), self._after_death)
 
     def _after_death(self, choice: str | None) -> None:
         if choice == "restart":
             self.restart_engine()
         elif choice == "quit":
             self.exit(return_code=1)
+        elif choice is None:
+            self.call_later(self.leave_prompt)  # q quits, as the dialog has said
 
     # ---- actions of the bindings
 

@@ -384,7 +384,8 @@ class Commands:
         self.app.run_worker(self.app.start_over(), group="start", exclusive=True)
 
     def do_restart(self, _: str) -> None:
-        if self.app.source.error is None:
+        condition = self.app.condition
+        if self.app.source.error is None and not condition.hung and not condition.long:
             raise EngineError("the engine is running: there is nothing to restart")
         self.app.restart_engine()
 

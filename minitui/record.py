@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import json
@@ -31,6 +32,7 @@ MOST_IDS = MOST_VALUES // 4  # token ids between two keyframes: a reader refuses
 BATCH = 512  # records in a line
 FLUSH_S = 1.0  # a killed writer loses at most this much
 LEVEL = 2  # of compression: a third of the time of the usual one, a fifth more bytes
+LAST_RECORDS_S = 2.0  # for the engine to send its last records when a recording ends
 MAX_WAITING = 4000  # items that wait to be written
 PRIVATE = ("model_dir", "log_file")  # paths of the machine that recorded: they mean nothing elsewhere
 
@@ -413,9 +415,10 @@ class RecordingSource:
         self.source.on_death(callback)
 
     async def close(self) -> None:
-        with contextlib.suppress(EngineDead):  # what came before its death is recorded all the same
+        with contextlib.suppress(EngineDead, TimeoutError):  # what came before its death is recorded all the same
             if self.source.error is None and self.source.info:
-                await self.source.snapshot()  # its records have come before its answer
+                async with asyncio.timeout(LAST_RECORDS_S):  # an engine that hangs does not answer
+                    await self.source.snapshot()  # its records have come before its answer
         self.drain_records()
         await self.source.close()
         self.recording.close()

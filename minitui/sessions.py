@@ -261,6 +261,7 @@ class Session:
     request: int | None = None  # the engine's id of the answer being written, or of the last
     created: float = field(default_factory=time.time)
     _stream: Stream | None = None
+    _cancelled: bool = False  # the engine has been asked to end the answer
     _task: asyncio.Task[None] | None = None
     _arrivals: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=128))
 
@@ -527,11 +528,14 @@ class Chats:
         self.send(session, text)
 
     def cancel(self, session: Session) -> bool:
-        """End its answer, keeping what is there; False if there was none."""
+        """End its answer, keeping what is there; False if there was none. Asked again, it waits for no engine."""
         if not session.busy:
             return False
-        if session._stream is not None:
-            with contextlib.suppress(EngineDead):
+        if session._cancelled:
+            self._stop(session)
+        elif session._stream is not None:
+            session._cancelled = True
+            with contextlib.suppress(EngineError):
                 session._stream.cancel()  # the stream ends with finish_reason "abort"
         elif session._task is not None:
             session._task.cancel()
@@ -552,7 +556,7 @@ class Chats:
         """End its answer without waiting for the engine's last word on it."""
         if session.busy:
             if session._stream is not None:
-                with contextlib.suppress(EngineDead):
+                with contextlib.suppress(EngineError):
                     session._stream.cancel()
             if session._task is not None:
                 session._task.cancel()
@@ -623,6 +627,7 @@ class Chats:
         message.state, message.error = state, error
         message.touch()
         session._stream = session._task = None
+        session._cancelled = False
         self._save(session, last=True)
         self.on_end(session)
 

@@ -7,11 +7,12 @@ Nothing heavy is imported before `start`: the application draws first.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.errors import EngineDead, EngineError
+from engine.heartbeat import Condition
 from engine.records import Packet, Record
 from engine.types import SamplingParams
 
@@ -86,22 +87,31 @@ class LiveSource:
         self.log_file = log_file
         self.info: dict[str, Any] = {}
         self.error: str | None = None
-        self._client: Any = None
+        self._client: Any = None  # from the start of its process on
         self._ready = asyncio.Event()
         self._callbacks: list[Callable[[str], None]] = []
 
     async def start(self, on_progress: Progress) -> None:
         from engine.client import EngineClient
 
+        self._client = EngineClient(self.config, self.log_file, on_progress)
+        self._client.on_death(self._died)
+        await self._launch(self._client.launch())
+
+    async def _launch(self, launch: Awaitable[None]) -> None:
         self.error = None
         try:
-            self._client = await EngineClient.start(self.config, log_file=self.log_file, on_progress=on_progress)
+            await launch
         except EngineError as error:
             self.error = str(error)
             self._ready.set()  # whoever waits is told the error
             raise
-        self._client.on_death(self._died)
         self._up()
+
+    @property
+    def condition(self) -> Condition:
+        """Whether the engine's process lives, and what takes it long."""
+        return self._client.condition if self._client is not None else Condition()
 
     async def ready(self) -> None:
         await self._ready.wait()
@@ -112,12 +122,12 @@ class LiveSource:
         return self._client.submit(ids, params, group=group)
 
     async def control(self, verb: str, **arguments: Any) -> Any:
-        if self._client is None:
+        if not self.info:
             raise EngineDead("the engine is still loading")
         return await self._client.control(verb, **arguments)
 
     async def snapshot(self) -> dict[str, Any]:
-        if self._client is None:
+        if not self.info:
             raise EngineDead("the engine is still loading")
         return await self._client.snapshot()
 
@@ -132,31 +142,25 @@ class LiveSource:
         self._callbacks.append(callback)
 
     def _died(self, sentence: str) -> None:
+        if not self.info:
+            return  # it has not been up yet: `start` raises
         self.error = sentence
         for callback in self._callbacks:
             callback(sentence)
 
     async def restart(self, on_progress: Progress) -> None:
-        self._ready.clear()
         if self._client is None:
             await self.start(on_progress)
             return
-        try:
-            await self._client.restart()
-        except EngineError as error:
-            self.error = str(error)
-            self._ready.set()
-            raise
-        self.error = None
-        self._up()
+        self._ready.clear()
+        await self._launch(self._client.restart())
 
     async def reconfigure(self, config: EngineConfig) -> None:
         """Put an engine with another configuration in the place of this one; EngineError with a sentence."""
         assert self._client is not None, "the engine has not been started"
         self.config = config
         self._ready.clear()
-        await self._client.reconfigure(config)
-        self._up()
+        await self._launch(self._client.reconfigure(config))
 
     def _up(self) -> None:
         self.info = {**self._client.info, **({"model": self._label} if self._label else {})}

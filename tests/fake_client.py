@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.engine import Engine
 from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.heartbeat import Condition
 from engine.output import Delta, OutputProcessor
 from engine.records import Record
 from engine.scheduler import SchedulerConfig
@@ -155,6 +156,7 @@ class FakeSource:
         self.max_num_seqs = max_num_seqs
         self.info: dict[str, Any] = {}
         self.error: str | None = None
+        self.condition = Condition()
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.records: deque[Record] = deque()
         self.closed = False
@@ -281,7 +283,7 @@ class FakeSource:
             callback(sentence)
 
     async def restart(self, on_progress: Callable[[dict[str, Any]], None]) -> None:
-        self.start_error = ""
+        self.start_error, self.condition = "", Condition()
         await self.start(on_progress)
 
     async def close(self) -> None:

@@ -16,6 +16,7 @@ from textual import events
 from textual.pilot import Pilot
 from textual.widgets import OptionList
 
+from engine.heartbeat import Condition
 from engine.state import CACHED
 from minitui import theme
 from minitui.app import MinituiApp
@@ -560,6 +561,81 @@ async def test_the_engines_death_is_told_and_one_key_starts_it_again():
         app.commands.run("retry")
         await until(pilot, lambda: app.session.messages[-1].text)
         assert app.view.live.state.step >= 0  # the panels live again, too
+
+
+def hung(source):
+    source.condition = Condition("step", 9.0, 6.0, "the engine's process 7 has given no sign of life for 6 s")
+
+
+async def test_an_engine_that_hangs_is_told_until_it_answers_again():
+    source = FakeSource()
+    async with running(source) as (app, pilot, screen):
+        hung(source)
+        await until(pilot, lambda: isinstance(app.screen, DeathDialog))
+        assert "no sign of life for 6 s" in "".join(str(s.render()) for s in app.screen.query("Static"))
+        source.condition = Condition()
+        await until(pilot, lambda: app.screen is screen)
+        hung(source)
+        await until(pilot, lambda: isinstance(app.screen, DeathDialog))
+        await press(pilot, "escape")
+        await until(pilot, lambda: "does not answer" in screen.query_one(TopBar).text)
+        assert app.screen is screen, "it was closed: it does not come again by itself"
+        app.submit("/restart")
+        await until(pilot, lambda: app.progress is None and not source.condition.hung)
+        await until(pilot, lambda: "does not answer" not in screen.query_one(TopBar).text)
+        assert app.screen is screen
+
+
+async def test_escape_then_q_quits_while_the_engine_hangs():
+    source = FakeSource(lambda prompt: "y" * 2000, speed=0.002)
+    async with running(source) as (app, pilot, screen):
+        app.submit("go")
+        await until(pilot, lambda: app.session.messages[-1].text)
+        source.abort = lambda stream: None  # nothing is acknowledged any more
+        hung(source)
+        await until(pilot, lambda: isinstance(app.screen, DeathDialog))
+        await press(pilot, "escape")
+        await until(pilot, lambda: app.screen is screen and not screen.prompt.has_focus)
+        await press(pilot, "q")
+        await until(pilot, lambda: app._exit)
+    assert source.closed
+    assert app.session.messages[-1].state == "cancelled"
+
+
+async def test_an_answer_cancelled_twice_ends_without_the_engines_word():
+    source = FakeSource(lambda prompt: "y" * 2000, speed=0.002)
+    async with running(source) as (app, pilot, _screen):
+        app.submit("go")
+        await until(pilot, lambda: app.session.messages[-1].text)
+        source.abort = lambda stream: None
+        await press(pilot, "escape")
+        assert app.session.busy
+        await press(pilot, "escape")
+        await until(pilot, lambda: not app.session.busy)
+        assert app.session.messages[-1].state == "cancelled"
+
+
+async def test_a_hung_engine_that_dies_is_told_as_dead():
+    source = FakeSource()
+    async with running(source) as (app, pilot, _screen):
+        hung(source)
+        await until(pilot, lambda: isinstance(app.screen, DeathDialog))
+        source.condition = Condition()
+        source.die("the engine process ended by signal SIGKILL")
+        await until(pilot, lambda: "SIGKILL" in "".join(str(s.render()) for s in app.screen.query("Static")))
+        assert not app.screen.hang
+        await press(pilot, "q")
+    assert app.return_code == 1
+
+
+async def test_a_step_that_takes_long_is_told_as_that_and_the_engine_can_be_restarted():
+    source = FakeSource()
+    async with running(source) as (app, pilot, screen):
+        source.condition = Condition("step", 12.0)
+        await until(pilot, lambda: "one step has taken 12 s so far" in screen.query_one(TopBar).text)
+        assert app.screen is screen
+        app.submit("/restart")
+        await until(pilot, lambda: not source.condition.long)
 
 
 async def test_an_engine_that_cannot_start_says_why():

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from engine.errors import EngineError
+from engine.heartbeat import Condition
 from minitui.server.settings import Role, ServerSettings
 from tests.serving import Running, serving
 
@@ -300,16 +301,28 @@ def test_a_dead_engine_is_told_and_started_again(server: Running) -> None:
     stream.close()
 
 
-def test_health_notices_an_engine_that_does_not_answer(server: Running, monkeypatch: Any) -> None:
+def test_health_notices_an_engine_that_does_not_answer(server: Running) -> None:
     pid = server.service.client.pid or 0
-    monkeypatch.setattr(server.service, "settings", ServerSettings(port=0, stalled_engine_s=1.5))
     os.kill(pid, signal.SIGSTOP)
     try:
-        server.wait_until(lambda: server.get("/health").json()["status"] == "stalled", 10)
-        assert server.get("/health").status_code == 503 and server.get("/ready").status_code == 503
+        server.wait_until(lambda: server.get("/health").json()["status"] == "stalled", 45)
+        assert server.get("/health").status_code == 503 and server.get("/health").json()["silent_s"] >= 5
+        assert server.get("/ready").status_code == 503
     finally:
         os.kill(pid, signal.SIGCONT)
-    server.wait_until(lambda: server.get("/ready").status_code == 200, 10)
+    server.wait_until(lambda: server.get("/ready").status_code == 200, 30)
+
+
+def test_health_tells_a_long_step_and_gives_up_only_after_a_minute(server: Running, monkeypatch: Any) -> None:
+    def working(seconds: float) -> tuple[int, dict[str, Any]]:
+        condition = Condition(task="step", task_s=seconds)
+        monkeypatch.setattr(type(server.service.client), "condition", property(lambda _: condition))
+        reply = server.get("/health")
+        return reply.status_code, reply.json()
+
+    assert "long" not in working(2.0)[1]
+    assert working(30.0) == (200, {"status": "ok", "open": 0, "long": "one step has taken 30 s so far"})
+    assert working(61.0)[0] == 503 and working(61.0)[1]["status"] == "busy"
 
 
 def test_tokenising_a_long_prompt_does_not_hold_up_health(server: Running) -> None:

@@ -83,7 +83,7 @@ class Watched(MinituiApp):
         await self.feed.sync()
         self.looks = True
 
-    def _show_death(self, title: str, error: str) -> None:
+    def _show_death(self, title: str, error: str, hang: bool = False) -> None:
         self.failure = f"{title}: {error}"
         self.exit()
 

@@ -158,9 +158,10 @@ class DeathDialog(Overlay[str | None]):
         Binding("escape", "dismiss", "Read on", id="death.close", show=False),
     ]
 
-    def __init__(self, title: str, error: str, log: str) -> None:
+    def __init__(self, title: str, error: str, log: str, hang: bool = False) -> None:
+        """`hang`: its process is there, but gives no sign of life; the dialog goes when it does."""
         super().__init__()
-        self._title, self._error, self._log = title, error, log
+        self._title, self._error, self._log, self.hang = title, error, log, hang
 
     def compose(self) -> ComposeResult:
         with Vertical() as frame:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError
+from engine.heartbeat import Condition
 from engine.structured import Grammars
 from engine.tokenizer import Tokenizer
 from engine.types import SamplingParams
@@ -36,7 +37,6 @@ T = TypeVar("T")
 
 BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)  # before an engine that died is started again, by how often it has
 CALM_S = 60.0  # an engine that lived so long begins the list anew
-PING_S = 1.0
 CLOSE_S = 1.0  # for the engine to end by itself when the server stops
 MASK_TEXT = "."
 CHAT_ID = re.compile(r"[0-9a-f]{8}")  # drawn at random by minitui/sessions.py
@@ -62,21 +62,21 @@ class Service:
         self._grammars: Grammars | None = None
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenise")
         self._durations: deque[float] = deque(maxlen=64)
-        self._answered = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
         self._deaths = 0
         self._up_since = 0.0
-        self._starting: asyncio.Task[EngineClient] | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._loading: EngineClient | None = None  # while its process starts
 
     # ---- life
 
     async def start(self) -> None:
         """Load the model. Raises EngineError with its sentence if that fails."""
-        self._starting = asyncio.ensure_future(
-            EngineClient.start(self.config, self.log_file, on_progress=self._tell_progress)
-        )
+        self._loading = EngineClient(self.config, self.log_file, self._tell_progress)
+        self._starting = asyncio.ensure_future(self._loading.launch())
         try:
-            self._client = await self._starting
+            await self._starting
+            self._client = self._loading
             self._tokenizer = await asyncio.to_thread(Tokenizer, Path(self._client.info["model_dir"]))
             self._tokenizer.context = self.longest
             self._tokenizer.start_rendering()
@@ -88,12 +88,10 @@ class Service:
             self.hub.mask_id = self._tokenizer.encode(MASK_TEXT, add_special_tokens=False)[0]
         self._client.on_death(self._died)
         await self._up()
-        self._spawn(self._watch())
 
     async def _up(self) -> None:
         await self.hub.begin(self.client)
         self.state, self._up_since = "ready", time.monotonic()
-        self._answered = time.monotonic()
 
     def _tell_progress(self, progress: dict[str, Any]) -> None:
         text, model = str(progress.get("text", "")), Path(self.config.model)
@@ -128,14 +126,6 @@ class Service:
             else:
                 logger.info("the engine is up again")
                 return
-
-    async def _watch(self) -> None:
-        """Notice an engine that is there but does not answer."""
-        while True:
-            await asyncio.sleep(PING_S)
-            with contextlib.suppress(EngineError):
-                await self.client.call("ping")
-                self._answered = time.monotonic()
 
     def release_gate(self) -> None:
         """Whoever held or slowed the engine has gone: it runs freely again."""
@@ -208,20 +198,28 @@ class Service:
         return self.settings.served_name or (str(self._client.info["model"]) if self._client is not None else "")
 
     @property
-    def stalled_s(self) -> float:
-        """For how long the engine has not answered; 0 while it does."""
-        silent = time.monotonic() - self._answered
-        return silent if self.state == "ready" and silent > self.settings.stalled_engine_s else 0.0
+    def condition(self) -> Condition:
+        """Whether the engine's process lives, and what takes it long."""
+        return self._loading.condition if self._loading is not None else Condition()
+
+    @property
+    def overdue(self) -> bool:
+        """Has one step or command taken so long that no request should be sent here?"""
+        return bool(self.condition.long) and self.condition.task_s > self.settings.stalled_engine_s
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Is the engine alive (or on its way), and what there is to say about it."""
-        if self.stalled_s:
-            return False, {"status": "stalled", "silent_s": round(self.stalled_s, 1)}
+        condition = self.condition
+        if condition.hung:
+            return False, {"status": "stalled", "silent_s": round(condition.silent_s, 1)}
         if self.state in ("restarting", "failed", "stopped"):
             return False, {"status": self.state}
         if self.state == "loading":
             return True, {"status": "loading", "progress": self.progress}
-        return True, {"status": "draining" if self.draining else "ok", "open": self.open}
+        long = {"long": condition.long} if condition.long else {}
+        if self.overdue:
+            return False, {"status": "busy", "open": self.open, **long}
+        return True, {"status": "draining" if self.draining else "ok", "open": self.open, **long}
 
     def check_ready(self) -> None:
         """Raise the 503 that says why no request can be taken now."""
@@ -229,7 +227,9 @@ class Service:
             raise ApiError(503, "the server is stopping", code="stopping", headers={"Retry-After": "10"})
         if self.state == "loading":
             raise ApiError(503, f"the model is still loading: {self.progress}", headers={"Retry-After": "2"})
-        if self.state != "ready" or self.stalled_s:
+        if self.condition.hung:
+            raise EngineDead("the engine does not answer")
+        if self.state != "ready" or self.overdue:
             raise EngineDead("the engine is not there")
 
     @property

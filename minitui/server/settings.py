@@ -45,7 +45,7 @@ class ServerSettings:
     stalled_reader_s: float = 20.0  # a reader that takes nothing for so long is given up
     max_watchers: int = 256
     drain_s: float = 3.0  # after SIGTERM, replies under way may go on for so long
-    stalled_engine_s: float = 60.0  # /health fails when the engine has not answered for so long
+    stalled_engine_s: float = 60.0  # /health fails when one step of the engine takes longer
 
     def __post_init__(self) -> None:
         for key in self.keys:

@@ -17,12 +17,17 @@ PAGE: dict[str, Any] = {"content": {"text/plain": {"schema": {"type": "string"}}
 
 
 class Health(BaseModel):
-    """`status`: ok | loading | draining, or with 503 restarting | stalled | failed | stopped."""
+    """`status`: ok | loading | draining, or with 503 restarting | stalled | busy | failed | stopped.
+
+    stalled: the engine's process has given no sign of life for `silent_s`. `long` tells of a step or command that takes
+    long; busy: longer than a minute.
+    """
 
     status: str
     progress: str | None = None
     open: int | None = None
     silent_s: float | None = None
+    long: str | None = None
 
 
 def router(service: Service) -> APIRouter:

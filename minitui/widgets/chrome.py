@@ -84,7 +84,12 @@ class TopBar(Bar):
 
     def _flags(self, view: View) -> list[Run]:
         feed = host(self.app).feed
+        condition = host(self.app).condition
         flags: list[Run] = []
+        if condition.hung:
+            flags.append((" the engine does not answer: /restart ", "bold on-fill on bad"))
+        elif condition.long:
+            flags.append((f" {condition.long} ", "bold on-fill on running"))
         if getattr(feed.source, "connection", ""):
             flags.append((" no connection: trying again ", "bold on-fill on bad"))
         if feed.frozen:
