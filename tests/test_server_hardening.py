@@ -364,7 +364,7 @@ def test_sigterm_ends_server_and_engine_within_five_seconds(tmp_path: Path) -> N
         while "is served at" not in (line := process.stderr.readline()):
             assert line, "the server ended"
         children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) == 1
+        assert len(children) == 2, "the engine, and the process that renders templates"
         stream = socket.create_connection(("127.0.0.1", port))
         body = json.dumps({**LONG, "stream": True}).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
