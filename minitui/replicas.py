@@ -11,7 +11,6 @@ with a sentence. A replica that is away is tried again, more and more seldom, an
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
 from collections.abc import AsyncIterator, Callable
@@ -190,8 +189,8 @@ class Replica:
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
-        for source in {self.telemetry, self.asker} - {None}:
-            await source.close()  # type: ignore[union-attr]
+        sources = {source for source in (self.telemetry, self.asker) if source is not None}
+        await asyncio.gather(*(source.close() for source in sources), return_exceptions=True)
         self.telemetry = self.asker = self.pulse = self._beating = None
 
 
@@ -434,9 +433,7 @@ class ReplicaSource:
         for task in self._tending:
             task.cancel()
         await asyncio.gather(*self._tending, return_exceptions=True)
-        for replica in self.replicas:
-            with contextlib.suppress(EngineError):
-                await replica.leave()
+        await asyncio.gather(*(replica.leave() for replica in self.replicas), return_exceptions=True)
         self._tending, self.shown = [], None
 
     # ---- asking
