@@ -6,6 +6,7 @@ Errors are one sentence on stderr: exit code 1 for what went wrong, 2 for what w
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import sys
 import textwrap
@@ -174,7 +175,7 @@ def ask(
 @app.command()
 def chats(
     words: Annotated[list[str] | None, typer.Argument(help="Words that must occur in the chat.")] = None,
-    show: Annotated[str | None, typer.Option(help="Print the chat with this id as Markdown.")] = None,
+    show: Annotated[str | None, typer.Option(help="Print the chat with this id as Markdown.", callback=_text)] = None,
     export: Annotated[
         Path | None, typer.Option(help="With --show: write it to this file; as JSON if its name ends in .json.")
     ] = None,
@@ -450,6 +451,7 @@ def main() -> None:
     """The entry point: whatever the commands write, plain text reaches the terminal (minitui/visible.py)."""
     from minitui.lifeline import end_with_parent
 
+    _open_closed_streams()
     end_with_parent()
     with plain_output():
         run()
@@ -473,6 +475,13 @@ def run() -> None:
         if isinstance(error, OSError) and error.errno in FULL:
             _fail(f"what should be written cannot be: {error.strerror}")
         _fail(f"{type(error).__name__}: {error} (this is a bug; its traceback is {_log_crash()})")
+
+
+def _open_closed_streams() -> None:
+    """Put /dev/null in the place of standard streams that are closed (`>&-`); Python has None there."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in order: each takes the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
 
 
 def _fail(sentence: str, code: int = 1) -> None:

@@ -187,13 +187,18 @@ def run_in_browser(
 def apply_looks(settings: settings_file.Settings, looks: dict[str, Any]) -> None:
     """What the command line says about looks holds for this run."""
     if looks["theme"] is not None:
-        name = looks["theme"].removeprefix("minitui-")
-        if name not in ("dark", "light", "projector"):
-            raise EngineError(f"there is no theme {looks['theme']!r}: there are dark, light and projector")
-        settings.theme = f"minitui-{name}"
+        settings.theme = theme_name(looks["theme"])
     for name in ("fps", "ascii"):
         if looks[name] is not None:
             setattr(settings, name, looks[name])
+
+
+def theme_name(theme: str) -> str:
+    """The full name of a theme. Raises EngineError if there is none of that name."""
+    name = theme.removeprefix("minitui-")
+    if name not in ("dark", "light", "projector"):
+        raise EngineError(f"there is no theme {theme!r}: there are dark, light and projector")
+    return f"minitui-{name}"
 
 
 def run_app(
@@ -230,12 +235,15 @@ def run_app(
         guard=guard,
         script=script,
     )
+    status = 1
     try:
-        return show(app, guard)
+        status = show(app, guard)
     finally:
-        tell_recording(source)
+        status = tell_recording(source, status)
         if chats.unsaved:
             print(f"minitui: {len(chats.unsaved)} chats were not kept: {chats.save_error}", file=sys.stderr)
+            status = status or 1
+    return status
 
 
 def show(app: MinituiApp, guard: TerminalGuard) -> int:
@@ -266,8 +274,7 @@ def run_ask(
     async def main() -> int:
         source = recorded(live_source(choice, options), record)
         status = await ask(source, question, choice.system, drawn, as_json)
-        tell_recording(source)
-        return status
+        return tell_recording(source, status)
 
     return asyncio.run(main())
 
@@ -328,8 +335,7 @@ def run_demo(name: str, options: dict[str, Any], plain: bool, beat: float, recor
 
     if plain:
         status = asyncio.run(tell_plainly(demo, source, choice.system, sampling, beat=beat, restart=restart))
-        tell_recording(source)
-        return status
+        return tell_recording(source, status)
     settings = settings_file.load()
     return run_app(source, choice, settings, sampling, script=lambda app: play_in_app(demo, app, restart, beat))
 
@@ -343,10 +349,12 @@ def recorded(source: Any, path: Path | None) -> Any:
     return RecordingSource(source, path)
 
 
-def tell_recording(source: Any) -> None:
-    """Say so if a recording was not completed; the terminal is the user's again."""
+def tell_recording(source: Any, status: int = 0) -> int:
+    """Say so if a recording was not completed; returns the exit code, which is `status` if it was."""
     if error := getattr(source, "recording_error", ""):
-        print(f"minitui: {error}", file=sys.stderr)
+        print(f"minitui: the recording is not complete: {error}", file=sys.stderr)
+        return status or 1
+    return status
 
 
 def lesson_source(number: int) -> tuple[Choice, LiveSource, Any]:
@@ -428,9 +436,10 @@ def run_export(
     from minitui.export.svg import write_picture
 
     columns, _, rows = size.partition("x")
-    if not (columns.isdigit() and rows.isdigit() and int(columns) >= 40 and int(rows) >= 12):
-        raise EngineError(f"the size is {size!r}: it must be columns x rows, at least 40x12, as in 120x36")
-    name = f"minitui-{(theme or 'dark').removeprefix('minitui-')}"
+    digits = size.isascii() and columns.isdigit() and rows.isdigit()
+    if not (digits and len(size) < 9 and 40 <= int(columns) <= 1000 and 12 <= int(rows) <= 500):
+        raise EngineError(f"the size is {size!r}: it must be columns x rows, from 40x12 to 1000x500, as in 120x36")
+    name = theme_name(theme or "dark")
     return write_picture(str(trace), kind, out, step, (int(columns), int(rows)), name)
 
 

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import logging
+import os
 import queue
 import threading
 import time
@@ -200,7 +201,10 @@ class _Writer:
         self.path = path
         self.closed = False
         try:
-            self._file = path.open("wb")
+            # Not blocking: a FIFO that nobody reads is an error, and waits for nobody.
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666)
+            os.set_blocking(descriptor, True)
+            self._file = os.fdopen(descriptor, "wb")
         except OSError as error:
             raise TraceError(f"{path} cannot be written: {error.strerror}; name another file with --record") from None
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -303,7 +307,10 @@ class Recording:
         self._starts += 1
         if self._starts > 1:
             self.close()
-            self._recorder = Recorder(self.path.with_suffix(f".{self._starts}{self.path.suffix}"))
+            try:
+                self._recorder = Recorder(self.path.with_suffix(f".{self._starts}{self.path.suffix}"))
+            except TraceError as error:
+                self._failed(error)
         decode = _decoder(info) if texts else None
         if self._recorder is not None:
             self._recorder.decode = decode
@@ -336,11 +343,15 @@ class Recording:
         try:
             write(self._recorder)
         except TraceError as error:
-            self.error = str(error)
-            logger.warning("%s", error)
+            self._failed(error)
             failed, self._recorder = self._recorder, None
             with contextlib.suppress(TraceError):
                 failed.close()
+
+    def _failed(self, error: TraceError) -> None:
+        self.error = str(error)
+        # Not a warning: without a log, Python prints those on stderr, where the command itself says it at its end.
+        logger.info("%s", error)
 
 
 class RecordingSource:

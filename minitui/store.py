@@ -136,7 +136,7 @@ class Store:
             while not self._begin(last=time.monotonic() > end):
                 time.sleep(0.01)
         except sqlite3.Error as error:
-            raise StoreError(f"{path} cannot be used as a chat file: {error}. Move it away to start afresh.") from None
+            raise StoreError(f"{path} cannot be used as a chat file: {error}. {_way_out(error)}") from None
 
     def _begin(self, last: bool) -> bool:
         """Open the file; False if another minitui that begins or ends holds it, unless this is the `last` attempt."""
@@ -337,6 +337,19 @@ class Store:
         if self._presence is not None:
             self._presence.end()
             self._presence = None
+
+
+def _way_out(error: sqlite3.Error) -> str:
+    """What the user can do about a chat file that cannot be opened."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+    elsewhere = "set MINITUI_DATA to another directory"
+    return {
+        sqlite3.SQLITE_FULL: f"Make room on its disk, or {elsewhere}.",
+        sqlite3.SQLITE_IOERR: f"Look whether its disk is full or broken, or {elsewhere}.",
+        sqlite3.SQLITE_CANTOPEN: f"Allow writing to its directory, or {elsewhere}.",
+        sqlite3.SQLITE_READONLY: f"Allow writing to it and its directory, or {elsewhere}.",
+        sqlite3.SQLITE_BUSY: "Another program holds it: try again when that has ended.",
+    }.get(code, "Move it away to start afresh.")
 
 
 def _line(texts: list[str], words: list[str]) -> str:

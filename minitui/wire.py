@@ -50,10 +50,11 @@ def normalise(url: str) -> str:
     """A server's base address, as a user may type it. Raises InvalidRequest if it is none."""
     text = url.strip() if "://" in url else f"http://{url.strip()}"
     text = text.rstrip("/")
-    parts = urlsplit(text)
     try:
+        parts = urlsplit(text)
         usable = parts.scheme in ("http", "https") and parts.hostname is not None and (parts.port or 1) > 0
-    except ValueError:
+        httpx.URL(text)  # which also knows what a name may hold
+    except (ValueError, httpx.InvalidURL):
         usable = False
     if not usable:
         raise InvalidRequest(f"{url!r} is no address of a server: it looks like http://host:8000", "url")

@@ -263,3 +263,82 @@ def test_what_chat_is_told_reaches_the_applications_in_a_browser(monkeypatch):
 def test_an_option_that_would_do_nothing_is_refused(words, said):
     result = CliRunner().invoke(app, ["chat", *words])
     assert result.exit_code == 2 and said in " ".join(result.output.replace("│", " ").split())
+
+
+needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+
+
+@needs_full
+@pytest.mark.parametrize("command", [("ask", "hi", "--max-tokens", "3"), ("demo", "cache", "--plain")])
+def test_a_recording_that_finds_no_room_is_a_failure(command, tmp_path):
+    done = minitui(*command, "--record", "/dev/full", home=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout.strip()
+    assert done.stderr.count("/dev/full cannot be written: No space left on device") == 1
+    assert done.stderr.endswith("the recording is not complete: /dev/full cannot be written: No space left on device\n")
+
+
+async def test_chat_says_that_its_recording_or_its_chats_were_not_kept_and_fails(monkeypatch, capsys):
+    from minitui import launch
+
+    monkeypatch.setattr(launch, "show", lambda app, guard: 0)
+    for error, code in (("", 0), ("x.trace cannot be written", 1)):
+        source = FakeSource()
+        source.recording_error = error
+        assert launch.run_app(source, launch.Choice("", "", "", "model"), Settings(), Sampling()) == code
+        said = capsys.readouterr().err
+        assert said == (f"minitui: the recording is not complete: {error}\n" if error else "")
+    assert launch.tell_recording(source, 130) == 130
+
+    def unsaved(app, guard):
+        app.chats.unsaved["a"] = app.chats.new("")
+        return 0
+
+    monkeypatch.setattr(launch, "show", unsaved)
+    assert launch.run_app(FakeSource(), launch.Choice("", "", "", "model"), Settings(), Sampling()) == 1
+    assert "1 chats were not kept" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("ask", "x", "--record", "FIFO"), "cannot be written: No such device or address; name another"),
+        (("replay", "FIFO", "--export", "md"), "is no file but a device or a pipe"),
+        (("replay", "/dev/zero", "--export", "md"), "is no file but a device or a pipe"),
+        (("tail", "FIFO"), "is no file but a device or a pipe"),
+        (("replay", "small-pool", "--export", "svg", "--size", "99999999x99999999"), "from 40x12 to 1000x500"),
+        (("replay", "small-pool", "--export", "svg", "--size", "٤٠x٤٠"), "from 40x12 to 1000x500"),
+        (("replay", "small-pool", "--export", "svg", "--step", "-5"), "has no step -5: it has 0 to 158"),
+        (("replay", "small-pool", "--export", "svg", "--step", "9" * 20), "it has 0 to 158"),
+        (("replay", "small-pool", "--export", "svg", "--theme", "pink"), "dark, light and projector"),
+        (("tail", "http://[::1"), "is no address of a server"),
+        (("tail", "http://a\udcffb:80"), "is no address of a server"),
+        (("chats", "--show", "\udcff"), "whose id begins with '?'"),
+    ],
+)
+def test_hostile_arguments_are_told_in_a_sentence(here, tmp_path, arguments, words):
+    os.mkfifo(tmp_path / "fifo")
+    told(here(*(str(tmp_path / "fifo") if one == "FIFO" else one for one in arguments)), 1, words)
+
+
+@pytest.mark.parametrize(("command", "code"), [("doctor", 0), ("ask", 2), ("tail", 0)])
+def test_closed_standard_streams_are_no_bug(command, code, tmp_path):
+    env = {**os.environ, "MINITUI_DATA": str(tmp_path)}
+    line = f'exec "{sys.executable}" -m minitui {command} <&- >&-'
+    done = subprocess.run(["/bin/sh", "-c", line], stderr=subprocess.PIPE, text=True, timeout=90, env=env)
+    assert done.returncode == code, done.stderr
+    assert "bug" not in done.stderr
+
+
+@needs_full
+def test_an_export_that_fails_leaves_no_half_file(here, tmp_path, monkeypatch):
+    def half(reader, path):
+        path.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("minitui.export.WRITERS", {"md": (".md", half)})
+    out = tmp_path / "story.md"
+    told(here("replay", "small-pool", "--export", "md", "--out", str(out)), 1, "No space left on device; name another")
+    assert not out.exists()
+    told(here("replay", "small-pool", "--export", "svg", "--out", "/dev/full"), 1, "No space left on device")
+    assert Path("/dev/full").exists()

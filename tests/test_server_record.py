@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from engine.config import EngineConfig
 from engine.errors import EngineError
 from minitui.server.hub import Hub
 from minitui.server.meters import Meters
@@ -15,6 +20,7 @@ from tests.serving import serving
 
 pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
 
+command = pytest.importorskip("minitui.server.command")
 KEY = "a-key-of-the-tests"
 PAGE = "https://class.example"
 
@@ -112,3 +118,27 @@ def test_sentences_of_errors_are_hidden_with_the_text() -> None:
     ]  # fmt: skip
     hidden, told = Hub(Meters(), mask_id=7).encode(records).decode(), Hub(Meters()).encode(records).decode()
     assert SECRET not in hidden and told.count(SECRET) == 3 and '"stop"' in hidden
+
+
+@pytest.mark.parametrize(("error", "code"), [("", 0), ("a.trace cannot be written: No space left on device", 1)])
+def test_a_server_whose_recording_failed_ends_with_a_failure(
+    error: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Host:
+        port = 1
+        service = SimpleNamespace(model="m", settings=None, recording=SimpleNamespace(error=error))
+
+        def __init__(self, *arguments: object) -> None:
+            self.stop = lambda: None
+
+        async def run(self, ready: object) -> None:
+            return None
+
+    monkeypatch.setattr(command, "Host", Host)
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
+    monkeypatch.setattr(logging, "basicConfig", lambda **options: None)
+    told = io.StringIO()
+    assert command.run_serve(EngineConfig(model="m"), ServerSettings(), None, tell=told) == code
+    assert told.getvalue().partition("done\n")[2] == (
+        f"minitui: the recording is not complete: {error}\n" if error else ""
+    )

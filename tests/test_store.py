@@ -174,3 +174,30 @@ def test_a_data_directory_that_cannot_be_made_is_told_with_the_way_out(tmp_path,
     monkeypatch.setenv("MINITUI_DATA", str(tmp_path / "file" / "data"))
     with pytest.raises(SettingsError, match=r"Not a directory.* MINITUI_DATA"):
         settings_file.data_dir()
+
+
+@pytest.mark.parametrize(
+    ("code", "way_out"),
+    [
+        (sqlite3.SQLITE_FULL, "Make room on its disk, or set MINITUI_DATA"),
+        (sqlite3.SQLITE_IOERR, "Look whether its disk is full or broken, or set MINITUI_DATA"),
+        (sqlite3.SQLITE_READONLY, "Allow writing to it and its directory, or set MINITUI_DATA"),
+        (sqlite3.SQLITE_CANTOPEN | 512, "Allow writing to its directory, or set MINITUI_DATA"),
+        (sqlite3.SQLITE_NOTADB, "Move it away to start afresh"),
+    ],
+)
+def test_a_chat_file_that_cannot_be_made_is_moved_away_only_if_it_is_none(tmp_path, monkeypatch, code, way_out):
+    def refuse(*arguments, **options):
+        error = sqlite3.OperationalError("refused")
+        error.sqlite_errorcode = code
+        raise error
+
+    monkeypatch.setattr(sqlite3, "connect", refuse)
+    with pytest.raises(StoreError, match=f"chats.sqlite cannot be used as a chat file: refused. {way_out}") as told:
+        Store(tmp_path / "chats.sqlite")
+    assert ("Move it away" in str(told.value)) == (code == sqlite3.SQLITE_NOTADB)
+
+
+def test_a_chat_file_in_a_directory_that_is_not_there_cannot_be_made(tmp_path):
+    with pytest.raises(StoreError, match="Allow writing to its directory, or set MINITUI_DATA to another"):
+        Store(tmp_path / "missing" / "chats.sqlite")

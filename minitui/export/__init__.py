@@ -30,5 +30,7 @@ def export(trace: str | Path, kind: str, out: str | Path | None = None) -> Path:
     try:
         write(reader, path)
     except OSError as error:
+        if path.is_file():  # half a file is none; a device stays
+            path.unlink()
         raise TraceError(f"{path} cannot be written: {error.strerror}; name another file with --out") from None
     return path

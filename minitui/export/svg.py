@@ -50,7 +50,10 @@ def write_picture(
     browser = find_browser()
     if kind == "png" and browser is None:
         raise TraceError(NO_BROWSER)
-    TraceReader(trace).check()  # an application that fails prints its traceback
+    reader = TraceReader(trace)
+    reader.check()  # an application that fails prints its traceback
+    if step is not None and not 0 <= step <= reader.last_step:
+        raise TraceError(f"{trace} has no step {step:,}: it has 0 to {reader.last_step:,}")
     svg = asyncio.run(screen_svg(trace, step, size, theme))
     if kind == "png":
         return write_png(svg, path, browser)

@@ -32,6 +32,8 @@ def find_trace(text: str) -> Path:
         if not path.exists() and len(path.parts) == 1 and not path.suffix:
             names = ", ".join(known) or "none"
             raise TraceError(f"there is no file {text!r}, and no recording of that name comes with minitui: {names} do")
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise TraceError(f"{path} is no file but a device or a pipe: a trace is read from any place in it")
         return path
     return known[text]
 

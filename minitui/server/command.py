@@ -147,7 +147,7 @@ def run_serve(config: EngineConfig, settings: ServerSettings, log_file: Path | N
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # strangers could fill the log with warnings
 
-    async def main() -> None:
+    async def main() -> int:
         host = Host(config, settings, log_file)
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
@@ -162,6 +162,10 @@ def run_serve(config: EngineConfig, settings: ServerSettings, log_file: Path | N
         url = address(settings.host, host.port)
         print(f"loading; {url}/ready tells when it is done", file=tell, flush=True)
         await host.run(ready)
+        recording = host.service.recording
+        if recording is not None and recording.error:
+            print(f"minitui: the recording is not complete: {recording.error}", file=tell)
+            return 1
+        return 0
 
-    asyncio.run(main())
-    return 0
+    return asyncio.run(main())
