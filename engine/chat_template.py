@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import struct
 import subprocess
@@ -113,22 +114,26 @@ class _Process:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        limits = (str(SECONDS + 1), str(MEMORY), str(LONGEST))
+        pipe, lifeline = os.pipe()  # nothing is written: the kernel closes our end when this process ends
+        arguments = [str(number) for number in (SECONDS + 1, MEMORY, LONGEST, pipe)]
         with theirs:
             try:
                 # -P: the script's directory holds a types.py. A session of its own: ctrl+c is not for it.
                 self._child = subprocess.Popen(
-                    [sys.executable, "-P", str(SCRIPT), *limits],
+                    [sys.executable, "-P", str(SCRIPT), *arguments], pass_fds=[pipe],
                     stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
                 )  # fmt: skip
             except OSError as error:
                 ours.close()
+                os.close(lifeline)
                 raise EngineError(
                     f"the process that renders chat templates could not be started: {error.strerror}"
                 ) from None
+            finally:
+                os.close(pipe)
         self._socket = ours
         self._prepared = False
-        self.end = weakref.finalize(self, _kill, self._child, ours)
+        self.end = weakref.finalize(self, _kill, self._child, ours, lifeline)
 
     @property
     def ended(self) -> bool:
@@ -185,12 +190,13 @@ class _Process:
         return max(0.01, self._until - time.monotonic())
 
 
-def _kill(child: subprocess.Popen[bytes], connection: socket.socket) -> None:
+def _kill(child: subprocess.Popen[bytes], connection: socket.socket, lifeline: int) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for it
     child.kill()
     child.wait()
     connection.close()
+    os.close(lifeline)
 
 
 def _as_json(values: dict[str, Any]) -> bytes:

@@ -2,17 +2,19 @@
 
 A template is a program that came with a checkpoint. No check inside a process can stop one call of C (`'a' * 10**10`, a
 sort), so the limits are the kernel's: of memory by RLIMIT_AS (where the system keeps it; macOS does not), of time by a
-timer whose signal ends this process, also when the parent is gone.
+timer whose signal ends this process; so does the signal of a pipe when the parent is gone.
 
     stdin, a socket    in: a frame with the template, then one with each rendering's values, as JSON
                        out: READY, then one frame for each rendering
-    arguments          seconds, bytes of memory, bytes of output
+    arguments          seconds, bytes of memory, bytes of output, the pipe's descriptor
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
 import resource
 import signal
 import struct
@@ -34,6 +36,7 @@ def main() -> None:
     """Render until the parent closes its end."""
     seconds, memory, most = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     limit(memory)
+    end_with_parent(int(sys.argv[4]))
     with open(0, "rb") as source, open(0, "wb", closefd=False) as out:
         send(out, READY, b"")
         template = None
@@ -55,11 +58,18 @@ def main() -> None:
 
 def limit(memory: int) -> None:
     """Set the limits that hold for the whole life of this process."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process; the parent may have had it ignored or blocked
+    for number in (signal.SIGALRM, signal.SIGIO):  # they end the process; the parent may have ignored or blocked them
+        signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for kind, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
         with contextlib.suppress(ValueError, OSError):  # the system has none, or a lower one holds already
             resource.setrlimit(kind, (most, most))
+
+
+def end_with_parent(lifeline: int) -> None:
+    """End this process when the other end of the pipe is closed, also in a call of C. Nothing is ever written there."""
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)  # SIGIO
 
 
 def receive(source: BinaryIO) -> bytes:

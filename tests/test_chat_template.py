@@ -355,7 +355,7 @@ def test_the_process_ends_with_its_parent_however_that_ends(busy: bool) -> None:
     source = ENDLESS if busy else "ok"
     code = (
         "import sys, time; from pathlib import Path; from engine import chat_template as c\n"
-        f"c.SECONDS = 3; t = c.ChatTemplate({source!r}, Path('m')); t.start()\n"
+        f"c.SECONDS = {10 * PATIENCE}; t = c.ChatTemplate({source!r}, Path('m')); t.start()\n"
         "import threading; threading.Thread(target=t.render, args=({},), daemon=True).start(); time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
