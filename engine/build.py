@@ -13,6 +13,7 @@ from engine.config import EngineConfig, ModelConfig, resolve
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.hub import resolve_model
+from engine.memory import check_memory
 from engine.scheduler import SchedulerConfig
 from engine.tokenizer import Tokenizer
 
@@ -115,6 +116,7 @@ def make_runner(
     may lack: triton, a GPU.
     """
     limits = resolve(config, model)
+    check_memory(model, config, limits)
     if config.tensor_parallel_size > 1:
         return rank_runners(model, config)[0](model, config, directory, on_progress, on_lost)
     if limits.device.type == "cpu":

@@ -162,6 +162,16 @@ class ModelConfig:
 KV_CACHE_DTYPES = ("auto", "fp8")
 SPECULATION = ("off", "prompt-lookup")
 MOST_SPECULATIVE_TOKENS = 32
+MOST = {  # of each size: beyond, it is a slip of the keyboard; whether the rest fits is for engine/memory.py
+    "block_size": 1 << 16,
+    "num_blocks": (1 << 31) - 1,
+    "kv_tokens": (1 << 31) - 1,
+    "max_num_seqs": 1 << 16,
+    "max_num_batched_tokens": 1 << 24,
+    "max_model_len": (1 << 31) - 1,
+    "tensor_parallel_size": 64,
+    "cpu_threads": 1024,
+}
 
 
 @dataclass(frozen=True)
@@ -203,15 +213,20 @@ class EngineConfig:
             raise EngineError(f"kv_cache_dtype is {self.kv_cache_dtype!r}: it must be {' or '.join(KV_CACHE_DTYPES)}")
         if self.speculation not in SPECULATION:
             raise EngineError(f"speculation is {self.speculation!r}: it must be {' or '.join(SPECULATION)}")
-        if not 1 <= self.speculative_tokens <= MOST_SPECULATIVE_TOKENS:
+        if not isinstance(self.speculative_tokens, int) or not 1 <= self.speculative_tokens <= MOST_SPECULATIVE_TOKENS:
             raise EngineError(
                 f"speculative_tokens is {self.speculative_tokens}: it must be from 1 to {MOST_SPECULATIVE_TOKENS}"
             )
-        sizes = ("block_size", "num_blocks", "kv_tokens", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
-        for name in (*sizes, "tensor_parallel_size", "cpu_threads"):
+        for name, most in MOST.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise EngineError(f"{name} is {value}: it must be at least 1")
+            if value is None and name not in ("block_size", "tensor_parallel_size"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise EngineError(f"{name} is {value!r}: it must be at least 1")
+            if value > most:
+                raise EngineError(f"{name} is {value:,}: it must be at most {most:,}")
+        if not isinstance(self.seed, int) or not -(1 << 63) <= self.seed < 1 << 63:
+            raise EngineError(f"seed is {self.seed!r}: it must be a whole number of 64 bits")
         if self.scheduling_policy not in POLICIES:
             raise EngineError(f"scheduling_policy is {self.scheduling_policy!r}: it must be {', '.join(POLICIES)}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

@@ -8,6 +8,7 @@ one, and a prompt prefilled in chunks against one prefilled whole.
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -19,8 +20,9 @@ from minitui.visible import json_text
 
 NEW_TOKENS = 20
 TOP = 20  # log-probabilities compared at each position
-# The largest difference of a log-probability that rounding explains; measured on random and on trained models.
-TOLERANCE = {"float64": 1e-6, "float32": 1e-2, "bfloat16": 0.5, "float16": 0.1}
+# The largest difference of a log-probability that rounding explains; measured on random and on trained models. float64:
+# transformers norms in float32; the bundled model differs by 1.00005e-5.
+TOLERANCE = {"float64": 2e-5, "float32": 1e-2, "bfloat16": 0.5, "float16": 0.1}
 PROMPTS = (
     "The capital of France is",
     "What is a KV cache?",
@@ -47,7 +49,7 @@ class Reference:
 
     prompts: list[list[int]]
     replies: list[list[int]]
-    logprobs: list[Any]  # float32 [prompt + reply, vocabulary], on the host
+    logprobs: list[Any]  # float32, or float64 for a float64 model [prompt + reply, vocabulary], on the host
 
 
 def verify(model: str, dtype: str = "auto", device: str = "auto", as_json: bool = False) -> int:
@@ -83,6 +85,7 @@ def run_reference(directory: Path, dtype: Any, device: Any) -> Reference:
     logging.disable_progress_bar()
     tokenizer = Tokenizer(directory)
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
     experts = "eager"  # their fast form of mixtures of experts knows no float64
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, experts_implementation=experts)
     model = model.to(device).eval()
@@ -99,7 +102,7 @@ def run_reference(directory: Path, dtype: Any, device: Any) -> Reference:
                 cache, tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
                 reply.append(int(tokens))
             whole = torch.tensor([ids + reply], device=device)
-            logprobs.append(model(whole).logits[0].float().log_softmax(-1).cpu())
+            logprobs.append(model(whole).logits[0].to(exact).log_softmax(-1).cpu())
             replies.append(reply)
     del model, cache
     gc.collect()
@@ -129,7 +132,8 @@ def compare(directory: Path, reference: Reference, dtype: str, device: str) -> l
     ]  # fmt: skip
     llm.engine.clear_cache()
     cold = replies()
-    slack = max(10 * worst, 1e-6)
+    # A tie is no closer than rounding explains; where the log-probabilities differ, nothing is explained by it.
+    slack = min(10 * worst, 2 * TOLERANCE[dtype]) if worst <= TOLERANCE[dtype] else 0.0
     checks.append(_same_tokens("greedy tokens, transformers", reference, reference.replies, cold, slack))
     warm = replies()
     checks.append(_same_tokens("warm cache, cold cache", reference, cold, warm, slack))
@@ -154,11 +158,10 @@ def _worst_logprob(llm: Any, reference: Reference) -> float:
         output = llm.generate([prompt + reply], params, use_tqdm=False)[0]
         for position, entry in enumerate(output.prompt_logprobs):
             for token, logprob in [(entry.token_id, entry.logprob), *entry.top]:
-                worst = max(worst, abs(float(expected[position, token]) - logprob))
-        if len(output.prompt_logprobs) != len(prompt + reply) - 1:
-            raise EngineError(
-                f"{len(output.prompt_logprobs)} prompt log-probabilities came for {len(prompt + reply)} tokens"
-            )
+                difference = abs(float(expected[position, token]) - logprob)
+                worst = max(worst, difference if math.isfinite(difference) else math.inf)
+        if len(output.prompt_logprobs) != len(prompt + reply) - 1:  # the engine ends a request whose logits are NaN
+            worst = math.inf
     return worst
 
 
@@ -170,13 +173,16 @@ def _same_tokens(
     for i, (want, have) in enumerate(zip(expected, got, strict=True)):
         if want == have:
             continue
-        at = next((n for n, (a, b) in enumerate(zip(want, have, strict=False)) if a != b), min(len(want), len(have)))
-        row = len(reference.prompts[i]) + at - 1
-        # The margin is known only where the reference went the same way up to here.
-        known = want[:at] == reference.replies[i][:at] and at < min(len(want), len(have))
-        logprobs = reference.logprobs[i]
-        margin = float(abs(logprobs[row, want[at]] - logprobs[row, have[at]])) if known else 0.0
-        if margin <= slack:
+        at = next((n for n, (a, b) in enumerate(zip(want, have, strict=False)) if a != b), None)
+        if at is None or len(want) != len(have):
+            wrong.append(f"prompt {i} has {len(have)} tokens in place of {len(want)}")
+            continue
+        if want[:at] != reference.replies[i][:at]:
+            wrong.append(f"prompt {i} differs at token {at}, after a text that transformers did not judge")
+            continue
+        logprobs = reference.logprobs[i][len(reference.prompts[i]) + at - 1]
+        margin = float(abs(logprobs[want[at]] - logprobs[have[at]]))
+        if margin <= slack:  # never true of NaN
             ties += 1
         else:
             wrong.append(f"prompt {i} differs at token {at}, margin {margin:.2g}")

@@ -504,3 +504,41 @@ def test_a_recommended_top_k_beyond_the_vocabulary_is_off(tmp_path: Path) -> Non
     (tmp_path / "generation_config.json").write_text('{"top_k": 1000000000, "top_p": null}')
     tokenizer = Tokenizer(tmp_path)
     assert tokenizer.generation == {"top_k": tokenizer.vocab_size}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_blocks": 99_999_999_999}, "num_blocks is 99,999,999,999: it must be at most 2,147,483,647"),
+        ({"num_blocks": 100_000_000}, r"not enough memory .*a KV cache of 100,000,000 blocks 367,001\.60 GB"),
+        ({"num_blocks": 2_000_000_000}, "2,147,483,647 tokens can be addressed"),
+        ({"block_size": 10**12}, "block_size is 1,000,000,000,000: it must be at most 65,536"),
+        ({"kv_tokens": 10**30}, "kv_tokens is .* at most"),
+        ({"max_num_seqs": 10**9}, "max_num_seqs is 1,000,000,000: it must be at most 65,536"),
+        ({"max_num_batched_tokens": 10**12}, "max_num_batched_tokens is .* at most"),
+        ({"tensor_parallel_size": 10**6}, "tensor_parallel_size is 1,000,000: it must be at most 64"),
+        ({"cpu_threads": 10**9}, "cpu_threads is 1,000,000,000: it must be at most 1,024"),
+        ({"seed": 1 << 64}, "seed is .* 64 bits"),
+        ({"num_blocks": "64"}, "num_blocks is '64': it must be at least 1"),
+        ({"block_size": None}, "block_size is None"),
+        ({"speculative_tokens": "8"}, "speculative_tokens is 8"),
+    ],
+)
+def test_absurd_sizes_are_refused_before_anything_is_allocated(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    from engine.memory import check_memory
+
+    model = read(tmp_path)
+    with pytest.raises(EngineError, match=message):
+        config = EngineConfig(device="cpu", **options)
+        check_memory(model, config, resolve(config, model), total=64 << 30)
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim"])
+def test_an_absurd_size_in_a_config_is_refused_before_anything_is_allocated(field: str, tmp_path: Path) -> None:
+    from engine.build import make_runner
+
+    model = read(tmp_path, {field: 1_000_000_000})
+    with pytest.raises(EngineError, match=r"not enough memory for this model: weights [\d,.]+ GB"):
+        make_runner(model, EngineConfig(device="cpu", dummy_weights=True))

@@ -1,0 +1,51 @@
+"""Whether a model and its tables can fit into a device at all: asked before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+
+from engine.config import EngineConfig, Limits, ModelConfig
+from engine.errors import EngineError
+
+LARGEST_INT32 = (1 << 31) - 1  # block ids and positions
+
+
+def check_memory(model: ModelConfig, config: EngineConfig, limits: Limits, total: int | None = None) -> None:
+    """Raise EngineError, with the sizes, if what `config` asks for exceeds the device's memory.
+
+    `total`: bytes of that memory; None: as the system says. Counts what is certain: weights, KV cache, tables.
+    """
+    blocks = config.num_blocks or -(-(config.kv_tokens or 1) // config.block_size)
+    if max(blocks * config.block_size, limits.max_model_len) > LARGEST_INT32:
+        raise EngineError(
+            f"{blocks:,} KV blocks of {config.block_size:,} tokens and a max_model_len of {limits.max_model_len:,} are "
+            f"too many: at most {LARGEST_INT32:,} tokens can be addressed; lower --kv-blocks, --block-size or "
+            "--max-model-len"
+        )
+    ranks = config.tensor_parallel_size
+    itemsize = 1 if config.quantization != "none" else limits.dtype.itemsize
+    columns = -(-limits.max_model_len // config.block_size)
+    parts = {
+        "weights": model.num_parameters * itemsize // ranks,
+        f"a KV cache of {blocks:,} blocks": blocks
+        * config.block_size
+        * model.kv_bytes_per_token(limits.kv_dtype)
+        // ranks,
+        "the tables of blocks (max_num_seqs by max_model_len)": 4 * limits.max_num_seqs * columns,
+        "the table of positions": 4 * limits.max_model_len * model.head_dim,
+    }
+    total = _device_bytes(limits) if total is None else total
+    if sum(parts.values()) > total:
+        sizes = ", ".join(f"{name} {size / 1e9:,.2f} GB" for name, size in parts.items())
+        raise EngineError(
+            f"there is not enough memory for this model: {sizes}, and {limits.device} has {total / 1e9:,.2f} GB: use a "
+            "smaller model, fewer --kv-blocks, or a lower --max-num-seqs or --max-model-len"
+        )
+
+
+def _device_bytes(limits: Limits) -> int:
+    if limits.device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_properties(limits.device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
