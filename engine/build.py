@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig, ModelConfig, resolve
-from engine.engine import Engine
+from engine.core.engine import Engine
+from engine.core.scheduler import SchedulerConfig
 from engine.errors import EngineError
 from engine.hub import resolve_model
-from engine.memory import check_memory
-from engine.scheduler import SchedulerConfig
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
+from engine.worker.memory import check_memory
 
 if TYPE_CHECKING:
-    from engine.parallel.runner import FollowRunner, LeadRunner
-    from engine.runner import Runner
+    from engine.worker.rank_runner import FollowRunner, LeadRunner
+    from engine.worker.runner import Runner
 
 logger = logging.getLogger("engine")
 Progress = Callable[[dict[str, Any]], None]
@@ -49,7 +49,7 @@ def build_engine(
     `before_torch` is called when the model is found, and nothing that needs torch has begun. `max_waiting`: so many
     requests may stand in the queue, others are refused; None: a script's prompts are all there at once, however many.
     """
-    from engine.structured import Grammars
+    from engine.text.structured import Grammars
 
     tell = on_progress or (lambda progress: None)
     started = time.perf_counter()
@@ -120,16 +120,16 @@ def make_runner(
     if config.tensor_parallel_size > 1:
         return rank_runners(model, config)[0](model, config, directory, on_progress, on_lost)
     if limits.device.type == "cpu":
-        from engine.cpu_runner import CPURunner
+        from engine.worker.cpu import CPURunner
 
         return CPURunner(model, config, directory, on_progress)
     if not without_graphs(model, config):
-        from engine.graphs import GraphRunner
-        from engine.verify_graphs import SpeculativeGraphRunner
+        from engine.worker.cuda_graphs import GraphRunner
+        from engine.worker.verify_graphs import SpeculativeGraphRunner
 
         runner = SpeculativeGraphRunner if config.speculation != "off" else GraphRunner
         return runner(model, config, directory, on_progress)
-    from engine.runner import Runner
+    from engine.worker.runner import Runner
 
     return Runner(model, config, directory, on_progress)
 
@@ -137,17 +137,17 @@ def make_runner(
 def rank_runners(model: ModelConfig, config: EngineConfig) -> tuple[type[LeadRunner], type[FollowRunner]]:
     """The runner of rank 0, and that of the other ranks."""
     if not without_graphs(model, config):
-        from engine.parallel.graphs import FollowGraphRunner, LeadGraphRunner
+        from engine.worker.rank_graphs import FollowGraphRunner, LeadGraphRunner
 
         return LeadGraphRunner, FollowGraphRunner
-    from engine.parallel.runner import FollowRunner, LeadRunner
+    from engine.worker.rank_runner import FollowRunner, LeadRunner
 
     return LeadRunner, FollowRunner
 
 
 def without_graphs(model: ModelConfig, config: EngineConfig) -> str:
-    """Empty if engine/graphs.py can run this model as `config` asks, else why its steps go kernel by kernel."""
-    from engine.attention import backend_names, without_triton
+    """Empty if engine/worker/cuda_graphs.py can run this model as `config` asks, else why its steps go kernel by kernel."""
+    from engine.attention.choose import backend_names, without_triton
 
     limits = resolve(config, model)
     if limits.device.type != "cuda":

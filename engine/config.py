@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.core.types import POLICIES
 from engine.errors import EngineError
-from engine.fields import Fields
 from engine.files import read_json, read_json_if_there
-from engine.types import POLICIES
+from engine.model.fields import Fields
 
 if TYPE_CHECKING:
     import torch  # at run time only where tensors are made: a client describes an engine without loading torch
@@ -152,7 +152,7 @@ class ModelConfig:
     @staticmethod
     def from_pretrained(directory: str | Path) -> ModelConfig:
         """Read config.json (and generation_config.json, if there) of a checkpoint; raises CheckpointError."""
-        from engine.config_reader import ConfigReader  # which makes a ModelConfig
+        from engine.model.hf_config import ConfigReader  # which makes a ModelConfig
 
         path, generation = Path(directory) / "config.json", Path(directory) / "generation_config.json"
         reader = ConfigReader(Fields(path, read_json(path)))
@@ -162,7 +162,7 @@ class ModelConfig:
 KV_CACHE_DTYPES = ("auto", "fp8")
 SPECULATION = ("off", "prompt-lookup")
 MOST_SPECULATIVE_TOKENS = 32
-MOST = {  # of each size: beyond, it is a slip of the keyboard; whether the rest fits is for engine/memory.py
+MOST = {  # of each size: beyond, it is a slip of the keyboard; whether the rest fits is for engine/worker/memory.py
     "block_size": 1 << 16,
     "num_blocks": (1 << 31) - 1,
     "kv_tokens": (1 << 31) - 1,
@@ -189,14 +189,14 @@ class EngineConfig:
     max_num_seqs: int | None = None  # requests that run at once; None: 64 on a CPU, 256 elsewhere
     max_num_batched_tokens: int | None = None  # a step's token budget; None: 512 on a CPU, 8192 elsewhere
     max_model_len: int | None = None  # tokens of prompt and reply together; None: what the model is made for
-    kv_cache_dtype: str = "auto"  # fp8: 8-bit keys and values (engine/kv/fp8.py); auto: the model's type
+    kv_cache_dtype: str = "auto"  # fp8: 8-bit keys and values (engine/attention/kv_fp8.py); auto: the model's type
     dummy_weights: bool = False  # random weights: only config.json is read
     attention_backend: str = "auto"
     enforce_eager: bool = False  # no CUDA graphs
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"  # longest-prefix: the best cached first; static: one batch after the other
-    speculation: str = "off"  # prompt-lookup: drafts from the request's own text (engine/speculation.py)
+    speculation: str = "off"  # prompt-lookup: drafts from the request's own text (engine/core/speculation.py)
     speculative_tokens: int = 8  # the longest draft, with speculation
     overlap: str = "auto"  # plan step n+1 while n runs: "on", "off"; auto: where the device is not the CPU
     seed: int = 0  # of dummy weights; a request that brings none is given one at random
@@ -265,7 +265,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
     if name == "auto":
         name = "float32" if cpu else {"float32": "bfloat16"}.get(model.dtype, model.dtype)
     if config.quantization != "none":
-        from engine.quantization import check
+        from engine.worker.limits import check
 
         check(config, model, device, name)
     length = config.max_model_len or model.max_context

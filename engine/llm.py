@@ -14,9 +14,9 @@ from typing import Any
 
 from engine.build import build_engine
 from engine.config import EngineConfig
+from engine.core.types import SamplingParams, TokenLogprobs
 from engine.errors import EngineError, InvalidRequest
-from engine.output import Delta, OutputProcessor
-from engine.types import SamplingParams, TokenLogprobs
+from engine.text.output import Delta, OutputProcessor
 
 Message = dict[str, Any]
 

@@ -1,5 +1,5 @@
 """`python -m minitui` is `minitui`."""
 
-from minitui.cli import main
+from minitui.cli.main import main
 
 main()

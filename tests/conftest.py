@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.serving import Running, serving
+from tests.support.serving import Running, serving
 
 
 @pytest.fixture(scope="session")
@@ -19,9 +19,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture(autouse=True)
 def pilots_wait_for_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Textual's pilot waits for its application, not for a processor with nothing to do: see tests/driving.py."""
+    """Textual's pilot waits for its application, not for a processor with nothing to do: see tests/support/driving.py."""
     if "textual" in sys.modules:
-        from tests.driving import settled
+        from tests.support.driving import settled
 
         monkeypatch.setattr("textual.pilot.wait_for_idle", settled)
         monkeypatch.setattr("textual.app.wait_for_idle", settled)

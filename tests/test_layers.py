@@ -9,10 +9,10 @@ from collections.abc import Iterable
 PRODUCT = ("minitui", "textual", "rich", "typer", "fastapi", "uvicorn")
 
 
-ENGINE = ("engine", "engine.client", "engine.engine", "engine.build", "engine.process")
-ENGINE_WITH_TORCH = ("engine.llm", "engine.runner")
+ENGINE = ("engine", "engine.process.client", "engine.core.engine", "engine.build", "engine.process.server")
+ENGINE_WITH_TORCH = ("engine.llm", "engine.worker.runner")
 BELOW = ("source", "sessions", "store", "settings", "feed", "view", "markdown", "demo", "ask", "models", "actions")
-DRAWING = ("minitui.app", "minitui.cli", "minitui.launch", "engine.client", "engine.tokenizer")
+DRAWING = ("minitui.tui.app", "minitui.cli.main", "minitui.cli.launch", "engine.process.client", "engine.text.tokenizer")
 
 
 def check(*statements: str) -> dict[str, set[str]]:
@@ -28,7 +28,7 @@ def imports(modules: Iterable[str]) -> list[str]:
 
 
 def test_the_engine_knows_no_product():
-    torch = "from engine.startup import import_torch; import_torch()"
+    torch = "from engine.process.startup import import_torch; import_torch()"
     rests = "import gc; assert gc.isenabled() and gc.get_freeze_count() > 10_000"  # what torch is made of is passed by
     for statement, held in check(*imports(ENGINE), torch, rests, *imports(ENGINE_WITH_TORCH)).items():
         assert not held.intersection(PRODUCT), statement
@@ -45,5 +45,5 @@ def test_the_process_that_draws_never_loads_torch():
 
 
 def test_the_command_line_loads_no_application_before_it_is_asked_for():
-    [held] = check("import minitui.cli").values()
+    [held] = check("import minitui.cli.main").values()
     assert not held.intersection({"textual", "torch", "tokenizers", "jinja2"})

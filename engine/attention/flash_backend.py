@@ -36,10 +36,10 @@ from typing import Any
 
 import torch
 
+from engine.attention.kv_pool import KVPool
+from engine.attention.meta import ForwardMeta
 from engine.config import ModelConfig
 from engine.errors import EngineError, how_to_install, not_installed
-from engine.forward import ForwardMeta
-from engine.kv.pool import KVPool
 
 logger = logging.getLogger("engine")
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from engine.attention import kv_fp8
+from engine.attention.meta import ForwardMeta
 from engine.config import ModelConfig
-from engine.forward import ForwardMeta
-from engine.kv import fp8
 
 SMALL_GATHER = 1 << 21  # elements of K; up to here one thread of numpy's is faster than several of torch's
 
@@ -178,7 +178,7 @@ class TorchAttention:
                 part = flat.narrow(0, gather.first, gather.length)
             else:
                 part = flat.index_select(0, torch.from_numpy(gather.slots).to(self._device))
-            wide = fp8.dequantise(part.view(fp8.FP8), scale, self._dtype)
+            wide = kv_fp8.dequantise(part.view(kv_fp8.FP8), scale, self._dtype)
             found.append(wide.view(n, length, *self._heads).transpose(1, 2))
         return found[0], found[1]
 

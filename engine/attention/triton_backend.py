@@ -7,12 +7,12 @@ import itertools
 import torch
 
 from engine.attention.flash_backend import FlashAttention
+from engine.attention.kv_pool import KVPool
+from engine.attention.meta import ForwardMeta
 from engine.attention.rows import own_keys_and_values
 from engine.config import ModelConfig
-from engine.forward import ForwardMeta
 from engine.kernels.decode_attention import DecodeWorkspace, decode_attention, form_for, form_for_fp8
 from engine.kernels.prefill_attention import PrefillWorkspace, prefill_attention
-from engine.kv.pool import KVPool
 
 
 class TritonAttention:

@@ -12,7 +12,7 @@ the block table alone 379 and 366; torch's own variable-length flash attention 3
 us.
 
 Steps in which nobody has keys of earlier steps have a form of their own, without the loops over the cache: 16 prompts
-of 512 take 151 us for 165. A context of 8-bit numbers (engine/kv/fp8.py) costs more than one of 16 bits, because its
+of 512 take 151 us for 165. A context of 8-bit numbers (engine/attention/kv_fp8.py) costs more than one of 16 bits, because its
 tiles pass through registers on their way to the tensor cores: 8 x 64 tokens on 2,048 82 us for 61, 2 x 2,048 on 2,048
 668 for 499.
 
@@ -270,7 +270,7 @@ def prefill_attention(
 
     The sequences before `first` have one token each. max_seq_len decides, with the number of tiles, whether keys are
     split. dense: this step's keys and values [T, kv_heads, d], rotated, rows of one larger tensor; without it they are
-    read from the cache like the others. kv_scales: fp32 [2, kv_heads] of a cache of 8-bit numbers (engine/kv/fp8.py);
+    read from the cache like the others. kv_scales: fp32 [2, kv_heads] of a cache of 8-bit numbers (engine/attention/kv_fp8.py);
     `dense` is then rounded to what the cache holds. fresh: no chunk has keys of earlier steps; with `dense`, nothing is
     read from the cache.
     """

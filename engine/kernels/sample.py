@@ -1,7 +1,7 @@
-"""From logits to the next token of every row in one or two launches, without the host: engine/sampling.py's order and
+"""From logits to the next token of every row in one or two launches, without the host: engine/worker/sampler.py's order and
 noise.
 
-Fuses: temperature, the floor of top-k/top-p/min-p, Gumbel noise (the integer hash of engine/noise.py), argmax over the
+Fuses: temperature, the floor of top-k/top-p/min-p, Gumbel noise (the integer hash of engine/kernels/noise.py), argmax over the
 vocabulary, the check for NaN and infinity, and the update of last_token. Rows that are greedy are exact argmax.
 
     floors   one program per row, only launched when a row truncates: the lowest score that stays, by bisection over
@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from engine.noise import GOLDEN, MIX_1, MIX_2, MURMUR, signed
-from engine.sampling import LOG_MIN_P, NOISE, NUM_SETTINGS, TEMPERATURE, TOP_P
+from engine.kernels.noise import GOLDEN, MIX_1, MIX_2, MURMUR, signed
+from engine.worker.sampler import LOG_MIN_P, NOISE, NUM_SETTINGS, TEMPERATURE, TOP_P
 
 CHUNK = 4096
 LOWEST, HIGHEST = -(1 << 15), (1 << 15) - 1

@@ -12,10 +12,10 @@ from types import ModuleType
 
 import torch
 
-from engine.attention import AttentionBackend
+from engine.attention.choose import AttentionBackend
+from engine.attention.kv_pool import KVPool
+from engine.attention.meta import ForwardMeta
 from engine.config import ModelConfig
-from engine.forward import ForwardMeta
-from engine.kv.pool import KVPool
 from engine.model import ops as torch_ops
 from engine.model.experts import Experts
 from engine.model.linear import ByteWeight, Matrix, linear

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine.kv import fp8
+from engine.attention import kv_fp8
 from engine.model.experts import Experts
 
 
@@ -61,7 +61,7 @@ def qk_norm_rope_store(
     qk_weight      [Hq + Hkv, D] RMSNorm weight of each query and key head (before rotation); None: no norm
     rope           what rope_rows returned for this step's positions
     k_cache        [num_blocks, block_size, Hkv, D], contiguous, the model's dtype or FP8; v_cache the same
-    kv_scales      fp32 [2, Hkv] of a cache of 8-bit numbers (engine/kv/fp8.py), which both caches then hold
+    kv_scales      fp32 [2, Hkv] of a cache of 8-bit numbers (engine/attention/kv_fp8.py), which both caches then hold
     slot_mapping   int64 [T]: token t goes to cache.view(-1, Hkv, D)[slot]. Several tokens may name slot 0 (padding)
 
     Rotation is half-split: pairs (x_i, x_(i + D/2)), computed in fp32 and rounded once.
@@ -77,7 +77,7 @@ def qk_norm_rope_store(
     rotated = torch.addcmul(halves * cos, halves.flip(2), sin).to(qkv.dtype).flatten(2)
     k = rotated[:, -kv_heads:]
     if kv_scales is not None:  # copied as bytes: of 8-bit floating-point numbers torch can do little but convert them
-        k, v = (fp8.quantise(x, scale).view(torch.uint8) for x, scale in zip((k, v), kv_scales, strict=True))
+        k, v = (kv_fp8.quantise(x, scale).view(torch.uint8) for x, scale in zip((k, v), kv_scales, strict=True))
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     k_cache.view(-1, kv_heads, dim).index_copy_(0, slot_mapping, k)
     v_cache.view(-1, kv_heads, dim).index_copy_(0, slot_mapping, v)

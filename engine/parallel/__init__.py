@@ -4,8 +4,8 @@
     shards.py   what of a model each rank holds: its configuration, and its slice of every tensor of a checkpoint
     mailbox.py  memory of one GPU that the others write: what small sums go through (engine/kernels/mailbox.py)
     timing.py   what the collectives of a captured step take
-    runner.py   the runner of a rank: engine/runner.py on a shard
-    graphs.py   the same with CUDA graphs: engine/graphs.py on a shard
+    runner.py   the runner of a rank: engine/worker/runner.py on a shard
+    graphs.py   the same with CUDA graphs: engine/worker/cuda_graphs.py on a shard
     ranks.py    rank 0's side of the other processes: starts them, sends them plans, notices when one is gone
     worker.py   the process of every other rank
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from engine import scheduler
-from engine.engine import Launched
+from engine.core import scheduler
+from engine.core.engine import Launched
+from engine.core.types import SamplingParams, StepPlan, StepResult
 from engine.llm import LLM
-from engine.types import SamplingParams, StepPlan, StepResult
 from minitui.bench.rows import Row, seconds
 
 PROMPT = 600  # tokens, of either text

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from engine.llm import LLM
-from engine.records import RecordLog, pack
+from engine.trace.records import RecordLog, pack
 from minitui.bench.rows import greedy, random_prompts, seconds
 
 COUNT = 20_000

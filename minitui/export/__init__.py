@@ -8,7 +8,7 @@ from pathlib import Path
 from minitui.export.markdown import write_markdown
 from minitui.export.perfetto import write_perfetto
 from minitui.export.plain import write_json
-from minitui.trace import TraceError, TraceReader
+from minitui.trace.reader import TraceError, TraceReader
 
 WRITERS: dict[str, tuple[str, Callable[[TraceReader, Path], None]]] = {
     "perfetto": (".perfetto.json", write_perfetto),

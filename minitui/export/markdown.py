@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from engine.records import CLEARED
-from minitui.narrate import narrate
-from minitui.tail import Line, Teller
-from minitui.trace import LONGEST_PAUSE, TraceReader
-from minitui.view import View
-from minitui.view.lanes import Lane
+from engine.trace.records import CLEARED
+from minitui.cli.tail import Line, Teller
+from minitui.trace.reader import LONGEST_PAUSE, TraceReader
+from minitui.viewmodel.lanes import Lane
+from minitui.viewmodel.model import View
+from minitui.viewmodel.narrate import narrate
 from minitui.visible import visible, visible_line
 
 LINES_AT_MOST = 4000  # a narration is for reading

@@ -1,6 +1,6 @@
 """A trace for ui.perfetto.dev: a lane for each request, and the host's stages apart from the device's steps.
 
-The format is Chrome's trace events, which Perfetto reads. Time is time of play (minitui/trace.py): what slow motion
+The format is Chrome's trace events, which Perfetto reads. Time is time of play (minitui/trace/reader.py): what slow motion
 added is left out, so that the gaps are the engine's own. Durations are those that were measured.
 
     requests   r12: waits, then each chunk of its prompt, then it decodes; decisions about it are marks
@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.records import Record
-from engine.state import State
-from minitui.trace import TraceReader
-from minitui.view.log import stop_text
+from engine.trace.records import Record
+from engine.trace.state import State
+from minitui.trace.reader import TraceReader
+from minitui.viewmodel.events import stop_text
 from minitui.visible import json_text
 
 HOST, DEVICE, REQUESTS = 1, 2, 3  # Perfetto groups tracks by process

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.records import as_dict
-from minitui.trace import TraceReader
+from engine.trace.records import as_dict
+from minitui.trace.reader import TraceReader
 from minitui.visible import json_text
 
 

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from minitui.trace import TraceError
+from minitui.trace.reader import TraceError
 
 BROWSERS = (
     "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge",

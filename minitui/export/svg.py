@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from minitui.export.png import NO_BROWSER, find_browser, write_png
-from minitui.trace import TraceError, TraceReader
+from minitui.trace.reader import TraceError, TraceReader
 
 FONTS = "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, 'Liberation Mono', monospace"
 PATIENCE_S = 30.0
@@ -15,7 +15,7 @@ PATIENCE_S = 30.0
 
 async def screen_svg(trace: str, step: int | None, size: tuple[int, int], theme: str = "minitui-dark") -> str:
     """The Inspect screen of `trace` when `step` had ended (None: at its end), `size` in columns and rows."""
-    from minitui.replay_app import replay_app
+    from minitui.tui.replay_app import replay_app
 
     app = replay_app(trace)
     async with app.run_test(size=size) as pilot:

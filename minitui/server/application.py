@@ -7,7 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from minitui import __version__
-from minitui.server import chat, completions, failures, telemetry, text, vitals
+from minitui.server import chat, completions, errors, health, telemetry, tokenize
 from minitui.server.access import OPEN, Guard
 from minitui.server.service import Service
 
@@ -18,8 +18,8 @@ def create_api(service: Service) -> FastAPI:
         title="minitui", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False,
         description="An LLM inference engine with its telemetry; OpenAI's endpoints and a plain one.",
     )  # fmt: skip
-    failures.install(api)
-    for part in (completions, chat, text, vitals, telemetry):
+    errors.install(api)
+    for part in (completions, chat, tokenize, health, telemetry):
         api.include_router(part.router(service))
     if service.settings.keys:
         _document_keys(api)

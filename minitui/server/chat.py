@@ -10,16 +10,16 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from engine.core.types import SamplingParams
 from engine.errors import InvalidRequest
-from engine.types import SamplingParams
-from minitui.server.failures import RESPONSES, STREAMED, ApiError
+from minitui.server.errors import RESPONSES, STREAMED, ApiError
+from minitui.server.generation import Gathered, Reply, refuse_abort, respond, usage_of
 from minitui.server.logprobs import chat_logprobs, without_end
 from minitui.server.prompts import conversation
-from minitui.server.replies import Gathered, Reply, refuse_abort, respond, usage_of
+from minitui.server.reply_parser import THINK, ForcedCallParser, Parts, ReplyParser
 from minitui.server.schema import Answer, ChatRequest, NamedTool
 from minitui.server.service import Service
 from minitui.server.sse import DONE, event
-from minitui.server.thinking import THINK, ForcedCallParser, Parts, ReplyParser
 from minitui.server.tools import call_schema, on_one_line
 
 

@@ -14,10 +14,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from minitui.server.failures import RESPONSES, STREAMED, ApiError
+from minitui.server.errors import RESPONSES, STREAMED, ApiError
+from minitui.server.generation import Gathered, Reply, refuse_abort, respond, usage_of
 from minitui.server.logprobs import Offsets, completion_logprobs, without_end
 from minitui.server.prompts import encode
-from minitui.server.replies import Gathered, Reply, refuse_abort, respond, usage_of
 from minitui.server.schema import Answer, CompletionRequest, Generated, GenerateRequest
 from minitui.server.service import Service
 from minitui.server.sse import DONE, event

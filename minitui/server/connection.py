@@ -12,7 +12,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minitui.server.descriptors import most_connections
-from minitui.server.failures import ApiError
+from minitui.server.errors import ApiError
 from minitui.server.service import Service
 
 MAX_HEAD = 64 << 10  # bytes of a request's first line and headers

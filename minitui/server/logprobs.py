@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from engine.tokenizer import Tokenizer
-from engine.types import TokenLogprobs
+from engine.core.types import TokenLogprobs
+from engine.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # JSON has no -inf
 

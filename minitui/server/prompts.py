@@ -10,8 +10,8 @@ import json
 from typing import Any
 
 from engine.errors import InvalidRequest
-from engine.tokenizer import Tokenizer
-from minitui.server.failures import ApiError
+from engine.text.tokenizer import Tokenizer
+from minitui.server.errors import ApiError
 from minitui.server.schema import ChatMessage
 from minitui.server.tools import as_plain_messages, with_parsed_arguments
 

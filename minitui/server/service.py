@@ -18,19 +18,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.client import EngineClient
 from engine.config import EngineConfig
+from engine.core.types import SamplingParams
 from engine.errors import EngineDead, EngineError
-from engine.heartbeat import Condition
-from engine.structured import Grammars
-from engine.tokenizer import Tokenizer
-from engine.types import SamplingParams
-from minitui.record import Recording
-from minitui.server.failures import ApiError
-from minitui.server.hub import Hub
-from minitui.server.meters import Meters
+from engine.process.client import EngineClient
+from engine.process.heartbeat import Condition
+from engine.text.structured import Grammars
+from engine.text.tokenizer import Tokenizer
+from minitui.server.broadcast import Hub
+from minitui.server.errors import ApiError
+from minitui.server.metrics import Meters
 from minitui.server.prompts import too_long
 from minitui.server.settings import ServerSettings
+from minitui.trace.recorder import Recording
 
 logger = logging.getLogger("minitui.server")
 T = TypeVar("T")
@@ -39,7 +39,7 @@ BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)  # before an engine that died is st
 CALM_S = 60.0  # an engine that lived so long begins the list anew
 CLOSE_S = 1.0  # for the engine to end by itself when the server stops
 MASK_TEXT = "."
-CHAT_ID = re.compile(r"[0-9a-f]{8}")  # drawn at random by minitui/sessions.py
+CHAT_ID = re.compile(r"[0-9a-f]{8}")  # drawn at random by minitui/chat/sessions.py
 
 
 class Service:

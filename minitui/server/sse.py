@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from minitui.server.failures import ApiError, as_api_error
+from minitui.server.errors import ApiError, as_api_error
 
 logger = logging.getLogger("minitui.server")
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""/minitui/…: everything the local application has, over the wire. minitui/remote.py is the other end.
+"""/minitui/…: everything the local application has, over the wire. minitui/sources/remote.py is the other end.
 
     GET  info              what is served, to whom
     GET  tokenizer/{file}  the files that a client needs to encode and decode
@@ -21,12 +21,12 @@ from fastapi import APIRouter, Header, Request
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field, model_validator
 
+from engine.core.types import MAX_LOGPROBS, SamplingParams
 from engine.errors import EngineDead
-from engine.types import MAX_LOGPROBS, SamplingParams
 from minitui import __version__, tutor
-from minitui.server.failures import RESPONSES, STREAMED, ApiError
-from minitui.server.hub import Watcher, encode_snapshot
-from minitui.server.replies import Reply
+from minitui.server.broadcast import Watcher, encode_snapshot
+from minitui.server.errors import RESPONSES, STREAMED, ApiError
+from minitui.server.generation import Reply
 from minitui.server.schema import Finite, Prompt, Stop, Strict
 from minitui.server.service import Service
 from minitui.server.settings import TOKENIZER_FILES, Role

@@ -1,0 +1,110 @@
+"""Paged attention behind one small interface: planned once per step, run once per layer."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from engine.attention.meta import ForwardMeta
+from engine.config import ModelConfig
+from engine.errors import EngineError
+
+
+class AttentionBackend(Protocol):
+    """Causal grouped-query attention over the paged KV cache."""
+
+    name: str
+
+    def plan(self, meta: ForwardMeta) -> None:
+        """Prepare what all layers of this step share."""
+
+    def run(
+        self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+        kv_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """q [T, Hq, D], caches [num_blocks, block_size, Hkv, D] -> [T, Hq · D].
+
+        kv_scales: fp32 [2, Hkv] of caches of 8-bit numbers (engine/attention/kv_fp8.py).
+
+        Token i of a sequence attends to its keys 0 … seq_len − q_len + i, or to the last `window` of those. What lies
+        in other slots, NaN included, has no influence.
+        """
+
+
+BACKENDS = ("auto", "torch", "triton", "flash")
+
+
+def backend_names(name: str) -> tuple[str, str]:
+    """(prefill, decode) of "prefill,decode", or of one name for both; "flash" alone leaves decoding to "auto", because
+    FlashAttention does not split the keys of a sequence: on an H200, 64 sequences of 1,024 tokens take it 179 us, ours
+    76."""
+    prefill, comma, decode = (part.strip() for part in name.partition(","))
+    if not comma:
+        decode = "auto" if prefill == "flash" else prefill
+    for part in (prefill, decode):
+        if part not in BACKENDS:
+            raise EngineError(
+                f"attention_backend is {name!r}: it must be {', '.join(BACKENDS)}, or two of these, for prefill and "
+                "decode, as in flash,triton"
+            )
+    return prefill, decode
+
+
+def choose_attention(
+    name: str, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device, max_rows: int,
+    max_model_len: int = 8192, kv_dtype: torch.dtype | None = None,
+) -> AttentionBackend:  # fmt: skip
+    """The backend called `name`, see `backend_names`; "auto": the fastest there is for the device and the model.
+
+    EngineError if it cannot run here. kv_dtype: of the cache, if not the model's.
+    """
+    from engine.attention.torch_backend import TorchAttention
+
+    prefill, decode = backend_names(name)
+    why_not = without_triton(config, dtype, device)
+    if why_not and "triton" in (prefill, decode):
+        raise EngineError(f"attention_backend triton cannot be used: {why_not}; leave it at auto")
+    best = "torch" if why_not else "triton"
+    decode = best if decode == "auto" else decode
+
+    def make(name: str, flash: Any = None) -> AttentionBackend:
+        if name == "triton":
+            from engine.attention.triton_backend import TritonAttention
+
+            return TritonAttention(config, max_rows, max_model_len, device, flash)
+        if name == "flash":
+            from engine.attention.flash_backend import FlashAttention
+
+            return FlashAttention(config, block_size, dtype, kv_dtype or dtype, device)
+        return TorchAttention(config, block_size, dtype, device)
+
+    if (prefill, decode) == ("auto", "triton"):
+        from engine.attention.flash_backend import installed_for
+
+        return make("triton", installed_for(config, block_size, dtype, kv_dtype or dtype, device))
+    prefill = best if prefill == "auto" else prefill
+    if prefill == decode:
+        return make(prefill)
+    if (prefill, decode) == ("flash", "triton"):
+        return make("triton", make("flash"))
+    from engine.attention.split_backend import TwoBackends
+
+    return TwoBackends(make(prefill), make(decode))
+
+
+def without_triton(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """Empty if our Triton kernels can run this model on this device, else why not."""
+    if device.type != "cuda":
+        return "it needs a CUDA device"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 9:  # their launches overlap by instructions that older ones do not have
+        return (
+            f"our Triton kernels are for GPUs of compute capability 9.0 (Hopper) and later, and "
+            f"{torch.cuda.get_device_name(device)} has {major}.{minor}"
+        )
+    try:
+        from engine.attention.triton_backend import supports
+    except ImportError as error:
+        return f"triton is not installed ({error})"
+    return supports(config, dtype)

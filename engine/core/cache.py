@@ -1,0 +1,208 @@
+"""The blocks of each request: taking them from the tree, growing, publishing, giving back.
+
+This is the one place where a request's block table changes. The table's regions and who owns them::
+
+    table[0 : shared_blocks]   on the tree's path to `node`; held, never written again
+    table[shared_blocks : ]    private: this request writes them, and frees them
+
+`publish_*` moves full blocks from the second region to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from engine.core.allocator import BlockAllocator
+from engine.core.radix import Match, Node, RadixTree
+from engine.core.types import Request
+from engine.trace.records import CLEARED, RecordLog
+
+NO_CHANGES = (np.empty(0, np.int32),) * 3
+
+
+class KVCache:
+    """Allocator and tree of one pool, as the scheduler uses them. Sizes in blocks unless a name says tokens."""
+
+    def __init__(self, num_blocks: int, block_size: int, log: RecordLog, prefix_caching: bool = True) -> None:
+        self.block_size = block_size
+        self.log = log
+        self.prefix_caching = prefix_caching
+        self.allocator = BlockAllocator(num_blocks)
+        self.tree = RadixTree(block_size, self.allocator, log)
+        # What the device's copy of the block tables lacks: (row, column) -> block, the last change counts.
+        self._table_changes: dict[tuple[int, int], int] = {}
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be had without taking any from a request."""
+        return self.allocator.num_free + self.allocator.num_cached
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    # ---- reading from the tree
+
+    def look_up(self, request: Request) -> Match | None:
+        """How much more of this request's tokens the tree knows, or None if it may not read.
+
+        The last token is never matched: its logits are needed. A request whose own copies wait to be reconciled
+        with the tree (`publish_committed`) reads nothing until then.
+        """
+        if not self.may_read(request) or request.shared_blocks != request.planned // self.block_size:
+            return None
+        limit = (len(request.ids) - 1) // self.block_size
+        return self.tree.match(request.ids, limit, request.node or self.tree.root, request.shared_blocks)
+
+    def may_read(self, request: Request) -> bool:
+        """Whether it may take blocks from the tree at all; not if it wants the logits of every prompt position."""
+        scored = request.params.prompt_logprobs is not None and len(request.ids) == request.prompt_len
+        return self.prefix_caching and not scored
+
+    def take(self, request: Request, match: Match) -> int:
+        """Let the request hold what `look_up` found; a partly filled private block is dropped for it. Tokens gained."""
+        if not match.blocks:
+            return 0
+        private = request.table[request.shared_blocks :]
+        self._hold(request, self.tree.claim(match), match.blocks, dropped=private)
+        before, request.planned = request.planned, request.shared_blocks * self.block_size
+        return request.planned - before
+
+    def _hold(self, request: Request, node: Node, blocks: list[int], dropped: list[int]) -> None:
+        above = request.node or self.tree.root
+        clock = self.log.append("hold", request.id, node.id, len(dropped))
+        self.allocator.hold(blocks)
+        self.tree.lock(node, above, clock)
+        start = request.shared_blocks
+        request.table[start : start + len(dropped)] = blocks
+        self._changed(request, start, start + len(blocks))
+        self.allocator.release(dropped)
+        request.node = node
+        request.shared_blocks = start + len(blocks)
+
+    # ---- growing
+
+    def grow(self, request: Request, tokens: int) -> bool:
+        """Make the table cover `tokens` tokens, evicting if need be. False, and nothing done, if it cannot."""
+        start = len(request.table)
+        short = -(-tokens // self.block_size) - start
+        if short <= 0:
+            return True
+        blocks = self.allocator.allocate(short)
+        if blocks is None and short <= self.available:
+            self.tree.evict(short - self.allocator.num_free, f"r{request.id} needs {short}")
+            blocks = self.allocator.allocate(short)
+        if blocks is None:
+            return False
+        request.table += blocks
+        self._changed(request, start, start + short)
+        self.log.append("alloc", request.id, blocks)
+        return True
+
+    def resend_table(self, request: Request) -> None:
+        """Let the next plan carry the request's whole table again."""
+        self._changed(request, 0, len(request.table))
+
+    def _changed(self, request: Request, start: int, end: int) -> None:
+        row, table, changes = request.row, request.table, self._table_changes
+        for column in range(start, end):
+            changes[row, column] = table[column]
+
+    def take_table_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows, columns and blocks (int32) of what changed since this was last called."""
+        changes = self._table_changes
+        if not changes:
+            return NO_CHANGES
+        rows, columns = np.array(list(changes), np.int32).T
+        blocks = np.array(list(changes.values()), np.int32)
+        changes.clear()
+        return rows.copy(), columns.copy(), blocks
+
+    # ---- publishing to the tree
+
+    def publish_planned(self, request: Request, step: int) -> None:
+        """Publish, pending, the full blocks that `step` is going to write: others may share them from now on.
+
+        Where the tree knows a block already, this stops; the copies are reconciled when the step has committed.
+        """
+        end = min(request.planned, len(request.ids)) // self.block_size
+        if not self.prefix_caching or end <= request.shared_blocks:
+            return
+        keys = self._keys(request, request.shared_blocks, end)
+        if keys[0] not in (request.node or self.tree.root).children:
+            self._append(request, keys, step)
+
+    def publish_committed(self, request: Request, written: int) -> None:
+        """Publish the full blocks of the first `written` tokens, whose KV and ids are known; of those the tree knows,
+        adopt its copy and free ours."""
+        end = min(written, len(request.ids)) // self.block_size
+        while self.prefix_caching and request.shared_blocks < end:
+            start, node = request.shared_blocks, request.node or self.tree.root
+            keys = self._keys(request, start, end)
+            if keys[0] not in node.children:
+                self._append(request, keys, -1)
+                return
+            match = self.tree.match(request.ids, end, node, start)
+            copies = request.table[start : start + len(match.blocks)]
+            self._hold(request, self.tree.claim(match), match.blocks, dropped=copies)
+
+    def _append(self, request: Request, keys: list[tuple[int, ...]], step: int) -> None:
+        start = request.shared_blocks
+        blocks = request.table[start : start + len(keys)]
+        request.node = self.tree.add(request.node or self.tree.root, request.id, keys, blocks, step)
+        request.shared_blocks = start + len(keys)
+
+    def _keys(self, request: Request, start: int, end: int) -> list[tuple[int, ...]]:
+        size = self.block_size
+        return [tuple(request.ids[i * size : (i + 1) * size]) for i in range(start, end)]
+
+    # ---- giving back
+
+    def release(self, request: Request, clock: int) -> None:
+        """Give back every block; what stands in the tree stays there until evicted. `clock`: the record's number."""
+        if request.node is not None:
+            self.tree.unlock(request.node, clock)
+        # Last block first, so that the free list hands them out in their old order.
+        self.allocator.release(reversed(request.table))
+        request.table = []
+        request.node = None
+        request.shared_blocks = request.planned = 0
+
+    def forget(self, leaf: Node) -> None:
+        """Evict this leaf and those ancestors that nobody else uses: their contents are not to be trusted."""
+        for node in list(leaf.path()):
+            if node.evictable:
+                self.tree.drop(node, "its request failed")
+
+    def clear(self) -> int:
+        """Evict everything no request holds, as if it had never been there. Returns the number of blocks freed."""
+        freed = self.tree.evict(self.allocator.num_cached, CLEARED)
+        self.tree.forget_evicted()
+        return freed
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Raise AssertionError unless holders, tables, tree and counts all agree."""
+        holders = [0] * self.allocator.num_blocks
+        users: dict[int, int] = dict.fromkeys(self.tree.nodes, 0)
+        for request in requests:
+            for block in request.table:
+                holders[block] += 1
+            path = list(request.node.path())[::-1] if request.node is not None else []
+            for node in path:
+                users[node.id] += 1
+            blocks = [block for node in path for block in node.blocks]
+            keys = [key for node in path for key in node.keys]
+            assert blocks == request.table[: request.shared_blocks], f"r{request.id}: table and path differ"
+            assert keys == self._keys(request, 0, len(keys)), f"r{request.id}: its tokens are not the path's"
+            assert request.planned <= len(request.table) * self.block_size, f"r{request.id}: table too short"
+            for block in request.table[request.shared_blocks :]:
+                assert not self.allocator.in_tree(block), f"r{request.id}: private block {block} is in the tree"
+        for block in range(self.allocator.num_blocks):
+            kept = self.allocator.holders(block)
+            assert kept == holders[block], f"block {block}: {holders[block]} tables have it, {kept} counted"
+        for node in self.tree.nodes.values():
+            if node is not self.tree.root:
+                assert node.users == users[node.id], f"node {node.id}: {node.users} users kept, {users[node.id]} found"
+        self.allocator.check()
+        self.tree.check()

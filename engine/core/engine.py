@@ -1,0 +1,270 @@
+"""The engine: one step, three parts, seven stages.
+
+    1 tokenize     before: a request arrives as ids (engine/text/tokenizer.py)
+    2 schedule     plan:   who runs, how many tokens of each (engine/core/scheduler.py)
+    3 allocate     plan:   which blocks they go to (engine/kv/)
+    4 forward      launch: the model over those tokens (engine/worker/runner.py)
+    5 sample       launch: a token from the logits (engine/worker/sampler.py)
+    7 emit         commit: append ids, detect ends, publish, free, record
+    6 detokenize   after:  text for whoever listens (engine/text/output.py), off the step's critical path
+
+A step is *planned* on the host, *launched* on the device and *committed* on the host. With `overlap` the engine
+commits step n-1 and plans n+1 while n runs; that is an order of calls, not another loop. Steps whose lengths depend on
+the ids just drawn (speculation) are not overlapped.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from engine.core.cache import KVCache
+from engine.core.gate import Gate
+from engine.core.masks import dead_end
+from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.step_clock import StepClock, StepTimes, now
+from engine.core.types import Emitted, Request, SamplingParams, StepPlan, StepResult
+from engine.errors import DeviceLost, InvalidRequest, loses_device
+from engine.trace.records import RecordLog
+
+if TYPE_CHECKING:
+    from engine.text.structured import Grammars
+
+logger = logging.getLogger("engine")
+
+
+class Launched(Protocol):
+    """A step on its way; `wait()` blocks until its ids are on the host."""
+
+    def wait(self) -> StepResult: ...
+
+
+class StepRunner(Protocol):
+    """What the engine needs of a runner: engine.worker.runner.Runner, its GPU form, or the simulation of the tests."""
+
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+
+    @property
+    def synchronous(self) -> bool:
+        """A step is over when `launch` returns: device time is part of the launch."""
+
+    def launch(self, plan: StepPlan) -> Launched: ...
+
+
+class InFlight(NamedTuple):
+    """A step that has been launched and not been committed."""
+
+    plan: StepPlan
+    launched: Launched
+    times: StepTimes
+
+
+class Engine:
+    """Turns requests into tokens, one `step()` at a time. Not thread-safe: one thread owns it."""
+
+    def __init__(
+        self, runner: StepRunner, config: SchedulerConfig, *, overlap: bool = False, prefix_caching: bool = True,
+        eos_ids: frozenset[int] = frozenset(), log: RecordLog | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:  # fmt: skip
+        self.runner = runner
+        self.log = log or RecordLog()
+        self.cache = KVCache(runner.num_blocks, runner.block_size, self.log, prefix_caching)
+        self.scheduler = Scheduler(config, self.cache, self.log)
+        self.gate = Gate(self.log)
+        self.clock = StepClock(self.log, runner.synchronous)
+        # Checkpoints name end ids beyond the model's vocabulary; such an id is never drawn, and indexes no logit.
+        self.eos_ids = frozenset(token for token in eos_ids if 0 <= token < runner.vocab_size)
+        # Steps launched but not committed when step() returns. With speculation none: how many of its drafts a row
+        # keeps, and what it drafts next, depends on the ids of the step before.
+        self.delay = 1 if overlap and not config.speculative_tokens else 0
+        self._grammars = grammars  # None: replies cannot be constrained
+        self._flight: deque[InFlight] = deque()
+        self._next_id = 1
+
+    # ---- requests
+
+    def add_request(self, ids: list[int], params: SamplingParams, group: str = "", sample_index: int = 0) -> Request:
+        """Queue a prompt. Raises InvalidRequest, with nothing changed, if it can never run or the queue is full."""
+        try:
+            request = self._request(ids, params, group, sample_index)
+            self.scheduler.add(request)
+        except InvalidRequest as error:
+            self.log.append("refuse", group if isinstance(group, str) else "", str(error))
+            raise
+        self._next_id += 1
+        return request
+
+    def _request(self, ids: list[int], params: SamplingParams, group: str, sample_index: int) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"the sampling parameters are of type {type(params).__name__}, not SamplingParams")
+        if not isinstance(group, str):
+            raise InvalidRequest(f"group is of type {type(group).__name__}: it must be a string", "group")
+        if not isinstance(sample_index, int) or not 0 <= sample_index < 1 << 31:
+            raise InvalidRequest(f"sample_index is {_short(sample_index)}: it must be a whole number, 0 or more", "n")
+        params.validate(self.runner.vocab_size)
+        _check_ids(ids, self.runner.vocab_size)
+        max_total = self.scheduler.limit_for(len(ids), params)
+        grammar = None
+        if params.structured:
+            if self._grammars is None:
+                raise InvalidRequest("replies cannot be constrained: this engine has no tokenizer", "json_schema")
+            grammar = self._grammars.compile(params)
+        request = Request(
+            id=self._next_id, ids=list(ids), params=params, group=group, sample_index=sample_index,
+            seed=secrets.randbits(63) if params.seed is None else params.seed, max_total=max_total,
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids),
+            prompt_len=len(ids), grammar=grammar,
+        )  # fmt: skip
+        if params.min_tokens:
+            self._check_first_draw(request)
+        return request
+
+    def _check_first_draw(self, request: Request) -> None:
+        """Refuse a request whose masks leave no token for its first draw."""
+        if len(request.stop_ids) >= self.runner.vocab_size:
+            raise InvalidRequest(
+                f"min_tokens is {request.params.min_tokens}, but each of the {self.runner.vocab_size:,} token ids ends "
+                "the reply: set it to 0 or name fewer stop_token_ids",
+                "min_tokens",
+            )
+        reason = dead_end(request)
+        if reason:
+            raise InvalidRequest(reason, "min_tokens")
+
+    def abort(self, request_id: int, reason: str = "abort") -> bool:
+        """End a request wherever it stands: waiting, in the middle of a chunk, in flight. Unknown ids do nothing."""
+        request = self.scheduler.requests.get(request_id)
+        if request is None:
+            return False
+        self.scheduler.finish(request, reason)
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Something to plan or to commit."""
+        return self.scheduler.has_work or bool(self._flight)
+
+    # ---- the step
+
+    def step(self) -> list[Emitted]:
+        """Plan and launch one step, commit the one before it (without overlap: this one). What it emitted."""
+        times = StepTimes(begun=now())
+        plan = self.scheduler.plan()
+        if plan is not None:
+            try:
+                self._launch(plan, times)
+            except Exception as error:
+                return self._failed(plan, error)
+        overlapped = plan is not None and self.gate.free_running
+        return self._commit_all_but(self.delay if overlapped else 0)
+
+    def drain(self) -> list[Emitted]:
+        """Commit whatever is in flight, planning nothing new."""
+        return self._commit_all_but(0)
+
+    def _launch(self, plan: StepPlan, times: StepTimes) -> None:
+        times.planned = now()
+        launched = self.runner.launch(plan)
+        times.launched = now()
+        self._flight.append(InFlight(plan, launched, times))
+
+    def _commit_all_but(self, delay: int) -> list[Emitted]:
+        """Commit the steps in flight, oldest first, until no more than `delay` are left."""
+        emitted: list[Emitted] = []
+        while len(self._flight) > delay:
+            emitted += self._commit(*self._flight.popleft())
+        return emitted
+
+    def _commit(self, plan: StepPlan, launched: Launched, times: StepTimes) -> list[Emitted]:
+        try:
+            result = launched.wait()
+        except Exception as error:
+            return self._failed(plan, error)
+        times.arrived = now()
+        emitted = self.scheduler.commit(plan, result)
+        wall_s = self.clock.record(times, plan, result, emitted)
+        if result.expert_load is not None:
+            self.log.append("experts", plan.step, result.expert_load)
+        self.gate.committed(wall_s)
+        return emitted
+
+    def _failed(self, plan: StepPlan, error: Exception) -> list[Emitted]:
+        """A step raised: its requests end with the error, the rest goes on; unless the device itself is lost."""
+        logger.exception("step %d failed", plan.step)
+        emitted = self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
+        if isinstance(error, DeviceLost):
+            raise error
+        if loses_device(error):
+            raise DeviceLost(str(error)) from error
+        self.gate.committed(0.0)  # of the steps that somebody let through, it was one
+        return emitted
+
+    # ---- state
+
+    def clear_cache(self) -> int:
+        """Evict everything that no request holds; how many blocks became free."""
+        return self.cache.clear()
+
+    def check(self) -> None:
+        """Raise AssertionError unless allocator, tree, tables and rows agree."""
+        live = self.scheduler.requests.values()
+        self.cache.check(live)
+        rows = [request.row for request in self.scheduler.running]
+        assert len(set(rows)) == len(rows) and -1 not in rows, f"rows are not distinct: {rows}"
+        assert {id(r) for r in live} == {id(r) for r in [*self.scheduler.running, *self.scheduler.waiting]}
+
+    def snapshot(self) -> dict[str, Any]:
+        """The whole state as plain data, standing at record `seq`; engine.trace.state.State says the same by folding."""
+        scheduler, tree = self.scheduler, self.cache.tree
+        return {
+            "seq": self.log.seq,
+            "t": self.log.t,
+            "step": scheduler.step,
+            "num_blocks": self.cache.allocator.num_blocks,
+            "block_size": self.cache.block_size,
+            "budget": scheduler.config.max_num_batched_tokens,
+            "max_num_seqs": scheduler.config.max_num_seqs,
+            "gate": self.gate.state,
+            "pace": self.gate.pace,
+            "queue": [request.id for request in scheduler.waiting],
+            "requests": {
+                r.id: {
+                    "group": r.group, "prompt_tokens": r.prompt_len, "max_total": r.max_total, "state": r.state.value,
+                    "row": r.row, "table": list(r.table), "node": r.node.id if r.node is not None else 0,
+                    "shared_blocks": r.shared_blocks, "computed": r.planned, "decoding": scheduler.is_decoding(r.id),
+                    "cached_tokens": r.cached_tokens, "match": list(r.match), "preemptions": r.preemptions,
+                    "submitted": r.submitted_at, "admitted": r.admitted_at,
+                }
+                for r in scheduler.requests.values()
+            },
+            "nodes": {
+                n.id: {
+                    "parent": n.parent.id, "ids": [token for key in n.keys for token in key],
+                    "blocks": list(n.blocks), "users": n.users, "last_used": n.last_used,
+                }
+                for n in tree.nodes.values() if n.parent is not None
+            },
+            "pending": tree.pending_blocks(),
+        }  # fmt: skip
+
+
+def _check_ids(ids: list[int], vocab_size: int) -> None:
+    if not isinstance(ids, Sequence):
+        raise InvalidRequest(f"the prompt is of type {type(ids).__name__}: it must be a list of ids")
+    for position, token in enumerate(ids):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise InvalidRequest(
+                f"token {position} of the prompt is {_short(token)}; this model's ids are 0 to {vocab_size - 1:,}"
+            )
+
+
+def _short(value: object) -> str:
+    """A value as a message shows it: the text of an arbitrary object may be long, or raise."""
+    number = isinstance(value, (int, float)) and abs(value) < 1e18
+    return str(value) if number else f"of type {type(value).__name__}"

@@ -1,0 +1,135 @@
+"""The gate between two steps: pause, step n, run until something happens, slow motion.
+
+The engine's loop asks `allows()` before a step and calls `committed()` after each, and `settle()` after a command. The
+gate decides nothing about what a step contains: submissions and aborts are taken while it is closed.
+"""
+
+from __future__ import annotations
+
+from engine.errors import InvalidRequest
+from engine.trace.records import CLEARED, Record, RecordLog
+
+MAX_PACE = 1000.0
+EVENTS = {  # what "run until" can wait for -> the records that fulfil it
+    "admission": ("admit",),
+    "prefill": ("step",),
+    "hit": ("match",),
+    "eviction": ("evict",),
+    "preemption": ("preempt",),
+    "finish": ("finish",),
+    "slow": ("time",),
+}
+RUNNING = "running until "  # how the reason begins while an event is waited for; its name follows
+
+
+class Gate:
+    """State "open": steps run freely. "closed": only the steps still allowed, counted or until an event."""
+
+    def __init__(self, log: RecordLog) -> None:
+        self._log = log
+        self.state = "open"
+        self.pace = 1.0
+        self.last_wall_s = 0.0  # real duration of the last step, for slow motion
+        self._allowed = 0
+        self._until: str | None = None
+        self._slower_than_ms = 0.0
+        self._cause = ""  # what has fulfilled the wait, as a phrase for the screen
+
+    @property
+    def free_running(self) -> bool:
+        """Steps may overlap: nobody watches them one by one."""
+        return self.state == "open" and self.pace == 1.0
+
+    def allows(self) -> bool:
+        """May the next step run now?"""
+        return self.state == "open" or self._allowed > 0 or (self._until is not None and not self._cause)
+
+    @property
+    def stretch_s(self) -> float:
+        """How long to wait after the last step so that it seems `pace` times as long."""
+        return (self.pace - 1.0) * self.last_wall_s if self.pace > 1.0 else 0.0
+
+    def pause(self, reason: str = "paused") -> None:
+        self._set("closed", reason)
+
+    def resume(self) -> None:
+        self._set("open", "resumed")
+
+    def step(self, n: int = 1) -> None:
+        """Close the gate if it is open, and let `n` steps through."""
+        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= 1_000_000:
+            raise InvalidRequest(f"step by {n!r:.40}: it must be a whole number from 1 to 1,000,000", "n")
+        if self.state == "open" or self._until is not None:
+            self._set("closed", "stepping")
+        self._allowed = n
+
+    def run_until(self, event: str, slower_than_ms: float = 0.0) -> None:
+        """Let steps through until `event` (a key of EVENTS) happens from now on, then stay closed."""
+        if not isinstance(event, str) or event not in EVENTS:
+            raise InvalidRequest(f"run until {event!r:.80}: there are {', '.join(EVENTS)}", "event")
+        if not _is_number(slower_than_ms) or not slower_than_ms >= 0:
+            raise InvalidRequest(f"run until a step takes {slower_than_ms!r:.40} ms: it must be 0 or more", "ms")
+        self._set("closed", f"{RUNNING}{event}", always=True)
+        self._until, self._slower_than_ms = event, float(slower_than_ms)
+        self._log.watch = self._see
+
+    def set_pace(self, factor: float) -> None:
+        """Stretch every step to `factor` times its real duration; 1 is full speed."""
+        if not _is_number(factor) or not 1.0 <= factor <= MAX_PACE:
+            raise InvalidRequest(f"the pace is {factor!r:.40}: it must be from 1 to {MAX_PACE:g}", "factor")
+        if factor != self.pace:
+            self.pace = float(factor)
+            self._log.append("pace", self.pace)
+
+    def committed(self, wall_s: float) -> None:
+        """A step has committed after `wall_s` seconds of work."""
+        self.last_wall_s = wall_s
+        if self.state == "open":
+            return
+        if self._allowed > 0:
+            self._allowed -= 1
+        self.settle()
+
+    def settle(self) -> None:
+        """Between two steps: if what was waited for has happened, stay closed and say why."""
+        if self._cause:
+            cause, self._cause, self._until = self._cause, "", None
+            self._log.append("gate", "closed", cause)
+
+    def _see(self, record: Record) -> None:
+        """The log's watcher while an event is waited for. The step in which it happens is finished first."""
+        assert self._until is not None
+        if cause := fulfils(record, self._until, self._slower_than_ms):
+            self._cause, self._log.watch = cause, None
+
+    def _set(self, state: str, reason: str, always: bool = False) -> None:
+        news = always or state != self.state or self._until is not None
+        self._allowed, self._until, self._cause, self._log.watch = 0, None, "", None
+        if news:
+            self.state = state
+            self._log.append("gate", state, reason)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def fulfils(record: Record, event: str, slower_than_ms: float = 0.0) -> str:
+    """How this record fulfils a wait for `event` (a key of EVENTS), as a phrase for the screen; else nothing."""
+    if record[2] not in EVENTS[event]:
+        return ""
+    if event == "prefill" and record[4]:
+        return f"step {record[3]} prefills r{record[4][0][0]}"
+    if event == "hit" and record[4] > 0:
+        return f"r{record[3]} took {record[4]} tokens from the tree"
+    if event == "slow" and record[7] > slower_than_ms:
+        return f"step {record[3]} took {record[7]:.1f} ms"
+    if event == "admission":
+        return f"r{record[3]} was admitted"
+    if event == "eviction" and record[5] != CLEARED:
+        return f"{record[4]} blocks of node {record[3]} were evicted"
+    if event == "preemption":
+        return f"r{record[3]} was preempted"
+    if event == "finish":
+        return f"r{record[3]} finished: {record[4]}"
+    return ""

@@ -1,0 +1,348 @@
+"""The prefix tree: which token sequences have their KV in the pool.
+
+Block-granular: a node is a run of whole blocks, its children are keyed by the tokens of their first block, so two
+siblings never begin alike and a lookup costs one dictionary access per node. Splits fall on block boundaries; the
+partly filled last block of a request is never here. (The idea is SGLang's RadixAttention, Zheng et al. 2024.)
+
+Ownership: a node's blocks are referred to by the tree; the requests that hold the node hold them too. `users` counts
+those requests, and since a request holds the whole path, a node has at least as many users as any of its children.
+So every block that no request holds stands in a subtree that no request holds, and can be evicted, leaves first.
+
+A block may be *pending*: published when the step that writes it was planned. Later work may read it, because the
+device runs steps in order; if that step fails, `withdraw` takes it out again together with all that was built on it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+
+from engine.core.allocator import BlockAllocator
+from engine.trace.records import RecordLog
+
+Key = tuple[int, ...]  # the token ids of one block
+RIVALS = 64  # siblings compared with a block that missed, to say at which token it differs
+GHOSTS = 8192  # evicted prefixes remembered, so that a miss can say when it was a hit
+
+
+class Node:
+    """A run of blocks. `keys[i]` are the tokens of `blocks[i]`, `hashes[i]` is the hash of the whole prefix that ends
+    with them; `last_used` is the log's sequence number."""
+
+    __slots__ = ("blocks", "children", "hashes", "id", "keys", "last_used", "parent", "users")
+
+    def __init__(self, id: int, parent: Node | None, keys: list[Key], blocks: list[int], users: int, clock: int):
+        self.id = id
+        self.parent = parent
+        self.keys = keys
+        self.blocks = blocks
+        self.children: dict[Key, Node] = {}
+        self.users = users
+        self.last_used = clock
+        self.hashes: list[int] = []
+
+    @property
+    def end_hash(self) -> int:
+        """Of the whole prefix that ends here."""
+        return self.hashes[-1] if self.hashes else 0
+
+    @property
+    def evictable(self) -> bool:
+        return self.users == 0 and not self.children and self.parent is not None
+
+    def path(self) -> Iterator[Node]:
+        """This node and its ancestors, the root excluded."""
+        node: Node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+
+@dataclass(slots=True)
+class Match:
+    """How far a sequence is known, beyond a given node: `blocks` in order; the last node may match in part."""
+
+    node: Node  # matched whole
+    part: Node | None  # its child, matched for the first `part_blocks` blocks only
+    part_blocks: int
+    blocks: list[int]
+    stop: str  # whole | differs | ends | short | empty | evicted
+    at: int  # the first token that differs; for "evicted", the step
+
+
+class RadixTree:
+    """All nodes, the order in which they may go, and the blocks whose step has not committed."""
+
+    def __init__(self, block_size: int, allocator: BlockAllocator, log: RecordLog) -> None:
+        self.block_size = block_size
+        self.allocator = allocator
+        self.log = log
+        self.root = Node(0, None, [], [], 0, 0)
+        self.nodes: dict[int, Node] = {0: self.root}
+        self.step = -1  # the step being planned, for the record of evictions
+        self.prefixes: set[int] = set()  # hashes of all prefixes of whole blocks that stand here
+        self._next_id = 1
+        self._node_of: dict[int, Node] = {}  # block -> the node it stands in
+        self._pending: dict[int, int] = {}  # block -> the step that writes it
+        self._pending_of: dict[int, list[int]] = {}  # step -> blocks
+        self._oldest: list[tuple[int, int]] = []  # heap of (last_used, node id); stale entries are skipped
+        self._ghosts: OrderedDict[int, int] = OrderedDict()  # hash of an evicted prefix -> step
+
+    # ---- looking up
+
+    def match(self, ids: list[int], limit: int, node: Node | None = None, depth: int = 0) -> Match:
+        """Follow `ids` from block `depth` on, which is where `node` ends, up to block `limit`. Changes nothing."""
+        node = node or self.root
+        size = self.block_size
+        blocks: list[int] = []
+        while depth < limit:
+            key = tuple(ids[depth * size : (depth + 1) * size])
+            child = node.children.get(key)
+            if child is None:
+                return self._missed(ids, node, node.end_hash, depth, key, None, 0, blocks)
+            n, most = 1, min(len(child.keys), limit - depth)
+            while n < most and child.keys[n] == (key := tuple(ids[(depth + n) * size : (depth + n + 1) * size])):
+                n += 1
+            blocks += child.blocks[:n]
+            depth += n
+            if n < len(child.keys):
+                if depth >= limit:
+                    return Match(node, child, n, blocks, "whole", depth * size)
+                return self._missed(ids, node, child.hashes[n - 1], depth, key, child, n, blocks)
+            node = child
+        stop = "whole" if limit > 0 else "short"
+        return Match(node, None, 0, blocks, stop, depth * size)
+
+    def _missed(
+        self, ids: list[int], node: Node, end: int, depth: int, key: Key, part: Node | None, n: int, blocks: list[int]
+    ) -> Match:
+        step = self._ghosts.get(hash((end, key)))
+        if step is not None:
+            return Match(node, part, n, blocks, "evicted", step)
+        rivals = [part.keys[n]] if part is not None else list(islice(node.children, RIVALS))
+        common = max((_common(key, rival) for rival in rivals), default=0)
+        stop = "differs" if common or (depth and rivals) else "ends" if depth else "empty"
+        return Match(node, part, n, blocks, stop, depth * self.block_size + common)
+
+    # ---- holding
+
+    def claim(self, match: Match) -> Node:
+        """The node at which the match ends, split off if it matched in part."""
+        return match.node if match.part is None else self._split(match.part, match.part_blocks)
+
+    def lock(self, node: Node, above: Node, clock: int) -> None:
+        """One more request holds the path to `node`; it held that to `above`, an ancestor, before."""
+        held = False
+        for step in node.path():
+            held = held or step is above
+            if not held:
+                step.users += 1
+            step.last_used = clock
+
+    def unlock(self, node: Node, clock: int) -> None:
+        """One request fewer holds the path to `node`."""
+        for step in node.path():
+            step.users -= 1
+            step.last_used = clock
+            if step.evictable:
+                self._push(step)
+
+    # ---- growing
+
+    def add(self, node: Node, request: int, keys: list[Key], blocks: list[int], step: int) -> Node:
+        """Append blocks of a request, which holds `node`, below it; return the node it now holds.
+
+        A leaf that this request alone holds is extended in place, so that a reply is one node and not one per block.
+        `step` is the step that writes them, or -1 if they are written.
+        """
+        ids = list(chain.from_iterable(keys))
+        if node.parent is not None and node.users == 1 and not node.children:
+            clock = self.log.append("extend", node.id, request, ids, blocks, step)
+            node.keys += keys
+            node.blocks += blocks
+            node.last_used = clock
+            leaf = node
+        else:
+            clock = self.log.append("insert", self._next_id, node.id, request, ids, blocks, step)
+            leaf = Node(self._next_id, node, keys, list(blocks), 1, clock)
+            node.children[keys[0]] = leaf
+            self.nodes[leaf.id] = leaf
+            self._next_id += 1
+        end = leaf.end_hash or node.end_hash
+        for key in keys:
+            end = hash((end, key))
+            leaf.hashes.append(end)
+            self.prefixes.add(end)
+        self.allocator.tree_add(blocks)
+        for block in blocks:
+            self._node_of[block] = leaf
+        if step >= 0:
+            self._pending.update(dict.fromkeys(blocks, step))
+            self._pending_of.setdefault(step, []).extend(blocks)
+        return leaf
+
+    def _split(self, node: Node, n: int) -> Node:
+        """The first `n` blocks of `node` become a new parent. Whoever holds `node` holds both; its identity stays."""
+        parent = node.parent
+        assert parent is not None
+        self.log.append("split", node.id, self._next_id, n)
+        upper = Node(self._next_id, parent, node.keys[:n], node.blocks[:n], node.users, node.last_used)
+        upper.hashes, node.hashes = node.hashes[:n], node.hashes[n:]
+        self._next_id += 1
+        self.nodes[upper.id] = upper
+        parent.children[upper.keys[0]] = upper
+        node.keys, node.blocks, node.parent = node.keys[n:], node.blocks[n:], upper
+        upper.children[node.keys[0]] = node
+        for block in upper.blocks:
+            self._node_of[block] = upper
+        return upper
+
+    # ---- shrinking
+
+    def evict(self, n: int, reason: str) -> int:
+        """Free `n` blocks, least recently used leaves first, the last leaf by its tail only. Returns how many."""
+        freed = 0
+        while freed < n and self._oldest:
+            clock, node_id = heapq.heappop(self._oldest)
+            node = self.nodes.get(node_id)
+            if node is None or not node.evictable or node.last_used != clock:
+                continue  # it was used again, or is gone
+            take = min(n - freed, len(node.blocks))
+            keep = len(node.blocks) - take
+            self._remember(node.hashes[keep])
+            self.log.append("evict", node.id, take, reason)
+            self._cut(node, keep)
+            if keep:
+                self._push(node)
+            freed += take
+        return freed
+
+    def forget_evicted(self) -> None:
+        """From now on a miss is told as a miss, not as an eviction."""
+        self._ghosts.clear()
+
+    def drop(self, node: Node, reason: str) -> None:
+        """Take a whole evictable leaf out of the tree."""
+        self.log.append("evict", node.id, len(node.blocks), reason)
+        self._cut(node, 0)
+
+    def _cut(self, node: Node, keep: int) -> None:
+        """Drop all but the first `keep` blocks of a childless node; an empty node leaves the tree."""
+        parent = node.parent
+        assert parent is not None and not node.children
+        dropped, first = node.blocks[keep:], node.keys[0]
+        self.prefixes.difference_update(node.hashes[keep:])
+        del node.keys[keep:], node.blocks[keep:], node.hashes[keep:]
+        for block in dropped:
+            del self._node_of[block]
+            self._pending.pop(block, None)
+        self.allocator.tree_drop(dropped)
+        if not keep:
+            del parent.children[first]
+            del self.nodes[node.id]
+            if parent.evictable:
+                self._push(parent)
+
+    def _push(self, node: Node) -> None:
+        if len(self._oldest) > 64 + 2 * len(self.nodes):  # mostly stale: begin anew
+            self._oldest = [(n.last_used, n.id) for n in self.nodes.values() if n.evictable]
+            heapq.heapify(self._oldest)
+        heapq.heappush(self._oldest, (node.last_used, node.id))
+
+    def _remember(self, prefix: int) -> None:
+        self._ghosts[prefix] = self.step
+        self._ghosts.move_to_end(prefix)
+        if len(self._ghosts) > GHOSTS:
+            self._ghosts.popitem(last=False)
+
+    # ---- pending blocks
+
+    def settle(self, step: int) -> None:
+        """The step has committed: what it published is written."""
+        blocks = self._pending_of.pop(step, None)
+        if blocks is None:
+            return
+        for block in blocks:
+            if self._pending.get(block) == step:
+                del self._pending[block]
+        self.log.append("settle", step)
+
+    def doomed_by(self, step: int) -> tuple[list[tuple[Node, int]], set[int]]:
+        """What a failed step takes with it: [(node, blocks kept)], deepest first, and the blocks concerned.
+
+        What later steps have published goes, too: the first tokens of such a block may be the failed step's.
+        """
+        first_bad: dict[int, int] = {}
+        for block, written_by in self._pending.items():
+            if written_by >= step:
+                node = self._node_of[block]
+                index = node.blocks.index(block)
+                first_bad[node.id] = min(index, first_bad.get(node.id, index))
+        doomed: list[tuple[Node, int]] = []
+        seen: set[int] = set()
+        stack = [(self.nodes[i], keep) for i, keep in first_bad.items()]
+        while stack:
+            node, keep = stack.pop()
+            if node.id in seen:
+                continue
+            seen.add(node.id)
+            doomed.append((node, min(keep, first_bad.get(node.id, keep))))
+            stack += [(child, 0) for child in node.children.values()]
+        # A node below another doomed one goes whole, whatever it was first seen with.
+        doomed = [(n, 0 if any(a.id in seen for a in n.path() if a is not n) else keep) for n, keep in doomed]
+        doomed.sort(key=lambda item: -sum(1 for _ in item[0].path()))
+        return doomed, {block for node, keep in doomed for block in node.blocks[keep:]}
+
+    def withdraw(self, step: int, doomed: list[tuple[Node, int]]) -> None:
+        """Take out what `doomed_by(step)` named; no request may hold any of it any more."""
+        self._pending_of.pop(step, None)
+        self.log.append("withdraw", step, [(node.id, keep) for node, keep in doomed])
+        for node, keep in doomed:
+            self._cut(node, keep)
+            if keep and node.evictable:
+                self._push(node)
+
+    def pending_blocks(self) -> dict[int, int]:
+        """block -> the step that writes it, for all that have not committed."""
+        return dict(self._pending)
+
+    # ---- checking
+
+    def check(self) -> None:
+        """Raise AssertionError unless parents, children, keys and users are consistent."""
+        seen: dict[int, Node] = {}
+        stack = [self.root]
+        while stack:
+            node = stack.pop()
+            assert self.nodes.get(node.id) is node, f"node {node.id} is not in the index"
+            assert len(node.keys) == len(node.blocks) == len(node.hashes), f"node {node.id} has {len(node.keys)} keys"
+            assert node is self.root or node.keys, f"node {node.id} is empty"
+            for block in node.blocks:
+                assert block not in seen, f"block {block} stands in two nodes"
+                seen[block] = node
+                assert self.allocator.in_tree(block), f"block {block} of node {node.id} is not marked"
+                assert self.allocator.holders(block) == node.users, f"block {block}: holders differ from users"
+            users = 0
+            for key, child in node.children.items():
+                assert child.parent is node and child.keys[0] == key, f"child {child.id} of {node.id} is misfiled"
+                users += child.users
+                stack.append(child)
+            assert node is self.root or node.users >= users, f"node {node.id}: {node.users} users, children {users}"
+            assert not node.evictable or (node.last_used, node.id) in self._oldest, f"leaf {node.id} cannot be evicted"
+        assert seen.keys() == self._node_of.keys() and all(self._node_of[b] is n for b, n in seen.items())
+        assert self.prefixes == {prefix for node in self.nodes.values() for prefix in node.hashes}
+        assert self._pending.keys() <= seen.keys(), "a pending block is not in the tree"
+        in_tree = sum(self.allocator.in_tree(b) for b in range(self.allocator.num_blocks))
+        assert in_tree == len(seen), f"{in_tree} blocks are marked, {len(seen)} stand in the tree"
+
+
+def _common(a: Key, b: Key) -> int:
+    n = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        n += 1
+    return n

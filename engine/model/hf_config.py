@@ -1,0 +1,292 @@
+"""From config.json to ModelConfig, as transformers 5 understands the file: what is not understood is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.config import (
+    ARCHITECTURES,
+    DTYPES,
+    MODEL_TYPES,
+    ROPE_KINDS,
+    Architecture,
+    ExpertsConfig,
+    ModelConfig,
+    RopeConfig,
+)
+from engine.errors import CheckpointError
+from engine.model.fields import Fields, shown
+from engine.model.foreign_keys import neutral_values
+
+MOST_LAYERS = 10_000
+MOST_EXPERTS = 65_536
+DEFAULT_WINDOW = 4096  # of every family that knows windows
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+ROPE_COMMON = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+    "finetuned",
+}
+ROPE_KEYS = {
+    "default": set[str](),
+    "linear": {"factor"},
+    "dynamic": {"factor"},
+    "yarn": {"factor", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+}  # fmt: skip
+
+
+class ConfigReader:
+    """Takes the fields out of a config.json. A field that changes what is computed is read here, or must be neutral."""
+
+    def __init__(self, fields: Fields) -> None:
+        self._fields = fields
+        self._raw = fields.raw
+        self._path = fields.path
+
+    def model_config(self, generation: Fields) -> ModelConfig:
+        """Raises CheckpointError, a sentence that names the file and the field."""
+        fields = self._fields
+        name = self._architecture()
+        arch = ARCHITECTURES[name]
+        if self._raw.get("quantization_config"):
+            raise CheckpointError(
+                f"{self._path} has a quantization_config: quantised checkpoints are not supported; use the plain one"
+            )
+        hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+        layers = fields.count("num_hidden_layers", most=MOST_LAYERS)
+        kv_heads = self._kv_heads(arch, heads)
+        head_dim = fields.count("head_dim", arch.head_dim or hidden // heads)
+        if head_dim % 2:
+            raise CheckpointError(f"{self._path} has head_dim {head_dim}: rotary positions need an even number")
+        bias = arch.qkv_bias is None and fields.flag("attention_bias")
+        config = ModelConfig(
+            architecture=name,
+            vocab_size=fields.count("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=fields.count("intermediate_size"),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            max_position=fields.count("max_position_embeddings"),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            rope=self._rope(head_dim),
+            tie_word_embeddings=fields.flag("tie_word_embeddings"),
+            qkv_bias=bias if arch.qkv_bias is None else arch.qkv_bias,
+            output_bias=bias,
+            mlp_bias=arch.mlp_bias and fields.flag("mlp_bias"),
+            qk_norm=arch.qk_norm,
+            windows=self._windows(arch, layers),
+            experts=self._experts(layers) if arch.experts else None,
+            dtype=self._dtype(),
+            eos_ids=tuple(dict.fromkeys(generation.token_ids("eos_token_id") + fields.token_ids("eos_token_id"))),
+        )
+        self._refuse_foreign(arch, config)
+        return config
+
+    def _architecture(self) -> str:
+        kind = self._raw.get("model_type")
+        if kind is not None and not isinstance(kind, str):
+            raise self._fields.refuse("model_type", "the name of a family, as in 'qwen3'")
+        of_kind = MODEL_TYPES.get(kind or "")
+        named = self._raw.get("architectures") or [of_kind]
+        if not isinstance(named, list):
+            raise self._fields.refuse("architectures", "a list of names")
+        name = next((each for each in named if isinstance(each, str) and each in ARCHITECTURES), None)
+        if name is None:
+            what = ", ".join(str(each) for each in named if each) or kind or "no architecture"
+            raise CheckpointError(f"{self._path} names {shown(what)[1:-1]}: supported are {', '.join(ARCHITECTURES)}")
+        if of_kind is not None and ARCHITECTURES[of_kind] != ARCHITECTURES[name]:
+            raise CheckpointError(
+                f"{self._path} has the architecture {name} and the model_type {kind!r}, which belong to different "
+                "families: correct the wrong one"
+            )
+        return name
+
+    def _kv_heads(self, arch: Architecture, heads: int) -> int:
+        default = heads if "num_key_value_heads" in self._raw else arch.kv_heads or heads
+        kv_heads = self._fields.count("num_key_value_heads", default)
+        if heads % kv_heads:
+            raise CheckpointError(
+                f"{self._path} has {heads} attention heads and {kv_heads} key/value heads: the first must be a "
+                "multiple of the second; correct num_key_value_heads"
+            )
+        return kv_heads
+
+    def _dtype(self) -> str:
+        value = str(self._raw.get("dtype") or self._raw.get("torch_dtype") or "float32").removeprefix("torch.")
+        if value not in DTYPES:
+            raise CheckpointError(f"{self._path} has dtype {shown(value)}: supported are {', '.join(DTYPES)}")
+        return value
+
+    def _rope(self, head_dim: int) -> RopeConfig:
+        """`rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before); `type` is `rope_type`."""
+        fields, raw = self._fields, self._rope_table()
+        rope = Fields(self._path, raw, " in its rope parameters")
+        named = [raw[key] for key in ("rope_type", "type") if raw.get(key) is not None]
+        kind = named[0] if named else "default"
+        if kind not in ROPE_KINDS or any(other != kind for other in named):
+            raise CheckpointError(
+                f"{self._path} asks for rope type {' and '.join(map(shown, named))}: supported are "
+                f"{', '.join(ROPE_KINDS)}"
+            )
+        for key in raw.keys() - ROPE_COMMON - ROPE_KEYS[kind]:
+            if raw[key] is not None and not (key.endswith("factor") and raw[key] == 1):
+                raise CheckpointError(
+                    f"{self._path} has {shown(key)[1:-1]} = {shown(raw[key])} in its rope parameters, which is not "
+                    f"supported with rope type {kind!r}: use another model, or remove it if it has no effect"
+                )
+        if raw.get("partial_rotary_factor", self._raw.get("partial_rotary_factor") or 1.0) not in (None, 1):
+            raise CheckpointError(f"{self._path} has a partial_rotary_factor: only whole heads can be rotated")
+        theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0, 1.0, True), 1.0, True)
+        if kind == "default":
+            return RopeConfig(theta=theta)
+        context, original = fields.count("max_position_embeddings"), self._original_context(rope)
+        if kind == "dynamic" and (original != context or head_dim == 2):
+            raise CheckpointError(
+                f"{self._path} has rope type 'dynamic' with {context:,} positions, {original:,} before stretching, and "
+                f"head_dim {head_dim}: the two numbers of positions must be equal, and head_dim above 2"
+            )
+        low = high = 1.0
+        if kind == "llama3":  # no defaults for its bands
+            low, high = (rope.number(key, None, 0.0, True) for key in ("low_freq_factor", "high_freq_factor"))
+            if high <= low:
+                raise rope.refuse("high_freq_factor", f"above low_freq_factor, {low:g}")
+        return RopeConfig(
+            kind=kind,
+            theta=theta,
+            factor=rope.number("factor", max(1.0, context / original) if kind == "yarn" else None, 1.0),
+            original_max_position=original,
+            attention_factor=rope.optional_number("attention_factor", True),
+            mscale=rope.optional_number("mscale"),
+            mscale_all_dim=rope.optional_number("mscale_all_dim"),
+            beta_fast=rope.number("beta_fast", 32.0) or 32.0,
+            beta_slow=rope.number("beta_slow", 1.0) or 1.0,
+            truncate=rope.flag("truncate", True),
+            low_freq_factor=low,
+            high_freq_factor=high,
+        )
+
+    def _rope_table(self) -> dict[str, Any]:
+        tables = []
+        for key in ("rope_parameters", "rope_scaling"):
+            value = self._raw.get(key)
+            if value is not None and not isinstance(value, dict):
+                raise CheckpointError(f"{self._path} has rope parameters {shown(value)}: they must be an object")
+            if value:
+                tables.append(value)
+        if len(tables) == 2 and tables[0] != tables[1]:
+            raise CheckpointError(
+                f"{self._path} has rope_parameters and rope_scaling, which differ: remove the wrong one"
+            )
+        table = tables[0] if tables else {}
+        nested = [key for key, value in table.items() if isinstance(value, dict)]
+        if nested:
+            raise CheckpointError(
+                f"{self._path} has rope parameters of their own for {shown(', '.join(nested))}: they must be the same "
+                "for all layers, in one object"
+            )
+        return table
+
+    def _original_context(self, rope: Fields) -> int:
+        key = "original_max_position_embeddings"
+        outer = self._fields.count(key, self._fields.count("max_position_embeddings"))
+        original = rope.count(key, outer)
+        if self._raw.get(key) is not None and original != outer:
+            raise CheckpointError(
+                f"{self._path} has {key} {outer:,}, and {original:,} in its rope parameters: correct the wrong one"
+            )
+        return original
+
+    def _experts(self, layers: int) -> ExpertsConfig | None:
+        fields = self._fields
+        counts = {fields.count(k, most=MOST_EXPERTS) for k in ("num_experts", "num_local_experts") if k in self._raw}
+        if len(counts) == 2:
+            raise CheckpointError(
+                f"{self._path} has num_experts and num_local_experts, which differ: remove the wrong one"
+            )
+        count = counts.pop() if counts else fields.count("num_experts")
+        per_token = fields.count("num_experts_per_tok")
+        if per_token > count:
+            raise CheckpointError(
+                f"{self._path} sends each token to {per_token} of {count} experts: num_experts_per_tok can be at most "
+                "their number; correct it"
+            )
+        step, dense = fields.count("decoder_sparse_step", 1), self._raw.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+            raise fields.refuse("mlp_only_layers", "a list of layers' numbers")
+        skipped = set(dense)
+        sparse = tuple(layer not in skipped and (layer + 1) % step == 0 for layer in range(layers))
+        if not any(sparse):
+            return None
+        return ExpertsConfig(
+            count=count,
+            per_token=per_token,
+            inner_size=fields.count("moe_intermediate_size"),
+            normalised=fields.flag("norm_topk_prob"),
+            layers=sparse,
+        )
+
+    def _windows(self, arch: Architecture, layers: int) -> tuple[int, ...]:
+        """Each layer's window; () if none has one."""
+        fields = self._fields
+        if arch.window == "none":
+            return ()
+        used = arch.window == "always" or fields.flag("use_sliding_window")
+        absent = "sliding_window" in self._raw and self._raw["sliding_window"] is None
+        window = 0 if absent else fields.count("sliding_window", DEFAULT_WINDOW, least=int(used))
+        window = window if used else 0
+        first = fields.count("max_window_layers", 28, least=0) if arch.window == "layers" else 0
+        kinds = self._raw.get("layer_types")
+        if kinds is None:
+            kinds = [SLIDING if window and i >= first else FULL for i in range(layers)]
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (SLIDING, FULL) for kind in kinds):
+            raise CheckpointError(
+                f"{self._path} has layer_types {shown(kinds)}: it must name '{SLIDING}' or '{FULL}' for each of the "
+                f"{layers} layers"
+            )
+        if SLIDING in kinds and not window:
+            raise CheckpointError(
+                f"{self._path} has layers of {SLIDING} in layer_types and no sliding_window in use: set sliding_window"
+                + ("" if arch.window == "always" else ", and use_sliding_window to true")
+            )
+        if arch.window == "used" and window and FULL in kinds:
+            raise CheckpointError(
+                f"{self._path} has layers of {FULL} in layer_types and a sliding_window of {window} in use: a model of "
+                "this architecture has the window in every layer or in none"
+            )
+        return tuple(window if kind == SLIDING else 0 for kind in kinds) if SLIDING in kinds else ()
+
+    def _refuse_foreign(self, arch: Architecture, config: ModelConfig) -> None:
+        """Refuse what other families compute and this architecture does not."""
+        own: set[str] = set()
+        own |= {"layer_types", "use_sliding_window"} if arch.window in ("layers", "used") else set()
+        own |= {"layer_types"} if arch.window == "always" else set()
+        own |= {"attention_bias"} if arch.qkv_bias is not False else set()  # where it is fixed, tensors tell
+        own |= {"mlp_bias"} if arch.mlp_bias else set()
+        own |= {"use_qk_norm", "qk_norm"} if arch.qk_norm else set()
+        neutral = neutral_values(config.hidden_size, config.head_dim, config.num_layers)
+        if arch.window == "none":
+            neutral["sliding_window"] = ()
+            if isinstance(self._raw.get("sliding_window"), int) and self._raw["sliding_window"] >= config.max_context:
+                own.add("sliding_window")  # no two positions are so far apart
+        if arch.window == "used" and config.windows:
+            neutral["max_window_layers"] = (0,)
+        if arch.window == "always" and not config.windows:
+            own.add("use_sliding_window")
+        if arch.window == "always" and config.windows:
+            neutral |= {"use_sliding_window": (True,), "max_window_layers": (0,)}
+        for key in neutral.keys() & self._raw.keys() - own:
+            value = self._raw[key]
+            if value is None or value in neutral[key]:
+                continue
+            only = " or ".join(map(shown, (None, *neutral[key])))
+            raise CheckpointError(
+                f"{self._path} has {key} = {shown(value)}, which {config.architecture} is not computed with here "
+                f"(without effect: {only}): use another model, or remove the field if the model was trained without it"
+            )

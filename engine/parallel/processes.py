@@ -1,0 +1,185 @@
+"""Rank 0's side of the other ranks: it starts their processes, sends them plans, and notices when one is gone.
+
+Plans go over a socket to each rank and not through a collective: a rank without work blocks on its socket, at no cost
+and without a timeout, and a socket that closes tells each side at once that the other is gone. So a rank exits when
+rank 0 does, for whatever reason, and rank 0 learns within moments of a rank that has died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.config import EngineConfig, ModelConfig
+from engine.core.types import Request, SamplingParams, StepPlan
+from engine.errors import DeviceLost, EngineError
+
+CLOSE_S = 3.0  # a rank may take so long to end in peace
+CAUSE_S = 2.0  # after a collective has failed, the reason is known within this time or not at all
+HEARSAY_S = 0.3  # a rank that complains may only have lost another: the death of that one is the better reason
+
+_ANYBODY = Request(0, [], SamplingParams(), 0, 0)
+
+
+def device_of(device: torch.device, rank: int, size: int) -> torch.device:
+    """The device of a rank: the CPU, or a GPU of its own, counted from `device`."""
+    if device.type != "cuda":
+        return device
+    first, there = device.index or 0, torch.cuda.device_count()
+    if first + size > there:
+        raise EngineError(
+            f"tensor_parallel_size is {size}, from cuda:{first} on, but this machine has {there} GPU"
+            f"{'' if there == 1 else 's'}: lower it"
+        )
+    return torch.device("cuda", first + rank)
+
+
+def for_ranks(plan: StepPlan) -> StepPlan:
+    """The plan without its requests, of which other ranks need only the prompts to be scored, and how to draw."""
+    requests = [_ANYBODY] * len(plan.rows)
+    for entry, request in enumerate(plan.requests):
+        if request.params.prompt_logprobs is not None:
+            params = SamplingParams(prompt_logprobs=request.params.prompt_logprobs)
+            prompt = request.ids[: request.prompt_len]
+            requests[entry] = Request(0, prompt, params, 0, 0, prompt_len=request.prompt_len)
+    joins = [
+        Request(
+            0, [], request.params, request.seed, 0, request.stop_ids, sample_index=request.sample_index,
+            row=request.row, grammar=request.grammar is not None or None,
+        )
+        for request in plan.joins
+    ]  # fmt: skip
+    return replace(plan, joins=joins, requests=requests, epochs=[])
+
+
+class Workers:
+    """The processes of ranks 1 and on."""
+
+    def __init__(
+        self, model: ModelConfig, config: EngineConfig, directory: Path | None, on_lost: Callable[[str], None] | None
+    ) -> None:
+        import torch.distributed as dist
+
+        if not dist.is_available():
+            raise EngineError(
+                f"tensor_parallel_size is {config.tensor_parallel_size}, but torch {torch.__version__} here was built "
+                "without torch.distributed: install another build of it, or use one rank"
+            )
+        self.size = config.tensor_parallel_size
+        self._on_lost = on_lost
+        self._store = dist.TCPStore("127.0.0.1", 0, self.size, is_master=True, wait_for_workers=False)
+        self._news: queue.SimpleQueue[str] = queue.SimpleQueue()  # "loaded", "ready", or "" when one is lost
+        self.failure = ""  # the first, as a sentence
+        self._failed = threading.Event()
+        self._lock = threading.Lock()
+        self._closing = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        for rank in range(1, self.size):
+            self._start(rank, (model, config, directory, rank, self._store.port))
+
+    def _start(self, rank: int, start: tuple[Any, ...]) -> None:
+        ours, theirs = socket.socketpair()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "engine.process.rank", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment,
+            )  # fmt: skip
+        connection = Connection(ours.detach())
+        self._processes.append(process)
+        self._connections.append(connection)
+        connection.send_bytes(pickle.dumps(start, pickle.HIGHEST_PROTOCOL))
+        threading.Thread(
+            target=self._listen, args=(rank, connection, process), name=f"rank {rank}", daemon=True
+        ).start()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def meet(self) -> Any:
+        """Wait until every rank has loaded its weights; the store where the group gathers. EngineError if one fails."""
+        self._await("loaded")
+        return self._store
+
+    def await_ready(self) -> None:
+        """Wait until every rank can run plans."""
+        self._await("ready")
+
+    def _await(self, what: str) -> None:
+        waited_for = self.size - 1
+        while waited_for:
+            news = self._news.get()
+            if self.failure:
+                raise EngineError(self.failure)
+            waited_for -= news == what
+
+    def send(self, plan: StepPlan) -> None:
+        """Hand a plan to every rank. DeviceLost if one is gone."""
+        if self.failure:
+            raise DeviceLost(self.failure)
+        message = pickle.dumps(for_ranks(plan), pickle.HIGHEST_PROTOCOL)
+        try:
+            for connection in self._connections:
+                connection.send_bytes(message)
+        except OSError as error:
+            raise DeviceLost(self.cause() or f"a rank does not take plans any more ({error})") from error
+
+    def cause(self) -> str:
+        """Why a collective has failed, if a rank is the reason: waits for that to be known."""
+        self._failed.wait(CAUSE_S)
+        return self.failure
+
+    def close(self) -> None:
+        """End all of them; killed, if they do not go within a few seconds or one has failed and the others may wait for
+        it."""
+        self._closing = True
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.send_bytes(pickle.dumps(None))
+        deadline = time.monotonic() + (0.0 if self.failure else CLOSE_S)
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _listen(self, rank: int, connection: Connection, process: subprocess.Popen[bytes]) -> None:
+        """A thread for each rank: takes its news until it is gone."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                kind, sentence = pickle.loads(connection.recv_bytes())
+                if kind == "failed":
+                    self._failed.wait(HEARSAY_S)
+                    self._lost(sentence)
+                self._news.put(kind)
+        status = process.wait()
+        how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+        self._lost(f"rank {rank} of {self.size} (process {process.pid}) ended {how}")
+
+    def _lost(self, sentence: str) -> None:
+        with self._lock:
+            if self._closing or self.failure:
+                return
+            self.failure = sentence
+        self._failed.set()
+        self._news.put("")
+        if self._on_lost is not None:
+            self._on_lost(sentence)

@@ -1,0 +1,429 @@
+"""The async client of an engine process: submit, abort, control, records, snapshot.
+
+    client = await EngineClient.start(EngineConfig(model="Qwen/Qwen3-0.6B"))
+    async for delta in client.submit(ids, SamplingParams(max_tokens=64)):
+        print(delta.text, end="")
+    await client.close()
+
+Loads neither torch nor a model: the process that draws a user interface stays small and is never held up by a step.
+If the engine process ends, every open stream and call raises EngineDead at once, and `restart()` starts it anew.
+`condition` says whether the process lives, and what takes it long (engine/process/heartbeat.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.core.types import SamplingParams
+from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.process.commands import MAX_UNSENT, Command, Outbox
+from engine.process.heartbeat import TICK_S, Condition, Watch
+from engine.text.output import Delta
+from engine.trace.records import Packet, Record, packets
+
+MAX_RECORDS = 200_000  # kept for a reader that does not drain
+CLOSE_S = 4.0
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+class Stream:
+    """One request's deltas, as an async iterator. `text`, `ids`, `finish_reason` and `metrics` gather what came."""
+
+    def __init__(self, client: EngineClient, tag: int, group: str) -> None:
+        self.tag = tag
+        self.group = group
+        self.request_id: int | None = None
+        self.seed: int | None = None
+        self.ids: list[int] = []
+        self.text = ""
+        self.finish_reason = ""
+        self.metrics: dict[str, Any] = {}
+        self._client = client
+        self._news: deque[Delta | EngineError] = deque()
+        self._wake = asyncio.Event()
+        self._accepted = asyncio.Event()
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncIterator[Delta]:
+        while not self.finish_reason:
+            while not self._news:
+                self._wake.clear()
+                await self._wake.wait()
+            yield self._next()
+
+    def drain(self) -> list[Delta]:
+        """What has come since it was last asked, without waiting; for a frame timer. Raises like the iteration."""
+        news: list[Delta] = []
+        while self._news and not (news and isinstance(self._news[0], EngineError)):
+            news.append(self._next())
+        return news
+
+    def _next(self) -> Delta:
+        item = self._news.popleft()
+        if isinstance(item, EngineError):
+            self.finish_reason = f"error: {item}"
+            raise item
+        self.ids += item.ids
+        self.text += item.text
+        if item.finish_reason:
+            self.finish_reason, self.metrics = item.finish_reason, item.metrics or {}
+        return item
+
+    async def started(self) -> int:
+        """The request's id, once the engine has accepted it; raises what the iteration would if it did not."""
+        await self._accepted.wait()
+        if self.request_id is None:
+            for item in self._news:
+                if isinstance(item, EngineError):
+                    raise item
+            raise EngineDead("the engine ended before it accepted the request")
+        return self.request_id
+
+    def cancel(self) -> None:
+        """Ask the engine to end this request; its last delta says "abort"."""
+        self._client._send("abort", self.tag)
+
+    def _put(self, item: Delta | EngineError) -> None:
+        self._news.append(item)
+        self._wake.set()
+        if isinstance(item, EngineError):
+            self._accepted.set()
+
+
+class EngineClient:
+    """One engine process. Belongs to the event loop that started it."""
+
+    def __init__(self, config: EngineConfig, log_file: Path | None = None, on_progress: Progress | None = None) -> None:
+        """Starts nothing; `launch` does. The process writes to `log_file` (by default one in the temporary directory),
+        never to the terminal."""
+        self.config = config
+        self.log_file = log_file or Path(tempfile.gettempdir()) / f"minitui-engine-{os.getpid()}.log"
+        self.info: dict[str, Any] = {}
+        self.error: str | None = None  # why there is no engine, as a sentence
+        self._loop = asyncio.get_running_loop()
+        # These belong to the process that runs, the last of `_generation` that were started.
+        self._process: subprocess.Popen[bytes] | None = None
+        self._outbox: Outbox | None = None
+        self._watch: Watch | None = None
+        self._ticks: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[dict[str, Any]] | None = None
+        self._streams: dict[int, Stream] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._closing = False
+        self._generation = 0
+        self._packets: deque[Packet] = deque()
+        self._waiting = 0  # records in them
+        self._lock = threading.Lock()  # of these two and of _generation
+        self._tag = 0
+        self._on_progress = on_progress
+        self._on_death: list[Callable[[str], None]] = []
+
+    @classmethod
+    async def start(
+        cls, config: EngineConfig, log_file: Path | None = None, on_progress: Progress | None = None
+    ) -> EngineClient:
+        """Start an engine process and wait until its model is loaded. Raises EngineError with its sentence if not."""
+        client = cls(config, log_file, on_progress)
+        await client.launch()
+        return client
+
+    @property
+    def alive(self) -> bool:
+        return self.error is None and self._outbox is not None
+
+    @property
+    def condition(self) -> Condition:
+        """How the engine's process is, and what takes it long."""
+        return self._watch.condition if self._watch is not None and self._outbox is not None else Condition()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def on_death(self, callback: Callable[[str], None]) -> None:
+        """Call `callback(sentence)` on the event loop if the process ends without having been closed."""
+        self._on_death.append(callback)
+
+    async def launch(self) -> None:
+        """Start the process and wait until its model is loaded; one that still runs is killed. Raises EngineError."""
+        self.kill()
+        self._let_go()
+        self._strand(EngineDead("the engine was started again"))
+        ours, theirs = socket.socketpair()
+        environment = dict(os.environ)
+        # Waiting threads sleep instead of spinning: the user interface needs the cores.
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        environment.setdefault("KMP_BLOCKTIME", "0")
+        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+        try:
+            self.log_file.parent.mkdir(parents=True, exist_ok=True)
+            with theirs, self.log_file.open("ab") as log:
+                process = subprocess.Popen(
+                    # -P: whatever lies in the current directory is not imported by accident.
+                    [sys.executable, "-P", "-m", "engine.process.server", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()],
+                    start_new_session=True, env=environment,
+                )  # fmt: skip
+        except OSError as error:
+            ours.close()
+            self.error = f"the engine's process, which logs to {self.log_file}, could not be started: {error}"
+            raise EngineError(self.error) from error
+        connection = Connection(ours.detach())
+        self._process, self._outbox, self._watch = process, Outbox(connection), Watch(process.pid)
+        ready = self._ready = self._loop.create_future()
+        self.error = None
+        self._closing = False
+        with self._lock:
+            self._generation += 1
+        self.drain_packets()
+        self._ticks = asyncio.ensure_future(self._tick(self._watch))
+        self._send("start", 0, self.config)
+        threading.Thread(
+            target=self._read, args=(connection, process, self._watch, self._generation), name="engine", daemon=True
+        ).start()
+        try:
+            self.info = {**await ready, "log_file": str(self.log_file)}
+        except (asyncio.CancelledError, EngineError):
+            if process is self._process:
+                self.kill()
+            raise
+
+    async def _tick(self, watch: Watch) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            watch.tick()
+
+    def _read(self, connection: Connection, process: subprocess.Popen[bytes], watch: Watch, generation: int) -> None:
+        """A thread: takes messages off the socket, keeps the records, hands the rest to the event loop."""
+        last_words = ""
+        try:
+            while True:
+                message = pickle.loads(connection.recv_bytes())
+                watch.heard()
+                if message[0] in ("news", "packed"):
+                    few = message[0] == "news"
+                    self._keep(packets(message[2]) if few else [Packet(*packed) for packed in message[2]], generation)
+                    if not message[1]:
+                        continue
+                    message = ("news", message[1])
+                elif message[0] == "beat":
+                    watch.beat(*message[1:])
+                    continue
+                elif message[0] == "died":
+                    last_words = message[1]
+                    continue
+                self._loop.call_soon_threadsafe(self._deliver, message, generation)
+        except (EOFError, OSError):
+            pass
+        except Exception as error:  # nothing that follows could be read: all that wait are told
+            last_words = f"what it sent could not be read ({type(error).__name__}: {error})"
+            process.kill()
+        status = process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._ended, status, last_words, generation)
+
+    def _keep(self, come: list[Packet], generation: int) -> None:
+        """Packets that have come; the oldest of too many go, and a reader sees that from the gap."""
+        with self._lock:
+            if generation != self._generation:
+                return
+            self._packets.extend(come)
+            self._waiting += sum(map(len, come))
+            while self._waiting > MAX_RECORDS:
+                self._waiting -= len(self._packets.popleft())
+
+    def _deliver(self, message: tuple[Any, ...], generation: int) -> None:
+        if generation != self._generation:
+            return
+        kind, *rest = message
+        if kind == "news":
+            for packed in rest[0]:
+                tag = packed[0]
+                stream = self._streams.get(tag)
+                if stream is not None:
+                    delta = Delta(*packed)
+                    delta.request_id = stream.request_id or 0
+                    if delta.finish_reason:
+                        del self._streams[tag]
+                    stream._put(delta)
+        elif kind == "accepted":
+            stream = self._streams.get(rest[0])
+            if stream is not None:
+                stream.request_id, stream.seed = rest[1], rest[2]
+                stream._accepted.set()
+        elif kind == "refused":
+            stream = self._streams.pop(rest[0], None)
+            if stream is not None:
+                stream._put(InvalidRequest(rest[1], rest[2]))
+        elif kind == "answer":
+            future = self._calls.pop(rest[0], None)
+            if future is not None and not future.done():
+                if rest[1]:
+                    future.set_result(rest[2])
+                else:
+                    future.set_exception(InvalidRequest(rest[2], "control"))
+        elif kind == "progress":
+            if self._on_progress is not None:
+                self._on_progress(rest[0])
+        elif self._ready is not None and not self._ready.done():
+            if kind == "ready":
+                self._ready.set_result(rest[0])
+            elif kind == "failed":
+                self._ready.set_exception(EngineError(rest[0]))
+
+    def _ended(self, status: int, last_words: str, generation: int) -> None:
+        """The process is gone: everybody who waits for it is told."""
+        if generation != self._generation:
+            return
+        self._let_go()
+        if self._closing:
+            self.error = "the engine was closed"
+        else:
+            how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+            said = f": {last_words}" if last_words else ""
+            self.error = f"the engine process ended {how}{said}; its log is {self.log_file}"
+        self._strand(EngineDead(self.error))
+        if not self._closing:
+            for callback in self._on_death:
+                callback(self.error)
+
+    def _let_go(self) -> None:
+        """Send nothing more to the process, and watch it no more. The connection closes with its two threads."""
+        if self._outbox is not None:
+            self._outbox.close()
+            self._outbox = None
+        if self._ticks is not None:
+            self._ticks.cancel()
+            self._ticks = None
+
+    def _strand(self, error: EngineError) -> None:
+        """Tell everybody who waits for the process that it will not answer."""
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # whoever waited may have been cancelled: then nobody asks for it
+        streams, self._streams = list(self._streams.values()), {}
+        for stream in streams:
+            stream._put(error)
+        calls, self._calls = list(self._calls.values()), {}
+        for future in calls:
+            if not future.done():
+                future.set_exception(error)
+
+    def _send(self, kind: str, tag: int, *arguments: Any) -> None:
+        """Queue a command; returns at once. InvalidRequest if it cannot be packed, or far too much waits already."""
+        if self._outbox is None:
+            raise EngineDead(self.error or "the engine is not running")
+        try:
+            packed = Command(kind, tag, arguments).packed()
+        except Exception as error:
+            raise InvalidRequest(
+                f"this cannot be sent to the engine ({type(error).__name__}: {error}): use plain values", kind
+            ) from error
+        if not self._outbox.put(packed):
+            raise InvalidRequest(
+                f"more than {MAX_UNSENT >> 20} MiB wait for the engine to take them: try again later", "queue"
+            )
+
+    # ---- what callers want
+
+    def submit(self, ids: list[int], params: SamplingParams, group: str = "", sample_index: int = 0) -> Stream:
+        """Queue a prompt; returns at once. A refusal (InvalidRequest) is raised by the stream's iteration."""
+        self._tag += 1
+        stream = Stream(self, self._tag, group)
+        self._send("submit", self._tag, list(ids), params, group, sample_index)
+        self._streams[self._tag] = stream
+        return stream
+
+    async def call(self, action: str, **arguments: Any) -> Any:
+        """Ask the engine to do something between two steps, and wait for its answer."""
+        self._tag += 1
+        self._send("call", self._tag, action, arguments)
+        future = self._calls[self._tag] = self._loop.create_future()
+        return await future
+
+    async def control(self, action: str, **arguments: Any) -> Any:
+        """pause | resume | step n= | run_until predicate={"event", "ms"} | pace factor= | clear_cache |
+        records enabled= (whoever folds them finds a gap when they go on, and takes a snapshot).
+        """
+        return await self.call(action, **arguments)
+
+    async def snapshot(self) -> dict[str, Any]:
+        """The engine's state at its record `seq`; records drained later may begin before that."""
+        return await self.call("snapshot")
+
+    def drain_records(self) -> list[Record]:
+        """The records that have come since the last drain; cheap, for a frame timer."""
+        return [record for packet in self.drain_packets() for record in packet.records()]
+
+    def drain_packets(self) -> list[Packet]:
+        """The same still packed, for a reader that takes its time."""
+        with self._lock:
+            drained, self._waiting = list(self._packets), 0
+            self._packets.clear()
+        return drained
+
+    async def restart(self) -> None:
+        """End the process if it still runs, and start a new one with the same configuration."""
+        await self.close()
+        await self.launch()
+
+    async def reconfigure(self, config: EngineConfig) -> None:
+        """Put an engine with another configuration in the place of this one, in the same process: seconds sooner than a
+        new process, since what Python imports stays. Open streams end with an error; EngineError if it cannot start.
+        """
+        self._send("start", 0, config)
+        gone = InvalidRequest("another engine was started in the place of this one")
+        streams, self._streams = list(self._streams.values()), {}
+        for stream in streams:
+            stream._put(gone)
+        self.config = config
+        ready = self._ready = self._loop.create_future()
+        self.info = {**await ready, "log_file": str(self.log_file)}
+        self.drain_packets()  # those of the engine before
+
+    async def close(self) -> None:
+        """End the process; it is killed if it does not go within a few seconds, and at once if it hangs."""
+        process = self._process
+        if process is None:
+            return
+        self._closing = True
+        if not self.condition.hung:
+            with contextlib.suppress(EngineError):
+                self._send("close", 0)
+            deadline = time.monotonic() + CLOSE_S
+            while process.poll() is None and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
+        _end(process)
+
+    def kill(self) -> None:
+        """At once, with whatever it started; safe to call at any time, also without a running loop."""
+        self._closing = True
+        if self._process is not None:
+            _end(self._process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # in a call of the system it may take a while to go
+            process.wait(timeout=CLOSE_S)

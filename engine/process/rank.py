@@ -1,0 +1,77 @@
+"""The process of a rank other than 0: loads its shard, then runs every plan that rank 0 sends.
+
+reader thread   blocks on the socket; ends the process when rank 0 is gone, in a step or not
+main thread     owns the runner
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from engine.core.types import StepPlan
+from engine.process.startup import import_torch
+
+logger = logging.getLogger("engine")
+
+
+def main(fd: int) -> int:
+    """Serve rank 0 at the other end of socket `fd`; its first message says what to load. The exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for rank 0, which ends this process
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    connection = Connection(fd)
+    model, config, directory, rank, port = pickle.loads(connection.recv_bytes())
+    plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, plans), name="reader", daemon=True).start()
+
+    def tell(kind: str, sentence: str = "") -> None:
+        with contextlib.suppress(OSError):
+            connection.send_bytes(pickle.dumps((kind, sentence)))
+
+    import_torch()
+    from engine.build import as_engine_error, rank_runners
+
+    ready = False
+    try:
+        from torch.distributed import TCPStore
+
+        def meet() -> Any:
+            tell("loaded")
+            return TCPStore("127.0.0.1", port, config.tensor_parallel_size, is_master=False)
+
+        runner = rank_runners(model, config)[1](model, config, directory, None, rank, meet)
+        tell("ready")
+        ready = True
+        while (plan := plans.get()) is not None:
+            runner.launch(plan)
+        if runner.device.type == "cpu":  # a GPU's ends with this process
+            runner.group.close()
+    except Exception as error:
+        logger.exception("rank %d failed", rank)
+        here = f"rank {rank} of {config.tensor_parallel_size} failed: {type(error).__name__}: {error}"
+        tell("failed", here if ready else str(as_engine_error(error)))
+        return 1
+    return 0
+
+
+def _read(connection: Connection, plans: queue.SimpleQueue[StepPlan | None]) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            plans.put(pickle.loads(connection.recv_bytes()))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    status = main(int(sys.argv[1]))
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,407 @@
+"""The engine in a process of its own: commands come in, text, records and answers go out.
+
+Why a process: in the process of a user interface the engine would suffer its garbage collection and it the engine's
+steps. The parent holds the other end of a socket; when that closes, for whatever reason, this process ends.
+
+    reader thread   blocks on the socket, puts commands on a queue; ends the process when the parent is gone
+    main thread     owns the engine: takes commands, steps, detokenizes. A command that raises is refused, with a
+                    sentence; only a lost device ends the engine
+    heartbeat       tells every second what the main thread does, and for how long (engine/process/heartbeat.py)
+    writer thread   packs and sends; a reader that is too slow loses records (and learns it from the gap in their
+                    numbers), never text, and never holds up a step
+
+Idle costs nothing: without work the main thread blocks on its queue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import queue
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.errors import DeviceLost, EngineError, InvalidRequest, loses_device
+from engine.process.commands import Command
+from engine.process.heartbeat import IDLE, Heart
+from engine.process.startup import import_torch
+from engine.text.output import Delta, OutputProcessor
+from engine.trace.records import Record, pack
+
+logger = logging.getLogger("engine")
+
+FLUSH_S = 0.004  # news are sent at most this late
+FEW = 12  # records that are packed by whoever reads them
+MAX_UNSENT_RECORDS = 100_000
+MAX_WAITING = 4096  # requests in the queue; others are refused
+EXIT_GRACE_S = 2.0  # after the parent is gone, a step may end in peace for this long
+
+MAX_SENTENCE = 1000  # characters of a refusal
+
+Message = tuple[Any, ...]  # to the client
+
+
+class Writer:
+    """Sends messages from a thread of its own, in order."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._unsent_records = 0
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
+        self._thread.start()
+
+    def send(self, *message: Any) -> None:
+        self._queue.put(message)
+
+    def send_beat(self, *beat: Any) -> None:
+        """Send a heartbeat, unless messages wait already: a client that reads none would gather them without end."""
+        if self._queue.empty():
+            self._queue.put(beat)
+
+    def send_news(self, deltas: list[tuple[Any, ...]], records: list[Record]) -> None:
+        """Deltas, packed, always; records only while the reader keeps up."""
+        with self._lock:
+            if self._unsent_records + len(records) > MAX_UNSENT_RECORDS:
+                records = []
+            self._unsent_records += len(records)
+        if deltas or records:
+            self._queue.put(("news", deltas, records))
+
+    def close(self) -> None:
+        """Send what is queued, then stop."""
+        self._queue.put(None)
+        self._thread.join(timeout=EXIT_GRACE_S)
+
+    def _run(self) -> None:
+        while (message := self._queue.get()) is not None:
+            with contextlib.suppress(OSError):  # the parent is gone: the reader ends this process
+                self._connection.send_bytes(_packed(message))
+            if message[0] == "news":
+                with self._lock:
+                    self._unsent_records -= len(message[2])
+
+
+def _packed(message: Message) -> bytes:
+    """A message as bytes; of one that cannot be packed, as much as can."""
+    try:
+        return on_the_wire(message)
+    except Exception as error:
+        logger.exception("a message could not be packed")
+        if message[0] == "news":
+            return on_the_wire(("news", message[1], []))
+        sentence = f"the engine's answer could not be sent ({type(error).__name__}: {error})"
+        return on_the_wire(("answer", message[1], False, sentence) if message[0] == "answer" else ("failed", sentence))
+
+
+def on_the_wire(message: Message) -> bytes:
+    """A message as bytes; the records of news are packed on their own, so that the reader can leave them so. A few
+    are not: that would take longer here than to pickle them, and the reader can do it."""
+    if message[0] == "news" and len(message[2]) > FEW:
+        message = ("packed", message[1], pack(message[2]))
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+
+
+class EngineServer:
+    """The main thread's loop: commands, steps, text."""
+
+    def __init__(self, built: Any, commands: queue.SimpleQueue[Command], writer: Writer, heart: Heart) -> None:
+        self.engine = built.engine
+        self.outputs = OutputProcessor(built.tokenizer, self.engine.log)
+        self.commands = commands
+        self.writer = writer
+        self.heart = heart
+        self._id_of: dict[int, int] = {}  # the client's tag -> request id
+        self._tag_of: dict[int, int] = {}
+        self._deltas: list[tuple[Any, ...]] = []  # packed
+        self._next_flush = 0.0
+        self._successor: Command | None = None
+
+    def run(self) -> Command | None:
+        """Until the client says close; the command, if it says to start another engine instead."""
+        engine = self.engine
+        while True:
+            may_step = engine.has_work and engine.gate.allows()
+            if not may_step:
+                self._take(engine.drain())
+                self._flush()
+            if not self._obey(block=not may_step):
+                return self._successor
+            if may_step:
+                self.heart.begin("step")
+                self._take(engine.step())
+                if engine.gate.stretch_s > 0.0:
+                    self._take(engine.drain())
+                    self._flush()
+                    if not self._linger(engine.gate.stretch_s):
+                        return self._successor
+                elif time.perf_counter() >= self._next_flush:
+                    self._flush()
+
+    def _linger(self, seconds: float) -> bool:
+        """Slow motion: wait, obeying commands meanwhile. A change of pace or gate ends the wait."""
+        gate = self.engine.gate
+        until, pace, state = time.perf_counter() + seconds, gate.pace, gate.state
+        while (left := until - time.perf_counter()) > 0 and (gate.pace, gate.state) == (pace, state):
+            with contextlib.suppress(queue.Empty):
+                if not self._command(self._held(left)):
+                    return False
+                self._flush()
+        return True
+
+    def _obey(self, block: bool) -> bool:
+        """Take all commands that wait, or block for one. False if the engine is to end."""
+        taken = block
+        if block and not self._command(self._held(None)):
+            return False
+        try:
+            while self._command(self.commands.get(block=False)):
+                taken = True
+            return False
+        except queue.Empty:
+            if taken:
+                self._flush()  # the step that follows may take long
+            return True
+
+    def _held(self, timeout: float | None) -> Command:
+        """The next command; while work waits for it, the clock of work stands. Raises queue.Empty after `timeout`."""
+        began = time.perf_counter()
+        self.heart.begin(IDLE)
+        try:
+            return self.commands.get(timeout=timeout)
+        finally:
+            if self.engine.has_work:
+                self.engine.log.held += time.perf_counter() - began
+
+    def _command(self, command: Command) -> bool:
+        """Obey one command; False if the engine is to end. A command that raises is refused, whatever it raises."""
+        kind, tag, arguments, problem = command
+        if kind == "lost":
+            raise DeviceLost(arguments[0])
+        if kind == "close":
+            return False
+        self.heart.begin(kind)
+        try:
+            if problem is not None:
+                raise problem
+            if kind == "submit":
+                self._submit(tag, *arguments)
+            elif kind == "abort":
+                self._abort(tag)
+            elif kind == "call":
+                self.writer.send("answer", tag, True, self._answer(*arguments))
+            elif kind == "start":
+                _check_config(*arguments)
+                self._successor = command
+                return False
+            else:
+                raise InvalidRequest(f"there is no command {kind!r:.80}", "command")
+            self.engine.gate.settle()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in a library's Rust is not an Exception
+            if loses_device(error):
+                raise
+            self._refuse(kind, tag, error)
+        return True
+
+    def _refuse(self, kind: str, tag: int, error: BaseException) -> None:
+        if isinstance(error, InvalidRequest):
+            sentence, field = str(error), error.field
+        else:
+            logger.error("a command of kind %r failed", kind, exc_info=error)
+            sentence, field = f"the engine could not handle this ({type(error).__name__}: {_text(error)})", kind
+        sentence = sentence[:MAX_SENTENCE]
+        logger.info("refused: %s", sentence)
+        if kind == "submit":
+            self.writer.send("refused", tag, sentence, field)
+        elif kind == "call":
+            self.writer.send("answer", tag, False, sentence)
+        elif kind == "start":
+            self.writer.send("failed", sentence)
+
+    def _submit(self, tag: int, ids: list[int], params: Any, group: str, sample_index: int) -> None:
+        if tag in self._id_of:
+            raise InvalidRequest(f"the tag {tag} is that of a request that has not ended", "tag")
+        request = self.engine.add_request(ids, params, group, sample_index)
+        try:
+            self.outputs.open(request)
+        except BaseException:
+            self.engine.abort(request.id)
+            raise
+        self._id_of[tag], self._tag_of[request.id] = request.id, tag
+        self.writer.send("accepted", tag, request.id, request.seed)
+
+    def _abort(self, tag: int) -> None:
+        request_id = self._id_of.get(tag)
+        if request_id is None:
+            return
+        self.engine.abort(request_id)
+        delta = self.outputs.close(request_id, "abort")
+        if delta is not None:
+            self._emit([delta])
+
+    def _answer(self, action: str, arguments: dict[str, Any]) -> Any:
+        """Do what a call of the client asks: control, snapshot and the like."""
+        engine, gate = self.engine, self.engine.gate
+        if action == "snapshot":
+            self._flush()  # so that the records up to its number are on their way before it
+            return engine.snapshot()
+        if action == "pause":
+            gate.pause()
+            self._take(engine.drain())
+        elif action == "resume":
+            gate.resume()
+        elif action == "step":
+            self._take(engine.drain())  # a step under way is none of those let through
+            gate.step(arguments.get("n", 1))
+        elif action == "run_until":
+            predicate = arguments.get("predicate")
+            if not isinstance(predicate, dict) or "event" not in predicate:
+                raise InvalidRequest('run_until needs predicate={"event": what to wait for}', "predicate")
+            self._take(engine.drain())  # what a step under way contains happened before
+            gate.run_until(predicate["event"], predicate.get("ms", 0.0))
+        elif action == "pace":
+            gate.set_pace(arguments.get("factor", 1.0))
+        elif action == "records":
+            if not isinstance(arguments.get("enabled"), bool):
+                raise InvalidRequest("records needs enabled=True or enabled=False", "enabled")
+            engine.log.enabled = arguments["enabled"]
+        elif action == "clear_cache":
+            return engine.clear_cache()
+        elif action == "check":
+            engine.check()
+        elif action == "ping":
+            return os.getpid()
+        else:
+            raise InvalidRequest(f"there is no action {action!r:.80}", "action")
+        return None
+
+    # ---- news
+
+    def _take(self, emitted: list[Any]) -> None:
+        """Turn what a commit emitted into deltas; the next step is already on the device."""
+        if not emitted:
+            return
+        deltas, stopped = self.outputs.process(emitted)
+        for request_id in stopped:
+            self.engine.abort(request_id, "stop")
+        self._emit(deltas)
+
+    def _emit(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            tag = self._tag_of[delta.request_id]
+            if delta.finish_reason:
+                del self._tag_of[delta.request_id], self._id_of[tag]
+            delta.request_id = tag  # the client knows its streams by the tags it gave
+            self._deltas.append(delta.packed())
+
+    def _flush(self) -> None:
+        self.writer.send_news(self._deltas, self.engine.log.drain())
+        self._deltas = []
+        self._next_flush = time.perf_counter() + FLUSH_S
+
+
+def _check_config(config: Any) -> None:
+    if not isinstance(config, EngineConfig):
+        raise InvalidRequest(f"the configuration is of type {type(config).__name__}, not EngineConfig", "config")
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "its text cannot be had"
+
+
+def _read(connection: Connection, commands: queue.SimpleQueue[Command]) -> None:
+    """The reader thread. When the parent is gone it asks the main thread to end, and makes it if it does not."""
+    try:
+        while True:
+            commands.put(Command.read(connection.recv_bytes()))
+    except (EOFError, OSError):
+        logger.info("the client is gone")
+    except BaseException:  # after half a message none that follows can be told apart
+        logger.exception("the client's messages cannot be read any further")
+    commands.put(Command("close", 0))
+    time.sleep(EXIT_GRACE_S)
+    os._exit(0)
+
+
+def main(fd: int) -> int:
+    """Serve the client at the other end of socket `fd`. Its first command is "start" with an EngineConfig."""
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    connection = Connection(fd)
+    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    writer = Writer(connection)
+    heart = Heart(writer.send_beat)
+    threading.Thread(target=_read, args=(connection, commands), name="reader", daemon=True).start()
+    command: Command | None = commands.get()
+    status = 0
+    while command is not None and command.kind == "start" and not status:
+        heart.begin("load")
+        status, command = _serve(command, commands, writer, heart)
+    writer.close()
+    return status
+
+
+def _serve(
+    command: Command, commands: queue.SimpleQueue[Command], writer: Writer, heart: Heart
+) -> tuple[int, Command | None]:
+    """Build an engine and serve it: (exit status, the command that asks for another engine, if one does)."""
+    try:
+        from engine.build import as_engine_error, build_engine
+
+        try:
+            if command.problem is not None:
+                raise command.problem
+            _check_config(*command.arguments)
+            built = build_engine(
+                command.arguments[0],
+                on_progress=lambda progress: writer.send("progress", progress),
+                on_lost=lambda sentence: _lost(sentence, commands, writer),
+                before_torch=import_torch,
+                max_waiting=MAX_WAITING,
+            )
+        except Exception as error:
+            if not isinstance(error, EngineError):
+                logger.exception("the engine could not start")
+            raise as_engine_error(error) from error
+    except EngineError as error:
+        writer.send("failed", str(error))
+        return 1, None
+    writer.send("ready", built.info)
+    try:
+        return 0, EngineServer(built, commands, writer, heart).run()
+    except Exception as error:
+        logger.exception("the engine stopped")
+        writer.send("died", str(error) if loses_device(error) else f"{type(error).__name__}: {error}")
+        return 1, None
+    finally:
+        built.close()
+
+
+def _lost(sentence: str, commands: queue.SimpleQueue[Command], writer: Writer) -> None:
+    """Called in a thread when a rank is gone: the main thread ends the engine, or it is ended if a collective holds
+    it."""
+    commands.put(Command("lost", 0, (sentence,)))
+    time.sleep(EXIT_GRACE_S)
+    writer.send("failed", sentence)
+    writer.send("died", sentence)
+    writer.close()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    status = main(int(sys.argv[1]))
+    sys.stderr.flush()
+    os._exit(status)  # without waiting for torch's threads

@@ -1,0 +1,143 @@
+"""The process in which a chat template runs: a script that `engine/text/chat_template.py` starts.
+
+A template is a program that came with a checkpoint. No check inside a process can stop one call of C (`'a' * 10**10`, a
+sort), so the limits are the kernel's: of memory by RLIMIT_AS (where the system keeps it; macOS does not), of time by a
+timer whose signal ends this process; so does the signal of a pipe when the parent is gone.
+
+    stdin, a socket    in: a frame with the template, then one with each rendering's values, as JSON
+                       out: READY, then one frame for each rendering
+    arguments          seconds, bytes of memory, bytes of output, the pipe's descriptor
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any, BinaryIO
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+READY, TEXT, FAILURE = b".", b"=", b"!"
+HEAD = struct.Struct("!cQ")  # kind, length of what follows
+LONGEST_MESSAGE = 500  # characters of an error
+
+
+def main() -> None:
+    """Render until the parent closes its end."""
+    seconds, memory, most = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    limit(memory)
+    end_with_parent(int(sys.argv[4]))
+    with open(0, "rb") as source, open(0, "wb", closefd=False) as out:
+        send(out, READY, b"")
+        template = None
+        text = json.loads(receive(source))
+        while values := receive(source):
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            try:
+                compiling = template is None
+                template = template or environment().from_string(text)
+                compiling = False
+                answer = TEXT, b"".join(pieces(template, json.loads(values), most))
+            except Exception as error:
+                kind = "broken" if compiling else "refused" if isinstance(error, jinja2.TemplateError) else "failed"
+                sentence = str(error)[:LONGEST_MESSAGE]
+                answer = FAILURE, json.dumps([kind, type(error).__name__, sentence]).encode()
+            send(out, *answer)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def limit(memory: int) -> None:
+    """Set the limits that hold for the whole life of this process."""
+    for number in (signal.SIGALRM, signal.SIGIO):  # they end the process; the parent may have ignored or blocked them
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    for kind, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+        with contextlib.suppress(ValueError, OSError):  # the system has none, or a lower one holds already
+            resource.setrlimit(kind, (most, most))
+
+
+def end_with_parent(lifeline: int) -> None:
+    """End this process when the other end of the pipe is closed, also in a call of C. Nothing is ever written there."""
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)  # SIGIO
+
+
+def receive(source: BinaryIO) -> bytes:
+    """The next frame's contents; empty when the parent has gone."""
+    head = source.read(HEAD.size)
+    return source.read(HEAD.unpack(head)[1]) if len(head) == HEAD.size else b""
+
+
+def send(out: BinaryIO, kind: bytes, contents: bytes) -> None:
+    """Write a frame."""
+    out.write(HEAD.pack(kind, len(contents)))
+    out.write(contents)
+    out.flush()
+
+
+class TooLong(Exception):
+    """The rendering is longer than allowed."""
+
+
+def pieces(template: jinja2.Template, values: dict[str, Any], most: int) -> Iterator[bytes]:
+    """The rendering in UTF-8, piece by piece. Raises TooLong."""
+    size = 0
+    for piece in template.generate(values):
+        encoded = piece.encode("utf-8", "surrogatepass")
+        size += len(encoded)
+        if size > most:
+            raise TooLong
+        yield encoded
+
+
+def environment() -> jinja2.Environment:
+    """What templates in the wild need, as transformers has it: loops with break, tojson, raise_exception, the date."""
+    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
+    )
+    made.filters["tojson"] = tojson
+    made.globals["raise_exception"] = raise_exception
+    made.globals["strftime_now"] = strftime_now
+    return made
+
+
+class GenerationTag(jinja2.ext.Extension):
+    """{% generation %} … {% endgeneration %} marks replies in training templates; here it is only its contents."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own interface)
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+def tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """As transformers has it: jinja2's own escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def raise_exception(message: str) -> None:
+    """For templates: refuse the messages."""
+    raise jinja2.TemplateError(message)
+
+
+def strftime_now(pattern: str) -> str:
+    """For templates: the local time."""
+    return datetime.now().strftime(pattern)
+
+
+if __name__ == "__main__":
+    main()

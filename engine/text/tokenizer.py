@@ -1,0 +1,294 @@
+"""Stages 1 and 6: chat template, text to ids, and ids back to text.
+
+Everything here works without torch; the user interface encodes and decodes in its own process.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from engine.core.types import SamplingParams
+from engine.errors import CheckpointError, InvalidRequest
+from engine.files import TOKENIZER_BYTES, read_bytes, read_json_if_there, read_text
+from engine.model.fields import Fields, shown
+from engine.text.chat_template import LONGEST_SOURCE, ChatTemplate
+from engine.text.detokenizer import Decoding, Detokenizer
+
+Message = dict[str, Any]
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+PRIVATE_USE = range(0xE000, 0xF900)  # characters that mean nothing
+MARK_LENGTH = 8  # of them, drawn at random for each chat: a mark that no message can contain
+LONG_TEXT = 4096  # characters
+CHARACTERS = 8  # of a token, on average at most in almost every text
+CUT_TOKENS = 16  # a part of a text may have so many more for being cut out of it
+
+
+class Tokenizer:
+    """The tokenizer and the chat template of a checkpoint directory.
+
+    eos_ids          ids that end a reply, from generation_config.json, config.json and tokenizer_config.json
+    special_ids      control tokens: decoded to nothing, never made from a user's text
+    generation       what generation_config.json recommends of temperature, top_p, top_k, min_p, repetition_penalty
+    chat_template    its source, or None
+    context          tokens that the engine takes, or None (not known): a longer chat is refused before all of it is
+                     encoded, which takes seconds for a few MiB
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        """Raises CheckpointError if tokenizer.json is missing or broken."""
+        self.directory = directory = Path(directory)
+        self._tokenizer = _load(directory / "tokenizer.json")
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._config = self._fields("tokenizer_config.json").raw
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._control_ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        self._names = {name: self._special(name) for name in SPECIAL_NAMES if self._config.get(name)}
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.generation = self._find_generation()
+        self.eos_ids = self._find_eos()
+        self.chat_template = self._find_template()
+        self.context: int | None = None
+        self._decoding = Decoding(self._tokenizer, self.special_ids)
+
+    def encode(self, text: str, allow_special: bool = False, add_special_tokens: bool = True) -> list[int]:
+        """Text to ids. What looks like a control token is text unless `allow_special`.
+
+        `add_special_tokens`: with what the tokenizer itself puts around a text (a BOS, if the model wants one).
+        """
+        tokenizer = self._tokenizer if allow_special else self._literal
+        return _encode(tokenizer, text, add_special_tokens)
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Ids to text, all at once."""
+        return self._decoding.decode(list(ids), skip_special_tokens)
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """For one reply, one token at a time."""
+        return self._decoding.start(skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for, which may be a part of a character."""
+        return self._decoding.token_bytes(token_id)
+
+    def apply_chat_template(
+        self, messages: list[Message], add_generation_prompt: bool = True, **template: Any
+    ) -> list[int]:
+        """Ids of a conversation, ready to be continued. `template` (tools, enable_thinking, …) goes to the template.
+
+        Control tokens come from the template alone: where a message spells one, it stays text. Raises InvalidRequest
+        if the model has no template, or the template refuses the messages.
+        """
+        values = {"messages": messages, **template}
+        if not any(text in part for part in _strings(values) for text in self._control_ids):
+            rendered = self.render_chat(messages, add_generation_prompt, **template)
+            self._check_length(rendered)
+            return _encode(self._tokenizer, rendered, False)
+        mark = "".join(chr(secrets.choice(PRIVATE_USE)) for _ in range(MARK_LENGTH))
+        pattern = self._control_pattern
+        marked = _map_strings(values, lambda text: pattern.sub(lambda found: mark + mark.join(found[0]), text))
+        rendered = self.render_chat(marked.pop("messages"), add_generation_prompt, **marked)
+        escaped = "".join(f"\\u{ord(character):04x}" for character in mark)  # by a template's tojson(ensure_ascii=true)
+        rendered = rendered.replace(escaped, mark)
+        self._check_length(rendered.replace(mark, ""))
+        return self._encode_marked(rendered, mark)
+
+    def render_chat(self, messages: list[Message], add_generation_prompt: bool = True, **template: Any) -> str:
+        """The conversation as text, control tokens and all."""
+        if self.chat_template is None:
+            raise InvalidRequest(
+                f"{self.directory} has no chat template (chat_template.jinja, or chat_template in "
+                "tokenizer_config.json): use a chat model, or complete plain text",
+                "messages",
+            )
+        values = {"tools": None, "documents": None, **self._names, **template}
+        return self._template.render({"messages": messages, "add_generation_prompt": add_generation_prompt, **values})
+
+    def start_rendering(self) -> None:
+        """Start the process that renders chats, without waiting for it; otherwise the first rendering does."""
+        if self.chat_template is not None:
+            self._template.start()
+
+    def stop_rendering(self) -> None:
+        """End a rendering that another thread waits for: InvalidRequest there. Later ones work as before."""
+        if self.chat_template is not None:
+            self._template.stop()
+
+    def to_json(self) -> str:
+        """tokenizer.json, for libraries that read it themselves."""
+        return (self.directory / "tokenizer.json").read_text(encoding="utf-8")
+
+    def json_with_another_token(self, text: str) -> tuple[str, int]:
+        """tokenizer.json with one more control token, and its id: one above all others."""
+        copy = tokenizers.Tokenizer.from_str(self.to_json())
+        copy.add_special_tokens([text])
+        token_id = copy.token_to_id(text)
+        assert token_id is not None
+        return copy.to_str(), token_id
+
+    @cached_property
+    def _literal(self) -> tokenizers.Tokenizer:
+        """The same tokenizer, to which control tokens are ordinary text."""
+        copy = _load(self.directory / "tokenizer.json")
+        copy.no_padding()
+        copy.no_truncation()
+        copy.encode_special_tokens = True
+        return copy
+
+    @cached_property
+    def _control_pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self._control_ids, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)))
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        assert self.chat_template is not None
+        return ChatTemplate(self.chat_template, self.directory)
+
+    def _check_length(self, text: str) -> None:
+        """Raise InvalidRequest if `text` has more tokens than the context, counted part by part until that is known."""
+        if self.context is None:
+            return
+        count, length = 0, max(LONG_TEXT, self.context * CHARACTERS)
+        for start in range(0, len(text) - length, length):
+            count += len(_encode(self._tokenizer, text[start : start + length], False)) - CUT_TOKENS
+            if count > self.context:
+                raise InvalidRequest(
+                    f"the chat has more than {self.context:,} tokens, which is the whole context: shorten it",
+                    "messages",
+                )
+
+    def _encode_marked(self, rendered: str, mark: str) -> list[int]:
+        """Encode a rendered chat in which the control tokens that are text have a mark before each character.
+
+        Split at the others, as the tokenizer itself would; each part between them is encoded as a whole.
+        """
+        ids: list[int] = []
+        at = 0
+        for found in self._control_pattern.finditer(rendered):
+            if rendered.endswith(mark, 0, found.start()):
+                continue  # a control token of one character, which the mark cannot break up
+            ids += self._encode_part(rendered[at : found.start()].replace(mark, ""), first=at == 0)
+            ids.append(self._control_ids[found[0]])
+            at = found.end()
+        return ids + self._encode_part(rendered[at:].replace(mark, ""), first=at == 0)
+
+    def _encode_part(self, text: str, first: bool) -> list[int]:
+        if not text:
+            return []
+        if first or self._decoding.byte_level:
+            return _encode(self._literal, text, False)
+        # Tokenizers of SentencePiece's kind put a space before what they take for the beginning of a text.
+        newline, ids = _encode(self._literal, "\n", False), _encode(self._literal, "\n" + text, False)
+        if ids[: len(newline)] == newline:
+            return ids[len(newline) :]
+        return _encode(self._literal, text, False)
+
+    def _fields(self, name: str) -> Fields:
+        path = self.directory / name
+        return Fields(path, read_json_if_there(path))
+
+    def _special(self, name: str) -> str:
+        """A special token of tokenizer_config.json, which writes it as a string or as an object."""
+        token = self._config[name]
+        content = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(content, str):
+            path = self.directory / "tokenizer_config.json"
+            raise CheckpointError(f"{path} has {name} = {shown(token)}: it must be a string, or have one as content")
+        return content
+
+    def _find_generation(self) -> dict[str, Any]:
+        fields = self._fields("generation_config.json")
+        found = {key: fields.raw[key] for key in GENERATION_DEFAULTS if fields.raw.get(key) is not None}
+        if isinstance(found.get("top_k"), int):
+            found["top_k"] = min(found["top_k"], self.vocab_size)
+        if not fields.flag("do_sample", True):
+            found["temperature"] = 0.0
+        try:
+            SamplingParams(**found).validate(self.vocab_size)
+        except InvalidRequest as error:
+            raise CheckpointError(f"{fields.path} recommends what cannot be: {error}; correct or delete it") from None
+        return found
+
+    def _find_eos(self) -> tuple[int, ...]:
+        ids = [
+            i
+            for name in ("generation_config.json", "config.json")
+            for i in self._fields(name).token_ids("eos_token_id")
+        ]
+        named = self._tokenizer.token_to_id(self._names["eos_token"]) if "eos_token" in self._names else None
+        return tuple(dict.fromkeys(ids if named is None else [*ids, named]))
+
+    def _find_template(self) -> str | None:
+        path = self.directory / "chat_template.jinja"
+        if path.exists():
+            return read_text(path, LONGEST_SOURCE)
+        template = self._config.get("chat_template") or self._fields("chat_template.json").raw.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = {str(item.get("name")): item.get("template") for item in template if isinstance(item, dict)}
+        if isinstance(template, dict):
+            template = template.get("default") or next(iter(template.values()), None)
+        if template is not None and (not isinstance(template, str) or len(template) > LONGEST_SOURCE):
+            found = f"{len(template):,} characters" if isinstance(template, str) else type(template).__name__
+            raise CheckpointError(
+                f"the chat template of {self.directory} is {found}; it must be a string of at most {LONGEST_SOURCE:,} "
+                "characters"
+            )
+        return template
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """`encode` holds Python's lock until it is done, so that a long text would hold up every other thread; the call for
+    batches does not."""
+    if len(text) < LONG_TEXT:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def _load(path: Path) -> tokenizers.Tokenizer:
+    """The tokenizer in a tokenizer.json; CheckpointError if there is none or it is broken."""
+    try:
+        data = read_bytes(path, TOKENIZER_BYTES)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} does not exist: the model needs its tokenizer in this form (transformers writes it with "
+            "tokenizer.save_pretrained)"
+        ) from None
+    try:
+        return tokenizers.Tokenizer.from_buffer(data)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises plain Exception, and BaseException where it panics
+        raise CheckpointError(f"{path} cannot be read ({error}): download it again") from error
+
+
+def _strings(value: Any) -> Iterable[str]:
+    """All strings in nested lists and dictionaries, keys apart."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _strings(item)
+
+
+def _map_strings(value: Any, change: Any) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _map_strings(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_map_strings(item, change) for item in value]
+    return value

@@ -1,0 +1,386 @@
+"""The engine's state as its records tell it: snapshot + later records = state, exactly.
+
+`Engine.snapshot()` takes the same dictionary from the live objects that `State.snapshot()` gives from the fold; a
+property test holds them equal after any number of steps. Readers (panels, traces, servers) need nothing else.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from engine.trace.records import Record
+
+FREE, ACTIVE, SHARED, CACHED = range(4)
+
+
+@dataclass(slots=True)
+class RequestView:
+    """A request that has not finished. `base` and `joined_at` make `State.computed(request)` O(1) to keep."""
+
+    id: int
+    group: str
+    prompt_tokens: int
+    max_total: int
+    state: str = "waiting"  # waiting | running | preempted
+    row: int = -1
+    table: list[int] = field(default_factory=list)
+    node: int = 0
+    shared_blocks: int = 0
+    base: int = 0
+    joined_at: int = -1  # tick at which it joined the decoding set; -1: not in it
+    submitted: float = 0.0
+    admitted: float = 0.0
+    cached_tokens: int = 0  # of the prompt, until it was first preempted
+    match: tuple[str, int, str] = ("", 0, "")  # stop, at, detail of its last match until then
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class NodeView:
+    """A node of the tree; `ids` are the tokens of its blocks, in order (an array: 4 bytes a token, so that a copy of
+    the state, which copies them all, is cheap)."""
+
+    id: int
+    parent: int
+    ids: array[int]
+    blocks: list[int]
+    users: int
+    last_used: int
+    children: list[int] = field(default_factory=list)
+
+
+class State:
+    """The fold. Counts of blocks by state are kept, so reading them is O(1)."""
+
+    def __init__(self, num_blocks: int, block_size: int, budget: int, max_num_seqs: int) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size  # with the null block
+        self.budget, self.max_num_seqs = budget, max_num_seqs
+        self.seq = 0
+        self.t = 0.0
+        self.step = -1
+        self.ticks = 0  # steps folded: members of the decoding set advance by one with each
+        self.requests: dict[int, RequestView] = {}
+        self.queue: list[int] = []
+        self.nodes: dict[int, NodeView] = {0: NodeView(0, -1, array("i"), [], 0, 0)}
+        self.pending: dict[int, int] = {}  # block -> the step that writes it
+        self.holders = array("i", [0]) * num_blocks  # arrays, so that a reader can view them without a copy
+        self.node_of = array("i", [0]) * num_blocks  # 0: not in the tree
+        self.counts = [num_blocks - 1, 0, 0, 0]  # by FREE, ACTIVE, SHARED, CACHED
+        self.gate = "open"
+        self.pace = 1.0
+
+    # ---- reading
+
+    def computed(self, request: RequestView) -> int:
+        """Tokens of this request that have KV, counting those of the step in flight."""
+        return request.base + (self.ticks - request.joined_at if request.joined_at >= 0 else 0)
+
+    def block_state(self, block: int) -> int:
+        """FREE, ACTIVE, SHARED or CACHED."""
+        holders = self.holders[block]
+        if holders:
+            return ACTIVE if holders == 1 else SHARED
+        return CACHED if self.node_of[block] else FREE
+
+    def path(self, node: int) -> Iterator[NodeView]:
+        """The node and its ancestors, the root excluded."""
+        while node > 0:
+            view = self.nodes[node]
+            yield view
+            node = view.parent
+
+    # ---- folding
+
+    def apply(self, record: Record) -> None:
+        """Fold one record. They must come in order and without a gap: ValueError otherwise."""
+        self.follow(record)
+        change = self.CHANGES.get(record[2])
+        if change is not None:
+            change(self, *record[3:])
+
+    def follow(self, record: Record) -> None:
+        """Stand at this record, without what it changes: for a reader that looks at the state before and after, and
+        calls its entry of CHANGES in between."""
+        if record[0] != self.seq + 1:
+            raise ValueError(f"record {record[0]} does not follow {self.seq}: a snapshot is needed")
+        self.seq = record[0]
+        self.t = record[1]
+
+    def apply_all(self, records: Iterable[Record]) -> None:
+        """Fold records in order: ValueError as in `apply`."""
+        for record in records:
+            self.apply(record)
+
+    def _hold_blocks(self, blocks: Iterable[int]) -> None:
+        holders, counts, node_of = self.holders, self.counts, self.node_of
+        for block in blocks:
+            before = holders[block]
+            holders[block] = before + 1
+            if before == 0:
+                counts[CACHED if node_of[block] else FREE] -= 1
+                counts[ACTIVE] += 1
+            elif before == 1:
+                counts[ACTIVE] -= 1
+                counts[SHARED] += 1
+
+    def _release_blocks(self, blocks: Iterable[int]) -> None:
+        holders, counts, node_of = self.holders, self.counts, self.node_of
+        free = cached = alone = 0
+        for block in blocks:
+            holders[block] = after = holders[block] - 1
+            if after == 0:
+                if node_of[block]:
+                    cached += 1
+                else:
+                    free += 1
+            elif after == 1:
+                alone += 1
+        counts[FREE] += free
+        counts[ACTIVE] += alone - cached - free
+        counts[SHARED] -= alone
+        counts[CACHED] += cached
+
+    def _submit(self, id: int, group: str, prompt_tokens: int, max_total: int) -> None:
+        self.requests[id] = RequestView(id, group, prompt_tokens, max_total, submitted=self.t)
+        self.queue.append(id)
+
+    def _order(self, queue: list[int]) -> None:
+        self.queue[: len(queue)] = queue
+
+    def _admit(self, id: int, row: int, reason: str) -> None:
+        request = self.requests[id]
+        request.state, request.row = "running", row
+        request.admitted = request.admitted or self.t
+        self.queue.remove(id)
+
+    def _match(self, id: int, tokens: int, stop: str, at: int, detail: str) -> None:
+        request = self.requests[id]
+        before = request.base
+        request.base += tokens
+        if not request.preemptions:
+            request.cached_tokens += min(request.base, request.prompt_tokens) - min(before, request.prompt_tokens)
+            request.match = (stop, at, detail)
+
+    def _alloc(self, id: int, blocks: list[int]) -> None:
+        self.requests[id].table += blocks
+        holders, counts = self.holders, self.counts
+        for block in blocks:  # they come from the free list: nobody held them, and they are not in the tree
+            holders[block] = 1
+        counts[FREE] -= len(blocks)
+        counts[ACTIVE] += len(blocks)
+
+    def _hold(self, id: int, node: int, dropped: int) -> None:
+        request = self.requests[id]
+        new: list[int] = []
+        above = request.node
+        held = False
+        for view in self.path(node):
+            held = held or view.id == above
+            if not held:
+                view.users += 1
+                new[:0] = view.blocks
+            view.last_used = self.seq
+        start = request.shared_blocks
+        gone = request.table[start : start + dropped]
+        request.table[start : start + dropped] = new
+        self._hold_blocks(new)
+        self._release_blocks(gone)
+        request.node = node
+        request.shared_blocks = start + len(new)
+
+    def _grown(self, view: NodeView, request: int, ids: list[int], blocks: list[int], step: int) -> None:
+        view.ids.fromlist(ids)
+        view.blocks += blocks
+        view.last_used = self.seq
+        node_of, node = self.node_of, view.id
+        for block in blocks:
+            node_of[block] = node
+        if step >= 0:
+            self.pending.update(dict.fromkeys(blocks, step))
+        holder = self.requests[request]
+        holder.node = view.id
+        holder.shared_blocks += len(blocks)
+
+    def _insert(self, id: int, parent: int, request: int, ids: list[int], blocks: list[int], step: int) -> None:
+        view = self.nodes[id] = NodeView(id, parent, array("i"), [], 1, self.seq)
+        self.nodes[parent].children.append(id)
+        self._grown(view, request, ids, blocks, step)
+
+    def _extend(self, id: int, request: int, ids: list[int], blocks: list[int], step: int) -> None:
+        self._grown(self.nodes[id], request, ids, blocks, step)
+
+    def _split(self, id: int, upper_id: int, n: int) -> None:
+        node = self.nodes[id]
+        cut = n * self.block_size
+        upper = NodeView(upper_id, node.parent, node.ids[:cut], node.blocks[:n], node.users, node.last_used, [id])
+        siblings = self.nodes[node.parent].children
+        siblings[siblings.index(id)] = upper_id
+        node.ids, node.blocks, node.parent = node.ids[cut:], node.blocks[n:], upper_id
+        self.nodes[upper_id] = upper
+        for block in upper.blocks:
+            self.node_of[block] = upper_id
+
+    def _cut(self, id: int, keep: int) -> None:
+        node = self.nodes[id]
+        holders, node_of, pending = self.holders, self.node_of, self.pending
+        freed = 0
+        for block in node.blocks[keep:]:
+            node_of[block] = 0
+            if pending:
+                pending.pop(block, None)
+            if not holders[block]:
+                freed += 1
+        self.counts[CACHED] -= freed
+        self.counts[FREE] += freed
+        del node.ids[keep * self.block_size :], node.blocks[keep:]
+        if not keep:
+            self.nodes[node.parent].children.remove(id)
+            del self.nodes[id]
+
+    def _evict(self, id: int, n: int, reason: str) -> None:
+        self._cut(id, len(self.nodes[id].blocks) - n)
+
+    def _withdraw(self, step: int, nodes: list[tuple[int, int]]) -> None:
+        for id, keep in nodes:
+            self._cut(id, keep)
+        self._settle(step)
+
+    def _settle(self, step: int) -> None:
+        for block in [block for block, at in self.pending.items() if at == step]:
+            del self.pending[block]
+
+    def _step(
+        self, step: int, prefills: list[tuple[int, int, int, bool]], joined: list[int], left: list[int], *_: int
+    ) -> None:
+        for id in left:
+            self._stop_decoding(self.requests[id])
+        for id in joined:
+            self.requests[id].joined_at = self.ticks
+        self.ticks += 1
+        self.step = step
+        for id, start, n, _samples in prefills:
+            self.requests[id].base = start + n
+
+    def _accept(self, step: int, drafts: list[tuple[int, int, int]]) -> None:
+        for id, _drafted, accepted in drafts:
+            self.requests[id].base += accepted
+
+    def _stop_decoding(self, request: RequestView) -> None:
+        request.base = self.computed(request)
+        request.joined_at = -1
+
+    def _give_back(self, request: RequestView) -> None:
+        for view in self.path(request.node):
+            view.users -= 1
+            view.last_used = self.seq
+        self._release_blocks(request.table)
+        request.table = []
+        request.node = request.shared_blocks = request.base = 0
+        request.joined_at = request.row = -1
+
+    def _preempt(self, id: int, *_: Any) -> None:
+        request = self.requests[id]
+        self._give_back(request)
+        request.state = "preempted"
+        request.preemptions += 1
+        self.queue.insert(0, id)
+
+    def _finish(self, id: int, reason: str, output_tokens: int) -> None:
+        request = self.requests.pop(id)
+        self._give_back(request)
+        if request.state != "running":
+            self.queue.remove(id)
+
+    def _gate(self, state: str, reason: str) -> None:
+        self.gate = state
+
+    def _pace(self, factor: float) -> None:
+        self.pace = factor
+
+    CHANGES: ClassVar[dict[str, Callable[..., None]]] = {
+        "submit": _submit, "order": _order, "admit": _admit, "match": _match, "preempt": _preempt, "requeue": _preempt,
+        "finish": _finish, "alloc": _alloc, "hold": _hold, "insert": _insert, "extend": _extend, "split": _split,
+        "evict": _evict, "settle": _settle, "withdraw": _withdraw, "step": _step, "accept": _accept, "gate": _gate,
+        "pace": _pace,
+    }  # by kind of record, what it changes in a state that follows it: called with the state and the record's fields
+
+    # ---- snapshots
+
+    def copy(self) -> State:
+        """An independent copy."""
+        other = State(self.num_blocks, self.block_size, self.budget, self.max_num_seqs)
+        for name in ("seq", "t", "step", "ticks", "gate", "pace"):
+            setattr(other, name, getattr(self, name))
+        other.queue, other.pending, other.counts = list(self.queue), dict(self.pending), list(self.counts)
+        other.holders, other.node_of = self.holders[:], self.node_of[:]
+        other.nodes = {
+            n.id: NodeView(n.id, n.parent, n.ids[:], n.blocks[:], n.users, n.last_used, n.children[:])
+            for n in self.nodes.values()
+        }
+        other.requests = {r.id: replace(r, table=list(r.table)) for r in self.requests.values()}
+        return other
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain data, equal to `Engine.snapshot()` at the same sequence number."""
+        return {
+            "seq": self.seq,
+            "t": self.t,
+            "step": self.step,
+            "num_blocks": self.num_blocks,
+            "block_size": self.block_size,
+            "budget": self.budget,
+            "max_num_seqs": self.max_num_seqs,
+            "gate": self.gate,
+            "pace": self.pace,
+            "queue": list(self.queue),
+            "requests": {
+                r.id: {
+                    "group": r.group, "prompt_tokens": r.prompt_tokens, "max_total": r.max_total, "state": r.state,
+                    "row": r.row, "table": list(r.table), "node": r.node, "shared_blocks": r.shared_blocks,
+                    "computed": self.computed(r), "decoding": r.joined_at >= 0,
+                    "cached_tokens": r.cached_tokens, "match": list(r.match), "preemptions": r.preemptions,
+                    "submitted": r.submitted, "admitted": r.admitted,
+                }
+                for r in self.requests.values()
+            },
+            "nodes": {
+                n.id: {
+                    "parent": n.parent, "ids": list(n.ids), "blocks": list(n.blocks),
+                    "users": n.users, "last_used": n.last_used,
+                }
+                for n in self.nodes.values() if n.id
+            },
+            "pending": dict(self.pending),
+        }  # fmt: skip
+
+    @classmethod
+    def from_snapshot(cls, data: dict[str, Any]) -> State:
+        """The state a snapshot describes; `apply` goes on with the record after its `seq`."""
+        state = cls(data["num_blocks"], data["block_size"], data["budget"], data["max_num_seqs"])
+        state.seq, state.t, state.step = data["seq"], data["t"], data["step"]
+        state.gate, state.pace = data["gate"], data["pace"]
+        state.queue = list(data["queue"])
+        state.pending = dict(data["pending"])
+        for id, n in data["nodes"].items():
+            ids, blocks = array("i", n["ids"]), list(n["blocks"])
+            state.nodes[id] = NodeView(id, n["parent"], ids, blocks, n["users"], n["last_used"])
+            state.counts[FREE] -= len(n["blocks"])
+            state.counts[CACHED] += len(n["blocks"])
+            for block in n["blocks"]:
+                state.node_of[block] = id
+        for id in data["nodes"]:
+            state.nodes[state.nodes[id].parent].children.append(id)
+        for id, r in data["requests"].items():
+            view = RequestView(id, r["group"], r["prompt_tokens"], r["max_total"], r["state"], r["row"])
+            view.table, view.node, view.shared_blocks = list(r["table"]), r["node"], r["shared_blocks"]
+            view.base, view.joined_at = r["computed"], 0 if r["decoding"] else -1
+            view.cached_tokens, view.preemptions = r["cached_tokens"], r["preemptions"]
+            view.submitted, view.admitted = r["submitted"], r["admitted"]
+            stop, at, detail = r["match"]
+            view.match = (stop, at, detail)
+            state.requests[id] = view
+            state._hold_blocks(view.table)
+        return state

@@ -1,0 +1,202 @@
+"""Decode steps of few sequences on a CPU in float32: what Decoder computes, in fewer and cheaper calls.
+
+Two things make small steps slow on a CPU. A call costs more than its arithmetic, most of all when the weights that have
+just streamed by have swept code and data out of the caches: so the small operations are numpy's, whose calls are
+cheaper than torch's, and write into buffers that stay. And MKL multiplies weight · columns up to twice as fast as
+rows · weightᵀ: so activations stand in columns here, [features, n] for n sequences, from the embedding to the logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from engine.attention.choose import AttentionBackend
+from engine.attention.kv_pool import KVPool
+from engine.model.decoder import Decoder, DenseMLP
+from engine.model.linear import LARGEST, Int8Weight, Matrix
+
+TINY = float(np.finfo(np.float32).tiny)
+KEPT_SIZES = 8  # numbers of sequences for which buffers are kept
+
+
+class Columns:
+    """Buffers for n sequences: tensors (named with an underscore) for torch, and the same memory as arrays for numpy.
+
+    Features first, [features, n]; of a single sequence [features], for which both libraries have shorter ways.
+    """
+
+    def __init__(self, decoder: Decoder, n: int) -> None:
+        config = decoder.config
+        dim, half, inner = config.head_dim, config.head_dim // 2, config.intermediate_size
+        normed, heads = config.num_heads + config.num_kv_heads, config.num_heads + 2 * config.num_kv_heads
+        columns = (n,) if n > 1 else ()
+
+        def pair(*shape: int) -> tuple[torch.Tensor, np.ndarray]:
+            tensor = torch.empty((*shape, *columns), dtype=torch.float32)
+            return tensor, tensor.numpy()
+
+        def by_sequence(array: np.ndarray) -> np.ndarray:
+            return array.transpose(2, 0, 1) if n > 1 else array[None]
+
+        self.n = n
+        self.residual_, self.residual = pair(config.hidden_size)
+        self.x_, self.x = pair(config.hidden_size)
+        self.qkv_, _ = pair(heads * dim)
+        by_head = self.qkv_.view(heads, dim, *columns).numpy()
+        self.qk, self.v = by_head[:normed], by_sequence(by_head[normed:])  # v: [n, Hkv, D]
+        self.halves = self.qk.reshape(normed, 2, half, *columns)
+        turned_, turned = pair(normed, dim)
+        self.turned = turned.reshape(self.halves.shape)
+        self.part = np.empty_like(self.turned)
+        self.turned_q, self.turned_k = np.split(by_sequence(turned), [config.num_heads], 1)  # [n, heads, D]
+        self.q_ = torch.empty(n, config.num_heads, dim) if n > 1 else turned_[None, : config.num_heads]
+        self.q = self.q_.numpy()
+        self.gate_up_, gate_up = pair(2 * inner)
+        self.gate_, self.gate, self.up = self.gate_up_[:inner], gate_up[:inner], gate_up[inner:]
+        self.attended_, self.attended = pair(config.num_heads * dim)
+
+
+class CPUDecode:
+    """Runs decode steps of a Decoder with dense MLPs, in float32 and on a CPU."""
+
+    def __init__(self, decoder: Decoder, pool: KVPool) -> None:
+        self._decoder = decoder
+        self._pool = pool
+        shape = (-1, decoder.config.num_kv_heads, decoder.config.head_dim)
+        self._caches = [
+            (keys.numpy().reshape(shape), values.numpy().reshape(shape))
+            for keys, values in zip(pool.keys, pool.values, strict=True)
+        ]
+        self._norms = [layer.input_norm.numpy() for layer in decoder.layers] + [decoder.norm.numpy()]
+        self._post_norms = [layer.post_norm.numpy() for layer in decoder.layers]
+        self._qk_norms = [None if layer.qk_norm is None else layer.qk_norm.numpy() for layer in decoder.layers]
+        self._embed, self._table = _lookup(decoder.embedding), decoder.rope_table.numpy()
+        self._columns: dict[int, Columns] = {}
+
+    @staticmethod
+    def supports(decoder: Decoder, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
+        return dtype == kv_dtype == torch.float32 and all(isinstance(layer.mlp, DenseMLP) for layer in decoder.layers)
+
+    @np.errstate(invalid="ignore")  # a NaN that is rounded to an integer is seen by its scale
+    def logits(
+        self, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """Decoder.forward and Decoder.logits in one, of n sequences: tokens, positions and slots [n] -> [n, V].
+
+        Stores each token's keys and values. `attention` has been told which sequences these are.
+        """
+        decoder, eps, n = self._decoder, self._decoder.config.rms_norm_eps, len(tokens)
+        c = self._columns.get(n)
+        if c is None:
+            if len(self._columns) == KEPT_SIZES:
+                self._columns.pop(next(iter(self._columns)))
+            c = self._columns[n] = Columns(decoder, n)
+        if n == 1:
+            tokens, positions, slots = tokens[0], positions[0], slots[0]
+        c.residual[:] = self._embed(tokens).T
+        cos, sin = np.split(self._table[positions].T, 2)  # [D / 2, n] each
+        cos, sin = np.stack((cos, cos)), np.stack((-sin, sin))
+        for i, layer in enumerate(decoder.layers):
+            keys, values = self._caches[i]
+            _norm(c.residual, self._norms[i], eps, c.x)
+            _multiply(layer.qkv, layer.qkv_bias, c.x_, c.qkv_)
+            _rotate(c, self._qk_norms[i], eps, cos, sin)
+            keys[slots], values[slots] = c.turned_k, c.v
+            if n > 1:
+                np.copyto(c.q, c.turned_q)
+            attended = attention.run(i, c.q_, self._pool.keys[i], self._pool.values[i])
+            if n > 1:
+                np.copyto(c.attended, attended.numpy().T)
+            _add_product(c.residual_, layer.output, layer.output_bias, c.attended_ if n > 1 else attended.view(-1))
+            _norm(c.residual, self._post_norms[i], eps, c.x)
+            assert isinstance(layer.mlp, DenseMLP)
+            _mlp(c, layer.mlp)
+        _norm(c.residual, self._norms[-1], eps, c.x)
+        if isinstance(decoder.head, Int8Weight):
+            return torch.from_numpy(_int8_product(decoder.head, c.x)).view(n, -1)
+        return torch.mm(decoder.head, c.x_).t().contiguous() if n > 1 else torch.mv(decoder.head, c.x_)[None]
+
+
+def _norm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
+    """RMSNorm of each column of x [H, n], or of x [H]; weight [H]."""
+    if x.ndim == 1:
+        np.multiply(x, 1 / math.sqrt(float(np.dot(x, x)) / len(x) + eps), out=out)
+        np.multiply(out, weight, out=out)
+        return
+    square = np.einsum("hn,hn->n", x, x)
+    square /= len(x)
+    square += eps
+    np.divide(x, np.sqrt(square, out=square), out=out)
+    np.multiply(out, weight[:, None], out=out)
+
+
+def _rotate(c: Columns, weight: np.ndarray | None, eps: float, cos: np.ndarray, sin: np.ndarray) -> None:
+    """Norm queries and keys, and turn them by their positions.
+
+    weight [heads, D]; cos and sin [2, D / 2, n], the sine of the first half negated.
+    """
+    if weight is not None:
+        square = np.einsum("hd...,hd...->h...", c.qk, c.qk)
+        square /= weight.shape[1]
+        square += eps
+        np.divide(c.qk, np.sqrt(square, out=square)[:, None], out=c.qk)
+        np.multiply(c.qk, weight[..., None] if c.n > 1 else weight, out=c.qk)
+    np.multiply(c.halves, cos, out=c.turned)
+    c.turned += np.multiply(c.halves[:, ::-1], sin, out=c.part)
+
+
+def _mlp(c: Columns, mlp: DenseMLP) -> None:
+    _multiply(mlp.gate_up, mlp.gate_up_bias, c.x_, c.gate_up_)
+    F.silu(c.gate_, inplace=True)
+    c.gate *= c.up
+    _add_product(c.residual_, mlp.down, mlp.down_bias, c.gate_)
+
+
+def _lookup(embedding: Matrix) -> Callable[[np.ndarray], np.ndarray]:
+    """Ids [n] -> rows [n, H] of the embedding; an id -> its row [H]."""
+    if not isinstance(embedding, Int8Weight):
+        return embedding.numpy().__getitem__
+    values, scale = embedding.values.numpy(), embedding.scale.numpy()
+    return lambda ids: values[ids] * scale[ids, None]
+
+
+def _int8_product(weight: Int8Weight, x: np.ndarray) -> np.ndarray:
+    """weight [out, in] · x [in, n] -> [n, out], or · x [in] -> [out]. Int8Weight.product in numpy's cheaper calls."""
+    rows = x.T if x.ndim > 1 else x[None]
+    scale = np.abs(rows).max(1, keepdims=True)
+    scale /= LARGEST
+    values = np.rint(rows / np.maximum(scale, TINY)).astype(np.int8, order="C")
+    sums = torch._int_mm(torch.from_numpy(values), weight.values.t()).numpy()
+    product = np.multiply(sums, scale, dtype=np.float32)
+    product *= weight.scale.numpy()
+    return product if x.ndim > 1 else product[0]
+
+
+def _multiply(weight: Matrix, bias: torch.Tensor | None, x: torch.Tensor, out: torch.Tensor) -> None:
+    """out = weight [out, in] · x [in, n], or · x [in]."""
+    if isinstance(weight, Int8Weight):
+        out.numpy().T[:] = _int8_product(weight, x.numpy())
+    elif x.dim() == 1:
+        torch.mv(weight, x, out=out)
+    else:
+        torch.mm(weight, x, out=out)
+    if bias is not None:
+        out += bias[:, None] if x.dim() > 1 else bias
+
+
+def _add_product(total: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, x: torch.Tensor) -> None:
+    """total += weight [out, in] · x [in, n], or · x [in]."""
+    if isinstance(weight, Int8Weight):
+        sums = total.numpy().T
+        sums += _int8_product(weight, x.numpy())
+    elif x.dim() == 1:
+        total.addmv_(weight, x)
+    else:
+        total.addmm_(weight, x)
+    if bias is not None:
+        total += bias[:, None] if x.dim() > 1 else bias

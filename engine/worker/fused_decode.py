@@ -1,0 +1,191 @@
+"""One decode step of the whole model as few kernels as pay: what a CUDA graph captures.
+
+Decoder.forward (engine/model/decoder.py) is the model; this computes the same for one token per sequence.
+
+    one sequence     5 kernels per layer, all reading weights or keys, the small operations fused into them:
+                     norm + qkv | q/k norm + rope + store + attention | output + residual
+                     norm + gate/up + silu | down + residual
+                     (with experts: norm + router | pick | norm + their gates/ups + silu | their downs + residual)
+    several          8 per layer: the matrix products are cuBLAS's, norms and activations kernels of their own
+
+Where ranks share the model (engine/parallel/), their sums stand between a projection back to the hidden size and the
+norm behind it, so one sequence too takes the second way, with the kernels of the first where they still fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from engine.attention.kv_pool import KVPool
+from engine.attention.meta import ForwardMeta
+from engine.attention.triton_backend import TritonAttention
+from engine.kernels import fp8, norms
+from engine.kernels.decode_attention import decode_attention
+from engine.kernels.gemv import gemv
+from engine.kernels.moe_one import MOST_EXPERTS, one_token
+from engine.kernels.split_linear import form_for, split_linear
+from engine.model.decoder import Decoder, DenseMLP, Layer
+from engine.model.linear import Fp8Weight, Matrix, linear
+from engine.parallel.group import Group
+from engine.worker import fused_ops
+
+SPLIT_TOKENS = 64  # up to here a projection's time is reading its weights
+Attend = Callable[[int, Layer, torch.Tensor], torch.Tensor]  # number of the layer, the layer, rows of qkv -> attention
+
+
+class DecodeLayers:
+    """Holds what every step shares; `logits` may be captured for any number of sequences up to the backend's rows."""
+
+    def __init__(
+        self, model: Decoder, attention: TritonAttention, pool: KVPool, block_table: torch.Tensor, group: Group
+    ) -> None:
+        self._model = model
+        self._group = group
+        self._attention = attention
+        self._pool = pool
+        self._block_table = block_table
+        self._plain = group.size == 1 and all(_is_plain(layer) for layer in model.layers)
+
+    def logits(
+        self, tokens: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, live: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """tokens int64 [n], rows int32 [n] of the block table, seq_lens int32 [n] with this token; writes out [n, V]
+        (this rank's piece of V).
+
+        Stores each token's keys and values. Entries with seq_lens 0 are padding: they store nothing. They come last,
+        behind `live` int32 [1] others.
+        """
+        residual = self._group.embed(tokens, self._model.embedding)
+        if len(tokens) == 1 and self._plain:
+            self._one(residual, rows, seq_lens, live, out)
+        else:
+            x = self._several(residual, lambda i, layer, qkv: self._attend(i, layer, qkv, rows, seq_lens), live)
+            self._head(x, out)
+
+    def logits_of_chunks(self, tokens: torch.Tensor, meta: ForwardMeta, out: torch.Tensor) -> None:
+        """The same for chunks of sequences: tokens int64 [T] as `meta` describes them; writes out [s, V], the tokens of
+        meta.logit_rows, or [T, V] if that is None.
+
+        `attention.plan(meta)` has been called.
+        """
+        hidden = self._several(
+            self._group.embed(tokens, self._model.embedding),
+            lambda i, layer, qkv: self._attend_chunks(i, layer, qkv, meta), meta.live, meta.logit_rows, meta.live_rows,
+        )  # fmt: skip
+        self._head(hidden, out)
+
+    def _head(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        head = self._model.head
+        if isinstance(head, Fp8Weight):
+            head.product(x, out)
+        elif len(x) == 1:
+            gemv(x, head, out=out)
+        else:
+            torch.mm(x, head.t(), out=out)
+
+    def _one(
+        self, x: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, live: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        model, eps = self._model, self._model.config.rms_norm_eps
+        for i, layer in enumerate(model.layers):
+            mlp, norm = layer.mlp, (layer.post_norm, eps)
+            qkv = gemv(x, layer.qkv, norm=(layer.input_norm, eps))
+            attended = self._attend(i, layer, qkv, rows, seq_lens)
+            x = gemv(attended, layer.output, residual=x)
+            if isinstance(mlp, DenseMLP):
+                x = gemv(gemv(x, mlp.gate_up, norm=norm, gate_up=True), mlp.down, residual=x)
+            else:
+                logits, each, normalised = gemv(x, mlp.router, norm=norm), mlp.config.per_token, mlp.config.normalised
+                x = one_token(x, norm, logits, mlp.gate_up, mlp.down, each, normalised, mlp.load, live)
+        gemv(x, model.head, norm=(model.norm, eps), out=out)
+
+    def _several(
+        self, residual: torch.Tensor, attend: Attend, live: torch.Tensor | None, wanted: torch.Tensor | None = None,
+        live_wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The final hidden states, normed: of the tokens `wanted`, else of all. Of all, the first `live` are no
+        padding, of those wanted the first `live_wanted`."""
+        model, eps, group = self._model, self._model.config.rms_norm_eps, self._group
+        layers = model.layers
+        apart = group.direct(len(residual))
+        x = norms.rms_norm(residual, layers[0].input_norm, eps, pdl=True)
+        for i, layer in enumerate(layers):
+            attended = attend(i, layer, _linear(x, layer.qkv, layer.qkv_bias))
+            if wanted is not None and i + 1 == len(layers):  # nothing after this depends on other tokens
+                attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
+                live = live_wanted
+            x = _back_to_hidden(attended, layer.output, layer.output_bias, apart)
+            x = group.add_norm(fused_ops, x, residual, layer.post_norm, eps)
+            mlp = layer.mlp
+            if isinstance(mlp, DenseMLP):
+                x = _mlp(x, mlp, apart)
+            else:
+                x = mlp(x, live)
+            following = layers[i + 1].input_norm if i + 1 < len(layers) else model.norm
+            x = group.add_norm(fused_ops, x, residual, following, eps)
+        return x
+
+    def _attend(
+        self, i: int, layer: Layer, qkv: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor
+    ) -> torch.Tensor:
+        config, attention = self._model.config, self._attention
+        out = torch.empty(len(qkv), config.num_heads * config.head_dim, dtype=qkv.dtype, device=qkv.device)
+        decode_attention(
+            qkv, self._pool.keys[i], self._pool.values[i], out, attention.workspace, self._block_table, rows, seq_lens,
+            attention.scale, attention.group, fused=(layer.qk_norm, self._model.rope_table, config.rms_norm_eps),
+            pdl=True, kv_scales=self._pool.scales[i],
+        )  # fmt: skip
+        return out
+
+    def _attend_chunks(self, i: int, layer: Layer, qkv: torch.Tensor, meta: ForwardMeta) -> torch.Tensor:
+        keys, values, eps = self._pool.keys[i], self._pool.values[i], self._model.config.rms_norm_eps
+        rope = self._model.rope_table, meta.positions
+        scales = self._pool.scales[i]
+        q = norms.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, meta.slot_mapping, scales, pdl=True)
+        return self._attention.run(i, q, keys, values, scales)
+
+
+def _linear(x: torch.Tensor, w: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, K] -> [T, N]. For one token, and for few where there is little to read and a launch counts, by our own
+    kernels; else by cuBLAS.
+    """
+    if isinstance(w, Fp8Weight):
+        return linear(x, w, bias)
+    if bias is None and len(x) == 1:
+        return gemv(x, w)
+    form = form_for(len(x), *w.shape) if bias is None and len(x) <= SPLIT_TOKENS and w.shape[1] <= 2048 else None
+    return F.linear(x, w, bias) if form is None else split_linear(x, w, form._replace(parts=1, stages=5), x.dtype)[0]
+
+
+def _inner(x: torch.Tensor, mlp: DenseMLP) -> torch.Tensor:
+    """x [T, H] -> silu(gate) * up [T, I]."""
+    if len(x) == 1 and mlp.gate_up_bias is None:
+        return gemv(x, mlp.gate_up, gate_up=True)
+    return norms.silu_mul(_linear(x, mlp.gate_up, mlp.gate_up_bias), pdl=True)
+
+
+def _mlp(x: torch.Tensor, mlp: DenseMLP, apart: bool) -> torch.Tensor:
+    """x [T, H] -> as _back_to_hidden."""
+    if isinstance(mlp.down, Fp8Weight) and len(x) > 1 and mlp.down_bias is None:
+        return fp8.back_to_hidden(linear(x, mlp.gate_up, mlp.gate_up_bias), mlp.down, silu=True)
+    return _back_to_hidden(_inner(x, mlp), mlp.down, mlp.down_bias, apart)
+
+
+def _back_to_hidden(x: torch.Tensor, w: Matrix, bias: torch.Tensor | None, apart: bool) -> torch.Tensor:
+    """x [T, K] -> [T, H], or, if that may be, fp32 [parts, T, H] to be summed by the norm that follows."""
+    if bias is None and len(x) == 1:
+        return gemv(x, w)
+    if isinstance(w, Fp8Weight):
+        return fp8.back_to_hidden(x, w) if bias is None else linear(x, w, bias)
+    form = form_for(len(x), *w.shape) if bias is None and apart else None
+    return F.linear(x, w, bias) if form is None or form.parts == 1 else split_linear(x, w, form)
+
+
+def _is_plain(layer: Layer) -> bool:
+    """No biases: what the one-token kernels know."""
+    mlp = layer.mlp
+    plain = mlp.down_bias is None if isinstance(mlp, DenseMLP) else mlp.config.count <= MOST_EXPERTS
+    return plain and layer.qkv_bias is None and layer.output_bias is None

@@ -1,0 +1,343 @@
+"""Stage 5: from logits to tokens, with the settings of each row its own.
+
+The order is that of SamplingParams: grammar mask and logit bias, min_tokens, penalties, temperature, top-k, top-p,
+min-p, then a draw by Gumbel-max (argmax of logits plus noise, which is exactly a draw from their softmax). What no row
+of a step asks for is not computed, and nothing here waits for the device: which rows ask for what is known on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.core.types import Request, TokenLogprobs
+from engine.kernels.noise import gumbel, host_gumbel, request_keys
+from engine.worker.upload import to_host
+
+Upload = Callable[[np.ndarray], torch.Tensor]
+
+MIN_TEMPERATURE = 1e-5  # below, differences of logits would overflow; the draw is an argmax long before
+SMALLEST = float(np.finfo(np.float32).tiny)  # settings that must stay above 0 do not round to it
+IN_PROMPT = 1 << 30  # flag in the token counts; the bits below count occurrences in the reply
+INT_KEYS = 2
+SMALL_VOCABULARY = 1 << 14  # on a CPU, up to this size sorting all is cheaper than selecting some
+TEMPERATURE, NOISE, TOP_P, LOG_MIN_P, REPETITION, PRESENCE, FREQUENCY, NUM_SETTINGS = range(8)
+
+
+class Wants:
+    """What a row asks for beyond argmax of its logits: bits (plain integers, as they are used in every step)."""
+
+    NOISE = 1
+    TOP_K = 2
+    TOP_P = 4
+    MIN_P = 8
+    PENALTIES = 16
+    BIAS = 32
+    MIN_TOKENS = 64
+    GRAMMAR = 128
+    LOGPROBS = 256
+    TRUNCATION = TOP_K | TOP_P | MIN_P
+
+
+@dataclass(slots=True)
+class Logprobs:
+    """Log-probabilities of some tokens under the model's own distribution, on the device."""
+
+    token: torch.Tensor  # [l]
+    rank: torch.Tensor  # int64 [l], 1 for the most likely
+    top: torch.Tensor  # [l, n]
+    top_ids: torch.Tensor  # int64 [l, n]
+
+    @staticmethod
+    def joined(parts: list[Logprobs]) -> Logprobs:
+        names = ("token", "rank", "top", "top_ids")
+        return Logprobs(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
+    def fetched(self) -> Logprobs:
+        """Copies on their way to the host."""
+        return Logprobs(*map(to_host, (self.token, self.rank, self.top, self.top_ids)))
+
+    def listed(self, tokens: list[int], counts: list[int]) -> list[TokenLogprobs]:
+        """On the host: one entry per token, each with its own `counts[i]` most likely."""
+        own, rank, top, ids = self.token.tolist(), self.rank.tolist(), self.top.tolist(), self.top_ids.tolist()
+        return [
+            TokenLogprobs(token, own[i], rank[i], list(zip(ids[i][:n], top[i][:n], strict=True)))
+            for i, (token, n) in enumerate(zip(tokens, counts, strict=True))
+        ]
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What a step drew, on the device."""
+
+    ids: torch.Tensor  # int64 [s], always valid token ids
+    bad: torch.Tensor  # bool [s]: the logits held NaN or infinity, or nothing was allowed; the id means nothing
+    logprob_rows: np.ndarray  # which of the s asked for logprobs
+    logprobs: Logprobs | None
+
+
+class VocabularyRows:
+    """A [k, vocab_size] tensor with lines for those few rows of the batch that need one; it doubles when full."""
+
+    def __init__(self, max_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.lines = torch.zeros((0, vocab_size), dtype=dtype, device=device)
+        self._line_of = np.full(max_rows, -1, dtype=np.int64)
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.lines) - len(self._free)
+
+    def claim(self, row: int) -> torch.Tensor:
+        """The line of `row`, zeroed: a [vocab_size] view."""
+        line = int(self._line_of[row])
+        if line < 0:
+            if not self._free:
+                old, width = self.lines.shape
+                more = max(old, 4)
+                self.lines = torch.cat((self.lines, self.lines.new_zeros((more, width))))
+                self._free = list(range(old + more - 1, old - 1, -1))
+            line = self._line_of[row] = self._free.pop()
+        return self.lines[line].zero_()
+
+    def release(self, row: int) -> None:
+        if self._line_of[row] >= 0:
+            self._free.append(int(self._line_of[row]))
+            self._line_of[row] = -1
+
+    def of(self, rows: np.ndarray) -> np.ndarray:
+        """int64: the line of each row."""
+        return self._line_of[rows]
+
+
+class Sampler:
+    """Settings of every row of the batch, and the draw.
+
+    `set_row` when a request takes a row (again after a preemption: counts are rebuilt from its ids), `sample` once per
+    step. What a row holds is given back when the next request takes it.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, upload: Upload) -> None:
+        self.vocab_size = vocab_size
+        self._device = device
+        self._upload = upload
+        self._wants = np.zeros(max_rows, dtype=np.int32)
+        self._settings = np.zeros((max_rows, NUM_SETTINGS), dtype=np.float32)
+        self._keys = np.zeros((max_rows, INT_KEYS), dtype=np.int32)
+        self._top_k = np.zeros(max_rows, dtype=np.int64)
+        self._logprobs = np.zeros(max_rows, dtype=np.int64)
+        self._min_until = np.zeros(max_rows, dtype=np.int64)  # positions below it may not hold a stop id
+        self._stop_ids: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * max_rows
+        self._device_settings = torch.zeros(0)
+        self._device_keys = torch.zeros(0)
+        self.version = 0  # of the settings on the host: raised by every change
+        self._sent_version = -1
+        self._counts = VocabularyRows(max_rows, vocab_size, torch.int32, device)
+        self._bias = VocabularyRows(max_rows, vocab_size, torch.float32, device)
+
+    def set_row(self, row: int, request: Request) -> None:
+        """Take over what `request` asks for; its ids so far are those its penalties count."""
+        params = request.params
+        self._release(row)
+        wants = 0
+        if not params.greedy:
+            wants |= Wants.NOISE
+            if 0 < params.top_k < self.vocab_size:
+                wants |= Wants.TOP_K
+            if params.top_p < 1.0:
+                wants |= Wants.TOP_P
+            if params.min_p > 0.0:
+                wants |= Wants.MIN_P
+        if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
+            wants |= Wants.PENALTIES
+            self._count(row, request)
+        if params.logit_bias:
+            wants |= Wants.BIAS
+            ids = self._upload(np.fromiter(params.logit_bias.keys(), np.int64))
+            self._bias.claim(row)[ids] = self._upload(np.fromiter(params.logit_bias.values(), np.float32))
+        stop_ids = [token for token in sorted(request.stop_ids) if 0 <= token < self.vocab_size]
+        if params.min_tokens > 0 and stop_ids:  # an id beyond the row would be a cell of another request's row
+            wants |= Wants.MIN_TOKENS
+            self._min_until[row] = request.prompt_len + params.min_tokens
+            self._stop_ids[row] = np.array(stop_ids, dtype=np.int64)
+        if request.grammar is not None:
+            wants |= Wants.GRAMMAR
+        if params.logprobs is not None:
+            wants |= Wants.LOGPROBS
+            self._logprobs[row] = params.logprobs
+        self._wants[row] = wants
+        self._top_k[row] = params.top_k if wants & Wants.TOP_K else self.vocab_size
+        self._keys[row] = request_keys(request.seed, request.sample_index)
+        settings = self._settings[row]
+        settings[TEMPERATURE] = 1.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)
+        settings[NOISE] = 0.0 if params.greedy else 1.0
+        settings[TOP_P] = max(params.top_p, SMALLEST)
+        settings[LOG_MIN_P] = np.log(params.min_p) if wants & Wants.MIN_P else -np.inf
+        settings[REPETITION] = max(params.repetition_penalty, SMALLEST)
+        settings[PRESENCE] = params.presence_penalty
+        settings[FREQUENCY] = params.frequency_penalty
+        self.version += 1
+
+    def asked(self, rows: np.ndarray) -> int:
+        """What any of these rows asks for, as bits of Wants."""
+        return int(np.bitwise_or.reduce(self._wants[rows], initial=0))
+
+    def host_settings(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of every row: settings fp32 [max_rows, NUM_SETTINGS], keys int32 [max_rows, 2], top_k [max_rows]."""
+        return self._settings, self._keys, self._top_k
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        device_rows: torch.Tensor,
+        device_positions: torch.Tensor,
+        requests: Callable[[int], Request] | None = None,
+    ) -> Drawn:
+        """Draw one token for each of s rows.
+
+        logits [s, V], may be overwritten; rows [s] of the batch and the positions [s] the new tokens will stand at, on
+        the host and (int64) on the device; requests(i): whose the i-th row is, asked for those with a grammar.
+        """
+        if logits.dtype not in (torch.float32, torch.float64):
+            logits = logits.float()
+        total = logits.sum(-1)
+        bad = total - total != 0  # NaN unless all of them are finite
+        wants = self._wants[rows]
+        asked = int(np.bitwise_or.reduce(wants))
+        if not asked:
+            return Drawn(logits.argmax(-1), bad, wants[:0], None)
+        logprob_rows = np.flatnonzero(wants & Wants.LOGPROBS)
+        raw = logits[self._upload(logprob_rows)].log_softmax(-1) if len(logprob_rows) else None
+        if asked & Wants.GRAMMAR and requests is not None:
+            self._apply_grammars(logits, np.flatnonzero(wants & Wants.GRAMMAR), requests)
+        if asked & Wants.BIAS:
+            self._apply_bias(logits, rows, np.flatnonzero(wants & Wants.BIAS))
+        if asked & Wants.MIN_TOKENS:
+            early = (wants & Wants.MIN_TOKENS > 0) & (positions < self._min_until[rows])
+            self._forbid_stops(logits, rows, np.flatnonzero(early))
+        self._refresh()
+        settings = self._device_settings.index_select(0, device_rows)
+        penalised = np.flatnonzero(wants & Wants.PENALTIES)
+        if len(penalised):
+            self._apply_penalties(logits, settings, rows, penalised)
+        if asked & Wants.NOISE:
+            scores = logits.div_(settings[:, TEMPERATURE, None])
+            if asked & Wants.TRUNCATION:
+                self._truncate(scores, settings, rows, wants)
+            if self._device.type == "cpu":
+                noise = host_gumbel(self._keys[rows], positions, self.vocab_size)
+            else:
+                noise = gumbel(self._device_keys.index_select(0, device_rows), device_positions, self.vocab_size)
+            if (wants & Wants.NOISE).all():
+                scores.add_(noise)
+            else:
+                scores.addcmul_(noise, settings[:, NOISE, None])
+        ids = logits.argmax(-1)
+        if asked & (Wants.GRAMMAR | Wants.MIN_TOKENS):
+            bad |= logits.gather(1, ids[:, None])[:, 0] == -torch.inf  # the masks have left nothing
+        if len(penalised):
+            lines = self._upload(self._counts.of(rows[penalised]) * self.vocab_size)
+            drawn = ids.index_select(0, self._upload(penalised)) + lines
+            self._counts.lines.view(-1).index_add_(0, drawn, torch.ones_like(drawn, dtype=torch.int32))
+        logprobs = None
+        if raw is not None:
+            most = int(self._logprobs[rows[logprob_rows]].max())
+            logprobs = pick_logprobs(raw, ids.index_select(0, self._upload(logprob_rows)), most)
+        return Drawn(ids, bad, logprob_rows, logprobs)
+
+    def logprob_counts(self, rows: np.ndarray) -> list[int]:
+        """How many of the most likely tokens each row asked for."""
+        return self._logprobs[rows].tolist()
+
+    def _refresh(self) -> None:
+        """Bring the settings to the device if they have changed."""
+        if self._sent_version != self.version:
+            self._device_settings, self._device_keys = self._upload(self._settings), self._upload(self._keys)
+            self._sent_version = self.version
+
+    def _release(self, row: int) -> None:
+        self._wants[row] = 0
+        self._counts.release(row)
+        self._bias.release(row)
+
+    def _count(self, row: int, request: Request) -> None:
+        line = self._counts.claim(row)
+        prompt = np.array(request.ids[: request.prompt_len], dtype=np.int64)
+        reply = self._upload(np.array(request.ids[request.prompt_len :], dtype=np.int64))
+        line[self._upload(prompt)] = IN_PROMPT
+        line.index_add_(0, reply, torch.ones_like(reply, dtype=torch.int32))
+
+    def _apply_grammars(self, logits: torch.Tensor, entries: np.ndarray, requests: Callable[[int], Request]) -> None:
+        masks = np.stack([requests(i).grammar.mask() for i in entries.tolist()])  # int32 [g, ceil(V / 32)]
+        bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+        allowed = (self._upload(masks)[:, :, None] >> bits & 1).flatten(1)[:, : self.vocab_size]
+        where = self._upload(entries)
+        logits[where] = logits.index_select(0, where).masked_fill_(allowed == 0, -torch.inf)
+
+    def _apply_bias(self, logits: torch.Tensor, rows: np.ndarray, entries: np.ndarray) -> None:
+        lines = self._bias.lines.index_select(0, self._upload(self._bias.of(rows[entries])))
+        logits.index_add_(0, self._upload(entries), lines.to(logits.dtype))
+
+    def _forbid_stops(self, logits: torch.Tensor, rows: np.ndarray, entries: np.ndarray) -> None:
+        if not len(entries):
+            return
+        stops = [self._stop_ids[row] for row in rows[entries]]
+        cells = np.concatenate([i * self.vocab_size + ids for i, ids in zip(entries, stops, strict=True)])
+        logits.view(-1).index_fill_(0, self._upload(cells), -torch.inf)
+
+    def _apply_penalties(
+        self, logits: torch.Tensor, settings: torch.Tensor, rows: np.ndarray, entries: np.ndarray
+    ) -> None:
+        where = self._upload(entries)
+        counts = self._counts.lines.index_select(0, self._upload(self._counts.of(rows[entries])))
+        own, picked = settings.index_select(0, where), logits.index_select(0, where)
+        repetition = own[:, REPETITION, None]
+        punished = torch.where(picked > 0, picked / repetition, picked * repetition)
+        picked = torch.where(counts > 0, punished, picked)
+        in_reply = counts & (IN_PROMPT - 1)
+        picked -= own[:, FREQUENCY, None] * in_reply
+        picked -= own[:, PRESENCE, None] * (in_reply > 0)
+        logits.index_copy_(0, where, picked.to(logits.dtype))
+
+    def _truncate(self, scores: torch.Tensor, settings: torch.Tensor, rows: np.ndarray, wants: np.ndarray) -> None:
+        """Set to −inf what top-k, top-p and min-p exclude. Ties with the last token kept are kept."""
+        floor = torch.full_like(scores[:, 0], -torch.inf)
+        entries = np.flatnonzero(wants & (Wants.TOP_K | Wants.TOP_P))
+        if len(entries):
+            where = self._upload(entries)
+            kth = self._top_k[rows[entries]]
+            picked = scores.index_select(0, where)
+            width = int(kth.max())  # the whole vocabulary is sorted only if a row has top_p without top_k
+            best = descending(picked, width)
+            last = best.gather(1, self._upload(kth - 1)[:, None])
+            if (wants & Wants.TOP_P).any():
+                probabilities = best.masked_fill(best < last, -torch.inf).softmax(-1)
+                before = probabilities.cumsum(-1) - probabilities
+                kept = (before < settings.index_select(0, where)[:, TOP_P, None]).sum(-1, keepdim=True)
+                boundary = best.gather(1, (kept - 1).clamp_min_(0))  # 0 are kept of a row of NaN
+                last = torch.maximum(last, boundary)
+            floor.index_copy_(0, where, last[:, 0])
+        if (wants & Wants.MIN_P).any():
+            floor = torch.maximum(floor, scores.amax(-1) + settings[:, LOG_MIN_P].to(scores.dtype))
+        scores.masked_fill_(scores < floor[:, None], -torch.inf)
+
+
+def descending(values: torch.Tensor, width: int) -> torch.Tensor:
+    """The `width` largest of each row of values [s, V], largest first (NaN counts as larger than everything)."""
+    full = width == values.shape[1]
+    if values.device.type == "cpu" and (full or values.shape[1] <= SMALL_VOCABULARY):
+        ascending = np.sort(values.numpy(), axis=-1)  # vectorised: twenty times as fast as torch's on a CPU
+        return torch.from_numpy(ascending[:, : -width - 1 : -1].copy())
+    return values.sort(descending=True).values if full else values.topk(width).values
+
+
+def pick_logprobs(logprobs: torch.Tensor, tokens: torch.Tensor, top: int) -> Logprobs:
+    """logprobs [l, V] of all tokens -> those of `tokens` int64 [l], their ranks, and the `top` most likely."""
+    own = logprobs.gather(1, tokens[:, None])
+    rank = (logprobs > own).sum(-1) + 1
+    best = logprobs.topk(min(top, logprobs.shape[-1]), -1)
+    return Logprobs(own[:, 0], rank, best.values, best.indices)

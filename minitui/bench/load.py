@@ -1,0 +1,383 @@
+"""Load on any OpenAI-compatible server: `minitui bench --url`.
+
+    minitui bench --url http://127.0.0.1:8000 --rate 8 --requests 200          Poisson arrivals
+    minitui bench --url ... --shared-words 400 --groups 4                      four system prompts, shared
+    minitui bench --url ... --trace day.jsonl --speed 2                        replay, twice as fast
+
+Requests are sent when they are due, whether or not earlier ones have been answered (an open loop): a server that falls
+behind sees its queue grow, as from real callers. A trace has one JSON object a line: "t" (seconds), "prompt" or
+"messages", or "words" (so many random ones) after "prefix" (a name) of "prefix_words"; and "max_tokens". Or it has the
+format of Mooncake's, which tell no text, only who shares what: "timestamp" (ms), "input_length", "output_length" and
+"hash_ids", one for each 512 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from engine.errors import EngineDead, EngineError, InvalidRequest
+from minitui.visible import json_text
+
+WORDS = (
+    "block", "cache", "token", "prefix", "tree", "queue", "batch", "step", "prompt", "answer", "page", "table",
+    "decode", "prefill", "head", "layer", "request", "share", "evict", "admit", "stream", "model", "weight", "draw",
+)  # fmt: skip
+SAID = ("content", "reasoning_content", "tool_calls")  # of a chat's delta
+HASHED = 512  # tokens of a block in Mooncake's traces
+LEVELS = (50, 90, 99)
+
+
+@dataclass
+class Planned:
+    """A request that will be sent `at` seconds after the beginning."""
+
+    at: float
+    body: dict[str, Any]
+    chat: bool
+
+
+@dataclass
+class Outcome:
+    """What became of a request. Times in seconds after it was sent; `error` is empty if it was answered."""
+
+    sent: float
+    first: float = 0.0
+    total: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int | None = None  # not every server tells
+    error: str = ""
+    detail: str = ""
+
+    @property
+    def per_token(self) -> float | None:
+        """Seconds between two tokens; None for replies of one."""
+        return (self.total - self.first) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+
+@dataclass
+class Limits:
+    """What counts as good, in milliseconds; None: does not matter."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+
+    def kept(self, outcome: Outcome) -> bool:
+        """Was this answered, and in time?"""
+        pairs = ((self.ttft_ms, outcome.first), (self.tpot_ms, outcome.per_token or 0.0), (self.e2e_ms, outcome.total))
+        return not outcome.error and all(limit is None or value * 1e3 <= limit for limit, value in pairs)
+
+
+# ---- what is sent
+
+
+def words(count: int, source: random.Random) -> str:
+    """So many random words."""
+    return " ".join(source.choices(WORDS, k=count))
+
+
+def poisson(options: argparse.Namespace, model: str) -> list[Planned]:
+    """Requests whose distances are drawn from an exponential distribution."""
+    source = random.Random(options.seed)
+    prefixes = [words(options.shared_words, source) for _ in range(max(1, options.groups))]
+    at, plan = 0.0, []
+    for _ in range(options.requests):
+        text = f"{source.choice(prefixes)} {words(options.prompt_words, source)}".strip()
+        plan.append(_planned(at, {"prompt": text, "max_tokens": options.output_tokens}, options, model))
+        if math.isfinite(options.rate):
+            at += source.expovariate(options.rate)
+    return plan
+
+
+def replay(lines: Iterable[str], options: argparse.Namespace, model: str) -> list[Planned]:
+    """Requests of a trace. Raises InvalidRequest with the number of the line at fault."""
+    source = random.Random(options.seed)
+    prefixes: dict[str, str] = {}
+    plan = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            if "hash_ids" in entry:
+                entry = _of_mooncake(entry, options.seed)
+            at = float(entry["t"]) / options.speed
+            if "prompt" not in entry and "messages" not in entry:
+                prefix = str(entry.get("prefix", ""))
+                if prefix and prefix not in prefixes:
+                    length = int(entry.get("prefix_words", 64))
+                    prefixes[prefix] = words(length, random.Random(f"{options.seed} {prefix}"))
+                entry["prompt"] = f"{prefixes.get(prefix, '')} {words(int(entry['words']), source)}".strip()
+            body = {key: entry[key] for key in ("prompt", "messages") if key in entry}
+            body["max_tokens"] = int(entry.get("max_tokens", options.output_tokens))
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidRequest(
+                f"{options.trace}, line {number}: {type(error).__name__} {error}; a line is a JSON object with t and "
+                "prompt, messages or words, or one with timestamp and hash_ids", "trace",
+            ) from error  # fmt: skip
+        plan.append(_planned(at, body, options, model))
+    if not plan:
+        raise InvalidRequest(f"{options.trace} has no requests in it", "trace")
+    return sorted(plan, key=lambda planned: planned.at)
+
+
+def _of_mooncake(entry: dict[str, Any], seed: int) -> dict[str, Any]:
+    """A line of such a trace in our words: the same id, the same text; a word is taken for a token."""
+    blocks = [words(HASHED, random.Random(f"{seed} {block}")) for block in entry["hash_ids"]]
+    text = " ".join(" ".join(blocks).split()[: int(entry["input_length"])])
+    return {"t": float(entry["timestamp"]) / 1e3, "prompt": text, "max_tokens": int(entry["output_length"])}
+
+
+def _planned(at: float, body: dict[str, Any], options: argparse.Namespace, model: str) -> Planned:
+    chat = options.chat or "messages" in body
+    if chat and "prompt" in body:
+        body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+    body |= {"model": model, "stream": True, "temperature": options.temperature}
+    body["stream_options"] = {"include_usage": True}
+    if options.ignore_eos:
+        body["ignore_eos"] = True
+    return Planned(at, body, chat)
+
+
+# ---- sending
+
+
+async def send(client: Any, planned: Planned, began: float) -> Outcome:
+    """One request, to its end."""
+    from minitui.sources.bounds import ANSWER
+    from minitui.sources.http import check, httpx, parse, server_events
+
+    outcome = Outcome(time.perf_counter() - began)
+    started = time.perf_counter()
+    pieces, ended = 0, False
+    path = "/v1/chat/completions" if planned.chat else "/v1/completions"
+    try:
+        async with client.stream("POST", path, json=planned.body, extensions=ANSWER.extension()) as response:
+            if response.status_code == 429:
+                outcome.error = "refused (429)"
+            await check(response)
+            async for _, data in server_events(response):
+                if data == "[DONE]":
+                    ended = True
+                    break
+                chunk = parse(data)
+                _count_usage(outcome, chunk.get("usage") or {})
+                for choice in chunk.get("choices", ()):
+                    said = choice.get("text") or any((choice.get("delta") or {}).get(key) for key in SAID)
+                    if said or choice.get("finish_reason"):
+                        outcome.first = outcome.first or time.perf_counter() - started
+                    pieces += bool(said)
+                    ended = ended or bool(choice.get("finish_reason"))  # not every server sends [DONE] after it
+        if not ended:
+            outcome.error, outcome.detail = "cut off", "the answer ended without a finish_reason"
+    except (TypeError, AttributeError, ValueError) as error:  # JSON, but not what it should be
+        outcome.error, outcome.detail = "no answer", f"it is no OpenAI-compatible server ({error})"
+    except EngineDead as error:
+        outcome.error, outcome.detail = "not available", str(error)
+    except EngineError as error:
+        outcome.error, outcome.detail = outcome.error or "error", str(error)
+    except (httpx.HTTPError, OSError) as error:
+        outcome.error, outcome.detail = type(error).__name__, str(error)
+    finally:
+        outcome.total = time.perf_counter() - started
+        outcome.output_tokens = outcome.output_tokens or pieces  # without a usage a piece is taken for a token
+    return outcome
+
+
+def _count_usage(outcome: Outcome, usage: dict[str, Any]) -> None:
+    from minitui.sources.remote_checks import count
+
+    outcome.prompt_tokens = count(usage.get("prompt_tokens")) or outcome.prompt_tokens
+    outcome.output_tokens = count(usage.get("completion_tokens")) or outcome.output_tokens
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    outcome.cached_tokens = outcome.cached_tokens if count(cached) is None else cached
+
+
+async def run_load(
+    url: str, key: str, plan: Sequence[Planned], timeout_s: float, progress: TextIO | None = None
+) -> list[Outcome]:
+    """Send everything when it is due; what became of each, in the order of the plan."""
+    from minitui.sources.http import open_client
+
+    done: list[Outcome] = []
+    began = time.perf_counter()
+
+    async def one(planned: Planned) -> Outcome:
+        await asyncio.sleep(max(0.0, planned.at - (time.perf_counter() - began)))
+        # A client each: looking after hundreds of connections, one pool takes longer than the server.
+        async with open_client(url, key) as client:
+            client.timeout = timeout_s
+            outcome = await send(client, planned, began)
+        done.append(outcome)
+        return outcome
+
+    tasks = [asyncio.create_task(one(planned)) for planned in plan]
+    telling = asyncio.create_task(_tell(progress, plan, done, began)) if progress else None
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        if telling is not None:
+            telling.cancel()
+        for task in tasks:
+            task.cancel()
+
+
+async def _tell(out: TextIO, plan: Sequence[Planned], done: list[Outcome], began: float) -> None:
+    while True:
+        await asyncio.sleep(1.0)
+        now = time.perf_counter() - began
+        due = sum(planned.at <= now for planned in plan)
+        failed = sum(bool(outcome.error) for outcome in done)
+        line = f"{now:5.0f} s  {due} of {len(plan)} sent, {len(done)} ended, {failed} not answered"
+        print(line, file=out, flush=True)
+
+
+# ---- what is told
+
+
+def summarise(outcomes: Sequence[Outcome], limits: Limits) -> dict[str, Any]:
+    """The figures, times in milliseconds."""
+    answered = [outcome for outcome in outcomes if not outcome.error]
+    seconds = max((outcome.sent + outcome.total for outcome in outcomes), default=0.0)
+    good = sum(limits.kept(outcome) for outcome in outcomes)
+    per_token = [value for outcome in answered if (value := outcome.per_token) is not None]
+    prompt = sum(outcome.prompt_tokens for outcome in answered)
+    cached = [outcome.cached_tokens for outcome in answered if outcome.cached_tokens is not None]
+    return {
+        "requests": len(outcomes),
+        "answered": len(answered),
+        "not_answered": dict(Counter(outcome.error for outcome in outcomes if outcome.error)),
+        "example_of_an_error": next((outcome.detail for outcome in outcomes if outcome.detail), ""),
+        "seconds": round(seconds, 3),
+        "requests_per_s": round(len(answered) / seconds, 3) if seconds else 0.0,
+        "goodput_per_s": round(good / seconds, 3) if seconds else 0.0,
+        "limits": {name: limit for name, limit in vars(limits).items() if limit is not None},
+        "within_limits": good,
+        "prompt_tokens": prompt,
+        "cached_tokens": sum(cached) if cached else None,
+        "output_tokens": sum(outcome.output_tokens for outcome in answered),
+        "output_tokens_per_s": round(sum(o.output_tokens for o in answered) / seconds, 1) if seconds else 0.0,
+        "ttft_ms": spread([outcome.first for outcome in answered]),
+        "tpot_ms": spread(per_token),
+        "e2e_ms": spread([outcome.total for outcome in answered]),
+    }
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float] | None:
+    """Mean, percentiles and maximum in milliseconds; None of nothing."""
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    levels = {f"p{p}": ordered[min(len(ordered) - 1, math.ceil(len(ordered) * p / 100) - 1)] for p in LEVELS}
+    values = {"mean": sum(ordered) / len(ordered), **levels, "max": ordered[-1]}
+    return {name: round(value * 1e3, 3) for name, value in values.items()}
+
+
+def report(figures: dict[str, Any]) -> list[str]:
+    """The same for people."""
+    limits = ", ".join(f"{name.removesuffix('_ms')} {limit:g} ms" for name, limit in figures["limits"].items())
+    good = f"{figures['goodput_per_s']:.2f} within the limits ({limits}), " if limits else ""
+    missed = ", ".join(f"{count} {error}" for error, count in figures["not_answered"].items())
+    found, prompt = figures["cached_tokens"], figures["prompt_tokens"]
+    cached = "cache use unknown" if found is None else f"{found / max(1, prompt):.0%} of prompt tokens from the cache"
+    lines = [
+        f"{figures['answered']} of {figures['requests']} requests answered in {figures['seconds']:.1f} s"
+        + (f"; {missed}" if missed else ""),
+        f"{figures['requests_per_s']:.2f} requests/s, {good}"
+        f"{figures['output_tokens_per_s']:,.0f} output tokens/s, {cached}",
+    ]
+    if figures["example_of_an_error"]:
+        lines.append(f"an error: {figures['example_of_an_error']}")
+    lines.append(f"{'ms':24}{'mean':>10}" + "".join(f"{f'p{p}':>10}" for p in LEVELS) + f"{'max':>10}")
+    for key, name in (("ttft_ms", "first token"), ("tpot_ms", "per output token"), ("e2e_ms", "end to end")):
+        values = figures[key]
+        lines.append(f"{name:24}" + ("".join(f"{v:10,.1f}" for v in values.values()) if values else f"{'unknown':>10}"))
+    return lines
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="minitui bench", formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__,
+        allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("--url", required=True, help="the server, such as http://127.0.0.1:8000")
+    parser.add_argument("--key", default=os.environ.get("MINITUI_KEY", ""), help="its API key; default: MINITUI_KEY")
+    parser.add_argument("--model", default="", help="model to ask for; default: the first that the server lists")
+    parser.add_argument("--rate", type=float, default=4.0, help="requests a second on average; inf: all at once")
+    parser.add_argument("--requests", type=int, default=100, help="how many")
+    parser.add_argument("--prompt-words", type=int, default=40, help="random words in each prompt")
+    parser.add_argument("--shared-words", type=int, default=0, help="words before them that a group shares")
+    parser.add_argument("--groups", type=int, default=1, help="different shared beginnings")
+    parser.add_argument("--output-tokens", type=int, default=64, help="max_tokens of each")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the same replies each time")
+    parser.add_argument("--ignore-eos", action="store_true", help="replies of full length; vLLM and minitui know it")
+    parser.add_argument("--chat", action="store_true", help="ask /v1/chat/completions instead of /v1/completions")
+    parser.add_argument("--trace", type=Path, help="JSONL file to replay instead")
+    parser.add_argument("--speed", type=float, default=1.0, help="replay so many times as fast")
+    parser.add_argument("--seed", type=int, default=0, help="of arrivals and random words")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds of silence before one is given up")
+    parser.add_argument("--ttft-ms", type=float, help="limit for goodput")
+    parser.add_argument("--tpot-ms", type=float, help="limit for goodput")
+    parser.add_argument("--e2e-ms", type=float, help="limit for goodput")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    return parser
+
+
+async def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The whole run. Raises EngineError for whatever keeps it from beginning."""
+    from minitui.sources.http import normalise
+
+    url = normalise(options.url)
+    model = options.model or await first_model(url, options.key)
+    if options.trace is not None:
+        try:
+            lines = options.trace.read_text(encoding="utf-8").split("\n")  # JSON may hold U+2028
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"{options.trace} cannot be read: {error}", "trace") from error
+        plan = replay(lines, options, model)
+    else:
+        plan = poisson(options, model)
+    outcomes = await run_load(url, options.key, plan, options.timeout, None if options.json else sys.stderr)
+    limits = Limits(options.ttft_ms, options.tpot_ms, options.e2e_ms)
+    return {"url": url, "model": model, "rate": options.rate, **summarise(outcomes, limits)}
+
+
+async def first_model(url: str, key: str) -> str:
+    """The first model that a server lists."""
+    from minitui.sources.http import check, httpx, load_json, open_client, unreachable
+
+    async with open_client(url, key) as client:
+        try:
+            listed = load_json((await check(await client.get("/v1/models"))).content)
+            return str(listed["data"][0]["id"])
+        except (httpx.HTTPError, OSError) as error:
+            raise unreachable(url, error) from error
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise EngineError(f"{url}/v1/models lists no model: name one with --model") from error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`minitui bench --url …`; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    for name in ("rate", "requests", "speed", "timeout"):
+        if not getattr(options, name) > 0:
+            raise InvalidRequest(f"--{name} is {getattr(options, name)}: it must be above 0", name)
+    figures = asyncio.run(measure(options))
+    if options.json:
+        print(json_text({**figures, "rate": str(figures["rate"])}, indent=2))
+    else:
+        print("\n".join(report(figures)))
+    return 0

@@ -1,0 +1,207 @@
+"""`minitui verify`: does this engine say what transformers says, token for token, on a given checkpoint?
+
+The reference runs first and is gone before the engine loads, so there is never more than one copy of the weights.
+Compared are log-probabilities under teacher forcing, greedy replies, a reply from a warm cache against one from a cold
+one, and a prompt prefilled in chunks against one prefilled whole.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from engine.errors import EngineError, not_installed
+from minitui.visible import json_text
+
+NEW_TOKENS = 20
+TOP = 20  # log-probabilities compared at each position
+# The largest difference of a log-probability that rounding explains; measured on random and on trained models. float64:
+# transformers norms in float32; the bundled model differs by 1.00005e-5.
+TOLERANCE = {"float64": 2e-5, "float32": 1e-2, "bfloat16": 0.5, "float16": 0.1}
+PROMPTS = (
+    "The capital of France is",
+    "What is a KV cache?",
+    "def fibonacci(n):\n",
+    "1, 2, 3, 5, 8, 13,",
+    "A request arrives, waits in the queue until the scheduler admits it, and is then prefilled in chunks. " * 12,
+)
+# Qwen3-8B goes on with " Paris. The capital of France is", and so on for ever.
+KNOWN = {"Qwen3-8B": ([12095, 13, 576, 6722, 315, 9625, 374] * 3)[:NEW_TOKENS]}
+
+
+@dataclass(slots=True)
+class Check:
+    """One line of the table."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(slots=True)
+class Reference:
+    """What transformers said: per prompt the greedy reply, and the log-probabilities over prompt and reply."""
+
+    prompts: list[list[int]]
+    replies: list[list[int]]
+    logprobs: list[Any]  # float32, or float64 for a float64 model [prompt + reply, vocabulary], on the host
+
+
+def verify(model: str, dtype: str = "auto", device: str = "auto", as_json: bool = False) -> int:
+    """Print the comparison; 0 if everything agrees, 1 if anything differs. Raises EngineError if it cannot run."""
+    from engine.config import EngineConfig, ModelConfig, resolve
+    from engine.hub import resolve_model
+
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise EngineError(not_installed("minitui verify", error, "verify")) from None
+    directory = resolve_model(model)
+    limits = resolve(EngineConfig(model=model, dtype=dtype, device=device), ModelConfig.from_pretrained(directory))
+    name = str(limits.dtype).removeprefix("torch.")
+    _say(f"{directory.name}: {name} on {limits.device}", as_json)
+    started = time.perf_counter()
+    reference = run_reference(directory, limits.dtype, limits.device)
+    _say(f"transformers answered after {time.perf_counter() - started:.1f} s", as_json)
+    checks = compare(directory, reference, name, str(limits.device))
+    _report(directory.name, checks, as_json)
+    return 0 if all(check.passed for check in checks) else 1
+
+
+def run_reference(directory: Path, dtype: Any, device: Any) -> Reference:
+    """Greedy replies and all log-probabilities by transformers, one prompt at a time."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from engine.text.tokenizer import Tokenizer
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    tokenizer = Tokenizer(directory)
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    experts = "eager"  # their fast form of mixtures of experts knows no float64
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, experts_implementation=experts)
+    model = model.to(device).eval()
+    room = model.config.max_position_embeddings - NEW_TOKENS - 1  # teacher forcing draws one token more
+    prompts = [ids[:room] for ids in prompts]
+    replies, logprobs = [], []
+    with torch.inference_mode():
+        for ids in prompts:
+            batch = torch.tensor([ids], device=device)
+            # Not `generate`: its defaults come from the checkpoint, and here nothing but argmax is wanted.
+            cache, tokens, reply = None, batch, []
+            for _ in range(NEW_TOKENS):
+                out = model(tokens, past_key_values=cache, use_cache=True)
+                cache, tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
+                reply.append(int(tokens))
+            whole = torch.tensor([ids + reply], device=device)
+            logprobs.append(model(whole).logits[0].to(exact).log_softmax(-1).cpu())
+            replies.append(reply)
+    del model, cache
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return Reference(prompts, replies, logprobs)
+
+
+def compare(directory: Path, reference: Reference, dtype: str, device: str) -> list[Check]:
+    """Run the same through the engine."""
+    from engine.core.types import SamplingParams
+    from engine.llm import LLM
+
+    llm = LLM(str(directory), dtype=dtype, device=device)
+    greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+    def replies() -> list[list[int]]:
+        return [out.outputs[0].token_ids for out in llm.generate(reference.prompts, greedy, use_tqdm=False)]
+
+    worst = _worst_logprob(llm, reference)
+    checks = [
+        Check(
+            "log-probabilities, teacher forcing", worst <= TOLERANCE[dtype],
+            f"largest difference {worst:.2g} over {sum(map(len, reference.logprobs))} positions, "
+            f"top {TOP} (allowed {TOLERANCE[dtype]:g})",
+        )
+    ]  # fmt: skip
+    llm.engine.clear_cache()
+    cold = replies()
+    # A tie is no closer than rounding explains; where the log-probabilities differ, nothing is explained by it.
+    slack = min(10 * worst, 2 * TOLERANCE[dtype]) if worst <= TOLERANCE[dtype] else 0.0
+    checks.append(_same_tokens("greedy tokens, transformers", reference, reference.replies, cold, slack))
+    warm = replies()
+    checks.append(_same_tokens("warm cache, cold cache", reference, cold, warm, slack))
+    llm.engine.clear_cache()
+    scheduler = llm.engine.scheduler
+    scheduler.config = replace(scheduler.config, max_num_batched_tokens=32)
+    checks.append(_same_tokens("prefilled in chunks of 32, whole", reference, cold, replies(), slack))
+    llm.engine.check()
+    for known, tokens in KNOWN.items():
+        if directory.name == known or f"models--Qwen--{known}" in str(directory):
+            checks.append(Check(f"the known {len(tokens)} tokens of {known}", cold[0] == tokens, str(cold[0])))
+    return checks
+
+
+def _worst_logprob(llm: Any, reference: Reference) -> float:
+    """The largest difference, over all positions, of the log-probability of the token there and of the top ones."""
+    from engine.core.types import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=TOP, ignore_eos=True)
+    worst = 0.0
+    for prompt, reply, expected in zip(reference.prompts, reference.replies, reference.logprobs, strict=True):
+        output = llm.generate([prompt + reply], params, use_tqdm=False)[0]
+        for position, entry in enumerate(output.prompt_logprobs):
+            for token, logprob in [(entry.token_id, entry.logprob), *entry.top]:
+                difference = abs(float(expected[position, token]) - logprob)
+                worst = max(worst, difference if math.isfinite(difference) else math.inf)
+        if len(output.prompt_logprobs) != len(prompt + reply) - 1:  # the engine ends a request whose logits are NaN
+            worst = math.inf
+    return worst
+
+
+def _same_tokens(
+    name: str, reference: Reference, expected: list[list[int]], got: list[list[int]], slack: float
+) -> Check:
+    """Equal, but for places where the two best tokens are so close that rounding decides."""
+    ties, wrong = 0, []
+    for i, (want, have) in enumerate(zip(expected, got, strict=True)):
+        if want == have:
+            continue
+        at = next((n for n, (a, b) in enumerate(zip(want, have, strict=False)) if a != b), None)
+        if at is None or len(want) != len(have):
+            wrong.append(f"prompt {i} has {len(have)} tokens in place of {len(want)}")
+            continue
+        if want[:at] != reference.replies[i][:at]:
+            wrong.append(f"prompt {i} differs at token {at}, after a text that transformers did not judge")
+            continue
+        logprobs = reference.logprobs[i][len(reference.prompts[i]) + at - 1]
+        margin = float(abs(logprobs[want[at]] - logprobs[have[at]]))
+        if margin <= slack:  # never true of NaN
+            ties += 1
+        else:
+            wrong.append(f"prompt {i} differs at token {at}, margin {margin:.2g}")
+    same = len(expected) - ties - len(wrong)
+    detail = f"{same} of {len(expected)} replies of {NEW_TOKENS} tokens equal"
+    if ties:
+        detail += f", {ties} part at a tie (margin under {slack:.2g})"
+    return Check(name, not wrong, "; ".join([detail, *wrong]))
+
+
+def _say(text: str, as_json: bool) -> None:
+    print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+
+def _report(model: str, checks: list[Check], as_json: bool) -> None:
+    passed = all(check.passed for check in checks)
+    if as_json:
+        print(json_text({"model": model, "passed": passed, "checks": [asdict(check) for check in checks]}))
+        return
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        print(f"{'same' if check.passed else 'DIFFERENT':<9}  {check.name:<{width}}  {check.detail}")

@@ -1,0 +1,207 @@
+"""What it costs the engine that the application watches: the real arrangement, an engine in its process and the
+application in a terminal, in turns with nobody watching and with records that nobody looks at.
+
+    minitui bench --attached [--shape 0.6B] [--model DIR] [--pairs 8] [--json]
+
+One engine for all runs, so that they differ in nothing else: `off` writes no records, `records` writes and sends them
+to a client that drops them, `attached` has Inspect fold and draw them in a terminal of 160 × 48. The time of a step is
+the engine's own, by its clock, from the first token of a run to its last: what the client does besides, asking and
+reading the answers, stands outside and is the same in all three.
+
+Measured on one H200 with 16 cores, 64 rows of the 0.6B shape at 1.23 ms a step, 12 runs of 256 tokens each: attached
+-0.05 % (95 % interval -0.19 % to +0.09 %), records alone -0.02 % (-0.14 % to +0.10 %): none of it can be told from
+nothing. The application used 0.24 of a core, of which reading the answers alone is 0.13. On two cores that the engine,
+the application and the terminal share, what is measured is mostly their crowding, and the line says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from engine.config import EngineConfig
+from engine.errors import EngineError, InvalidRequest
+from minitui.bench.rows import greedy, random_prompts
+from minitui.bench.watching import mean_interval, told_interval
+from minitui.chat.model_choice import Choice, load_codec
+from minitui.chat.sessions import Chats, Codec, Sampling
+from minitui.cli.launch import run_app
+from minitui.dev.pseudo_terminal import run_in_terminal
+from minitui.settings import Settings
+from minitui.sources.base import LiveSource, Source
+from minitui.tui.app import MinituiApp
+
+SIZE = (160, 48)
+PROMPT = 32
+TASK, FIGURES = "task.json", "figures.json"
+SETTLE_S = 0.2  # before a run: the snapshot is folded, and drawn
+ARMS = ("off", "records", "attached")
+ORDERS = ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1), (2, 0, 1), (1, 0, 2))  # nobody is always first, or after another
+
+
+class Numbers:
+    """In the place of a tokenizer where there is none: a token is spelled by its number."""
+
+    special_ids: frozenset[int] = frozenset()
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return "".join(f" {token}" for token in ids)
+
+    def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> NoReturn:
+        raise InvalidRequest("a shape without a checkpoint has no template")
+
+
+def codec_of(info: dict[str, Any]) -> Codec:
+    """The checkpoint's tokenizer, or numbers."""
+    return load_codec(info) if (Path(info["model_dir"]) / "tokenizer.json").exists() else Numbers()
+
+
+class Watched(MinituiApp):
+    """The application, which looks away where it is told to: then what comes is dropped and nothing is drawn."""
+
+    looks = True
+    failure = ""
+
+    def _frame(self) -> None:
+        if self.looks:
+            super()._frame()
+        else:
+            self.source.drain_records()
+
+    async def look(self) -> None:
+        """Begin to watch."""
+        self.feed.replaced()
+        await self.feed.sync()
+        self.looks = True
+
+    def _show_death(self, title: str, error: str, hang: bool = False) -> None:
+        self.failure = f"{title}: {error}"
+        self.exit()
+
+
+async def take_turns(app: Watched, rows: int, tokens: int, turns: int) -> dict[str, Any]:
+    """Each of ARMS `turns` times: milliseconds a step, and the share of a core that this process used."""
+    app.switch_mode("inspect")
+    found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+    vocab, seed = int(app.source.info["vocab_size"]), 30_000
+    for turn in range(-1, turns):  # the first is to warm up
+        for arm in (ARMS[i] for i in ORDERS[turn % len(ORDERS)]):
+            seed += 1
+            run = await _run(app, arm, random_prompts([PROMPT] * rows, vocab, seed), tokens)
+            if turn >= 0:
+                found[arm].append(run)
+    return {
+        "step_ms": {arm: [run["step_ms"] for run in runs] for arm, runs in found.items()},
+        "core": {arm: statistics.mean(run["core"] for run in runs) for arm, runs in found.items()},
+        "shown": statistics.mean(run["shown"] for run in found["attached"]),  # of a run's steps, when it ends
+    }
+
+
+async def _run(app: Watched, arm: str, prompts: list[list[int]], tokens: int) -> dict[str, float]:
+    source = app.source
+    app.looks = False
+    await source.control("clear_cache")  # every run finds the same
+    await source.control("records", enabled=arm != "off")
+    if arm == "attached":
+        await app.look()
+    await source.control("pause")  # all begin in the same step
+    streams = [source.submit(ids, greedy(tokens), group=f"chat {i + 1}") for i, ids in enumerate(prompts)]
+    replies = asyncio.gather(*map(_step_ms, streams))
+    for stream in streams:
+        await stream.started()
+    await asyncio.sleep(SETTLE_S)
+    began, spent, step = time.monotonic(), time.process_time(), app.view.live.state.step
+    await source.control("resume")
+    step_ms = statistics.mean(await replies)
+    seconds, shown = time.monotonic() - began, app.view.live.state.step - step
+    return {"step_ms": step_ms, "core": (time.process_time() - spent) / seconds, "shown": shown / tokens}
+
+
+async def _step_ms(stream: Any) -> float:
+    """Milliseconds from token to token of this reply, as the engine measured them."""
+    metrics: dict[str, Any] = {}
+    async for delta in stream:
+        metrics = delta.metrics or metrics
+    return 1e3 / metrics["decode_tok_s"]
+
+
+def attached(config: EngineConfig, rows: int, tokens: int = 256, turns: int = 8) -> tuple[dict[str, Any], str]:
+    """Run the application in a terminal; the measurement as data and as a line. EngineError if it could not run."""
+    with tempfile.TemporaryDirectory(prefix="minitui-attached-") as folder:
+        task = {"config": asdict(config), "rows": rows, "tokens": tokens, "turns": turns}
+        Path(folder, TASK).write_text(json.dumps(task), encoding="utf-8")
+        environment = {"MINITUI_DATA": folder, "MINITUI_CONFIG": os.path.join(folder, "settings.toml")}
+        arrived = run_in_terminal(["minitui.dev.bench_attached", folder], SIZE, environment)
+        try:
+            figures: dict[str, Any] = json.loads(Path(folder, FIGURES).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise EngineError("the application that was to be measured ended before it had said anything") from None
+    if "failure" in figures:
+        raise EngineError(f"the application that was to be measured stopped: {figures['failure']}")
+    figures["written_kb"] = round(sum(size for _, size in arrived) / 1e3)
+    cores = os.cpu_count() or 1
+    threads = (config.cpu_threads or max(1, cores - 1)) if figures["device"].startswith("CPU") else 1
+    report = {"rows": rows, "turns": turns, "cores": cores, "engine_threads": threads, **compare(figures)}
+    return report, line_of(report)
+
+
+def compare(figures: dict[str, Any]) -> dict[str, Any]:
+    """The figures with what records, and the application, add to a step: means over the turns, and the half width of
+    their 95 % intervals, as shares of a step with nobody watching."""
+    off = figures["step_ms"]["off"]
+    slowdown, interval = {}, {}
+    for arm in ARMS[1:]:
+        ratios = [step / alone - 1.0 for step, alone in zip(figures["step_ms"][arm], off, strict=True)]
+        slowdown[arm], interval[arm] = mean_interval(ratios)
+    return {**figures, "slowdown": slowdown, "interval": interval}
+
+
+def line_of(report: dict[str, Any]) -> str:
+    """One line for people, which says so where the machine is too small to tell."""
+    cores, threads = report["cores"], report["engine_threads"]
+    crowded = "" if cores - threads > 1 else f": too few beside the engine's {threads} to tell watching from crowding"
+    step_ms = statistics.mean(report["step_ms"]["off"])
+    told = {arm: told_interval(report["slowdown"][arm], report["interval"][arm]) for arm in ARMS[1:]}
+    return (
+        f"application attached against nobody watching, {report['turns']} runs each with {report['rows']} rows, "
+        f"{step_ms:.2f} ms a step: {told['attached']}; records alone {told['records']}; "
+        f"the application used {report['core']['attached']:.2f} of a core ({cores} cores{crowded})"
+    )
+
+
+def main(folder: Path) -> None:
+    """The application's side: in the terminal it was started in, with the task in `folder`; the figures go there."""
+    task = json.loads((folder / TASK).read_text(encoding="utf-8"))
+    source = LiveSource(EngineConfig(**task["config"]), folder / "engine.log")
+    figures: dict[str, Any] = {}
+    made: list[Watched] = []
+
+    def make(source: Source, chats: Chats, settings: Settings, **options: Any) -> Watched:
+        made.append(Watched(source, chats, settings, **{**options, "load_codec": codec_of}))
+        return made[-1]
+
+    async def script(app: Any) -> None:
+        try:
+            figures.update(await take_turns(app, task["rows"], task["tokens"], task["turns"]))
+            figures["device"] = source.info["device"]
+        except Exception as error:  # nobody sees this screen
+            app.failure = app.failure or f"{type(error).__name__}: {error}"
+        app.exit()
+
+    run_app(source, Choice("", "", "", "model"), Settings(), Sampling(), script=script, make=make)
+    if made[0].failure:
+        figures = {"failure": made[0].failure}
+    (folder / FIGURES).write_text(json.dumps(figures), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,263 @@
+"""What the host does for a step, measured without a device: the real engine over a runner that computes nothing.
+
+    minitui bench --host [--json]    microseconds per step and per row at 1 to 1,024 running requests, and for each
+                                     operation on a radix tree of 1,000 to 100,000 blocks
+
+Every request decodes: its neighbours' lengths differ, so that in each step one row in sixteen takes a new block and
+publishes a full one, as in real life. Times are medians over the steps, the best of several runs: other programs make
+a run slower, never faster.
+
+What paid (2 slow cores, Python 3.11, planned one step ahead, records on; before -> after, in the same minutes):
+
+    rows     us a step       us a row        sent to the listener, us a step
+       1       32 ->   25
+      64      209 ->  146    3.3 -> 2.3       190 ->   68
+     256      726 ->  483    2.8 -> 1.9       750 ->  265
+    1024     3440 -> 2090    3.4 -> 2.0      3900 -> 1200
+
+Lengths in flight are derived, not counted; the arrays of a plan stand while the same requests decode; deltas travel as
+tuples. What is left of a row is one loop in plan (0.3 us), one in commit (0.7, a third of it the `Emitted`), and the
+sixteenth of a block: growing the table 2 us, publishing 5. Taking a long reply's tail out of the tree block by block no
+longer hashes the rest of it each time: 430 -> 4 us a block at 2,048 blocks.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from engine.core.allocator import BlockAllocator
+from engine.core.engine import Engine
+from engine.core.radix import Key, Node, RadixTree
+from engine.core.scheduler import SchedulerConfig
+from engine.core.types import SamplingParams, StepPlan, StepResult
+from engine.process.server import on_the_wire
+from engine.text.output import OutputProcessor
+from engine.trace.records import RecordLog
+
+BATCHES = (1, 16, 64, 256, 1024)
+TREES = (1_000, 10_000, 100_000)
+BLOCK, VOCAB = 16, 50_000
+STEPS, RUNS = 96, 3  # steps a run, and runs, of each line
+DEPTH = 8  # blocks of a sequence in the tree: 2 that it shares with 15 others, and 6 of its own
+OPERATIONS = 400  # of each kind, on a tree
+
+
+class NoDevice:
+    """A runner whose steps are over at once; everyone draws the same token."""
+
+    block_size, vocab_size, synchronous = BLOCK, VOCAB, True
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+
+    def launch(self, plan: StepPlan) -> NothingToWaitFor:
+        return NothingToWaitFor(len(plan.rows))
+
+
+class NothingToWaitFor:
+    """A launched step of so many entries."""
+
+    def __init__(self, entries: int) -> None:
+        self.entries = entries
+
+    def wait(self) -> StepResult:
+        return StepResult([7] * self.entries)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Medians over decode steps, in microseconds."""
+
+    rows: int
+    delay: int  # 1: a step is planned before the one before it is committed
+    records: bool
+    step_us: float  # Engine.step: plan, commit, and what they are wrapped in
+    plan_us: float
+    commit_us: float
+    emit_us: float  # deltas made of what was drawn, and pickled with the records for the process that listens
+    worst_us: float  # the slowest step
+
+    @property
+    def row_us(self) -> float:
+        """Planning and committing, for one row."""
+        return self.step_us / self.rows
+
+    def line(self) -> str:
+        return (
+            f"{self.rows:6,d} {self.delay:6d}   {'on ' if self.records else 'off'}   {self.step_us:10.1f} "
+            f"{self.plan_us:10.1f} {self.commit_us:10.1f} {self.row_us:10.3f} {self.emit_us:10.1f} "
+            f"{self.worst_us:10.1f}"
+        )
+
+
+@dataclass(frozen=True)
+class TreeCost:
+    """Means over operations on a tree of so many blocks, in microseconds."""
+
+    blocks: int
+    nodes: int
+    match_us: float  # a sequence of DEPTH blocks, all known
+    insert_us: float  # one that leaves the tree after 2 blocks: hold those, append 6, give all back
+    split_us: float  # a node of 6 blocks cut in two
+    evict_us: float  # per block, with the tree emptied as a full pool is: a sequence's worth at a time
+
+    def line(self) -> str:
+        return (
+            f"{self.blocks:8,d} {self.nodes:8,d} {self.match_us:10.2f} {self.insert_us:10.2f} {self.split_us:10.2f} "
+            f"{self.evict_us:10.2f}"
+        )
+
+
+STEP_HEAD = "  rows  delay records  us a step       plan     commit   us a row       emit      worst"
+TREE_HEAD = "  blocks    nodes      match     insert      split  evict/block   (us)"
+
+
+def measure_host(say: Callable[[str], Any]) -> dict[str, Any]:
+    """Both tables, said line by line as they are found, and as data."""
+    say("steps in which every row decodes\n" + STEP_HEAD)
+    steps = []
+    for rows in BATCHES:
+        for delay in (0, 1):
+            for records in (False, True):
+                steps.append(step_cost(rows, delay, records, RUNS))
+                say(steps[-1].line())
+    say("\nthe radix tree, with its allocator and its records\n" + TREE_HEAD)
+    costs = []
+    for blocks in TREES:
+        costs.append(tree_cost(blocks))
+        say(costs[-1].line())
+    return {"steps": [asdict(cost) | {"row_us": cost.row_us} for cost in steps], "tree": [asdict(c) for c in costs]}
+
+
+def step_cost(rows: int, delay: int, records: bool, runs: int = RUNS) -> StepCost:
+    """The best of `runs` runs of STEPS decode steps."""
+    return min((_step_cost(rows, delay, records) for _ in range(runs)), key=lambda cost: cost.step_us)
+
+
+def _step_cost(rows: int, delay: int, records: bool) -> StepCost:
+    engine = _decoding(rows, delay)
+    engine.log.enabled = records
+    outputs = OutputProcessor(None, engine.log)
+    for request in engine.scheduler.running:
+        outputs.open(request)
+    plans, commits = _timed(engine.scheduler, "plan"), _timed(engine.scheduler, "commit")
+    whole, emits = [], []
+    with _no_collections():
+        for _ in range(STEPS):
+            began = time.perf_counter()
+            emitted = engine.step()
+            ended = time.perf_counter()
+            deltas, _ = outputs.process(emitted)
+            news = ("news", [delta.packed() for delta in deltas], engine.log.drain())
+            on_the_wire(news)
+            emits.append(time.perf_counter() - ended)
+            whole.append(ended - began)
+    step_us, plan_us, commit_us, emit_us = (median(times) * 1e6 for times in (whole, plans, commits, emits))
+    return StepCost(rows, delay, records, step_us, plan_us, commit_us, emit_us, worst_us=max(whole) * 1e6)
+
+
+def _decoding(rows: int, delay: int) -> Engine:
+    """An engine in which `rows` requests decode, each with some prompt of its own."""
+    longest = 2 * BLOCK + 2 * STEPS
+    runner = NoDevice(1 + rows * -(-2 * longest // BLOCK))
+    config = SchedulerConfig(8192, rows, max_model_len=2 * longest)
+    engine = Engine(runner, config, overlap=delay > 0)
+    rng = random.Random(rows)
+    for i in range(rows):
+        prompt = [rng.randrange(VOCAB) for _ in range(BLOCK + i % BLOCK)]
+        engine.add_request(prompt, SamplingParams(max_tokens=longest, ignore_eos=True))
+    while not all(request.decoding for request in engine.scheduler.requests.values()):
+        engine.step()
+    for _ in range(4):
+        engine.step()
+    engine.log.drain()
+    return engine
+
+
+def _timed(owner: object, name: str) -> list[float]:
+    """Seconds of every call of this method from now on."""
+    method = getattr(owner, name)
+    times: list[float] = []
+
+    def call(*arguments: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return method(*arguments)
+        finally:
+            times.append(time.perf_counter() - began)
+
+    setattr(owner, name, call)
+    return times
+
+
+def tree_cost(blocks: int) -> TreeCost:
+    """Build a tree of about `blocks` blocks, every one of them evictable, and time operations on it."""
+    rng = random.Random(blocks)
+    log = RecordLog()
+    allocator = BlockAllocator(blocks + 1 + 2 * DEPTH * OPERATIONS)
+    tree = RadixTree(BLOCK, allocator, log)
+    sequences: list[list[int]] = []
+    while allocator.num_cached + DEPTH <= blocks:
+        if len(sequences) % 16 == 0:
+            head = _tokens(rng, 2)
+        sequences.append(head + _tokens(rng, DEPTH - 2))
+        _insert(tree, sequences[-1])
+    log.drain()
+    nodes = len(tree.nodes) - 1
+    known = rng.choices(sequences, k=OPERATIONS)
+    with _no_collections():
+        match = _mean_us(lambda ids: tree.match(ids, DEPTH), known)
+        branches = [ids[: 2 * BLOCK] + _tokens(rng, DEPTH - 2) for ids in known]
+        insert = _mean_us(lambda ids: _insert(tree, ids), branches)
+        cuts = [tree.match(ids, DEPTH - 3) for ids in branches]
+        split = _mean_us(tree.claim, cuts)
+        log.drain()
+        evicted, began = 0, time.perf_counter()
+        while freed := tree.evict(DEPTH, "the pool is full"):
+            evicted += freed
+        evict = (time.perf_counter() - began) / evicted * 1e6
+    tree.check()
+    allocator.check()
+    return TreeCost(blocks, nodes, match, insert, split, evict)
+
+
+def _insert(tree: RadixTree, ids: list[int]) -> None:
+    """What a request does: hold what is known, append the rest, give everything back."""
+    match = tree.match(ids, DEPTH)
+    node: Node = tree.claim(match)
+    tree.allocator.hold(match.blocks)
+    tree.lock(node, tree.root, tree.log.append("hold", 0, node.id, 0))
+    new = tree.allocator.allocate(DEPTH - len(match.blocks)) or []
+    keys: list[Key] = [tuple(ids[i * BLOCK : (i + 1) * BLOCK]) for i in range(len(match.blocks), DEPTH)]
+    node = tree.add(node, 0, keys, new, -1)
+    tree.unlock(node, tree.log.append("finish", 0, "length", 0))
+    tree.allocator.release([*match.blocks, *new][::-1])
+
+
+def _tokens(rng: random.Random, blocks: int) -> list[int]:
+    return [rng.randrange(VOCAB) for _ in range(blocks * BLOCK)]
+
+
+def _mean_us(operation: Callable[[Any], Any], arguments: list[Any]) -> float:
+    began = time.perf_counter()
+    for argument in arguments:
+        operation(argument)
+    return (time.perf_counter() - began) / len(arguments) * 1e6
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Garbage collection would measure what else this process has allocated."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

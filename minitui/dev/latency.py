@@ -1,0 +1,181 @@
+"""How long a key takes from its byte into the terminal to its glyph out of it, while eight chats are being answered.
+
+    python -m minitui.dev.latency [--chats 8] [--tokens 1500] [--seconds 60] [--json]
+
+It runs the real application in a pseudo-terminal with the bundled model, asks the same in every chat with the end token
+ignored, and types characters that no answer contains, one at a time; when the answers end it asks again. It also
+measures what share of a core the application uses, and how many bytes a second it writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import select
+import signal
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+
+from minitui.dev.pseudo_terminal import start_in_terminal
+
+GLYPHS = "àáâãäåæçèéêëìíîïðñòóôõöøùúûüýþÿāăąćĉċčďđēĕėęěĝğġģĥħĩīĭįıĵķĺļľłńņňŋōŏőœŕŗřśŝşšţťŧũūŭůűųŵŷźżž"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Milliseconds; `core` is the share of one core that the application used, the engine not counted."""
+
+    keys: int
+    p50: float
+    p95: float
+    p99: float
+    worst: float
+    core: float
+    bytes_per_second: float
+    answering: float  # seconds of the time in which answers were being written
+
+
+class Application:
+    """`minitui chat` in a pseudo-terminal of `columns` × `rows`."""
+
+    def __init__(self, columns: int, rows: int, arguments: list[str]) -> None:
+        home = tempfile.mkdtemp(prefix="minitui-latency-")
+        environment = {"MINITUI_DATA": home, "MINITUI_CONFIG": os.path.join(home, "settings.toml")}
+        self.pid, self.fd = start_in_terminal(["minitui", "chat", *arguments], (columns, rows), environment)
+        self.written = 0
+
+    def read(self, seconds: float) -> bytes:
+        """What it writes within `seconds`; returns at its first output."""
+        ready, _, _ = select.select([self.fd], [], [], seconds)
+        if not ready:
+            return b""
+        try:
+            data = os.read(self.fd, 1 << 16)
+        except OSError:  # it has ended
+            time.sleep(seconds)
+            return b""
+        self.written += len(data)
+        return data
+
+    def wait_for(self, text: str, seconds: float = 60.0) -> None:
+        """Until it has written `text` (in one piece); TimeoutError otherwise."""
+        seen, end = b"", time.monotonic() + seconds
+        while text.encode() not in seen:
+            if time.monotonic() > end:
+                raise TimeoutError(f"the application did not write {text!r} within {seconds:.0f} s")
+            seen = seen[-4096:] + self.read(0.1)
+
+    def drain(self, seconds: float) -> None:
+        """Let it run."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self.read(left)
+
+    def type(self, text: str) -> None:
+        """Write into its terminal."""
+        os.write(self.fd, text.encode())
+
+    def command(self, text: str) -> None:
+        """Type a line and send it."""
+        self.type(text)
+        self.drain(0.3)
+        self.type("\r")
+        self.drain(0.3)
+
+    def echo(self, glyph: str) -> float:
+        """Seconds from writing `glyph` until it comes back."""
+        wanted = glyph.encode()
+        started = time.perf_counter()
+        os.write(self.fd, wanted)
+        seen = b""
+        while wanted not in seen:
+            seen = seen[-8:] + self.read(5.0)
+            if time.perf_counter() - started > 5:
+                raise TimeoutError("a key was not echoed within 5 s")
+        return time.perf_counter() - started
+
+    def cpu_seconds(self) -> float:
+        """Processor time of the application's own process."""
+        with open(f"/proc/{self.pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def close(self) -> None:
+        """End it."""
+        os.kill(self.pid, signal.SIGTERM)
+        self.drain(1.0)
+        os.waitpid(self.pid, 0)
+        os.close(self.fd)
+
+
+def measure(chats: int, tokens: int, seconds: float, columns: int, rows: int, arguments: list[str]) -> Measured:
+    """Type for `seconds` while `chats` answers of `tokens` tokens are written."""
+    app = Application(columns, rows, arguments)
+    try:
+        app.wait_for("blocks of")
+        app.drain(1.0)
+        for number in range(chats):
+            if number:
+                app.command("/new")
+            app.command("/set ignore_eos on")
+            app.command(f"/set max_tokens {tokens}")
+        took: list[float] = []
+        glyphs = list(GLYPHS)
+        random.Random(0).shuffle(glyphs)
+        began = time.monotonic()
+        asked = answering = 0.0
+        busy_for = 0.0
+        cpu, written = app.cpu_seconds(), app.written
+        typed = 0
+        while (now := time.monotonic()) - began < seconds:
+            if now - asked > busy_for:  # the answers may have ended: ask again, in every chat that has
+                app.command("/all Explain everything about the KV cache.")
+                asked, busy_for = time.monotonic(), 5.0
+                continue
+            took.append(app.echo(glyphs[typed % len(glyphs)]))
+            typed += 1
+            if typed % 40 == 0:
+                app.type("\x15")  # empty the line
+            pause = 0.06 + random.random() * 0.08  # a quick typist, at any phase of a frame
+            app.drain(pause)
+            answering += time.monotonic() - now
+        span = time.monotonic() - began
+        took.sort()
+
+        def at(share: float) -> float:
+            return round(took[min(int(share * len(took)), len(took) - 1)] * 1e3, 1)
+
+        return Measured(
+            len(took), at(0.5), at(0.95), at(0.99), round(took[-1] * 1e3, 1),
+            round((app.cpu_seconds() - cpu) / span, 3), round((app.written - written) / span), round(answering, 1),
+        )  # fmt: skip
+    finally:
+        app.close()
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m minitui.dev.latency", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--chats", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=1500)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--columns", type=int, default=120)
+    parser.add_argument("--rows", type=int, default=36)
+    parser.add_argument("--json", action="store_true")
+    options, rest = parser.parse_known_args()
+    found = measure(options.chats, options.tokens, options.seconds, options.columns, options.rows, rest)
+    if options.json:
+        print(json.dumps(asdict(found)))
+        return
+    print(
+        f"{found.keys} keys over {found.answering:.0f} s of answering in {options.chats} chats: "
+        f"p50 {found.p50} ms, p95 {found.p95} ms, p99 {found.p99} ms, worst {found.worst} ms; "
+        f"the application used {found.core:.0%} of a core and wrote {found.bytes_per_second / 1e3:,.0f} KB/s"
+    )
+
+
+if __name__ == "__main__":
+    main()

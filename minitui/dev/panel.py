@@ -1,0 +1,98 @@
+"""A small application around one panel and a stress source: `python -m minitui.tui.widgets.block_map`.
+
+Keys: space pauses the make-believe engine, n lets one step through, t changes the theme, a the glyphs, q quits;
+everything else is the panel's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import ClassVar
+
+from textual.app import App, ComposeResult
+from textual.binding import Binding
+
+from engine.trace.state import State
+from minitui.dev.simulator import CLASSROOM, Load, Stress
+from minitui.tui.theme import ASCII, THEMES, glyphs, use_ascii
+from minitui.tui.widgets.base import LinePanel
+from minitui.viewmodel.model import View
+
+
+def stress_view(load: Load = CLASSROOM, seconds: float = 0.0, frames: int = 1) -> tuple[Stress, View]:
+    """A stress source and the view over it, after `seconds` of make-believe time seen in so many frames."""
+    stress = Stress(load)
+    view = View()
+    view.ids_to_text = stress.words.decode
+    view.group_names = stress.group_names
+    view.reset(State(load.blocks + 1, load.block_size, load.budget, load.rows).snapshot())
+    for _ in range(frames):
+        stress.run(seconds / frames)
+        view.fold(stress.drain(), stress.now)
+        view.frame(stress.now)
+    return stress, view
+
+
+class Alone(App[None]):
+    """One panel, filling the screen."""
+
+    BINDINGS: ClassVar = [
+        Binding("space", "pause", "pause"),
+        Binding("n", "step", "step"),
+        Binding("t", "theme", "theme"),
+        Binding("a", "ascii", "glyphs"),
+        Binding("q", "quit", "quit"),
+    ]
+
+    def __init__(
+        self, panel: Callable[[], LinePanel], load: Load = CLASSROOM, warm_up: float = 8.0, fps: float = 20.0
+    ) -> None:
+        super().__init__()
+        self.fps = fps  # 0: time passes only when somebody calls `tick`
+        for theme in THEMES:
+            self.register_theme(theme)
+        self.theme = THEMES[0].name
+        self.stress, self.view = stress_view(load, warm_up)
+        self.panel = panel()
+        self._last = time.monotonic()
+
+    def compose(self) -> ComposeResult:
+        yield self.panel
+
+    def on_mount(self) -> None:
+        self.panel.focus()
+        if self.fps:
+            self.set_interval(1 / self.fps, self.tick)
+
+    def tick(self) -> None:
+        """One frame: let time pass, fold, paint."""
+        now = time.monotonic()
+        self.stress.run(min(0.2, now - self._last))
+        self._last = now
+        self.show()
+
+    def show(self) -> None:
+        self.view.fold(self.stress.drain(), self.stress.now)
+        self.view.frame(self.stress.now)
+        self.panel.paint(self.view)
+
+    def action_pause(self) -> None:
+        self.stress.gate(not self.stress.closed)
+
+    def action_step(self) -> None:
+        self.stress.gate(True, "stepping")
+        self.stress.run_steps(1)
+        self.show()
+
+    def action_theme(self) -> None:
+        names = [theme.name for theme in THEMES]
+        self.theme = names[(names.index(self.theme) + 1) % len(names)]
+
+    def action_ascii(self) -> None:
+        use_ascii(glyphs() is not ASCII)
+
+
+def run_alone(panel: Callable[[], LinePanel], load: Load = CLASSROOM) -> None:
+    """Show one panel until q."""
+    Alone(panel, load).run()

@@ -1,0 +1,132 @@
+"""An animated picture of the application: `python -m minitui.dev.screencast [FILE]` plays a demo and writes a GIF.
+
+The demo is played in a headless terminal by the real engine, in the time it takes in a terminal, and looked at a few
+times a second; frames that are equal become one that stands longer. A headless Chromium draws them, Pillow writes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import EngineError
+from minitui.dev.screenshots import Scene, make, until
+from minitui.export.png import NO_BROWSER, find_browser, write_png
+from minitui.export.svg import offline
+from minitui.teaching.demo import DEMOS, play_in_app
+from minitui.tui.app import MinituiApp
+
+LOOKS_A_SECOND = 2.5
+COLOURS = 96
+LAST_STANDS_S = 6.0
+
+
+@dataclass
+class Frame:
+    """A picture, and how long it stands in seconds."""
+
+    svg: str
+    seconds: float
+
+
+async def film(name: str, columns: int, rows: int, beat: float) -> list[Frame]:
+    """Play a demo to its end; its frames."""
+    demo = DEMOS[name]
+    scene = Scene(_nothing, columns, rows, options=demo.options)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as servers:
+        app = await make(scene, Path(folder), servers)
+        app.chats.sampling.max_tokens = demo.max_tokens
+        frames: list[Frame] = []
+        async with app.run_test(size=(columns, rows)):
+            await until(lambda: app.feed.live and app.progress is None)
+            playing = asyncio.create_task(play_in_app(demo, app, None, beat))
+            last = time.monotonic()
+            while not playing.done():
+                await asyncio.sleep(1 / LOOKS_A_SECOND)
+                svg, now = offline(app.export_screenshot(title="minitui")), time.monotonic()
+                if frames and _drawn(frames[-1].svg) == _drawn(svg):
+                    frames[-1].seconds += now - last
+                else:
+                    frames.append(Frame(svg, now - last))
+                last = now
+            await playing
+    frames[-1].seconds += LAST_STANDS_S
+    return frames
+
+
+async def _nothing(app: MinituiApp) -> None:
+    """A demo plays itself."""
+
+
+def _drawn(svg: str) -> str:
+    """What a frame looks like: the names of Textual's classes and clips differ from picture to picture."""
+    return svg[svg.index("</defs>") :] if "</defs>" in svg else svg
+
+
+def write_gif(frames: list[Frame], path: Path, browser: str, scale: float) -> None:
+    """Draw each frame and write them with one palette, so that only what changed costs bytes."""
+    from PIL import Image
+
+    with tempfile.TemporaryDirectory() as folder:
+        pictures: list[Any] = []
+        for number, frame in enumerate(frames):
+            png = write_png(frame.svg, Path(folder) / f"{number}.png", browser, scale)
+            with Image.open(png) as image:
+                ground = Image.new("RGB", image.size, "#0d1117")
+                ground.paste(image, mask=image.getchannel("A") if "A" in image.getbands() else None)
+                pictures.append(ground)
+    palette = _palette(pictures)
+    pictures = [picture.quantize(palette=palette, dither=Image.Dither.NONE) for picture in pictures]
+    pictures[0].save(
+        path,
+        save_all=True,
+        append_images=pictures[1:],
+        duration=[max(20, round(frame.seconds * 1000)) for frame in frames],
+        loop=0,
+        optimize=False,
+        disposal=1,
+    )
+
+
+def _palette(pictures: list[Any]) -> Any:
+    """The colours of some frames that are far apart."""
+    from PIL import Image
+
+    chosen = pictures[:: max(1, len(pictures) // 8)]
+    width, height = pictures[0].size
+    sheet = Image.new("RGB", (width, height * len(chosen)))
+    for number, picture in enumerate(chosen):
+        sheet.paste(picture, (0, number * height))
+    return sheet.quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE)
+
+
+def main() -> None:
+    """Film a demo."""
+    parser = argparse.ArgumentParser(prog="python -m minitui.dev.screencast", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("file", nargs="?", default="screenshots/shared-prefix.gif", type=Path)
+    parser.add_argument("--demo", default="shared-prefix", choices=DEMOS)
+    parser.add_argument("--size", default="110x34", help="columns x rows of the terminal")
+    parser.add_argument("--beat", default=1.0, type=float, help="scales the pauses for reading")
+    parser.add_argument("--scale", default=0.75, type=float, help="device pixels to a unit of the SVG")
+    options = parser.parse_args()
+    browser = find_browser()
+    if browser is None:
+        raise SystemExit(f"minitui.dev.screencast: {NO_BROWSER}")
+    columns, _, rows = options.size.partition("x")
+    try:
+        frames = asyncio.run(film(options.demo, int(columns), int(rows), options.beat))
+        write_gif(frames, options.file, browser, options.scale)
+    except EngineError as error:
+        raise SystemExit(f"minitui.dev.screencast: {error}") from None
+    seconds = sum(frame.seconds for frame in frames)
+    print(f"{options.file}: {len(frames)} frames, {seconds:.0f} s, {options.file.stat().st_size / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()

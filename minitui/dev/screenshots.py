@@ -1,0 +1,403 @@
+"""Pictures of the real application on the real engine: `python -m minitui.dev.screenshots [DIRECTORY] [NAME ...]`.
+
+Each scene is played in a headless terminal with the bundled model, held between two steps, and written as SVG; where a
+Chromium is installed, as PNG too. Textual's SVG names a font from the web: here it names fonts that machines have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import io
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from textual import events
+
+from minitui import tutor
+from minitui.chat.model_choice import choose_model, load_codec
+from minitui.chat.sessions import Chats, Sampling
+from minitui.cli.launch import lesson_source, live_source, recorded
+from minitui.cli.options import engine_config
+from minitui.export.png import find_browser, write_png
+from minitui.export.svg import offline
+from minitui.settings import Settings
+from minitui.sources.replay import ReplaySource
+from minitui.sources.replicas import ReplicaSource
+from minitui.teaching.demo import DEMOS, tell_plainly
+from minitui.teaching.lessons import lesson as find_lesson
+from minitui.trace.bundled import bundled
+from minitui.tui.app import MinituiApp
+from minitui.tui.lessons_app import LessonApp
+from minitui.tui.replay_app import ReplayApp
+from minitui.tui.replica_app import ReplicaApp
+from minitui.tui.screens.lessons import LessonScreen
+from minitui.tui.widgets.experts import ExpertMap
+from minitui.web.serve import OwnServer
+
+DEFAULTS: dict[str, Any] = {"kv_blocks": None, "no_prefix_caching": False}
+FOLLOW_UPS = (
+    "What is a block table?",
+    "What is continuous batching?",
+    "What is prefill?",
+    "Why is decode memory bound?",
+)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is played before the picture is taken."""
+
+    play: Callable[[MinituiApp], Awaitable[None]]
+    columns: int = 120
+    rows: int = 36
+    theme: str = "dark"
+    options: dict[str, Any] = field(default_factory=dict)  # the engine's
+    lesson: int | None = None  # instead of the chat: this lesson
+    demo: str = ""  # instead of the chat: a recording of this demo
+    recording: str = ""  # instead of the chat: this recording, which comes along
+    experts: int = 0  # instead of the bundled model: random weights, with so many experts in each layer
+    replicas: int = 0  # instead of an engine: so many servers, and one that is not there
+
+
+async def until(true: Callable[[], Any], seconds: float = 60.0) -> None:
+    """Wait for `true()`; TimeoutError says so otherwise."""
+    end = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > end:
+            raise TimeoutError("the scene did not come about")
+        await asyncio.sleep(0.02)
+
+
+async def press(app: MinituiApp, *keys: str) -> None:
+    """Keys, as a terminal would send them."""
+    for key in keys:
+        app.post_message(events.Key(key, " " if key == "space" else key if len(key) == 1 else None))
+        await asyncio.sleep(0.15)
+
+
+async def settled(app: MinituiApp) -> None:
+    """Every record folded and painted."""
+    await until(lambda: app.feed.backlog == 0)
+    await asyncio.sleep(1.6)  # what glows has faded to what is warm, and notices are gone
+    app.clear_notifications()
+    await asyncio.sleep(0.5)
+
+
+async def ask(app: MinituiApp, text: str) -> None:
+    """Ask in the chat that is shown, and wait for the whole answer."""
+    app.ask_question(text)
+    await until(lambda: not app.session.busy)
+
+
+async def steps(app: MinituiApp, count: int) -> None:
+    """Let the engine take `count` steps and stop."""
+    end = (await app.source.snapshot())["step"] + count  # the view may be a frame behind
+    await app.source.control("step", n=count)
+    await until(lambda: app.view.live.state.step >= end)
+
+
+async def chat(app: MinituiApp) -> None:
+    """An answer stands and the next is being written in slow motion; four more chats run, and the last one waits."""
+    await ask(app, "What is prefill?")
+    first = app.chats.new(app.system)
+    app.select_session(first)
+    await ask(app, "Can you give an example of paging?")
+    await app.source.control("pause")
+    app.chats.send(first, "What is prefix caching?")
+    fork = app.chats.fork(app.chats.sessions[0])
+    for question in FOLLOW_UPS:
+        await asyncio.sleep(0.1)  # the queue's order is theirs
+        app.chats.send(app.chats.new(app.system), question)
+    await asyncio.sleep(0.1)
+    app.chats.send(fork, "And when is a block shared?")
+    await asyncio.sleep(0.1)
+    await app.source.control("pace", factor=20)
+    await app.source.control("resume")
+    await until(lambda: len(first.messages[-1].text) > 160)
+
+
+async def four_share(app: MinituiApp) -> None:
+    """Four chats share one system prompt; the fourth has just come with a long prompt, which is computed in chunks."""
+    for question in ("What is a token?", "What is a radix cache?", "What is preemption?"):
+        await ask(app, question)
+        app.select_session(app.chats.new(app.system))
+    sessions = app.chats.sessions
+    for session, question in zip(sessions, FOLLOW_UPS, strict=True):
+        app.chats.rename(session, question.removeprefix("What is ").rstrip("?"))
+    await app.source.control("pause")
+    for session, question in zip(sessions[:3], FOLLOW_UPS, strict=False):
+        app.chats.send(session, question)
+    await steps(app, 40)
+    notes = " ".join(f"Block {n} holds the tokens {16 * n} to {16 * n + 15}." for n in range(12))
+    app.chats.rename(sessions[3], "long notes")
+    app.chats.send(sessions[3], f"Here are my notes. {notes} What is a block table?")
+    await asyncio.sleep(0.2)
+    await steps(app, 2)
+    app.select_session(sessions[3])
+    app.switch_mode("inspect")
+    await asyncio.sleep(0.3)
+
+
+async def hot_experts(app: MinituiApp) -> None:
+    """Four chats of a mixture of experts are answered; the panel of its experts has the focus."""
+    sessions = [app.session, *(app.chats.new(app.system) for _ in FOLLOW_UPS[1:])]
+    for seed, (session, question) in enumerate(zip(sessions, FOLLOW_UPS, strict=True)):
+        session.sampling = Sampling(temperature=1.0, seed=seed, max_tokens=240, ignore_eos=True)
+        app.chats.send(session, question)
+        await asyncio.sleep(0.1)
+    app.switch_mode("inspect")
+    await until(lambda: app.view.experts.known and app.view.live.state.step > 160)
+    await app.source.control("pause")
+    await asyncio.sleep(0.3)
+    app.screen.query_one(ExpertMap).focus()
+
+
+async def lecture(app: MinituiApp) -> None:
+    """While one chat decodes, two new ones with one system prompt come: the second shares what the first computes."""
+    await app.source.control("pause")
+    questions = ("What is a token?", "What is a KV cache?", "Why is decode slow?")
+    sessions = [app.session, app.chats.new(app.system), app.chats.new(app.system)]
+    app.chats.set_system(sessions[0], "")
+    for session, question in zip(sessions, questions, strict=True):
+        app.chats.rename(session, question.rstrip("?"))
+    app.chats.send(sessions[0], questions[0])
+    await asyncio.sleep(0.2)
+    await steps(app, 12)
+    for session, question in zip(sessions[1:], questions[1:], strict=True):
+        app.chats.send(session, question)
+        await asyncio.sleep(0.1)  # the queue's order is theirs
+    app.view.select(None)
+    await steps(app, 1)
+    app.switch_mode("lecture")
+    await asyncio.sleep(0.3)
+
+
+async def lesson(app: MinituiApp) -> None:
+    """The radix lesson, its fourth page: six chats with one system prompt, predicted and then counted."""
+    assert isinstance(app, LessonApp)
+    await until(lambda: isinstance(app.screen, LessonScreen) and app.screen.stage is not None)
+    screen = app.screen
+    assert isinstance(screen, LessonScreen) and screen.reading is not None
+    await press(app, "right", "right", "right", "a", "enter")
+    await until(lambda: screen.reading is not None and screen.reading.at in screen.reading.seen)
+
+
+async def code(app: MinituiApp) -> None:
+    """Its second page, with the code open: how a prompt is looked up."""
+    await until(lambda: isinstance(app.screen, LessonScreen) and app.screen.stage is not None)
+    await press(app, "right", "v")
+
+
+async def replayed(app: MinituiApp) -> None:
+    """A recording stands at its first preemption, narrated."""
+    assert isinstance(app, ReplayApp)
+    await app.replay.control("pause")
+    step = next(step for step, text in app.replay.trace.bookmarks if "preemption" in text)
+    await app.seek(step)
+    await until(lambda: app.replay.step >= step)  # where steps overlap, the next has been planned before one ends
+
+
+async def at_its_fullest(app: MinituiApp) -> None:
+    """A recording stands at its fullest batch, or else at its last bookmark, narrated."""
+    assert isinstance(app, ReplayApp)
+    await app.replay.control("pause")
+    marks = app.replay.trace.bookmarks
+    step = next((step for step, text in marks if "fullest" in text), marks[-1][0])
+    await app.seek(step)
+    await until(lambda: app.replay.step >= step)  # where steps overlap, the next has been planned before one ends
+
+
+async def helped(app: MinituiApp) -> None:
+    """What the screen is about, and every key."""
+    await four_share(app)
+    await press(app, "question_mark")
+
+
+async def commands(app: MinituiApp) -> None:
+    """Every command."""
+    await four_share(app)
+    await press(app, "colon")
+
+
+async def completed(app: MinituiApp) -> None:
+    """A question is begun, and the prompt completes it from those that the model knows."""
+    await ask(app, "What is a token?")
+    app.focus_prompt()
+    await press(app, *"how", "space", *"does", "space")
+
+
+async def replicas(app: MinituiApp) -> None:
+    """Chats that begin alike share a replica; one is pinned to the other, and answers are being written on both."""
+    assert isinstance(app, ReplicaApp)
+    await until(lambda: len(app.replicas.usable) == len(app.replicas.replicas) - 1)
+    first = app.chats.sessions[0]
+    for question in ("What is a token?", "What is a radix cache?", "What is prefill?"):
+        await ask(app, question)
+        app.select_session(app.chats.new(app.system))
+    home = app.replicas.place(first.id)
+    app.replicas.pins[app.session.id] = next(r.url for r in app.replicas.usable if r is not home)
+    await ask(app, "What is a block table?")
+    await app.follow(home)
+    await app.source.control("pace", factor=20)
+    for session in app.chats.sessions:
+        app.chats.send(session, "Why is decode memory bound?")
+    app.commands.run("replicas")
+    await asyncio.sleep(3.0)  # the servers' figures come every two seconds
+
+
+SMALL = {"kv_blocks": 80, "max_num_batched_tokens": 64}
+BUSY = {"kv_blocks": 160, "max_num_seqs": 5}
+SCHOOL = SMALL | {"max_num_batched_tokens": 256}
+SCENES = {
+    "chat": Scene(chat, 140, 40, options=BUSY),
+    "chat-light": Scene(chat, 140, 40, "light", BUSY),
+    "chat-projector": Scene(chat, 100, 30, "projector", BUSY),
+    "chat-80x24": Scene(chat, 80, 24, options=BUSY),
+    "prompt": Scene(completed, 100, 30, options=BUSY),
+    "inspect": Scene(four_share, 160, 48, options=SMALL),
+    "inspect-light": Scene(four_share, 160, 48, "light", SMALL),
+    "inspect-projector": Scene(four_share, 120, 36, "projector", SMALL),
+    "inspect-80x24": Scene(four_share, 80, 24, options=SMALL),
+    "experts": Scene(hot_experts, 160, 48, options=BUSY | {"dummy_weights": True}, experts=48),
+    "lecture": Scene(lecture, 120, 36, options=SCHOOL),
+    "lecture-light": Scene(lecture, 120, 36, "light", SCHOOL),
+    "lecture-projector": Scene(lecture, 80, 24, "projector", SCHOOL),
+    "lecture-80x24": Scene(lecture, 80, 24, options=SCHOOL),
+    "lesson": Scene(lesson, 140, 40, lesson=8),
+    "lesson-light": Scene(lesson, 140, 40, "light", lesson=8),
+    "lesson-projector": Scene(lesson, 100, 30, "projector", lesson=8),
+    "lesson-80x24": Scene(lesson, 80, 24, lesson=8),
+    "lesson-code": Scene(code, 140, 40, lesson=8),
+    "replay": Scene(replayed, 140, 40, demo="preemption"),
+    "replay-light": Scene(replayed, 140, 40, "light", demo="preemption"),
+    **{f"replay-{name}": Scene(at_its_fullest, 160, 48, recording=name) for name in bundled()},
+    "replicas": Scene(replicas, 120, 30, options=SCHOOL, replicas=2),
+    "replicas-80x24": Scene(replicas, 80, 24, options=SCHOOL, replicas=2),
+    "help": Scene(helped, 120, 36, options=SMALL),
+    "commands": Scene(commands, 120, 36, options=SMALL),
+}
+
+
+@contextlib.asynccontextmanager
+async def application(scene: Scene) -> AsyncIterator[MinituiApp]:
+    """The scene's application, ready: with an engine of its own, over servers, or over a recording of a demo."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as servers:
+        app = await make(scene, Path(folder), servers)
+        async with app.run_test(size=(scene.columns, scene.rows)):
+            await until(lambda: app.feed.live and app.progress is None)
+            yield app
+
+
+async def make(scene: Scene, folder: Path, servers: contextlib.ExitStack) -> MinituiApp:
+    """The application of a scene, not yet running. `servers` ends what it needs beside."""
+    settings = Settings(theme=f"minitui-{scene.theme}")
+    if scene.demo or scene.recording:
+        trace = folder / "demo.trace" if scene.demo else bundled()[scene.recording]
+        if scene.demo:
+            await record(scene.demo, trace)
+        recording = ReplaySource(str(trace))
+        return ReplayApp(recording, Chats(recording), settings, system="", speaker="model")
+    restart: Any = None
+    if scene.lesson is None:
+        choice = choose_model(str(mixture(folder, scene.experts)) if scene.experts else None)
+        source = live_source(choice, DEFAULTS | scene.options)
+    else:
+        choice, source, restart = lesson_source(scene.lesson)
+    shared: dict[str, Any] = {
+        "system": choice.system,
+        "known_questions": choice.known_questions,
+        "speaker": choice.speaker,
+        "load_codec": load_codec,
+    }
+    if scene.replicas:
+        several = await serve(scene, folder, servers)
+        return ReplicaApp(several, Chats(several, sampling=Sampling(temperature=0.0)), settings, **shared)
+    if scene.lesson is None:
+        return MinituiApp(source, Chats(source, sampling=Sampling(temperature=0.0)), settings, **shared)
+    chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=60))
+    return LessonApp(source, chats, settings, lesson=find_lesson(scene.lesson), restart=restart, **shared)
+
+
+def mixture(folder: Path, experts: int) -> Path:
+    """A checkpoint without weights: the bundled model with experts in the place of its MLPs, and its tokenizer."""
+    directory = folder / "tiny-mixture"
+    shutil.copytree(tutor.model_dir(), directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    path = directory / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config |= {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 5,
+        "num_experts": experts,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 32, "decoder_sparse_step": 1, "norm_topk_prob": True,
+    }  # fmt: skip
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return directory
+
+
+async def serve(scene: Scene, folder: Path, servers: contextlib.ExitStack) -> ReplicaSource:
+    """The servers of a scene, started one after the other, and an address where there is none."""
+    choice, urls = choose_model(None), []
+    for number in range(scene.replicas):
+        server = OwnServer(engine_config(choice.name, **scene.options), choice.label, folder / f"{number}.log")
+        urls.append(await asyncio.to_thread(server.start))
+        servers.callback(server.stop)
+    return ReplicaSource([*urls, "http://127.0.0.1:9"])
+
+
+async def record(name: str, trace: Path) -> None:
+    """Play a demo without a screen, and keep what its engine did."""
+    demo, choice = DEMOS[name], choose_model(None)
+    source = recorded(live_source(choice, DEFAULTS | demo.options), trace)
+    with contextlib.redirect_stdout(io.StringIO()):
+        await tell_plainly(demo, source, choice.system, Sampling(temperature=0.0, max_tokens=demo.max_tokens))
+
+
+async def take(name: str, directory: Path) -> Path:
+    """Play a scene and write its SVG; returns the path."""
+    async with application(SCENES[name]) as app:
+        await SCENES[name].play(app)
+        await settled(app)
+        svg = app.export_screenshot(title="minitui")
+    path = directory / f"{name}.svg"
+    path.write_text(offline(svg), encoding="utf-8")
+    return path
+
+
+def shrink(png: Path) -> Path:
+    """Write it again with 256 colours, a third of the bytes, where Pillow is installed."""
+    with contextlib.suppress(ImportError):
+        from PIL import Image
+
+        with Image.open(png) as image:
+            image.convert("RGBA").quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
+                png, optimize=True
+            )
+    return png
+
+
+def main() -> None:
+    """Take the pictures asked for, or all."""
+    parser = argparse.ArgumentParser(prog="python -m minitui.dev.screenshots", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("directory", nargs="?", default="screenshots", type=Path)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SCENES)}; all if none")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(SCENES):
+        parser.error(f"there is no scene {', '.join(sorted(unknown))}")
+    options.directory.mkdir(parents=True, exist_ok=True)
+    browser = find_browser()
+    for name in options.names or SCENES:
+        path = asyncio.run(take(name, options.directory))
+        if browser is not None:
+            path = shrink(write_png(path.read_text(encoding="utf-8"), path.with_suffix(".png"), browser))
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

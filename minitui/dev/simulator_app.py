@@ -1,0 +1,324 @@
+"""The Inspect screen over a stress source: to look at, and to measure (`python -m minitui.dev.simulator --measure`)."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import random
+import re
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import cycle, pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from textual import events
+from textual.app import App
+from textual.binding import Binding
+
+from engine.trace.records import Record
+from minitui.dev.pseudo_terminal import run_in_terminal
+from minitui.dev.simulator import LOADS, Load, Stress
+from minitui.dev.simulator_process import StressProcess, describe, warmed
+from minitui.tui.frame_limiter import Thrift
+from minitui.tui.screens.inspect import TALL, WIDE, InspectScreen
+from minitui.tui.screens.lecture import LectureScreen
+from minitui.tui.theme import THEMES
+from minitui.viewmodel.model import View
+from minitui.viewmodel.updater import Feed
+
+SETTLE_S = 3.0  # before figures are taken
+
+
+class LiveStress:
+    """The same in this very process, for tests: time passes when records are drained."""
+
+    def __init__(self, load: Load, warm_up: float = 8.0) -> None:
+        self.stress = Stress(load)
+        self.info = describe(load)
+        self.error: str | None = None
+        self.dropped = 0
+        self.decode = self.stress.words.decode
+        self.made: deque[tuple[int, float]] = deque()
+        self._state = warmed(self.stress, warm_up)
+        self._last = time.monotonic()
+
+    @property
+    def names(self) -> dict[str, str]:
+        return dict(self.stress.group_names)
+
+    def gate(self) -> None:
+        self.stress.gate(not self.stress.closed)
+
+    def step(self) -> None:
+        if not self.stress.closed:
+            self.stress.gate(True, "stepping")
+        self.stress.run_steps(1)
+
+    def close(self) -> None:
+        """There is no process to end."""
+
+    def drain_records(self) -> list[Record]:
+        now = time.monotonic()
+        self.stress.run(min(0.2, now - self._last))
+        self._last = now
+        return self.stress.drain()
+
+    async def snapshot(self) -> dict[str, Any]:
+        return self._state.snapshot()
+
+
+class StressApp(App[None]):
+    """Two screens, and what their bars ask of an application."""
+
+    ENABLE_COMMAND_PALETTE = False
+    MODES: ClassVar[dict[str, Any]] = {"inspect": InspectScreen, "lecture": LectureScreen}
+    DEFAULT_MODE = "inspect"
+    CSS = "Screen { background: $ground; color: $ink; }"
+    BINDINGS: ClassVar = [
+        Binding("space", "freeze", "freeze"),
+        Binding("p", "gate", "pause"),
+        Binding("n", "step", "step"),
+        Binding("comma", "travel(-1)", "back"),
+        Binding("full_stop", "travel(1)", "forward"),
+        Binding("T", "theme", "theme"),
+        Binding("2", "switch_mode('inspect')", "inspect"),
+        Binding("3", "switch_mode('lecture')", "lecture"),
+        Binding("q", "quit", "quit"),
+    ]
+
+    def __init__(
+        self, source: LiveStress | StressProcess, fps: float = 20.0, seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic, settle: float = SETTLE_S,
+    ) -> None:  # fmt: skip
+        """`fps` 0: time passes only when somebody calls `tick`. `seconds` are measured, after `settle` seconds."""
+        super().__init__()
+        self.clock = clock
+        for theme in THEMES:
+            self.register_theme(theme)
+        self.theme = THEMES[0].name
+        self.source = source
+        self.view = View()
+        self.view.ids_to_text = source.decode
+        self.view.group_names = source.names
+        self.feed = Feed(source, self.view, clock)  # type: ignore[arg-type]
+        self.fps = fps
+        self.seconds = seconds  # measured, then the application ends; 0: it stays
+        self.settle = settle
+        self.figures: dict[str, Any] = {}
+        self.story = ""
+        self.settings = SimpleNamespace(keys={}, ascii=False)
+        self.commands = SimpleNamespace(run=self._run)
+        self.session = None
+        self.thrift = Thrift()
+        self._cpu: list[float] = []  # seconds of CPU time for each frame's fold and paint
+        self._ticks: list[float] = []  # when each frame was drawn
+        self._ages: list[float] = []  # seconds that the oldest record which is not in the picture has waited
+        self._backlog = 0
+
+    async def on_mount(self) -> None:
+        sys.setswitchinterval(0.001)  # as the application does
+        await self.feed.sync()
+        gc.collect()
+        gc.set_threshold(20_000, 20, 100)  # this, too
+        gc.freeze()
+        if self.fps:
+            self.set_interval(1 / self.fps, self.tick)
+        if self.seconds:
+            self.set_timer(self.settle, self._begin)
+
+    def _begin(self) -> None:
+        for figures in (self._cpu, self._ticks, self._ages):
+            figures.clear()
+        self._backlog = 0
+        self._start = (time.monotonic(), time.process_time(), self.view.steps.last, self.view.live.state.seq)
+        self.set_timer(self.seconds, self._end)
+
+    def _end(self) -> None:
+        wall = time.monotonic() - self._start[0]
+        cpu, ages = sorted(self._cpu), sorted(self._ages)
+        gaps = sorted(after - before for before, after in pairwise(self._ticks))
+        self.figures = {
+            "seconds": round(wall, 2),
+            "cpu_percent": round(100 * (time.process_time() - self._start[1]) / wall, 1),
+            "steps_per_s": round((self.view.steps.last - self._start[2]) / wall),
+            "records_per_s": round((self.view.live.state.seq - self._start[3]) / wall),
+            "frames_per_s": round(len(cpu) / wall, 1),
+            "frame_ms_p50": round(1e3 * cpu[len(cpu) // 2], 2),
+            "frame_ms_p99": round(1e3 * cpu[int(len(cpu) * 0.99)], 2),
+            "drawn_per_s": round(len(self._ticks) / wall, 1),
+            "between_ms_p95": round(1e3 * gaps[int(len(gaps) * 0.95)], 1),
+            "between_ms_max": round(1e3 * gaps[-1], 1),
+            "behind_ms_p95": round(1e3 * ages[int(len(ages) * 0.95)], 1),
+            "behind_ms_max": round(1e3 * ages[-1], 1),
+            "backlog_max": self._backlog,
+            "requests": len(self.view.live.state.requests),
+            "nodes": len(self.view.live.state.nodes) - 1,
+            "blocks": self.view.live.total,
+            "dropped": self.feed.dropped,
+        }
+        self.exit()
+
+    def tick(self) -> None:
+        """One frame: drain, fold, paint."""
+        begin = time.process_time()
+        self.feed.pump()
+        if self.is_headless or self.thrift.draws():
+            if not self.feed.frozen:
+                self.view.group_names = self.source.names
+            self.view.frame(self.clock())
+            if isinstance(self.screen, (InspectScreen, LectureScreen)):
+                self.screen.paint(self.view)
+            self._note_time()
+        self.feed.keep_up()
+        self._cpu.append(time.process_time() - begin)
+        self._backlog = max(self._backlog, self.feed.backlog)
+
+    def _note_time(self) -> None:
+        """When this frame was drawn, and how far it is behind."""
+        now, made = time.monotonic(), self.source.made
+        while made and made[0][0] <= self.view.live.state.seq:
+            made.popleft()
+        self._ticks.append(now)
+        self._ages.append(now - made[0][1] if made else 0.0)
+
+    async def on_event(self, event: events.Event) -> None:
+        """Keys come first, as in the application."""
+        if isinstance(event, events.Key):
+            self.feed.give_way()
+        await super().on_event(event)
+
+    def _run(self, action: str) -> None:
+        if action == "step":
+            self.action_step()
+        elif action in self.MODES:
+            self.switch_mode(action)
+
+    def action_freeze(self) -> None:
+        self.feed.frozen = not self.feed.frozen
+
+    def action_gate(self) -> None:
+        self.source.gate()
+
+    def action_step(self) -> None:
+        self.source.step()
+
+    def action_travel(self, by: int) -> None:
+        self.view.travel(by)
+
+    def action_theme(self) -> None:
+        names = [theme.name for theme in THEMES]
+        self.theme = names[(names.index(self.theme) + 1) % len(names)]
+
+
+COLOURS = [(b"c", re.compile(rb"m" + word)) for word in (b"owner", b"age", b"refcount", b"state")]
+TITLES = (b"Block table", b"Batch lanes", b"Radix tree", b"Timings", b"Events", b"KV blocks")
+PANELS = [(b"\t", re.compile(title)) for title in TITLES]
+BETWEEN_KEYS_S = 0.12
+GIVE_UP_S = 2.0  # what has not been seen by then is counted as that
+
+
+class Keys:
+    """Presses keys that change something on the screen, one after the other, and times each until that is seen."""
+
+    def __init__(self, single: bool, settle: float) -> None:
+        self.settle = settle  # seconds between the first frame and the first key
+        self.took: list[float] = []
+        self._keys = cycle([*COLOURS, *PANELS] if single else COLOURS)
+        self._waits_for: re.Pattern[bytes] | None = None
+        self._seen = b""
+        self._pressed, self._next = 0.0, math.inf
+
+    def saw(self, data: bytes, now: float) -> None:
+        """See Typist."""
+        if self._next == math.inf and TITLES[-1] in data:  # its first frame
+            self._next = now + self.settle
+        if self._waits_for is None:
+            return
+        self._seen += data
+        if self._waits_for.search(self._seen):
+            self._note(now)
+
+    def press(self, terminal: int, now: float) -> None:
+        """See Typist."""
+        if self._waits_for is not None and now - self._pressed > GIVE_UP_S:
+            self._note(now)
+        if self._waits_for is None and now >= self._next:
+            key, self._waits_for = next(self._keys)
+            self._pressed = now
+            os.write(terminal, key)
+
+    def _note(self, now: float) -> None:
+        self.took.append(now - self._pressed)
+        self._waits_for, self._seen = None, b""
+        self._next = now + BETWEEN_KEYS_S * (0.5 + random.random())  # at any phase of a frame
+
+    def figures(self) -> dict[str, Any]:
+        """How many, and milliseconds."""
+        if not self.took:
+            return {"keys": 0}
+        took = sorted(self.took)
+        return {
+            "keys": len(took), "key_ms_p50": round(1e3 * took[len(took) // 2], 1),
+            "key_ms_p95": round(1e3 * took[int(len(took) * 0.95)], 1), "key_ms_max": round(1e3 * took[-1], 1),
+        }  # fmt: skip
+
+
+def measure(load: str, size: tuple[int, int], fps: float, seconds: float, settle: float = SETTLE_S) -> dict[str, Any]:
+    """Run the application in a terminal of its own for `settle` and then `seconds`, of which its figures are: they
+    are returned with the bytes it wrote, and how long keys took from their byte to what they change on the screen."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "figures.json")
+        arguments = ["--load", load, "--fps", str(fps), "--seconds", str(seconds), "--out", str(out)]
+        arguments += ["--settle", str(settle)]
+        keys = Keys(size[0] < WIDE or size[1] < TALL, settle)
+        arrived = run_in_terminal(["minitui.dev.simulator", *arguments], size, typist=keys)
+        figures: dict[str, Any] = json.loads(out.read_text())
+        end = arrived[-1][0]
+        sent = sum(n for at, n in arrived if at > end - seconds)
+        return {
+            "size": f"{size[0]}x{size[1]}", "load": load, **figures, **keys.figures(),
+            "kb_per_s": round(sent / seconds / 1e3), "additions_per_us": loop_speed(),
+        }  # fmt: skip
+
+
+def loop_speed() -> float:
+    """How many additions a Python loop does in a microsecond of CPU time: machines, and hours, differ by much."""
+    begin, total = time.process_time(), 0
+    for i in range(3_000_000):
+        total += i
+    return round(3.0 / (time.process_time() - begin), 1)
+
+
+def main() -> None:
+    """The command line: look, or measure."""
+    parser = argparse.ArgumentParser(prog="python -m minitui.dev.simulator", description=__doc__)
+    parser.add_argument("--load", choices=sorted(LOADS), default="classroom")
+    parser.add_argument("--fps", type=float, default=20.0)
+    parser.add_argument("--size", default="160x48", help="columns x rows of the terminal to measure in")
+    parser.add_argument("--measure", action="store_true", help="measure in a terminal of its own and print the figures")
+    parser.add_argument("--seconds", type=float, default=10.0, help="how long to measure")
+    parser.add_argument("--settle", type=float, default=SETTLE_S, help="seconds before that")
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        columns, rows = (int(n) for n in options.size.split("x"))
+        figures = measure(options.load, (columns, rows), options.fps, options.seconds, options.settle)
+        for name, value in figures.items():
+            print(f"{name:18}{value}")
+        return
+    source = StressProcess(options.load, ahead=options.seconds + options.settle + 1.0 if options.out else 0.0)
+    try:
+        app = StressApp(source, options.fps, options.seconds if options.out else 0.0, settle=options.settle)
+        app.run()
+    finally:
+        source.close()
+    if options.out:
+        Path(options.out).write_text(json.dumps(app.figures))

@@ -1,0 +1,189 @@
+"""Make-believe records from a process of their own, as an engine's come from its own: what the application takes to
+show them is then all that its process does.
+
+The process lets as much make-believe time pass as real time does. Where it cannot make records that fast, time passes
+more slowly there; nothing is left out. For a measurement they are made ahead.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from engine.trace.records import Packet, Record, pack
+from engine.trace.state import State
+from minitui.dev.simulator import LOADS, Load, Stress, spell
+
+EVERY_S = 0.01  # between two messages, as between those of the engine's process
+LONGEST_S = 0.1  # of make-believe time in a message: a maker that is behind sends what it has
+
+
+class StressProcess:
+    """A source for the Inspect screen: a load of LOADS, made by another process. `close` ends that.
+
+    `ahead` seconds of it are made before the first is told: so much comes exactly as fast as it should, and the
+    process, which has nothing else to do meanwhile, takes nothing from the application.
+    """
+
+    def __init__(self, load: str, warm_up: float = 8.0, ahead: float = 0.0) -> None:
+        self.info = describe(LOADS[load])
+        self.error: str | None = None
+        self.dropped = 0
+        self.names: dict[str, str] = {}
+        self.made: deque[tuple[int, float]] = deque()  # (number of the last record of a message, when it was sent)
+        self._words: list[str] = []
+        self._packets: deque[Packet] = deque()
+        ours, theirs = socket.socketpair()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "minitui.dev.simulator_process", str(theirs.fileno()), load, str(warm_up),
+                 str(ahead)],
+                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, start_new_session=True,
+            )  # fmt: skip
+        self._connection = Connection(ours.detach())
+        self._snapshot = self._connection.recv()
+        self._connection.send("go")
+        threading.Thread(target=self._read, name="stress", daemon=True).start()
+
+    def drain_records(self) -> list[Record]:
+        """What has come since."""
+        return [record for packet in self.drain_packets() for record in packet.records()]
+
+    def drain_packets(self) -> list[Packet]:
+        """The same as it came, packed."""
+        return [self._packets.popleft() for _ in range(len(self._packets))]
+
+    async def snapshot(self) -> dict[str, Any]:
+        """The state before the first record."""
+        return self._snapshot
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        return spell(self._words, ids)
+
+    def gate(self) -> None:
+        """Close or open the gate."""
+        self._connection.send("gate")
+
+    def step(self) -> None:
+        """One step behind a closed gate."""
+        self._connection.send("step")
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        self._process.wait()
+
+    def _read(self) -> None:
+        """A thread: takes messages off the socket."""
+        with suppress(EOFError, OSError):
+            while True:
+                message = self._connection.recv_bytes()
+                (sent,) = struct.unpack_from("d", message)
+                packed, words, names = pickle.loads(memoryview(message)[8:])
+                self._words += words
+                if names:
+                    self.names = {**self.names, **names}
+                self._packets.extend(Packet(*packet) for packet in packed)
+                if packed:
+                    self.made.append((self._packets[-1].last, sent))
+
+
+def describe(load: Load) -> dict[str, Any]:
+    """What a source says about its engine."""
+    return {
+        "model": "stress", "device": "make-believe", "dtype": "none", "num_blocks": load.blocks,
+        "block_size": load.block_size,
+    }  # fmt: skip
+
+
+def warmed(stress: Stress, seconds: float) -> State:
+    """Let so much time pass; the state then."""
+    load = stress.load
+    state = State(load.blocks + 1, load.block_size, load.budget, load.rows)
+    for _ in range(round(seconds / 0.25)):
+        stress.run(0.25)
+        state.apply_all(stress.drain())
+    return state
+
+
+class Maker:
+    """Messages of what happened since the last one."""
+
+    def __init__(self, stress: Stress) -> None:
+        self.stress = stress
+        self._words = 0
+        self._names: dict[str, str] = {}
+
+    def news(self) -> tuple[list[Record], list[str], dict[str, str]]:
+        """Records, the words that have come up, and the names that have changed."""
+        words = self.stress.words.words[self._words :]
+        self._words += len(words)
+        named = self.stress.group_names
+        names = {group: name for group, name in named.items() if self._names.get(group) != name}
+        self._names |= names
+        return self.stress.drain(), words, names
+
+
+def main(fd: int, load: str, warm_up: float, ahead: float) -> None:
+    """The process: a snapshot, then messages until the other end is closed."""
+    connection, stress = Connection(fd), Stress(LOADS[load])
+    snapshot = warmed(stress, warm_up).snapshot()
+    maker = Maker(stress)
+    made: list[tuple[float, bytes]] = []  # (when it is due, in seconds from the beginning, news)
+    began = stress.now
+    while stress.now - began < ahead:
+        stress.run(EVERY_S)
+        made.append((stress.now - began, _packed(maker.news())))
+    connection.send(snapshot)
+    connection.recv()
+    with suppress(EOFError, OSError):
+        start = time.monotonic()
+        for due, news in made:
+            time.sleep(max(0.0, start + due - time.monotonic()))
+            _send(connection, news)
+        _go_on(connection, maker)
+
+
+def _go_on(connection: Connection, maker: Maker) -> None:
+    """Make news as time passes, and do what is asked meanwhile."""
+    stress, last = maker.stress, time.monotonic()
+    while True:
+        while connection.poll(max(0.0, last + EVERY_S - time.monotonic())):
+            command = connection.recv()
+            if command == "gate":
+                stress.gate(not stress.closed)
+            elif command == "step":
+                if not stress.closed:
+                    stress.gate(True, "stepping")
+                stress.run_steps(1)
+        now = time.monotonic()
+        stress.run(min(LONGEST_S, now - last))
+        last = now
+        _send(connection, _packed(maker.news()))
+
+
+def _packed(news: tuple[list[Record], list[str], dict[str, str]]) -> bytes:
+    records, words, names = news
+    return pickle.dumps((pack(records), words, names), pickle.HIGHEST_PROTOCOL)
+
+
+def _send(connection: Connection, news: bytes) -> None:
+    """With the time in front: clocks of one machine agree."""
+    connection.send_bytes(struct.pack("d", time.monotonic()) + news)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), float(sys.argv[4]))

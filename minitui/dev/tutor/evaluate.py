@@ -1,0 +1,97 @@
+"""Measures the bundled model through the engine: python -m minitui.dev.tutor.evaluate [--model DIR].
+
+Prints the frozen evaluation as a table, the share of canonical questions that are answered word for word, how long
+conversations hold, and, with --write, stores the questions answered right as known_questions.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.core.types import SamplingParams
+from engine.llm import LLM
+from minitui.dev.tutor.dataset import NO_MORE, NOT_CAUGHT, Check, Item, load_checks, load_items
+from minitui.dev.tutor.scoring import Answer, Chat, known, score, table
+from minitui.tutor import DEFAULT_SYSTEM_PROMPT, model_dir
+
+FOREIGN_SYSTEM_PROMPT = "You are a pirate who lives on a ship near Lisbon. Be brief and always polite."
+TURNS = 6
+CHATS = 40
+
+
+def answers_of(model: Path, quantization: str = "none") -> Answer:
+    """A function that answers chats greedily, all of them in one batch of the engine."""
+    llm = LLM(str(model), quantization=quantization)
+
+    def answer(chats: Sequence[Chat]) -> list[str]:
+        outputs = llm.chat([list(chat) for chat in chats], SamplingParams(temperature=0.0, max_tokens=300), False)
+        if unfinished := [
+            chat[-1]["content"]
+            for chat, out in zip(chats, outputs, strict=True)
+            if out.outputs[0].finish_reason != "stop"
+        ]:
+            print(f"did not stop by itself: {unfinished}")
+        return [output.outputs[0].text for output in outputs]
+
+    return answer
+
+
+def hold_turns(items: dict[str, Item], answer: Answer, chats: int = CHATS, turns: int = TURNS) -> list[float]:
+    """The share of chats whose n-th answer is right word for word, for each turn n.
+
+    Each chat asks canonical questions of random items; the third turn is a follow-up where the item has one.
+    """
+    rng = random.Random(11)
+    asked = [item for item in items.values() if item.id not in (NOT_CAUGHT, NO_MORE)]
+    talks: list[Chat] = [[{"role": "system", "content": DEFAULT_SYSTEM_PROMPT}] for _ in range(chats)]
+    last = [rng.choice(asked) for _ in talks]
+    right: list[float] = []
+    for turn in range(turns):
+        for index, talk in enumerate(talks):
+            follow = last[index].follow.get("more") if turn == 2 else None
+            item = items[follow] if follow else rng.choice(asked)
+            talk.append({"role": "user", "content": "tell me more" if follow else item.question})
+            last[index] = item
+        replies = answer(talks)
+        right.append(sum(reply.strip() == item.answer for reply, item in zip(replies, last, strict=True)) / chats)
+        for talk, reply in zip(talks, replies, strict=True):
+            talk.append({"role": "assistant", "content": reply})
+    return right
+
+
+def main() -> None:
+    """Prints the measurements."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=model_dir(), help="checkpoint directory")
+    parser.add_argument("--quantization", default="none", help="none or int8")
+    parser.add_argument("--set", default="evaluation.jsonl", help="evaluation.jsonl or development.jsonl")
+    parser.add_argument("--wrong", action="store_true", help="also print each wrong answer")
+    parser.add_argument("--write", action="store_true", help="store the questions answered right beside the weights")
+    args = parser.parse_args()
+    items = load_items()
+    answer = answers_of(args.model, args.quantization)
+    checks: list[Check] = load_checks(args.set)
+    for name, system in (("the default", DEFAULT_SYSTEM_PROMPT), ("a foreign", FOREIGN_SYSTEM_PROMPT), ("no", None)):
+        verdicts = score(checks, answer, system)
+        right = known(items, answer, system)
+        print(f"\nwith {name} system prompt\n\n{table(verdicts)}")
+        print(f"\ncanonical questions answered word for word: {len(right)} of {len(items)}", flush=True)
+        if system == DEFAULT_SYSTEM_PROMPT:
+            known_ids = right
+            wrong = [verdict for verdict in verdicts if verdict.verdict == "wrong"]
+    print("\nright in turn 1 to 6: " + ", ".join(f"{share:.0%}" for share in hold_turns(items, answer)))
+    if args.wrong:
+        for verdict in wrong:
+            print(f"{verdict.check.tier} {verdict.check.id}: {verdict.check.question} -> {verdict.answer[:90]}")
+    if args.write:
+        questions = [items[name].question for name in known_ids if items[name].kind in ("engine", "app")]
+        (args.model / "known_questions.json").write_text(json.dumps(questions, indent=0, ensure_ascii=False) + "\n")
+        print(f"{len(questions)} known questions written")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Training rows: conversations rendered as token ids, packed end to end.
+
+A row holds several conversations that cannot see each other (segment ids), and a loss only on what the assistant
+says. Half of the rows are short exchanges whose answer is cut after its beginning: which answer to give is decided
+there, so this shows more questions for the same work.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from minitui.dev.tutor.dataset import NO_MORE, NOT_CAUGHT, HeldOut, Item
+from minitui.dev.tutor.wordings import Damage, Wordings, casing, expand, typos
+from minitui.tutor import DEFAULT_SYSTEM_PROMPT
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+OPENING_TOKENS = 24  # tokens of an answer kept where it is cut short
+MOST_TURNS = 8
+BPE_DROPOUT = 0.1
+NOT_CAUGHT_SHARE = 0.12
+
+
+def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
+    """A byte-level BPE tokenizer over the corpus; its first ids are the special tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def tokenizer_texts(items: dict[str, Item], words: dict[str, Any]) -> list[str]:
+    """What the tokenizer is trained on: answers thrice, wordings, system prompts, common words."""
+    texts = [DEFAULT_SYSTEM_PROMPT] * 10
+    for item in items.values():
+        texts += [item.answer] * 3
+        texts += [expand(text, random.Random(seed)) for text in (item.question, *item.wordings) for seed in range(2)]
+    texts += [" ".join(words["common"])] * 2
+    texts += words["system"]
+    return texts
+
+
+@dataclass
+class Turn:
+    """What the user says and what the assistant is to answer."""
+
+    asked: str
+    answer: str
+
+
+class Conversations:
+    """Draws whole conversations, follow-ups included, and renders them as token ids with a loss mask."""
+
+    def __init__(
+        self, items: dict[str, Item], words: dict[str, Any], held_out: HeldOut, damage: Damage, tokenizer: Tokenizer
+    ) -> None:
+        self._items = items
+        self._wordings = Wordings(items, words, held_out, damage)
+        self._system: list[str] = words["system"]
+        self._follow_ups: dict[str, list[str]] = words["follow_ups"]
+        self._common: list[str] = words["common"]
+        self._tokenizer = tokenizer
+        # Merges left out at random: the model sees a word in other pieces, as a typo or an ending makes them.
+        self._rough = Tokenizer.from_str(tokenizer.to_str())
+        self._rough.model.dropout = BPE_DROPOUT
+        self._start, self._end = (SPECIAL_TOKENS.index(token) for token in ("<|im_start|>", "<|im_end|>"))
+        self._answer_ids = {item.id: tokenizer.encode(item.answer).ids for item in items.values()}
+        self._role_ids = {role: tokenizer.encode(role + "\n").ids for role in ("system", "user", "assistant")}
+        self._newline = tokenizer.encode("\n").ids
+        self._asked = [item for item in items.values() if item.id not in (NOT_CAUGHT, NO_MORE)]
+        kind_weight = {"engine": 1.0, "app": 1.0, "talk": 0.8, "refusals": 2.0}
+        self._weights = [kind_weight[item.kind] for item in self._asked]
+
+    def draw(self, rng: random.Random, turns: int, cut: bool) -> tuple[list[int], list[int]]:
+        """Ids and loss mask of one conversation of so many turns; cut ends it inside the last answer."""
+        ids: list[int] = []
+        mask: list[int] = []
+        system = self._system_prompt(rng, short=cut)
+        if system is not None:
+            self._say("system", self._tokenizer.encode(system).ids, ids, mask)
+        last: str | None = None
+        for turn in range(turns):
+            asked, answer = self._turn(last, rng)
+            self._say("user", self._encode(asked, rng), ids, mask)
+            answer_ids = self._answer_ids[answer]
+            head = [self._start, *self._role_ids["assistant"]]
+            ids += head
+            mask += [0] * len(head)
+            if cut and turn == turns - 1 and len(answer_ids) > OPENING_TOKENS:
+                ids += answer_ids[:OPENING_TOKENS]
+                mask += [1] * OPENING_TOKENS
+                break
+            ids += [*answer_ids, self._end, *self._newline]
+            mask += [1] * (len(answer_ids) + 1) + [0] * len(self._newline)
+            last = answer
+        return ids, mask
+
+    def _encode(self, text: str, rng: random.Random) -> list[int]:
+        return list((self._rough if rng.random() < 0.3 else self._tokenizer).encode(text).ids)
+
+    def _say(self, role: str, content: list[int], ids: list[int], mask: list[int]) -> None:
+        said = [self._start, *self._role_ids[role], *content, self._end, *self._newline]
+        ids += said
+        mask += [0] * len(said)
+
+    def _turn(self, last: str | None, rng: random.Random) -> tuple[str, str]:
+        kind = rng.random()
+        if kind < 0.17 and (last is not None or kind < 0.02):
+            return self._follow_up(last, rng)
+        if kind < 0.17 + NOT_CAUGHT_SHARE:
+            return self._wordings.not_caught(rng), NOT_CAUGHT
+        item = rng.choices(self._asked, self._weights)[0]
+        if rng.random() < 0.25:
+            return self._wordings.plain(item, rng), item.id
+        asked, answered = self._wordings.draw(item, rng)
+        return asked, item.id if answered else NOT_CAUGHT
+
+    def _follow_up(self, last: str | None, rng: random.Random) -> tuple[str, str]:
+        item = self._items[last] if last is not None else None
+        if item is not None and item.asked_next and rng.random() < 0.5:
+            wordings, target = rng.choice(item.asked_next)
+            return casing(expand(rng.choice(wordings), rng), rng), target
+        kind = rng.choice(list(self._follow_ups))
+        asked = rng.choice(self._follow_ups[kind])
+        if rng.random() < 0.15:
+            asked = typos(asked, rng)
+        asked = casing(asked, rng)
+        if item is None or item.id == NOT_CAUGHT or item.kind in ("talk", "refusals"):
+            return asked, NOT_CAUGHT
+        return asked, item.follow.get(kind, NO_MORE)
+
+    def _system_prompt(self, rng: random.Random, short: bool) -> str | None:
+        kind = rng.random()
+        if kind < 0.3:
+            return None
+        if kind < (0.4 if short else 0.7):
+            return DEFAULT_SYSTEM_PROMPT
+        parts = [rng.choice(self._system) for _ in range(rng.randint(1, 2 if short else 5))]
+        if not short and rng.random() < 0.3:
+            parts.append(" ".join(rng.choice(self._common) for _ in range(rng.randint(3, 40))))
+        if not short and rng.random() < 0.15:
+            parts.append(self._items[rng.choice(list(self._items))].answer)
+        return " ".join(parts)
+
+
+def pack(
+    conversations: Conversations, seed: int, rows: int, length: int, one_chat: bool = False
+) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    """Rows of ids, loss masks and segment numbers, each [rows, length].
+
+    With one_chat a row is filled by one long chat where possible, for the phase with long contexts.
+    """
+    rng = random.Random(seed)
+    ids = np.zeros((rows, length), np.int16)
+    mask = np.zeros((rows, length), np.uint8)
+    segments = np.zeros((rows, length), np.uint8)
+    for row in range(rows):
+        filled, segment = 0, 1
+        while filled < length:
+            if one_chat:
+                some_ids, some_mask = conversations.draw(rng, rng.randint(4, 60), cut=False)
+            elif rng.random() < 0.75:
+                some_ids, some_mask = conversations.draw(rng, 1 if rng.random() < 0.8 else 2, cut=rng.random() < 0.85)
+            else:
+                some_ids, some_mask = conversations.draw(rng, rng.randint(1, MOST_TURNS), cut=False)
+            size = min(len(some_ids), length - filled)
+            ids[row, filled : filled + size] = some_ids[:size]
+            mask[row, filled : filled + size] = some_mask[:size]
+            segments[row, filled : filled + size] = segment
+            filled, segment = filled + size, min(segment + 1, 255)
+    return ids, mask, segments

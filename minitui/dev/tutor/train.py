@@ -1,0 +1,411 @@
+"""Trains the bundled model from scratch: python -m minitui.dev.tutor.train --out DIR (a GPU; a few minutes).
+
+The network is Qwen3's, written out here with the names of its checkpoints, so that the weights load anywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from minitui.dev.tutor.dataset import HeldOut, load_checks, load_items, load_words
+from minitui.dev.tutor.rows import Conversations, pack, tokenizer_texts, train_tokenizer
+from minitui.dev.tutor.scoring import Chat, known, score, table
+from minitui.dev.tutor.wordings import Damage
+from minitui.tutor import DEFAULT_SYSTEM_PROMPT
+
+Settings = TypeVar("Settings", "Shape", "Recipe", Damage)
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the network; few and wide layers, because a CPU pays per layer."""
+
+    vocab_size: int = 2560
+    hidden_size: int = 384
+    intermediate_size: int = 1024
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 2
+    head_dim: int = 64
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 4096
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How long and how hard to train."""
+
+    steps: int = 7000
+    rows: int = 48
+    length: int = 1024
+    long_steps: int = 250  # at the end, with rows of long_length: so that long chats hold
+    long_rows: int = 12
+    long_length: int = 4096
+    peak_rate: float = 2e-3
+    weight_decay: float = 0.1
+    dropout: float = 0.1
+    token_dropout: float = 0.1  # share of a row's input tokens replaced by random ones, up to
+    seed: int = 1
+    keep: float = 0.5  # with --start-from: the share of the old weights in the mean of old and new that is saved
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight, computed in fp32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Half-split rotary embedding. x: [B, H, T, D]; cos, sin: [T, D]."""
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with q/k norm before RoPE."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        queries, pairs = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, queries, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, pairs, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, pairs, bias=False)
+        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
+        self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
+        self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (
+            proj(x).view(batch, length, -1, self.shape.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q = rotate(self.q_norm(q).transpose(1, 2), cos, sin)
+        k = rotate(self.k_norm(k).transpose(1, 2), cos, sin)
+        share = self.shape.num_attention_heads // self.shape.num_key_value_heads
+        k = k.repeat_interleave(share, dim=1)
+        v = v.transpose(1, 2).repeat_interleave(share, dim=1)
+        seen = F.scaled_dot_product_attention(q, k, v.to(q.dtype), attn_mask=mask)
+        return self.o_proj(seen.transpose(1, 2).reshape(batch, length, -1))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """Pre-norm transformer layer; dropout on what each half adds."""
+
+    def __init__(self, shape: Shape, dropout: float) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = MLP(shape)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+        x = x + self.drop(self.self_attn(self.input_layernorm(x), cos, sin, mask))
+        return x + self.drop(self.mlp(self.post_attention_layernorm(x)))
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, shape: Shape, dropout: float) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Layer(shape, dropout) for _ in range(shape.num_hidden_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+
+class Network(nn.Module):
+    """The whole model; the output matrix is the embedding."""
+
+    cos: Tensor  # [T, D]
+    sin: Tensor
+
+    def __init__(self, shape: Shape, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.model = Decoder(shape, dropout)
+        exponents = torch.arange(0, shape.head_dim, 2).float() / shape.head_dim
+        angles = torch.outer(torch.arange(shape.max_position_embeddings).float(), shape.rope_theta**-exponents)
+        angles = torch.cat((angles, angles), dim=-1)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                deep = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(weight, std=0.02 / (2 * shape.num_hidden_layers) ** 0.5 if deep else 0.02)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """ids: [B, T]; mask: [B, 1, T, T], true where a query may look. Returns the last hidden states [B, T, C]."""
+        x = self.model.embed_tokens(ids)
+        cos, sin = self.cos[: ids.shape[1]].to(x.dtype), self.sin[: ids.shape[1]].to(x.dtype)
+        for layer in self.model.layers:
+            x = layer(x, cos, sin, mask)
+        return self.model.norm(x)
+
+
+# Set in each worker process before it is asked for rows.
+_conversations: Conversations
+
+
+def _start_worker(tokenizer_json: str, damage: Damage) -> None:
+    global _conversations
+    _conversations = make_conversations(Tokenizer.from_str(tokenizer_json), damage)
+
+
+def _pack_rows(job: tuple[int, int, int, bool]) -> tuple[Any, Any, Any]:
+    return pack(_conversations, *job)
+
+
+def make_conversations(tokenizer: Tokenizer, damage: Damage) -> Conversations:
+    """The corpus with the held-out questions kept out of it."""
+    held_out = [check.question for name in ("evaluation.jsonl", "development.jsonl") for check in load_checks(name)]
+    return Conversations(load_items(), load_words(), HeldOut(held_out), damage, tokenizer)
+
+
+def loss_of(network: Network, ids: Tensor, loss_mask: Tensor, segments: Tensor, noise: Tensor) -> Tensor:
+    """Mean cross-entropy of the assistants' tokens. All: [B, T]; noise: ids that replace some inputs."""
+    length = ids.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
+    mask = (segments[:, :, None] == segments[:, None, :])[:, None] & causal
+    hidden = network(noise, mask)[:, :-1]
+    logits = hidden @ network.model.embed_tokens.weight.T
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
+    wanted = loss_mask[:, 1:].flatten().float()
+    return (losses * wanted).sum() / wanted.sum()
+
+
+def with_noise(ids: Tensor, loss_mask: Tensor, share: float, vocabulary: int) -> Tensor:
+    """The inputs with some of the users' tokens replaced, a different share in each row."""
+    chance = torch.rand(ids.shape[0], 1, device=ids.device) * share
+    replaced = (torch.rand_like(ids, dtype=torch.float) < chance) & (loss_mask == 0) & (ids > 2)
+    return torch.where(replaced, torch.randint_like(ids, 3, vocabulary), ids)
+
+
+def train(network: Network, tokenizer: Tokenizer, shape: Shape, recipe: Recipe, damage: Damage, workers: int) -> None:
+    """Trains in place. Rows come from worker processes while the GPU computes."""
+    device = next(network.parameters()).device
+    matrices = [weight for weight in network.parameters() if weight.dim() == 2]
+    others = [weight for weight in network.parameters() if weight.dim() != 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=recipe.peak_rate,
+        betas=(0.9, 0.98),
+        fused=device.type == "cuda",
+    )
+    steps = recipe.steps + recipe.long_steps
+    compute: Callable[..., Tensor] = torch.compile(loss_of) if device.type == "cuda" else loss_of
+    network.train()
+    began = time.time()
+    with multiprocessing.get_context("spawn").Pool(
+        workers, initializer=_start_worker, initargs=(tokenizer.to_str(), damage)
+    ) as pool:
+        for step, rows in enumerate(_batches(pool, recipe)):
+            ids, loss_mask, segments = (torch.from_numpy(array).to(device).long() for array in rows)
+            warm = min(1.0, (step + 1) / min(100, max(1, steps // 10)))
+            left = 1 - step / steps
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.peak_rate * warm * min(1.0, left / 0.5)
+            noise = with_noise(ids, loss_mask, recipe.token_dropout, shape.vocab_size)
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                loss = compute(network, ids, loss_mask, segments, noise)
+            loss.backward()
+            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if step % (steps // 15 or 1) == 0 or step == steps - 1:
+                print(f"step {step} loss {loss.item():.4f} after {time.time() - began:.0f} s", flush=True)
+    network.eval()
+
+
+def _batches(pool: Any, recipe: Recipe) -> Iterator[tuple[Any, Any, Any]]:
+    jobs = [(recipe.seed * 1_000_003 + step, recipe.rows, recipe.length, False) for step in range(recipe.steps)]
+    jobs += [
+        (recipe.seed * 1_000_003 + recipe.steps + step, recipe.long_rows, recipe.long_length, True)
+        for step in range(recipe.long_steps)
+    ]
+    yield from pool.imap(_pack_rows, jobs)
+
+
+@torch.inference_mode()
+def answer_with(network: Network, tokenizer: Tokenizer, chats: Sequence[Chat], most: int = 260) -> list[str]:
+    """Greedy answers, all chats in one batch; for measuring right after training."""
+    device = next(network.parameters()).device
+    end = tokenizer.token_to_id("<|im_end|>")
+    prompts = [tokenizer.encode(render(chat)).ids for chat in chats]
+    answers: list[list[int]] = [[] for _ in prompts]
+    live = list(range(len(prompts)))
+    embedding = network.model.embed_tokens.weight
+    while live:
+        rows = [prompts[index] + answers[index] for index in live]
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+        mask = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()[None, None]
+        with torch.autocast(device.type, torch.bfloat16):
+            hidden = network(ids, mask)
+            last = hidden[torch.arange(len(rows)), torch.tensor([len(row) - 1 for row in rows])]
+            chosen = (last @ embedding.T).argmax(-1).tolist()
+        for index, token in zip(live, chosen, strict=True):
+            answers[index].append(token)
+        live = [index for index in live if answers[index][-1] != end and len(answers[index]) < most]
+    return [tokenizer.decode([token for token in ids if token != end]) for ids in answers]
+
+
+def render(chat: Chat) -> str:
+    """The chat template, as a function."""
+    turns = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in chat)
+    return turns + "<|im_start|>assistant\n"
+
+
+@torch.no_grad()
+def mix(network: Network, old: dict[str, Tensor], keep: float) -> None:
+    """Averages the weights with those training went on from: the mean keeps most of what either is better at.
+
+    (Wortsman et al. 2022, "Robust fine-tuning of zero-shot models".)
+    """
+    for name, weight in network.named_parameters():
+        weight.lerp_(old[name].to(weight.dtype), keep)
+
+
+def save(network: Network, tokenizer: Tokenizer, shape: Shape, out: Path) -> None:
+    """Writes the checkpoint as transformers and the engine read it; weights in bf16."""
+    out.mkdir(parents=True, exist_ok=True)
+    weights = {
+        name: weight.detach().to("cpu", torch.bfloat16).contiguous() for name, weight in network.named_parameters()
+    }
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save(str(out / "tokenizer.json"))
+    ends = [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **asdict(shape),
+        "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "tie_word_embeddings": True,
+        "use_cache": True, "use_sliding_window": False, "dtype": "bfloat16", "initializer_range": 0.02,
+        "bos_token_id": None, "eos_token_id": ends[0],
+    }  # fmt: skip
+    generation = {"do_sample": False, "eos_token_id": ends, "pad_token_id": ends[1], "max_new_tokens": 512}
+    added = {
+        str(tokenizer.token_to_id(token)): {"content": token, "special": True, "lstrip": False, "rstrip": False,
+                                            "normalized": False, "single_word": False}
+        for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    }  # fmt: skip
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
+        "model_max_length": shape.max_position_embeddings, "clean_up_tokenization_spaces": False,
+        "added_tokens_decoder": added, "chat_template": CHAT_TEMPLATE,
+    }  # fmt: skip
+    files = {"config": config, "generation_config": generation, "tokenizer_config": tokenizer_config}
+    for name, content in files.items():
+        (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def changed(settings: Settings, name: str, value: str) -> Settings:
+    """The settings with one field read from the command line, as the type it has."""
+    return replace(settings, **{name: type(getattr(settings, name))(value)})
+
+
+def main() -> None:
+    """Trains, saves and prints the evaluation."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="directory for the checkpoint")
+    parser.add_argument(
+        "--start-from",
+        type=Path,
+        metavar="DIR",
+        help="go on from the checkpoint in DIR, with its tokenizer, instead of from random weights",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="override a field of the recipe, the shape or the damage, such as steps=500",
+    )
+    parser.add_argument("--workers", type=int, default=max(1, multiprocessing.cpu_count() - 1))
+    args = parser.parse_args()
+    shape, recipe, damage = Shape(), Recipe(), Damage()
+    for setting in args.set:
+        name, _, value = setting.partition("=")
+        if hasattr(shape, name):
+            shape = changed(shape, name, value)
+        elif hasattr(recipe, name):
+            recipe = changed(recipe, name, value)
+        elif hasattr(damage, name):
+            damage = changed(damage, name, value)
+        else:
+            parser.error(f"--set {setting}: no field named {name!r} in the recipe, the shape or the damage")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(recipe.seed)
+    items = load_items()
+    network = Network(shape, recipe.dropout).to(device)
+    if args.start_from is None:
+        tokenizer = train_tokenizer(tokenizer_texts(items, load_words()), shape.vocab_size)
+    else:
+        tokenizer = Tokenizer.from_file(str(args.start_from / "tokenizer.json"))
+        old = load_file(args.start_from / "model.safetensors", device=device)
+        network.load_state_dict(old)
+    size = sum(weight.numel() for weight in network.parameters())
+    print(f"{size / 1e6:.2f} million parameters, {len(items)} answers, {recipe} {damage}", flush=True)
+    train(network, tokenizer, shape, recipe, damage, args.workers)
+    if args.start_from is not None:
+        mix(network, old, recipe.keep)
+    save(network, tokenizer, shape, args.out)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.copy_(weight.to(torch.bfloat16))
+    if device == "cpu":
+        print(f"measure it with: python -m minitui.dev.tutor.evaluate --model {args.out}")
+        return
+    answer = functools.partial(answer_with, network, tokenizer)
+    for name in ("development.jsonl", "evaluation.jsonl"):
+        verdicts = score(load_checks(name), answer, DEFAULT_SYSTEM_PROMPT)
+        print(name, table(verdicts), sep="\n", flush=True)
+        report = [[v.check.tier, v.verdict, v.check.id, v.check.question, v.answer] for v in verdicts]
+        (args.out / name.replace(".jsonl", "_report.json")).write_text(json.dumps(report, indent=0))
+    for system in (DEFAULT_SYSTEM_PROMPT, None):
+        right = known(items, answer, system)
+        print(f"canonical questions word for word: {len(right)} of {len(items)}", flush=True)
+    print("missed:", sorted(set(items) - set(right)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""What /metrics tells, under the names of vLLM, so that its dashboards show this server as they stand.
+
+Nearly everything is read off the engine's records, so it holds for every request, whoever asked and whether or not he
+stayed to the end. Only generated tokens are counted where they pass.
+"""
+
+from __future__ import annotations
+
+from engine.trace.records import Record
+from engine.trace.state import ACTIVE, CACHED, SHARED, RequestView, State
+from minitui.server.prometheus import Counter, Gauge, Histogram, Info, Metric, page
+
+LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+SAMPLES = (1, 2, 5, 10, 20)
+COMPUTED, FOUND = "local_compute", "local_cache_hit"
+REASONS = ("stop", "length", "abort", "error")
+
+
+class Meters:
+    """Fed with records (before the state folds them) and with counts of tokens."""
+
+    def __init__(self) -> None:
+        self.running = Gauge("vllm:num_requests_running", "Requests in the running batch.")
+        self.waiting = Gauge("vllm:num_requests_waiting", "Requests waiting to be admitted.")
+        self.waiting_for = Gauge(
+            "vllm:num_requests_waiting_by_reason", "Of those: for room (capacity), or held by the gate (deferred).",
+            "reason",
+        )  # fmt: skip
+        self.awake = Gauge("vllm:engine_sleep_state", "1 for what the engine is; absent while there is none.",
+                           "sleep_state")  # fmt: skip
+        self.usage = Gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use by requests; 1 is all.")
+        self.cached = Gauge("minitui:kv_cache_cached_perc", "Share of KV blocks kept for reuse that no request holds.")
+        self.cache_config = Info("vllm:cache_config_info", "How the KV cache is set up.")
+        self.preemptions = Counter("vllm:num_preemptions_total", "Requests preempted for want of blocks.")
+        self.queries = Counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.")
+        self.hits = Counter("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache.")
+        self.prompt_tokens = Counter("vllm:prompt_tokens_total", "Prompt tokens of requests that drew a token.")
+        self.prompt_cached = Counter("vllm:prompt_tokens_cached_total", "Of those, found in the prefix cache.")
+        self.sources = Counter(
+            "vllm:prompt_tokens_by_source_total", "Prompt tokens by where their KV came from.", "source",
+            (COMPUTED, FOUND),
+        )  # fmt: skip
+        self.generated = Counter("vllm:generation_tokens_total", "Tokens drawn.")
+        self.drafts = Counter("vllm:spec_decode_num_drafts_total", "Drafts checked, one a request and step.")
+        self.draft_tokens = Counter("vllm:spec_decode_num_draft_tokens_total", "Draft tokens checked.")
+        self.accepted_tokens = Counter("vllm:spec_decode_num_accepted_tokens_total", "Draft tokens that were right.")
+        self.accepted_at = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos_total", "Of those, by their place in the draft.", "position"
+        )
+        self.success = Counter(
+            "vllm:request_success_total", "Requests that finished, by reason.", "finished_reason", REASONS
+        )
+        self.refused = Counter(
+            "minitui:requests_refused_total", "HTTP answers from 400 on, by status.", "status", ("400", "429", "503")
+        )
+        self.lost = Counter("minitui:records_lost_total", "Records of the engine that came too fast to be kept.")
+        self.restarts = Counter("minitui:engine_restarts_total", "Times the engine process was started again.")
+        self.ttft = Histogram("vllm:time_to_first_token_seconds", "From submission to the first token.", LATENCY)
+        self.tpot = Histogram("vllm:time_per_output_token_seconds", "Between tokens, mean of a request.", PER_TOKEN)
+        self.per_token = Histogram(
+            "vllm:request_time_per_output_token_seconds", "Between tokens, mean of a request.", PER_TOKEN
+        )
+        self.inter_token = Histogram("vllm:inter_token_latency_seconds", "Between tokens, by token.", PER_TOKEN)
+        self.e2e = Histogram("vllm:e2e_request_latency_seconds", "From submission to the end.", LATENCY)
+        self.queued = Histogram("vllm:request_queue_time_seconds", "From submission to admission.", LATENCY)
+        self.prefill = Histogram("vllm:request_prefill_time_seconds", "From admission to the first token.", LATENCY)
+        self.decode = Histogram("vllm:request_decode_time_seconds", "From the first token to the end.", LATENCY)
+        self.inference = Histogram("vllm:request_inference_time_seconds", "From admission to the end.", LATENCY)
+        self.request_prompt = Histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+        self.request_output = Histogram("vllm:request_generation_tokens", "Tokens drawn for a request.", TOKENS)
+        self.request_computed = Histogram(
+            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not in the cache.", TOKENS
+        )
+        self.request_longest = Histogram(
+            "vllm:request_max_num_generation_tokens", "Tokens drawn for the longest sample of a request.", TOKENS
+        )
+        self.params_n = Histogram("vllm:request_params_n", "Samples asked for.", SAMPLES)
+        self.params_max_tokens = Histogram("vllm:request_params_max_tokens", "The max_tokens asked for.", TOKENS)
+        self.iteration = Histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", TOKENS)
+        self._first_at: dict[int, float] = {}
+        self._resumed: set[int] = set()  # preempted once: what they find again says nothing about prompts
+
+    def engine_began(self, info: dict[str, object]) -> None:
+        """An engine is up; nothing is known of its requests yet."""
+        self._first_at.clear()
+        self._resumed.clear()
+        self.cache_config.set(
+            block_size=info.get("block_size"), num_gpu_blocks=info.get("num_blocks"),
+            enable_prefix_caching=info.get("prefix_caching"),
+        )  # fmt: skip
+
+    def refusal(self, status: int) -> None:
+        """An HTTP request was answered with an error."""
+        self.refused.add(label_value=str(status))
+
+    def ended(self, samples: int, max_tokens: int | None, longest: int) -> None:
+        """A caller's request has its `samples` for a prompt, `longest` the tokens of the longest of them."""
+        self.params_n.observe(samples)
+        if max_tokens is not None:
+            self.params_max_tokens.observe(max_tokens)
+        self.request_longest.observe(longest)
+
+    def observe(self, record: Record, state: State) -> None:
+        """Take note of one record; `state` is the one before it."""
+        _, t, kind, *fields = record
+        if kind == "step":
+            self.iteration.observe(fields[4])
+        elif kind == "match":
+            if fields[0] not in self._resumed:
+                self.hits.add(fields[1])
+        elif kind == "admit":
+            if fields[0] not in self._resumed:
+                self.queries.add(state.requests[fields[0]].prompt_tokens)
+        elif kind == "accept":
+            for _, drafted, accepted in fields[1]:
+                self.drafts.add()
+                self.draft_tokens.add(drafted)
+                self.accepted_tokens.add(accepted)
+                for place in range(accepted):
+                    self.accepted_at.add(label_value=str(place))
+        elif kind == "first":
+            request = state.requests.get(fields[0])
+            queue_ms, prefill_ms, sample_ms = fields[1:]
+            self.ttft.observe((queue_ms + prefill_ms + sample_ms) / 1e3)
+            self.queued.observe(queue_ms / 1e3)
+            self.prefill.observe((prefill_ms + sample_ms) / 1e3)
+            if request is not None:  # it has not finished with this very token
+                self._first_at[fields[0]] = t
+                self._prompt_done(request)
+        elif kind == "finish":
+            self._finished(state, t, *fields)
+        elif kind in ("preempt", "requeue"):
+            self.preemptions.add()
+            self._resumed.add(fields[0])
+
+    def _finished(self, state: State, t: float, request_id: int, reason: str, output_tokens: int) -> None:
+        request = state.requests[request_id]
+        self.success.add(label_value="error" if reason.startswith("error") else reason)
+        self.request_prompt.observe(request.prompt_tokens)
+        self.request_output.observe(output_tokens)
+        if request.submitted:  # 0 for those that were there when the state began
+            self.e2e.observe(t - request.submitted)
+        self._resumed.discard(request_id)
+        first = self._first_at.pop(request_id, None)
+        if output_tokens and request.admitted:
+            self.inference.observe(t - request.admitted)
+        if first is None:
+            if output_tokens:
+                self._prompt_done(request)
+        else:
+            self.decode.observe(t - first)
+            if output_tokens > 1:
+                between = (t - first) / (output_tokens - 1)
+                self.tpot.observe(between)
+                self.per_token.observe(between)
+                self.inter_token.observe(between, output_tokens - 1)
+
+    def _prompt_done(self, request: RequestView) -> None:
+        """It has drawn its first token: all of its prompt is in the cache."""
+        found = request.cached_tokens
+        self.prompt_tokens.add(request.prompt_tokens)
+        self.prompt_cached.add(found)
+        self.sources.add(found, FOUND)
+        self.sources.add(request.prompt_tokens - found, COMPUTED)
+        self.request_computed.observe(request.prompt_tokens - found)
+
+    def read(self, state: State | None) -> None:
+        """Set what stands still between two looks."""
+        if state is None:
+            for gauge in (self.running, self.waiting, self.usage, self.cached):
+                gauge.set(0.0)
+            self.waiting_for.forget()
+            self.awake.forget()
+            return
+        waiting = len(state.queue)
+        self.running.set(len(state.requests) - waiting)
+        self.waiting.set(waiting)
+        held = state.gate != "open"
+        self.waiting_for.set(0 if held else waiting, "capacity")
+        self.waiting_for.set(waiting if held else 0, "deferred")
+        for name in ("awake", "weights_offloaded", "discard_all"):  # the last two are vLLM's ways to sleep
+            self.awake.set(name == "awake", name)
+        total = max(1, state.num_blocks - 1)
+        self.usage.set((state.counts[ACTIVE] + state.counts[SHARED]) / total)
+        self.cached.set(state.counts[CACHED] / total)
+
+    def page(self, model: str) -> str:
+        """The text of /metrics."""
+        metrics = [value for value in vars(self).values() if isinstance(value, Metric)]
+        return page(metrics, (("model_name", model), ("engine", "0")))

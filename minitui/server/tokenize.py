@@ -1,0 +1,63 @@
+"""/v1/models, /tokenize, /detokenize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+
+from engine.errors import InvalidRequest
+from minitui.server.errors import RESPONSES, ApiError
+from minitui.server.prompts import conversation, encode
+from minitui.server.schema import DetokenizeRequest, ModelCard, ModelList, Text, TokenizeRequest, Tokens
+from minitui.server.service import Service
+
+
+def router(service: Service) -> APIRouter:
+    """The endpoints."""
+    routes = APIRouter(responses=RESPONSES)
+
+    def card() -> ModelCard:
+        return ModelCard(
+            id=service.model, created=service.began, owned_by="minitui", max_model_len=service.info["max_model_len"]
+        )
+
+    @routes.get("/v1/models", response_model=ModelList)
+    async def models() -> ModelList:
+        """The one model that is served."""
+        return ModelList(data=[card()])
+
+    @routes.get("/v1/models/{model:path}", response_model=ModelCard)
+    async def model(model: str) -> ModelCard:
+        """The model of this name."""
+        service.check_model(model)
+        return card()
+
+    @routes.post("/tokenize", response_model=Tokens)
+    async def tokenize(body: TokenizeRequest) -> Any:
+        """Ids of a text, or of a conversation as the model would be given it."""
+        service.check_model(body.model)
+        tokenizer = service.tokenizer
+        if body.prompt is not None:
+            ids = await service.in_thread(encode, tokenizer, body.prompt, body.add_special_tokens)
+        else:
+            ids = await service.in_thread(
+                conversation, tokenizer, body.messages or [], None, body.add_generation_prompt, {}
+            )
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": service.info["max_model_len"]})
+
+    @routes.post("/detokenize", response_model=Text)
+    async def detokenize(body: DetokenizeRequest) -> Text:
+        """The text of ids, control tokens included."""
+        service.check_model(body.model)
+        size = service.info["vocab_size"]
+        if max(body.tokens, default=0) >= size:
+            raise ApiError(400, f"tokens has an id above {size - 1:,}, this model's last", "tokens")
+        try:
+            text = await service.in_thread(service.tokenizer.decode, body.tokens, False)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequest(f"tokens cannot be decoded: {error}", "tokens") from error
+        return Text(prompt=text)
+
+    return routes

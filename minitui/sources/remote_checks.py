@@ -1,0 +1,177 @@
+"""What a minitui server elsewhere may send: types, ranges and sizes, checked before anything is kept or folded.
+
+Records and snapshots are checked as those of a trace are (trace_check.py, trace_follow.py). Added here is what a trace
+does not have: sizes that add up over hours, facts about the engine, and answers. Every refusal is an EngineError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from sys import intern
+from typing import Any
+
+from engine.errors import EngineError
+from engine.trace.records import Record
+from engine.trace.state import State
+from minitui.trace import check as trace_check
+from minitui.trace.check import MOST, MOST_BLOCKS, MOST_NUMBER
+from minitui.trace.follow import Follower
+
+MOST_TEXT = 4_096  # characters of a name or a reason: thousands of them are kept
+MOST_REQUESTS = 1 << 16
+MOST_LOADS = 1 << 16  # layers times experts: hundreds of such records are kept
+
+
+class Refused(EngineError):
+    """What a server sends contradicts itself, or is none of what it should be: nothing of it can be shown."""
+
+
+def greeting(data: Any) -> tuple[str, int]:
+    """(engine, number of its last record) of the event that begins a stream of records."""
+    if type(data) is not dict or not _text(data.get("began")) or not _count(data.get("seq")):
+        raise Refused("its greeting names no engine and no record")
+    return data["began"], data["seq"]
+
+
+def records(data: Any) -> list[Record]:
+    """The records of one event, by themselves."""
+    if type(data) is not list:
+        raise Refused("its records are no list")
+    checked: list[Record] = []
+    for row in data:
+        if type(row) is not list or not row or not _count(row[0]) or (checked and row[0] <= checked[-1][0]):
+            raise Refused("its records are not numbered in order")
+        try:
+            record = trace_check.record(row[0], row[1:])
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        if not all(_text(field) for field in record if type(field) is str):
+            raise Refused(f"a text of record {row[0]:,} ({record[2]}) has more than {MOST_TEXT:,} characters")
+        if record[2] == "experts" and sum(len(tokens) for _, tokens in record[4]) > MOST_LOADS:
+            raise Refused(f"record {row[0]:,} tells of more than {MOST_LOADS:,} experts")
+        checked.append((*record[:2], intern(record[2]), *record[3:]))  # kept by the thousand
+    return checked
+
+
+def snapshot(data: Any) -> dict[str, Any]:
+    """A snapshot as JSON carries it, in the form of engine.trace.state, with "began"."""
+    if type(data) is not dict or not _text(data.get("began")):
+        raise Refused("its snapshot names no engine")
+    try:
+        return trace_check.snapshot(data)
+    except ValueError as error:
+        raise Refused(str(error).replace("a trace has", "at most it may have")) from error
+
+
+class Watch:
+    """Follows the records from a snapshot on."""
+
+    def __init__(self, snapshot: dict[str, Any]) -> None:
+        self._follower = Follower(State.from_snapshot(snapshot))
+
+    @property
+    def state(self) -> State:
+        """As the records tell it."""
+        return self._follower.state
+
+    def take(self, record: Record) -> None:
+        """The next record. Raises Refused if it cannot follow."""
+        try:
+            self._follower.take(record)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        if len(self._follower.state.requests) > MOST_REQUESTS:
+            raise Refused(f"it has more than {MOST_REQUESTS:,} requests")
+
+
+def info(data: Any) -> dict[str, Any]:
+    """What a server says about itself."""
+    if type(data) is not dict:
+        raise Refused("what it says about itself is no JSON object")
+    for name, check in INFO.items():
+        if not check(data.get(name)):
+            raise Refused(f"what it says about itself has no usable {name!r}")
+    return data
+
+
+def accepted(event: dict[str, Any]) -> tuple[int, int | None]:
+    """(the request's id, its seed) of the event that begins an answer."""
+    request, seed = event["request"], event.get("seed")
+    if "seed" not in event or not _count(request) or not FIGURES["seed"](seed):
+        raise Refused("its answer begins without the number of the request and a seed")
+    return request, seed
+
+
+def delta(event: Any) -> dict[str, Any]:
+    """A piece of an answer: text, ids, and at its end finish_reason and metrics."""
+    if type(event) is not dict or type(event.get("text")) is not str or not _tokens(event.get("ids")):
+        raise Refused("a piece of its answer has no text and ids")
+    if not _text(event.get("finish_reason") or ""):
+        raise Refused("its answer ends for a reason that is no text")
+    return {**event, "finish_reason": event.get("finish_reason") or "", "metrics": metrics(event.get("metrics"))}
+
+
+def metrics(told: Any) -> dict[str, Any]:
+    """The figures of an answer, without what is none."""
+    if type(told) is not dict:
+        return {}
+    figures = {name: value for name, value in told.items() if name in FIGURES and FIGURES[name](value)}
+    if "accepted_tokens" not in figures:
+        figures.pop("drafted_tokens", None)
+    match = told.get("match")
+    if type(match) is dict and _text(match.get("stop")) and trace_check.FIELD["at"](match.get("at")):
+        figures["match"] = {"stop": match["stop"], "at": match["at"], "detail": str(match.get("detail"))[:MOST_TEXT]}
+    return figures
+
+
+def count(value: Any) -> int | None:
+    """A number of tokens, or None if it is none."""
+    return value if type(value) is int and 0 <= value <= MOST else None
+
+
+def _text(value: Any) -> bool:
+    return type(value) is str and len(value) <= MOST_TEXT
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= trace_check.MOST_RECORDS
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= MOST_NUMBER
+
+
+def _within(least: int, most: int, optional: bool = False) -> Callable[[Any], bool]:
+    return lambda value: (type(value) is int and least <= value <= most) or (optional and value is None)
+
+
+def _tokens(value: Any) -> bool:
+    return type(value) is list and all(type(token) is int and 0 <= token <= MOST for token in value)
+
+
+def _drawn(value: Any) -> bool:
+    """A checkpoint's generation_config."""
+    if value is None:
+        return True
+    return type(value) is dict and all(
+        one is None or type(one) is bool or _text(one) or _tokens(one) or _number(one) for one in value.values()
+    )
+
+
+def _optional_text(value: Any) -> bool:
+    return value is None or _text(value)
+
+
+INFO: dict[str, Callable[[Any], bool]] = {
+    "model": _text, "began": _text, "device": _optional_text, "dtype": _optional_text, "quantization": _optional_text,
+    "kv_cache_dtype": _optional_text, "server": _optional_text, "role": _optional_text, "generation": _drawn,
+    "num_blocks": _within(2, MOST_BLOCKS, optional=True), "block_size": _within(1, MOST, optional=True),
+    "vocab_size": _within(1, MOST, optional=True), "max_model_len": _within(1, MOST, optional=True),
+    "tokenizer_files": lambda value: type(value) is dict and all(map(_text, value.values())),
+}  # fmt: skip
+_COUNTS = ("prompt_tokens", "output_tokens", "cached_tokens", "preemptions", "drafted_tokens", "accepted_tokens")
+_TIMES = ("queue_ms", "prefill_ms", "ttft_ms", "decode_tok_s")
+FIGURES: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(_COUNTS, _within(0, MOST)), **dict.fromkeys(_TIMES, _number),
+    "seed": _within(-(1 << 63), (1 << 64) - 1, optional=True),
+}  # fmt: skip

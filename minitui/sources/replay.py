@@ -1,0 +1,309 @@
+"""A trace as a Source: the application shows it as it shows an engine, with the clock in the viewer's hands.
+
+What was recorded passes on as it was, but for gate and slow motion, which are the viewer's now: those of the recording
+are left out and those of the replay put in, and the numbers of the records are counted anew. Slower than the engine is
+slow motion, exactly as it is live; faster lets the engine's own time run faster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from engine.core.gate import EVENTS, MAX_PACE, RUNNING, fulfils
+from engine.core.types import SamplingParams
+from engine.errors import InvalidRequest
+from engine.trace.records import Record
+from engine.trace.state import State
+from minitui.trace.bundled import is_bundled
+from minitui.trace.reader import TraceReader
+
+if TYPE_CHECKING:
+    from minitui.sources.base import Progress
+
+MIN_SPEED, MAX_SPEED = 1.0 / MAX_PACE, 1000.0
+AT_ONCE = 20_000  # records handed out in one drain at most
+STEPS_BEFORE = 200  # a seek begins so far before its step, if that can be had, so that the panels have a history
+CONTROL = ("gate", "pace")
+
+
+class ReplaySource:
+    """Plays a trace. After `seek` the reader must take a `snapshot` and go on from there."""
+
+    replay = True
+
+    def __init__(self, path: str | Path, speed: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path = Path(path)
+        self.info: dict[str, Any] = {}
+        self.error: str | None = None
+        self.speed = speed
+        self.reader: TraceReader | None = None
+        self._clock = clock
+        self._part = 0
+        self._at = 0  # the next record of the part
+        self._state: State | None = None  # as handed out so far
+        self._seq = 0
+        self._played = 0.0  # where the playhead stands, in seconds of play
+        self._ticked = 0.0  # on the clock, when the playhead was last moved
+        self._t = 0.0  # of the last record handed out: the keyframe's time, and what was played since
+        self._last_due = 0.0
+        self._closed = False
+        self._allowed = 0
+        self._in_step = False  # the last step handed out has not ended yet
+        self._finishing = False  # closed within it: its end is still handed out
+        self._until: tuple[str, float] | None = None
+        self._cause = ""  # by what the wait was fulfilled, to be told when that step has ended
+        self._hurry_to: tuple[int, int] | None = None  # a seek: everything up to there is due at once
+        self._control: list[tuple[Any, ...]] = []  # gate and pace, to be told with the next drain
+
+    # ---- the Source
+
+    async def start(self, on_progress: Progress) -> None:
+        """Read the trace; TraceError if it cannot be."""
+        on_progress({"stage": "trace", "done": 0, "total": 0, "text": f"reading {self.path.name}"})
+        self.reader = await asyncio.to_thread(TraceReader, self.path)
+        self.info = {**self.reader.info, "replay": str(self.path)}
+        self.set_speed(self.speed)
+        self._place(0, 0)
+
+    async def ready(self) -> None:
+        """It is, once started."""
+
+    def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> NoReturn:
+        raise InvalidRequest("this is a recording: it cannot be asked anything; `minitui chat` starts an engine")
+
+    async def control(self, verb: str, **arguments: Any) -> Any:
+        """pause | resume | step n= | run_until predicate= | pace factor= | speed factor= | seek step=."""
+        if verb == "pause":
+            self._gate("closed", "paused")
+        elif verb == "resume":
+            self._gate("open", "resumed")
+        elif verb == "step":
+            self._gate("closed", "stepping")
+            self._allowed = int(arguments.get("n", 1))
+        elif verb == "run_until":
+            predicate = arguments["predicate"]
+            if predicate["event"] not in EVENTS:
+                raise InvalidRequest(f"run until {predicate['event']!r}: there are {', '.join(EVENTS)}", "event")
+            self._gate("closed", f"{RUNNING}{predicate['event']}")
+            self._until = (predicate["event"], predicate.get("ms", 0.0))
+        elif verb == "pace":
+            self.set_speed(_inverse(arguments["factor"]))
+        elif verb == "speed":
+            self.set_speed(arguments["factor"])
+        elif verb == "seek":
+            self.seek(arguments["step"])
+        else:
+            raise InvalidRequest(f"a recording cannot do {verb!r}", "action")
+
+    async def snapshot(self) -> dict[str, Any]:
+        """The state as handed out so far."""
+        assert self._state is not None, "the replay has not been started"
+        return self._state.snapshot()
+
+    def drain_records(self) -> list[Record]:
+        """What is due by now."""
+        if self.reader is None or self._state is None:
+            return []
+        out: list[Record] = []
+        self._tell_control(out)
+        self._advance_clock()
+        while len(out) < AT_ONCE:
+            record, due = self._next()
+            if self._hurry_to is not None and (record is None or (self._part, self._at) >= self._hurry_to):
+                self._arrive(out)
+            if record is None or not self._may_pass(due):
+                break
+            self._at += 1
+            self._played = max(self._played, due)
+            slow = self._hurry_to is None and not self._closed
+            self._t += (due - self._last_due) * (self.pace if slow else 1.0)
+            self._last_due = due
+            if record[2] not in CONTROL:
+                out.append(self._made(*record[2:]))
+            self._after(record, out)
+        return out
+
+    def on_death(self, callback: Callable[[str], None]) -> None:
+        """A recording does not die."""
+
+    async def restart(self, on_progress: Progress) -> None:
+        """From the beginning."""
+        self._place(0, 0)
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+    # ---- the player
+
+    @property
+    def trace(self) -> TraceReader:
+        """The trace, once started."""
+        assert self.reader is not None, "the replay has not been started"
+        return self.reader
+
+    @property
+    def played(self) -> float:
+        """Where the playhead stands, in seconds of play."""
+        return self._played
+
+    @property
+    def step(self) -> int:
+        """The last step handed out."""
+        return self._state.step if self._state is not None else -1
+
+    @property
+    def pace(self) -> float:
+        """By how much a step is stretched: 1 at the engine's own speed and above."""
+        return max(1.0, round(1.0 / self.speed, 2))
+
+    @property
+    def ended(self) -> bool:
+        """Has everything been handed out?"""
+        return self.reader is not None and self._next()[0] is None
+
+    def set_speed(self, speed: float) -> None:
+        """1 is the engine's own speed, 0.1 ten times slower; InvalidRequest for what is out of range."""
+        if not MIN_SPEED <= speed <= MAX_SPEED:
+            raise InvalidRequest(f"the speed is {speed:g}: it must be from {MIN_SPEED:g} to {MAX_SPEED:g}", "factor")
+        self._advance_clock()
+        self.speed = speed
+        if self._state is not None and self.pace != self._state.pace:
+            self._control = [item for item in self._control if item[0] != "pace"] + [("pace", self.pace)]
+
+    def seek(self, step: int) -> None:
+        """Go to the moment when `step` had ended. The next snapshot lies before it, and the records between are due at
+        once, so that whoever shows the picture has the history of it."""
+        trace = self.trace
+        step = max(trace.first_step, min(step, trace.last_step))
+        target = trace.locate(step)
+        begin = trace.part_of_step(max(trace.first_step, step - STEPS_BEFORE))
+        self._place(begin, 0)
+        self._hurry_to = target if step > trace.first_step else (0, 0)
+        self._until, self._allowed = None, 0
+        # What lies between passes as it was recorded: running, in real time. Gate and pace are told again at the end.
+        assert self._state is not None
+        self._state.gate, self._state.pace = "open", 1.0
+        self._control.clear()
+
+    def bookmark(self, text: str) -> None:
+        """Mark the step at the playhead, in the file; for as long as this lasts in one that belongs to the program."""
+        if is_bundled(self.path):
+            self.trace.bookmarks.append((self.step, text))
+            self.trace.bookmarks.sort()
+        else:
+            self.trace.add_bookmark(self.step, text)
+
+    def next_bookmark(self, direction: int) -> tuple[int, str] | None:
+        """The nearest bookmark after (1) or before (-1) the playhead."""
+        marks = self.trace.bookmarks
+        if direction > 0:
+            return next((mark for mark in marks if mark[0] > self.step), None)
+        return next((mark for mark in reversed(marks) if mark[0] < self.step), None)
+
+    # ---- inside
+
+    def _place(self, part: int, at: int) -> None:
+        chosen = self.trace.part(part)
+        self._part, self._at = part, at
+        state = chosen.state
+        # Numbers go on from those handed out before, with a gap: a reader sees that this is another place.
+        if self._state is not None:
+            state.seq = max(self._seq + 2, state.seq)
+        state.gate = "closed" if self._closed else "open"
+        state.pace = self.pace
+        self._state, self._seq = state, state.seq
+        self._t = state.t
+        self._in_step = self._finishing = False
+        self._played = self._last_due = chosen.keyframe.played
+        self._ticked = self._clock()
+        self._hurry_to = None
+
+    def _next(self) -> tuple[Record | None, float]:
+        trace = self.trace
+        while self._at >= len(trace.part(self._part).records):
+            if self._part + 1 >= len(trace.keyframes):
+                return None, 0.0
+            following = trace.keyframes[self._part + 1]
+            at_end = trace.part(self._part).state.seq + len(trace.part(self._part).records)
+            if following.seq != at_end:  # the recording has a gap here: the reader needs the keyframe's state
+                self._place(self._part + 1, 0)
+            else:
+                self._part, self._at = self._part + 1, 0
+        part = trace.part(self._part)
+        return part.records[self._at], part.due[self._at]
+
+    def _advance_clock(self) -> None:
+        now = self._clock()
+        if not self._closed:
+            self._played += (now - self._ticked) * self.speed
+        self._ticked = now
+        if self.ended:
+            self._played = min(self._played, self.trace.seconds)
+
+    def _may_pass(self, due: float) -> bool:
+        if self._hurry_to is not None:
+            return True
+        if self._closed:
+            return self._finishing or self._allowed > 0 or self._until is not None
+        return due <= self._played
+
+    def _arrive(self, out: list[Record]) -> None:
+        """A seek is over: from here on gate and pace are the viewer's again."""
+        self._hurry_to = None
+        self._played = self._last_due
+        self._ticked = self._clock()
+        if self._closed:
+            self._control.append(("gate", "closed", "paused"))
+        if self.pace != 1:
+            self._control.append(("pace", self.pace))
+        self._tell_control(out)
+
+    def _tell_control(self, out: list[Record]) -> None:
+        out += [self._made(kind, *fields) for kind, *fields in self._control]
+        self._control.clear()
+
+    def _made(self, kind: str, *fields: Any) -> Record:
+        assert self._state is not None
+        self._seq += 1
+        record = (self._seq, self._t, kind, *fields)
+        self._state.apply(record)
+        return record
+
+    def _after(self, record: Record, out: list[Record]) -> None:
+        """Count steps while gated, and stop where a wait is fulfilled."""
+        ended = record[2] in ("time", "fail")
+        self._in_step = not ended if ended or record[2] == "step" else self._in_step
+        if self._finishing:
+            self._finishing = not ended
+            return
+        if not self._closed:
+            return
+        if self._until is not None:
+            event, slower_than = self._until
+            cause = fulfils(record, event, slower_than)
+            if cause:
+                self._until, self._allowed = None, 1  # to the end of the step in which it happened
+                self._cause = cause
+        if ended and self._allowed > 0:
+            self._allowed -= 1
+            if self._cause:
+                out.append(self._made("gate", "closed", self._cause))
+                self._cause = ""
+
+    def _gate(self, state: str, reason: str) -> None:
+        self._advance_clock()
+        closed, waited = state == "closed", self._until is not None
+        self._allowed, self._until, self._cause = 0, None, ""
+        if closed != self._closed or waited or reason.startswith(RUNNING):
+            self._closed = closed
+            self._finishing = closed and self._in_step  # a gate closes between two steps
+            self._control.append(("gate", state, reason))
+
+
+def _inverse(factor: float) -> float:
+    return 1.0 / factor if factor else math.inf

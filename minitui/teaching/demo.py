@@ -1,0 +1,96 @@
+"""`minitui demo NAME`: a scenario in a small engine of its own, told step by step, on the screen or as lines of text.
+
+The scenarios stand in minitui/teaching/scenarios.py; here is what plays them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import EngineError
+from minitui.chat.sessions import Chats, Sampling
+from minitui.sources.base import Source
+from minitui.teaching.scenarios import DEMOS, Demo
+from minitui.teaching.stage import Restart, Stage
+from minitui.viewmodel.model import View
+from minitui.viewmodel.updater import Feed
+
+if TYPE_CHECKING:
+    from minitui.tui.app import MinituiApp
+
+__all__ = ["DEMOS", "Demo", "play_in_app", "tell_plainly"]
+
+
+async def play_in_app(demo: Demo, app: MinituiApp, restart: Restart | None, beat: float = 1.0) -> None:
+    """Play it in the application."""
+    from minitui.tui.theme import glyphs
+
+    def say(text: str) -> None:
+        app.story = text
+
+    async def again() -> None:
+        """From nothing: no chats, and the engine with the options it had at first."""
+        say("Once more, from the beginning.")
+        app.chats.sessions.clear()
+        app.select_session(app.chats.new(app.system))
+        if restart is not None:
+            app.feed.restart()
+            await restart({})
+            app.feed.replaced()
+            await app.feed.sync()
+        await play_in_app(demo, app, restart, beat)
+
+    app.play_again = again
+
+    stage = Stage(
+        app.source, app.chats, app.feed, app.system, say, app.select_session, app.switch_mode, restart,
+        beat, bar=glyphs().active, held=lambda: app.feed.frozen, keys=True,
+    )  # fmt: skip
+    app.asking = stage
+    app.set_focus(None)
+    try:
+        await demo.play(stage)
+        app.story += "\nPress 1 for the chats, 2 to inspect, X to see it again (space holds it), q to quit."
+    except EngineError as error:
+        app.story = f"The demo stopped: {error}"
+    finally:
+        app.asking = None
+
+
+async def tell_plainly(
+    demo: Demo, source: Source, system: str, sampling: Sampling, load: Any = None, beat: float = 0.0,
+    restart: Restart | None = None,
+) -> int:  # fmt: skip
+    """Play it without a screen, telling it as lines of text; returns the exit code."""
+    from minitui.chat.model_choice import load_codec
+
+    began = time.monotonic()
+
+    def tell_names() -> None:
+        if hasattr(source, "name_groups"):  # it is being recorded
+            source.name_groups(chats.names)
+
+    async def go_on(changes: dict[str, Any]) -> None:
+        assert restart is not None
+        tell_names()  # the other engine is recorded in a file of its own
+        await restart(changes)
+
+    def say(text: str) -> None:
+        tell_names()
+        first, *rest = text.split("\n")
+        lines = [f"{time.monotonic() - began:5.1f} s  {first}", *(f"         {line}" for line in rest)]
+        print("\n".join(lines), flush=True)
+
+    chats = Chats(source, sampling=sampling)
+    try:
+        await source.start(lambda progress: None)
+        chats.use(await asyncio.to_thread(load or load_codec, source.info))
+        feed = Feed(source, View())
+        await feed.sync()
+        await demo.play(Stage(source, chats, feed, system, say, restart=go_on if restart else None, beat=beat))
+        return 0
+    finally:
+        tell_names()
+        await source.close()

@@ -1,0 +1,184 @@
+"""L1: the decoder, its weights, and what they cost to read."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
+from minitui.teaching.stage import Stage
+
+PARTS = {"embeddings": ("embed_tokens", "lm_head"), "attention": ("self_attn",), "MLP": ("mlp",), "norms": ("norm",)}
+
+
+def tensors(directory: str | Path) -> dict[str, list[int]]:
+    """Name -> shape of every tensor of a checkpoint, from the headers of its safetensors files alone."""
+    found: dict[str, list[int]] = {}
+    for path in sorted(Path(directory).glob("*.safetensors")):
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header: dict[str, Any] = json.loads(file.read(length))
+        found |= {name: about["shape"] for name, about in header.items() if name != "__metadata__"}
+    return found
+
+
+def parameters_by_part(shapes: dict[str, list[int]]) -> dict[str, int]:
+    """Parameters of the checkpoint, by the part of the model they belong to."""
+    totals = dict.fromkeys(PARTS, 0)
+    for name, shape in shapes.items():
+        size = 1
+        for n in shape:
+            size *= n
+        part = next(part for part, marks in PARTS.items() if any(mark in name for mark in marks))
+        totals[part] += size
+    return totals
+
+
+async def weigh(stage: Stage) -> Seen:
+    """Where the parameters are."""
+    shapes = tensors(stage.source.info["model_dir"])
+    totals = parameters_by_part(shapes)
+    layers = 1 + max(int(name.split(".")[2]) for name in shapes if ".layers." in name)
+    largest = max(totals, key=lambda part: totals[part])
+    rows = [(part, float(n), f"{n:,}") for part, n in totals.items()]
+    return Seen(
+        f"{len(shapes)} tensors, {sum(totals.values()):,} parameters, {layers} layers:\n\n{stage.bars(rows)}",
+        list(PARTS).index(largest),
+    )
+
+
+async def many_or_one(stage: Stage) -> Seen:
+    """A whole prompt in a step, then one token in a step."""
+    session = stage.chat(max_tokens=8, whole=True)
+    stage.show(session)
+    stage.begin_count()
+    await stage.ask(session, "What is prefill?")
+    await stage.step(8, seconds=0.3)
+    steps = stage.view.steps
+    rows = [steps.get(s) for s in range(steps.last - stage.figures().steps + 1, steps.last + 1)]
+    prompt = next(row for row in rows if row is not None and row.chunks)
+    decodes = sorted(row.wall_ms or 0.0 for row in rows if row is not None and not row.chunks)
+    one, many = decodes[len(decodes) // 2], prompt.wall_ms or 0.0
+    ratio = one / (many / prompt.tokens)
+    return Seen(
+        f"{prompt.tokens} prompt tokens took {many:.1f} ms in one step, {many / prompt.tokens:.2f} ms each. A single "
+        "token took "
+        f"{one:.1f} ms (median): {ratio:.0f} times as long as one of many. Each run measures anew: the figures vary.",
+        0 if ratio < 1.5 else 1 if ratio < 200 else 2,
+    )
+
+
+def _decode_ms(stage: Stage) -> str:
+    p50 = stage.view.timings.decode.p50
+    return f"about {p50:.1f} ms (median of the decode steps here)" if p50 else "the panel shows it as soon as steps ran"
+
+
+def _prefill_ms(stage: Stage) -> str:
+    row = next(
+        (stage.view.steps.get(s) for s in range(stage.view.steps.last, -1, -1) if stage.view.steps.chunks(s)), None
+    )
+    assert row is not None
+    return f"step {row.step}: {row.prefill_tokens} prompt tokens in {row.wall_ms or 0:.1f} ms"
+
+
+def _host(stage: Stage) -> str:
+    return f"{stage.view.timings.host_ms:.2f} ms on average"
+
+
+LESSON = Lesson(
+    1,
+    "Model and weights",
+    "What is computed in a forward pass, and what must be read for it?",
+    (
+        Page(
+            "One decoder",
+            """
+            The model is a stack of equal layers over a stream of vectors, one for each token. A token's id picks
+            its first vector from the embedding table. Each layer adds two things to it: what attention gathered
+            from earlier tokens, and what a small network (the MLP) makes of the result. Before each the vector is
+            normalised (RMSNorm). After the last layer a matrix of the size of the vocabulary gives the logits: one
+            score for each token that might follow.
+
+            Llama, Mistral, Qwen2 and Qwen3 differ only in configuration: biases or none, norms on queries and keys
+            or none, how positions are stretched, whether the last matrix is the embedding table once more ("tied").
+            So there is one decoder file.
+
+            Attention is the only place where tokens meet. Everything else is done for each token alone, which is
+            why tokens of different requests can go through the model side by side, in one batch.
+            """,
+            code="engine.model.decoder:Decoder.forward",
+        ),
+        Page(
+            "Weights on disk",
+            """
+            A checkpoint is a set of named tensors in safetensors files. A header says where each begins, so every
+            name and shape is checked before the first byte is copied: what is missing, unexpected or of another
+            shape is named, nothing is ignored. Then tensor by tensor goes straight to its place. The three matrices
+            for queries, keys and values are copied into one, so that one multiplication does for three; so are the
+            MLP's gate and up.
+            """,
+            code="engine.model.weights:load_weights",
+            run=weigh,
+            predict=Prediction(
+                "In which part of this small model are most of its parameters?",
+                ("embeddings", "attention", "MLP", "norms"),
+            ),
+        ),
+        Page(
+            "Reading weights is what costs",
+            """
+            To compute one token, all weights must be read once. To compute a hundred tokens in the same step, they
+            must be read once, too: only the arithmetic grows. As long as reading takes longer than computing, more
+            tokens in a step cost little. This is why prompts are computed many tokens at a time, why many requests
+            decode in one batch, and why a single chat never uses a device well.
+            """,
+            panel="timings",
+            run=many_or_one,
+            predict=Prediction(
+                "One step computes a whole prompt, later steps one token each. A lone token takes …",
+                (
+                    "as long as one token of the prompt",
+                    "several times as long as one token of the prompt",
+                    "hundreds of times as long",
+                ),
+            ),
+        ),
+        Page(
+            "Positions and heads",
+            """
+            Attention itself does not know in which order tokens stand. So queries and keys are turned by an angle
+            that grows with the position (RoPE); their product then depends on how far two tokens are apart. Keys
+            are turned before they are stored: a key in the cache fits its position and no other. That is why a
+            cached block can be shared only by prompts that are equal from their very first token.
+
+            Several query heads share one key and value head (grouped-query attention). Fewer key heads mean a
+            smaller cache, which is often what limits how many requests run at once.
+            """,
+            code="engine.model.rope:rope_table",
+        ),
+    ),
+    many_or_one,
+    (
+        Check(
+            "How long does a step take in which one request decodes?",
+            "timings",
+            "the timings panel: the row for decode steps; p50 is the median.",
+            _decode_ms,
+        ),
+        Check(
+            "How long did the step take that computed the prompt?",
+            "timings",
+            "the timings panel: the row for prefill steps.",
+            _prefill_ms,
+        ),
+        Check(
+            "How long does the host plan, launch and commit for a step?",
+            "timings",
+            "the two tracks, host and device: on a CPU both are the same cores.",
+            _host,
+        ),
+    ),
+    {"kv_blocks": 64},
+)

@@ -1,0 +1,178 @@
+"""L3: attention over blocks."""
+
+from __future__ import annotations
+
+from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
+from minitui.teaching.stage import Stage
+
+
+async def find_slots(stage: Stage) -> Seen:
+    """Where the keys of one request lie."""
+    session = stage.chat(max_tokens=30, whole=True)
+    stage.show(session)
+    await stage.ask(session, "What is paged attention?")
+    await stage.step(6, seconds=0.4)
+    request = stage.request(session)
+    size, n = stage.source.info["block_size"], stage.state().computed(request)
+    lines = []
+    for position in sorted({0, size - 1, size, 2 * size + 5, n - 1}):
+        block = request.table[position // size]
+        lines.append(
+            f"   token {position:>4}  logical block {position // size:>2}, place {position % size:>2}  ->  block "
+            f"{block:>3}, "
+            f"slot {block * size + position % size}"
+        )
+    return Seen(
+        "\n".join(lines)
+        + f"\n\nThe last step had one query, that of token {n - 1}. In every layer it read {n} keys: those of tokens "
+        f"0 to {n - 1}, its own included, through {len(request.table)} entries of its block table.",
+        2,
+    )
+
+
+async def after_a_hit(stage: Stage) -> Seen:
+    """A prompt of which most is cached."""
+    for question in ("What is paged attention?", "What is a block table?"):
+        session = stage.chat(max_tokens=6, whole=True)
+        stage.show(session)
+        request = await stage.ask(session, question)
+        await stage.step(1, seconds=0.6)
+        if question.endswith("table?"):
+            row = stage.view.steps.get(stage.view.steps.last)
+            assert row is not None
+            _, start, n, _ = row.chunks[0]
+            await stage.step(2, seconds=0.4)
+            return Seen(
+                f"r{request} had {start + n} prompt tokens, {start} of them in the cache. The step had {n} queries, "
+                f"tokens {start} to "
+                f"{start + n - 1}. The first of them read {start + 1} keys, the last {start + n}: what is cached "
+                "counts as the past, "
+                "and nobody sees a token that comes after it.",
+                1,
+            )
+        await stage.step(5)
+    raise AssertionError("the second question is always asked")
+
+
+async def close(stage: Stage) -> None:
+    """One request, standing in the middle of its reply."""
+    session = stage.chat(max_tokens=60, whole=True)
+    stage.show(session)
+    await stage.ask(session, "What is a block table?")
+    await stage.step(10)
+
+
+def _keys(stage: Stage) -> str:
+    request = stage.state().requests[max(stage.state().requests)]
+    n = stage.state().computed(request)
+    return f"{n + 1}: the {n} that are written, and its own, which the step writes before it reads"
+
+
+def _next_slot(stage: Stage) -> str:
+    state = stage.state()
+    request = state.requests[max(state.requests)]
+    n, size = state.computed(request), state.block_size
+    if n // size >= len(request.table):
+        return "0 of a block that it will get with the next step"
+    return f"{request.table[n // size] * size + n % size}"
+
+
+def _row(stage: Stage) -> int:
+    row = stage.view.steps.get(stage.view.steps.last)
+    return row.tokens if row is not None else 0
+
+
+LESSON = Lesson(
+    3,
+    "Paged attention",
+    "How does a query find its keys when they lie anywhere?",
+    (
+        Page(
+            "Slots",
+            """
+            The pool of one layer is two tensors, keys and values, of shape [blocks, 16, key heads, head size]. Seen
+            as a long row of slots, token p of a request lies in
+
+              slot  =  table[p // 16] * 16  +  p % 16
+
+            A step begins by writing: every layer first stores the keys and values of all tokens of the step into
+            their slots, then attention reads. So a request may use keys that another request's chunk writes in the
+            very same step.
+
+            Reading goes through the block table. The readable backend of this engine gathers the slots of each
+            sequence and hands them to torch. A GPU kernel reads block by block, straight through the table, without
+            a copy. Both are held to the same tests, and the first is the specification of the second.
+            """,
+            code="engine.attention.torch_backend:TorchAttention",
+        ),
+        Page(
+            "From position to slot",
+            """
+            One chat writes a reply. In each of its decode steps there is one new token, so one query for each head.
+            Everything before is already in the cache.
+            """,
+            panel="table",
+            run=find_slots,
+            predict=Prediction(
+                "How many keys does that one query read in a layer?",
+                ("one: its own", "those of its last block", "those of every token so far", "the whole pool"),
+            ),
+        ),
+        Page(
+            "Causal, also after a hit",
+            """
+            A token may see itself and what comes before it, never what comes after. For a prompt in one piece that
+            is a triangle. When its beginning is cached, only the rest has queries, and the triangle becomes a wide
+            rectangle with a slanted end: query i of a chunk, counted from 0, sees keys 0 to K - Q + i, where Q is
+            how many queries the chunk has and K how many keys there are, its own included. To forget this is a
+            classic mistake: the text then looks nearly right.
+            """,
+            panel="step",
+            code="engine.attention.meta:ForwardMeta",
+            run=after_a_hit,
+            predict=Prediction(
+                "Most of a prompt is cached. What does the first query of the rest see?",
+                (
+                    "only the tokens of its own chunk",
+                    "everything cached, and itself",
+                    "the whole prompt, what follows included",
+                ),
+            ),
+        ),
+        Page(
+            "Padding and the null block",
+            """
+            Sequences of a batch have different lengths, tables of different width. What fills the gaps points at
+            block 0, the null block: it belongs to nobody and holds zeros, so that reading it can do no harm, and a
+            mask gives it no weight. A free block may hold anything that was once written, and a test fills free
+            blocks with NaN to see that no output changes.
+
+            Decode reads much and computes little: every key once, for one query. Prefill computes much: many
+            queries share the keys they read. That is why they are different kernels, though they do the same sum.
+            """,
+            code="engine.attention.torch_backend:TorchAttention._plan_decodes",
+        ),
+    ),
+    close,
+    (
+        Check(
+            "How many keys will the next query of this request read in a layer?",
+            "table",
+            "the block table: the number of tokens written, and one more.",
+            _keys,
+        ),
+        Check(
+            "In which slot will its key be written?",
+            "table",
+            "the block table: the physical number of the last block times 16, plus how full it is.",
+            lambda stage: f"slot {_next_slot(stage)}",
+        ),
+        Check(
+            "How many queries had the last step?",
+            "step",
+            "the step bar: D×1 is one request that decodes, one query for each head.",
+            lambda stage: f"{_row(stage)} (one token)",
+        ),
+    ),
+    {"kv_blocks": 64},
+)

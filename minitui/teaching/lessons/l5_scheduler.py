@@ -1,0 +1,230 @@
+"""L5: who runs in a step."""
+
+from __future__ import annotations
+
+from minitui.chat.sessions import Session
+from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
+from minitui.teaching.scenarios import paste
+from minitui.teaching.stage import Stage
+
+LENGTHS = (5, 10, 20, 40, 15, 15)  # of replies, in tokens
+WRITERS = ("What is prefill?", "What is decode?", "What is a token budget?")
+
+
+async def _writers(stage: Stage, tokens: int = 60) -> list[Session]:
+    sessions = [stage.chat("", max_tokens=tokens, whole=True) for _ in WRITERS]
+    stage.show(sessions[0])
+    for session, question in zip(sessions, WRITERS, strict=True):
+        await stage.ask(session, question)
+    await stage.step(3, seconds=0.4)
+    return sessions
+
+
+async def long_paste(stage: Stage) -> Seen:
+    """A long prompt arrives while three requests decode."""
+    await _writers(stage)
+    budget = stage.source.info["max_num_batched_tokens"]
+    pasted = stage.chat("", "paste", max_tokens=5, whole=True)
+    request = await stage.ask(pasted, paste(12))
+    chunks: list[tuple[int, int]] = []
+    while True:
+        await stage.step(1, seconds=1.0)
+        row = stage.view.steps.get(stage.view.steps.last)
+        assert row is not None
+        mine = [n for id, _, n, _ in row.chunks if id == request]
+        if not mine:
+            break
+        chunks.append((row.decodes, mine[0]))
+    decodes, first = chunks[0]
+    return Seen(
+        f"Its {sum(n for _, n in chunks)} tokens were computed in {len(chunks)} steps: "
+        f"{' + '.join(str(n) for _, n in chunks)}. In the "
+        f"first, {decodes} tokens went to those who decode and {first} to the prompt, {decodes + first} of {budget}. "
+        "The writers got a "
+        "token in every one of these steps.",
+        {budget: 0, budget - 3: 1, 0: 3}.get(first, 2),
+    )
+
+
+def static_steps(rows: int) -> int:
+    """How many steps LENGTHS would take in batches of `rows` that end with their longest."""
+    return sum(max(LENGTHS[i : i + rows]) for i in range(0, len(LENGTHS), rows))
+
+
+async def join_and_leave(stage: Stage) -> Seen:
+    """Six replies of different lengths on four rows."""
+    sessions = [stage.chat("", max_tokens=n, whole=True) for n in LENGTHS]
+    stage.show(sessions[0])
+    ids = [await stage.ask(session, "What is decode?") for session in sessions]
+    await stage.step(max(LENGTHS) + 10, seconds=0.12)
+    await stage.until("the end of the last reply", lambda: not stage.state().requests)
+    figures = stage.figures()
+    began = {event.request: event.step for event in stage.events("admit")}
+    first = min(began.values())
+    rows, tokens = stage.source.info["max_num_seqs"], sum(LENGTHS)
+    late = " and ".join(f"r{id} in step {began[id] - first + 1}" for id in ids[4:])
+    static = static_steps(rows)
+    return Seen(
+        f"{figures.steps} steps. The two that waited took over rows that had become free: {late}, counted from the "
+        f"first. {tokens} tokens in {figures.steps} steps of {rows} rows: {tokens / figures.steps / rows:.0%} of the "
+        f"rows were used. Static batches would take {static} steps ({tokens / static / rows:.0%}): that is counted on "
+        "paper here, and measured in the demo `batching`.",
+        0 if figures.steps < static else 1,
+    )
+
+
+async def fifth_waits(stage: Stage) -> Seen:
+    """More requests than rows."""
+    await _writers(stage, 12)
+    more = [stage.chat("", max_tokens=12, whole=True) for _ in range(2)]
+    ids = [await stage.ask(session, "What is the KV cache?") for session in more]
+    await stage.step(1, seconds=1.0)
+    event = stage.events("wait")[-1]
+    waited_for = stage.view.steps.last
+    await stage.run_until("finish")
+    ended = stage.events("finish")[0]
+    await stage.step(1)
+    admitted = next(e for e in stage.view.events.items if e.kind == "admit" and e.request == ids[1])
+    return Seen(
+        f"r{ids[0]} got the fourth row. r{event.request} had to wait; the record says why: “{event.record[4]}”. That "
+        f"was step {waited_for}; "
+        f"it was admitted in step {admitted.step}, the first one after a writer had ended in step {ended.step}.",
+        0 if admitted.step <= waited_for else 1 if admitted.step == ended.step + 1 else 2,
+    )
+
+
+async def close(stage: Stage) -> None:
+    """Three write, a paste is in the middle of its prompt, one waits."""
+    await _writers(stage)
+    for name, text in (("paste", paste(12)), ("late", "What is decode?")):
+        session = stage.chat("", name, max_tokens=20, whole=True)
+        await stage.ask(session, text)
+    await stage.step(1)
+
+
+def _last(stage: Stage) -> str:
+    row = stage.view.steps.get(stage.view.steps.last)
+    assert row is not None
+    budget = stage.state().budget
+    return f"{row.decodes} for requests that decode, {row.prefill_tokens} for a prompt: {row.tokens} of {budget}"
+
+
+def _waits(stage: Stage) -> str:
+    event = next((e for e in reversed(stage.view.events.items) if e.kind == "wait"), None)
+    return f"r{event.request}: {event.record[4]}" if event is not None else "nobody"
+
+
+LESSON = Lesson(
+    5,
+    "Scheduler",
+    "Who runs in the next step, and how many tokens of each?",
+    (
+        Page(
+            "A budget of tokens",
+            """
+            A step may compute so many tokens and no more: its budget. It bounds how long a step can take, and so
+            how long anybody waits for a token. The scheduler spends it in this order:
+
+              1 requests that decode   one token each, the eldest first
+              2 prompts begun before   the next chunk of each
+              3 the queue              first come, first served; those preempted before new ones
+
+            All of it is one forward pass. A prompt longer than what is left of the budget is computed in chunks,
+            over several steps, so that it never holds up those who are writing.
+
+            Of a reply (without grammar or speculation) the scheduler needs only the length. So it can plan a step
+            before the last one's tokens are known; what is drawn for a reply that has ended is thrown away.
+            """,
+            code="engine.core.scheduler:Scheduler.plan",
+        ),
+        Page(
+            "Joining and leaving",
+            f"""
+            Static batching fills a batch, computes it until its longest reply has ended, then takes the next. A row
+            whose reply is short stands empty, and who comes late waits for everybody. Continuous batching decides
+            anew at every step: a reply that has ended leaves its row at once, and the next in the queue takes it
+            in the following step, whatever the others are doing.
+
+            This engine has four rows. Replies of {", ".join(map(str, LENGTHS[:4]))} tokens begin; two more, of
+            {LENGTHS[4]} tokens each, wait.
+            """,
+            panel="lanes",
+            code="engine.core.scheduler:Scheduler._admit",
+            run=join_and_leave,
+            predict=Prediction(
+                "After how many steps are all six done? (A reply of n tokens takes n steps.)",
+                (
+                    f"{max(LENGTHS)}: as many as the longest takes",
+                    f"{static_steps(4)}: the two begin when the first four are done",
+                    f"{sum(LENGTHS)}: one reply after the other",
+                ),
+            ),
+        ),
+        Page(
+            "A long prompt",
+            """
+            Three requests decode. Somebody pastes a long text. The budget of this engine is 64 tokens a step, and a
+            prompt may be cut into chunks: what does not fit waits for the next step.
+            """,
+            panel="step",
+            code="engine.core.scheduler:Scheduler._chunk",
+            run=long_paste,
+            predict=Prediction(
+                "How many tokens of the pasted prompt are in the first step with it?",
+                ("64", "61", "all of them", "none: it waits until the others have ended"),
+            ),
+        ),
+        Page(
+            "Waiting, with a reason",
+            """
+            This engine has four rows: four requests can run at once. A request that is not admitted stays in the
+            queue, and the record says why, once for each reason. The first that holds is told: budget, rows, its own
+            last step not yet committed (after a preemption), blocks.
+            """,
+            panel="lanes",
+            code="engine.core.scheduler:Scheduler._obstacle",
+            run=fifth_waits,
+            predict=Prediction(
+                "Three requests run, two more come. When does the last one begin?",
+                (
+                    "at once: the batch grows",
+                    "in the step after one of the others has ended",
+                    "when all four have ended",
+                ),
+            ),
+        ),
+        Page(
+            "When memory runs out",
+            """
+            A decode step may need a new block. If none is free, cached blocks are evicted. If there are none of
+            those either, the youngest running request is preempted: it gives back row and blocks and goes to the
+            head of the queue. Its full blocks stay in the tree; the others take them from the end, one
+            for every 16 tokens they write, until there is room again. Then it resumes with what is left. What is
+            gone is computed again, prompt and reply so far in one go, like a prompt. The text goes on where it
+            stood.
+
+            A prompt that can never fit is refused when it is submitted, with its length and the limit; so nobody
+            waits behind it. A reply that would outgrow the whole pool ends with the reason `length`.
+            """,
+            panel="events",
+            code="engine.core.scheduler:Scheduler._plan_decodes",
+        ),
+    ),
+    close,
+    (
+        Check("How is the budget of the last step divided?", "step", "the step bar, and the line under it.", _last),
+        Check(
+            "Who waits, and what for?",
+            "events",
+            "the events: the line that says `waits`; of several reasons the first is told.",
+            _waits,
+        ),
+        Check(
+            "Which request is inside its prompt?",
+            "lanes",
+            "the batch lanes: in the last column one row is drawn as prefill.",
+            lambda stage: ", ".join(f"r{c[0]}" for c in stage.view.steps.chunks(stage.view.steps.last)),
+        ),
+    ),
+    {"kv_blocks": 96, "max_num_batched_tokens": 64, "max_num_seqs": 4},
+)

@@ -1,0 +1,165 @@
+"""What a lesson is made of. Text, an experiment on a live engine, a question to predict, the code where it happens.
+
+Nothing here knows of a terminal: a lesson is shown by minitui/tui/screens/lessons.py and told as lines by
+minitui/teaching/lessons/plain.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import textwrap
+from ast import AsyncFunctionDef, ClassDef, FunctionDef, parse
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.errors import EngineError
+from minitui.teaching.stage import Stage
+
+LETTERS = "abcd"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What an experiment showed. `answer`: which choice of the prediction it proved right."""
+
+    text: str
+    answer: int | None = None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Asked before an experiment; what is right is not written here, the experiment tells it."""
+
+    question: str
+    choices: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Page:
+    """A screen. Paragraphs of `text` are parted by empty lines; a line that begins with a space stands as it is.
+
+    `panel`: a key of minitui.tui.screens.lessons.PANELS, shown beside it. `code`: "package.module:Class.function".
+    """
+
+    title: str
+    text: str
+    panel: str = ""
+    code: str = ""
+    run: Callable[[Stage], Awaitable[Seen]] | None = None
+    predict: Prediction | None = None
+
+
+@dataclass(frozen=True)
+class Check:
+    """A closing question; `where` says on which panel its answer can be seen, `answer` reads it from the engine."""
+
+    question: str
+    panel: str
+    where: str
+    answer: Callable[[Stage], str]
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """`options` are the engine's. `close` is the experiment whose end the closing questions are asked about."""
+
+    number: int
+    title: str
+    question: str
+    pages: tuple[Page, ...]
+    close: Callable[[Stage], Awaitable[Any]]
+    checks: tuple[Check, Check, Check]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"L{self.number} {self.title}"
+
+
+def paragraphs(text: str, width: int) -> list[str]:
+    """A text in lines of at most `width` cells; one that begins with a line break is a source's, and is dedented."""
+    lines: list[str] = []
+    source = textwrap.dedent(text) if text.startswith("\n") else text
+    for part in source.strip("\n").split("\n\n"):
+        if lines:
+            lines.append("")
+        run: list[str] = []
+        for line in part.split("\n"):
+            if line.startswith(" "):
+                lines += textwrap.wrap(" ".join(run), width) if run else []
+                run = []
+                lines += _hanging(line, width)
+            else:
+                run.append(line)
+        lines += textwrap.wrap(" ".join(run), width) if run else []
+    return lines
+
+
+def _hanging(line: str, width: int) -> list[str]:
+    """A line that stands as it is; if it is too long, it goes on under its last column."""
+    if len(line) <= width:
+        return [line]
+    columns = [found.end() for found in re.finditer(r"\s{2,}", line)]
+    indent = columns[-1] if len(columns) > 1 else len(line) - len(line.lstrip())
+    rest = textwrap.wrap(line[indent:], max(16, width - indent))
+    return [(line[:indent] if i == 0 else " " * indent) + piece for i, piece in enumerate(rest)]
+
+
+@dataclass(frozen=True)
+class Code:
+    """A piece of a source file: `lines` begin with line `first`."""
+
+    reference: str
+    path: str  # inside the package, as "engine/core/radix.py"
+    first: int
+    lines: list[str]
+
+
+def find_code(reference: str) -> Code:
+    """The source of "package.module:Class.function", or of a whole module, from the installed package.
+
+    The module is not imported: much of the engine needs torch, which a process that draws does without.
+    """
+    module, _, name = reference.partition(":")
+    package, *rest = module.split(".")
+    spec = importlib.util.find_spec(package)
+    # Only the top package is looked up: to look up what is below would import it.
+    root = Path(spec.origin).parent if spec is not None and spec.origin is not None else Path(package)
+    candidates = [root.joinpath(*rest).with_suffix(".py"), root.joinpath(*rest, "__init__.py")]
+    file = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if file is None:
+        raise EngineError(f"there is no module {module} in this installation")
+    source = file.read_text(encoding="utf-8")
+    path = f"{package}/{file.relative_to(root).as_posix()}"
+    lines = source.split("\n")
+    if not name:
+        return Code(reference, path, 1, lines)
+    node: Any = parse(source)
+    for part in name.split("."):
+        found = [
+            child for child in node.body
+            if isinstance(child, (ClassDef, FunctionDef, AsyncFunctionDef)) and child.name == part
+        ]  # fmt: skip
+        if not found:
+            raise EngineError(f"{path} has no {name}")
+        node = found[0]
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return Code(reference, path, first, lines[first - 1 : node.end_lineno])
+
+
+async def fresh(stage: Stage) -> None:
+    """An empty engine, standing: no chats, nothing cached, nothing counted, real time."""
+    await stage.gate()
+    await stage.source.control("pace", factor=1)
+    for session in list(stage.chats.sessions):
+        stage.chats.cancel(session)
+    await stage.until("the chats to end", lambda: not any(session.busy for session in stage.chats.sessions))
+    await stage.until("the engine to be empty", lambda: not stage.state().requests)
+    stage.chats.sessions.clear()
+    stage.show(stage.chat(title="lesson"))
+    await stage.source.control("clear_cache")
+    await stage.until("an empty tree", lambda: len(stage.state().nodes) == 1)
+    stage.begin_count()

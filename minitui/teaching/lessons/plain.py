@@ -1,0 +1,74 @@
+"""A lesson as lines of text: every page, every experiment run, every answer given. For pipes and for reading aloud."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from minitui.chat.model_choice import load_codec
+from minitui.chat.sessions import Chats, Sampling
+from minitui.sources.base import Source
+from minitui.teaching.lessons.page import LETTERS, Lesson, Page, find_code, fresh, paragraphs
+from minitui.teaching.stage import Stage
+from minitui.viewmodel.model import View
+from minitui.viewmodel.updater import Feed
+
+WIDTH = 88
+
+
+async def tell_lesson(lesson: Lesson, stage: Stage, out: Callable[[str], None]) -> None:
+    """Tell it from its first page to its last question; the engine must have the lesson's options."""
+    out(f"{lesson.name}: {lesson.question}")
+    for number, page in enumerate(lesson.pages, 1):
+        out(f"\n-- {number} of {len(lesson.pages) + 1}: {page.title}\n")
+        await _tell_page(page, stage, out)
+    out(f"\n-- {len(lesson.pages) + 1} of {len(lesson.pages) + 1}: Three questions\n")
+    await fresh(stage)
+    await lesson.close(stage)
+    stage.view.frame(time.monotonic())
+    for number, check in enumerate(lesson.checks, 1):
+        for line in paragraphs(
+            f"{number}. {check.question}\n\nSee: {check.where}\n\nAnswer: {check.answer(stage)}", WIDTH
+        ):
+            if line:
+                out(line)
+
+
+async def _tell_page(page: Page, stage: Stage, out: Callable[[str], None]) -> None:
+    for line in paragraphs(page.text, WIDTH):
+        out(line)
+    if page.code:
+        code = find_code(page.code)
+        out(f"\nThe code: {code.path}, line {code.first}, {page.code.partition(':')[2] or 'the whole file'}")
+    if page.predict is not None:
+        out("\nPredict: " + page.predict.question)
+        for letter, choice in zip(LETTERS, page.predict.choices, strict=False):
+            out(f"  {letter}) {choice}")
+    if page.run is not None:
+        await fresh(stage)
+        seen = await page.run(stage)
+        if page.predict is not None and seen.answer is not None:
+            out(f"\nIt was {LETTERS[seen.answer]}) {page.predict.choices[seen.answer]}")
+        out("")
+        for line in paragraphs(seen.text, WIDTH):
+            out(line)
+
+
+async def tell_alone(
+    lesson: Lesson, source: Source, system: str, sampling: Sampling, out: Callable[[str], None], load: Any = load_codec
+) -> int:
+    """Start the engine, tell the lesson, end the engine; returns the exit code."""
+    try:
+        await source.start(lambda progress: None)
+        chats = Chats(source, sampling=sampling)
+        chats.use(await asyncio.to_thread(load, source.info))
+        feed = Feed(source, View())
+        await feed.sync()
+        assert chats.codec is not None
+        feed.view.ids_to_text = chats.codec.decode
+        await tell_lesson(lesson, Stage(source, chats, feed, system, lambda text: None, beat=0.0), out)
+        return 0
+    finally:
+        await source.close()

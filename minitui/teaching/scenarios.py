@@ -1,0 +1,528 @@
+"""The demos' scenarios: from nothing to a moment worth seeing, in a small engine each.
+
+A scenario is a coroutine over a Stage. Replies are greedy and arrivals have a fixed order, so it goes the same way
+every time; every figure it tells was counted from the records of the run that was just seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+from engine.errors import EngineError
+from engine.trace.state import CACHED, FREE, SHARED, NodeView, State
+from minitui.chat.sessions import Session
+from minitui.teaching.stage import Figures, Stage
+from minitui.viewmodel.model import StepRow
+
+
+@dataclass(frozen=True)
+class Demo:
+    """`play` is the scenario; `options` are the engine's."""
+
+    title: str
+    play: Callable[[Stage], Awaitable[None]]
+    max_tokens: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+QUESTIONS = (
+    "What is the KV cache?", "What is paged attention?", "What is a radix cache?", "What is continuous batching?",
+    "What is prefill?", "What is a block table?",
+)  # fmt: skip
+VOICES = (  # system prompts that differ from their first words on, and fill a block each
+    "Alpha is the name you answer to. You explain inference engines to people who have never seen one, in short words.",
+    "Bravo is the name you answer to. You explain inference engines to people who build them, with exact numbers.",
+    "Charlie is the name you answer to. You explain inference engines to students, and you always give an example.",
+    "Delta is the name you answer to. You explain inference engines to operators at night: first what to do, then why.",
+)
+
+
+def paste(lines: int) -> str:
+    """A long text, as somebody might paste it."""
+    notes = (f"Note {i}: block {i} holds the tokens {16 * i} to {16 * i + 15}." for i in range(lines))
+    return "What is the KV cache? Here are my notes. " + " ".join(notes)
+
+
+def paste_of(stage: Stage, system: str, blocks: int) -> str:
+    """A question with a paste so long that its prompt fills just over `blocks` blocks."""
+    assert stage.chats.codec is not None
+    size = stage.source.info["block_size"]
+    for lines in range(1, 1000):
+        text = paste(lines)
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+        if len(stage.chats.codec.apply_chat_template(messages)) > blocks * size:
+            return text
+    raise EngineError(f"no paste fills {blocks} blocks of {size}")
+
+
+# ---- shared-prefix
+
+
+async def shared_prefix(stage: Stage) -> None:
+    """Four chats with one system prompt: its blocks are computed once and held four times."""
+    size = stage.source.info["block_size"]
+    first = stage.chats.sessions[0] if stage.chats.sessions else stage.chat()
+    stage.show(first)
+    await stage.gate()
+    stage.tell(
+        "Chat 1 asks its first question. Nothing is cached: the whole prompt, system prompt included, is computed."
+    )
+    await stage.pause(3)
+    await stage.ask(first, QUESTIONS[0])
+    await stage.step()
+    one = stage.request(first)
+    stage.tell(
+        f"One step computed its {one.prompt_tokens} prompt tokens. They fill {one.prompt_tokens // size} blocks of "
+        f"{size}, "
+        f"which now stand in the radix tree; the rest of {one.prompt_tokens % size} is in a block of its own. "
+        "Chat 1 writes its answer, one token a step."
+    )
+    stage.look("inspect")
+    await stage.step(6, seconds=0.4)
+    others = [stage.chat() for _ in range(3)]
+    stage.tell("Three more chats with the same system prompt ask something else, all in the same moment.")
+    await stage.pause(2)
+    for session, question in zip(others, QUESTIONS[1:], strict=False):
+        await stage.ask(session, question)
+    await stage.run_until("hit")
+    two = stage.request(others[0])
+    cached = stage.view.lanes.lanes[two.id].cached_tokens
+    shared = stage.state().counts[SHARED]
+    stage.tell(
+        f"The moment: chat 2 found {cached} of its {two.prompt_tokens} prompt tokens in the tree and computed only "
+        f"{two.prompt_tokens - cached}. {shared} blocks are held by several requests at once: the same memory, no copy."
+    )
+    await stage.pause(4)
+    await stage.slow(0.12)
+    metrics = await stage.answers([first, *others])
+    total, hit = sum(m["prompt_tokens"] for m in metrics), sum(m["cached_tokens"] for m in metrics)
+    stage.tell(
+        f"Four prompts of {total} tokens together: {hit} came from the cache, {total - hit} were computed, "
+        f"{hit / total:.0%} saved. The answers are the same as without it."
+    )
+
+
+# ---- cache
+
+
+async def _six_chats(stage: Stage) -> Figures:
+    sessions = [stage.chat(max_tokens=12, whole=True) for _ in QUESTIONS]
+    stage.show(sessions[0])
+    stage.begin_count()
+    await stage.gate()
+    for session, question in zip(sessions, QUESTIONS, strict=True):
+        await stage.ask(session, question)
+    stage.look("inspect")
+    await stage.step(3, seconds=1.0)
+    await stage.slow(0.12)
+    await stage.answers(sessions)
+    return stage.figures()
+
+
+async def cache_on_off(stage: Stage) -> None:
+    """The same six arrivals, without the cache and with it."""
+    stage.tell("The prefix cache is off. Six chats with the same system prompt ask at once; every prompt is computed.")
+    await stage.pause(1.5)
+    without = await _six_chats(stage)
+    stage.tell(
+        f"Without the cache {without.computed} prompt tokens were computed. "
+        "Now the same six arrivals in an engine with the cache on."
+    )
+    await stage.other_engine(no_prefix_caching=False)
+    with_cache = await _six_chats(stage)
+    rows = [
+        ("cache off", without.computed, f"{without.computed:,} tokens computed"),
+        ("cache on", with_cache.computed, f"{with_cache.computed:,} computed, {with_cache.cached:,} shared"),
+    ]
+    stage.tell(
+        f"The same prompts, {with_cache.prompt_tokens:,} tokens, and the same answers; {with_cache.share_cached:.0%} "
+        "of "
+        f"the prefill saved.\n{stage.bars(rows)}\n"
+        f"The prompts took {without.prefill_ms:,.0f} ms without it, {with_cache.prefill_ms:,.0f} ms with it. The five "
+        "that came "
+        "after the first shared its blocks in the very step that computed them."
+    )
+
+
+# ---- chunked-prefill
+
+WRITERS = 3
+
+
+async def _long_paste(stage: Stage) -> tuple[float, int, int, float]:
+    """The longest a writer waited for a token, in ms; the prompt's tokens; in how many steps they were computed, and
+    in how many ms."""
+    writers = [stage.chat("", max_tokens=60, whole=True) for _ in range(WRITERS)]
+    stage.show(writers[0])
+    await stage.gate()
+    for session, question in zip(writers, QUESTIONS, strict=False):
+        await stage.ask(session, question)
+    stage.look("inspect")
+    await stage.step(5, seconds=0.25)
+    pasted = stage.chat("", "the paste", max_tokens=4, whole=True)
+    request = await stage.ask(pasted, paste(40))
+    stage.begin_count()
+    await stage.step_until(
+        "the first token of the paste", lambda: stage.view.lanes.lanes[request].first_token is not None, seconds=0.3
+    )
+    figures = stage.figures()
+    chunks = sum(
+        1 for step in range(stage.view.steps.last - figures.steps + 1, stage.view.steps.last + 1)
+        if any(chunk[0] == request for chunk in stage.view.steps.chunks(step))
+    )  # fmt: skip
+    await stage.step(3, seconds=0.25)
+    await stage.answers([*writers, pasted])
+    return figures.slowest_ms, stage.view.lanes.lanes[request].prompt_tokens, chunks, figures.prefill_ms
+
+
+async def chunked_prefill(stage: Stage) -> None:
+    """A long paste arrives while three chats write: computed at once, and in chunks."""
+    stage.tell(
+        f"Chunked prefill is off. {WRITERS} chats write, one token a step each; then somebody pastes a long text."
+    )
+    await stage.pause(1.5)
+    at_once, tokens, _, whole = await _long_paste(stage)
+    stage.tell(
+        f"All {tokens:,} tokens of the paste were computed in one step of {at_once:,.0f} ms, and the {WRITERS} writers "
+        "waited "
+        f"for it. Now the same with chunks: no step may hold more than {stage.source.info['max_num_batched_tokens']} "
+        "tokens."
+    )
+    await stage.other_engine(enable_chunked_prefill=True)
+    chunked, tokens, chunks, in_chunks = await _long_paste(stage)
+    rows = [
+        ("at once", at_once, f"{at_once:,.0f} ms without a token"),
+        ("in chunks", chunked, f"{chunked:,.0f} ms at most, {chunks} chunks"),
+    ]
+    stage.tell(
+        f"The longest time that the writers went without a new token, while {tokens:,} tokens were "
+        f"pasted:\n{stage.bars(rows)}\n"
+        f"The paste itself gets its first token later, after {in_chunks:,.0f} ms instead of {whole:,.0f}: its work is "
+        "spread over steps that also decode."
+    )
+
+
+# ---- eviction
+
+
+def _blocks(stage: Stage) -> int:
+    return stage.source.info["num_blocks"]
+
+
+def leaves(state: State) -> list[NodeView]:
+    """What may be evicted now, what goes first in front."""
+    free = [node for node in state.nodes.values() if node.id and not node.children and not node.users]
+    return sorted(free, key=lambda node: (node.last_used, node.id))
+
+
+async def eviction(stage: Stage) -> None:
+    """A pool that is full of other people's prefixes: which of them goes?"""
+    await stage.gate()
+    names = ("Alpha", "Bravo", "Charlie")
+    chats = [stage.chat(voice, name) for voice, name in zip(VOICES, names, strict=False)]
+    stage.show(chats[0])
+    stage.look("inspect")
+    stage.tell(
+        f"A pool of {_blocks(stage)} blocks. Three chats, Alpha, Bravo and Charlie, with three different system "
+        "prompts, are answered."
+    )
+    for session in chats:
+        await stage.ask(session, QUESTIONS[0])
+        await stage.run_until("finish")
+        await stage.pause(0.5)
+    cached = stage.state().counts[CACHED]
+    stage.tell(
+        f"All three have ended, and nobody holds their blocks. Still {cached} stay in the tree: they are cached, and "
+        f"{stage.state().counts[FREE]} are free. Then Alpha asks once more, which uses its blocks again."
+    )
+    await stage.pause(2)
+    await stage.ask(chats[0], QUESTIONS[4])
+    await stage.run_until("finish")
+    newcomer = stage.chat(VOICES[3], "Delta")
+    await stage.ask(newcomer, paste_of(stage, VOICES[3], stage.state().counts[FREE] + 5))
+    owner = _owners(stage, chats)
+    order = list(dict.fromkeys(owner(node) for node in leaves(stage.state())))
+    await stage.predict("Delta comes and needs more blocks than are free. Whose go first?", names)
+    before = {node.id: node for node in stage.state().copy().nodes.values()}
+    await stage.run_until("eviction")
+    records = [event.record for event in stage.events("evict")]
+    gone = " and then ".join(f"{record[4]} of {owner(before[record[3]])}" for record in records)
+    stage.tell(
+        f"{stage.verdict(names.index(order[0]))}Blocks left the tree: {gone}, because {records[0][5]}. "
+        f"Of what nobody holds, what was used longest ago goes first: the order was {', '.join(order)}. "
+        "Alpha asked last, so its blocks are the safest."
+    )
+    await stage.pause(4)
+    await stage.answers([newcomer])
+    await stage.gate()
+    first = order[0]
+    repeat = stage.chat(chats[names.index(first)].system, f"{first} again")
+    await stage.ask(repeat, QUESTIONS[0])
+    (metrics,) = await stage.answers([repeat])
+    stage.tell(
+        f"Then {first} asks its first question again: {metrics['cached_tokens']} of its {metrics['prompt_tokens']} "
+        "prompt tokens are "
+        f"still there. The engine knows why: {_why(metrics)}."
+    )
+
+
+def _owners(stage: Stage, chats: list[Session]) -> Callable[[NodeView], str]:
+    """Tells whose prompt a node stands for, by its tokens."""
+
+    def owner(node: NodeView) -> str:
+        for session in chats:
+            text = stage.view.decode(session.ids)
+            if stage.view.decode(node.ids).strip() in text:
+                return session.title
+        raise EngineError("the evicted node belongs to none of the chats")
+
+    return owner
+
+
+def _why(metrics: dict[str, Any]) -> str:
+    match = metrics["match"]
+    if match["stop"] == "evicted":
+        return f"evicted at step {match['at']}"
+    return f"the match stopped as “{match['stop']}” at {match['at']}"
+
+
+# ---- preemption
+
+
+async def preemption(stage: Stage) -> None:
+    """A pool that is full of running requests: somebody must give way, and comes back."""
+    chats = [stage.chat("", max_tokens=120, whole=True) for _ in range(4)]
+    stage.show(chats[0])
+    await stage.gate()
+    stage.look("inspect")
+    stage.tell(
+        f"A pool of {_blocks(stage)} blocks. Four chats write long answers; together they will need more than that."
+    )
+    ids = [await stage.ask(session, question) for session, question in zip(chats, QUESTIONS, strict=False)]
+    await stage.step(4, seconds=0.4)
+
+    def full() -> bool:
+        state = stage.state()
+        if state.counts[FREE] or state.counts[CACHED]:
+            return False
+        # The next token of some request falls into a block that it does not have.
+        running = [r for r in state.requests.values() if r.state == "running"]
+        return any(state.computed(r) >= len(r.table) * state.block_size for r in running)
+
+    await stage.step_until("a full pool", full, seconds=0.04)
+    state = stage.state()
+    lengths = ", ".join(f"r{r.id} holds {len(r.table)}" for r in state.requests.values())
+    stage.tell(f"The pool is full, nothing is cached, and somebody needs one more block. {lengths}.")
+    await stage.pause(1.5)
+    await stage.predict("who gives back its blocks?", [f"r{id}" for id in ids])
+    await stage.run_until("preemption")
+    record = stage.events("preempt")[-1].record
+    stage.tell(
+        f"{stage.verdict(ids.index(record[3]))}r{record[3]}, the youngest, gives back its {record[5]} blocks and waits "
+        f"at the head of the queue: {record[4]}. "
+        "What it had written is not lost: full blocks stay in the tree until somebody needs them."
+    )
+    await stage.pause(4)
+    await stage.slow(0.03)
+    metrics = await stage.answers(chats)
+    times = {id: metric["preemptions"] for id, metric in zip(ids, metrics, strict=True)}
+    gave_way = " and ".join(f"r{id} {_times(times[id])}" for id in sorted(ids, reverse=True) if times[id])
+    stage.tell(
+        f"All four answers have their {metrics[0]['output_tokens']} tokens. Gave way: {gave_way}. Who did, computed "
+        "again what had been evicted meanwhile, and went on at the token where it had stood."
+    )
+
+
+def _times(n: int) -> str:
+    return "once" if n == 1 else f"{n} times"
+
+
+# ---- fork
+
+
+async def fork(stage: Stage) -> None:
+    """One conversation, four continuations: the same blocks up to where they differ."""
+    trunk = stage.chat(title="trunk", max_tokens=40)
+    stage.show(trunk)
+    await stage.gate()
+    stage.tell("One chat asks a question and is answered.")
+    await stage.ask(trunk, QUESTIONS[1])
+    stage.look("inspect")
+    await stage.step(5, seconds=0.3)
+    await stage.answers([trunk])
+    await stage.gate()
+    forks = [stage.chats.fork(trunk) for _ in range(4)]
+    stage.tell("Four chats are forked from it. Each asks something different, in the same moment.")
+    await stage.pause(2)
+    for session, question in zip(forks, (QUESTIONS[0], QUESTIONS[2], QUESTIONS[3], QUESTIONS[5]), strict=True):
+        await stage.ask(session, question)
+    await stage.step(3, seconds=1.0)
+    requests = [stage.request(session) for session in forks]
+    same = len(list(takewhile(lambda blocks: len(set(blocks)) == 1, zip(*(r.table for r in requests), strict=False))))
+    size = stage.source.info["block_size"]
+    rows = [
+        f"   r{r.id}  {' '.join(str(b) for b in r.table[max(0, same - 4) : same])} | "
+        f"{' '.join(str(b) for b in r.table[same:])}" for r in requests
+    ]  # fmt: skip
+    stage.tell(
+        f"The moment: four block tables. Their first {same} blocks, {same * size} tokens, are the same physical "
+        "blocks, held four "
+        "times; from the bar on each has its own, and the last is being written:\n" + "\n".join(rows)
+    )
+    await stage.pause(5)
+    held = sum(len(r.table) for r in requests)
+    distinct = len({block for r in requests for block in r.table})
+    metrics = await stage.answers(forks)
+    cached = sum(m["cached_tokens"] for m in metrics)
+    total = sum(m["prompt_tokens"] for m in metrics)
+    stage.tell(
+        f"The four tables had {held} entries and needed {distinct} blocks. Of {total} prompt tokens {cached} were not "
+        "computed "
+        f"again ({cached / total:.0%}). Without sharing the same forks would have taken {held} blocks."
+    )
+
+
+# ---- batching
+
+LENGTHS = (6, 30, 8, 6, 26, 6, 8, 10)
+
+
+async def _eight_replies(stage: Stage) -> Figures:
+    sessions = [stage.chat("", f"wants {n}", max_tokens=n, whole=True) for n in LENGTHS]
+    stage.show(sessions[0])
+    await stage.gate()
+    stage.begin_count()
+    for session in sessions:
+        await stage.ask(session, "What is decode?")
+    stage.look("inspect")
+    await stage.step(2, seconds=0.5)
+    await stage.slow(0.09)
+    await stage.answers(sessions)
+    return stage.figures()
+
+
+async def batching(stage: Stage) -> None:
+    """Eight replies of different lengths in four rows: batch after batch, and continuously."""
+    stage.tell(
+        f"Static batching: {len(LENGTHS)} replies of {min(LENGTHS)} to {max(LENGTHS)} tokens, four rows. "
+        "The next four begin when the last of the first four has ended."
+    )
+    await stage.pause(2)
+    static = await _eight_replies(stage)
+    stage.tell(
+        f"That took {static.steps} steps. Now the same replies with continuous batching: who ends, makes room at once."
+    )
+    await stage.other_engine(scheduling_policy="fcfs")
+    continuous = await _eight_replies(stage)
+    rows = [
+        ("static", static.steps, f"{static.steps} steps, {sum(LENGTHS) / static.steps:.1f} tokens a step"),
+        (
+            "continuous",
+            continuous.steps,
+            f"{continuous.steps} steps, {sum(LENGTHS) / continuous.steps:.1f} tokens a step",
+        ),
+    ]
+    stage.tell(
+        f"The same {sum(LENGTHS)} tokens in the same four rows:\n{stage.bars(rows)}\n"
+        "A decode step costs nearly the same with one row as with four: it reads all weights either way. Fewer steps "
+        "is "
+        "the whole gain."
+    )
+
+
+# ---- speculation
+
+
+async def _asked_again(stage: Stage) -> Session:
+    """A chat that has been answered and has asked the same once more; the engine stands before that prompt's step."""
+    session = stage.chat("", max_tokens=70)
+    stage.show(session)
+    await stage.gate()
+    await stage.ask(session, QUESTIONS[0])
+    stage.look("inspect")
+    await stage.step(3, seconds=0.4)
+    await stage.slow(0.02)
+    await stage.answers([session])
+    await stage.gate()
+    stage.begin_count()
+    await stage.ask(session, QUESTIONS[0])
+    return session
+
+
+async def speculation(stage: Stage) -> None:
+    """The same answer twice, without speculation and with it: what the text says already is guessed, and checked."""
+    stage.tell(
+        "A chat asks a question, and then the same question once more. Its second answer repeats the first, token for "
+        "token; still every token takes a step of its own, for nobody knows the answer before it is drawn."
+    )
+    await stage.pause(2)
+    session = await _asked_again(stage)
+    await stage.slow(0.05)
+    [metrics] = await stage.answers([session])
+    without = stage.figures()
+    tokens = metrics["output_tokens"]
+    stage.tell(f"The second answer has {tokens} tokens and took {without.steps} steps. Now with prompt lookup.")
+    await stage.other_engine(speculation="prompt-lookup")
+    session = await _asked_again(stage)
+    stage.tell(
+        "The last three tokens are looked for in the text before them. What followed there is a guess; the step "
+        "computes the guessed tokens together with the last one, and draws at each place as it would have drawn alone. "
+        "A guess counts only if it is the token drawn. So the answer cannot change, only the number of steps."
+    )
+    await stage.pause(4)
+    await stage.predict(
+        f"the same answer of {tokens} tokens: how many steps does it take now?",
+        [f"{without.steps}, as before", f"{without.steps // 2}, half of them", f"under {without.steps // 4}"],
+    )
+    await stage.step_until("a draft that is right", lambda: _last_step(stage).accepted > 0, seconds=0.5)
+    row = _last_step(stage)
+    request, drafted, accepted = row.drafts[0]
+    stage.tell(
+        f"The moment: step {row.step} computed {row.tokens} tokens for r{request}, its last and {drafted} guesses. "
+        f"{accepted} guesses were right, and the draw after them counts as well: {accepted + 1} tokens in one step."
+    )
+    await stage.pause(4)
+    await stage.slow(0.25)
+    await stage.answers([session])
+    drafting = stage.figures()
+    rows = [
+        ("one by one", without.steps, f"{without.steps} steps, {without.decode_ms:,.0f} ms"),
+        ("with drafts", drafting.steps, f"{drafting.steps} steps, {drafting.decode_ms:,.0f} ms"),
+    ]
+    right = 2 if drafting.steps < without.steps // 4 else 1 if drafting.steps < without.steps else 0
+    stage.tell(
+        f"{stage.verdict(right)}The same {tokens} tokens:\n{stage.bars(rows)}\n"
+        f"{drafting.accepted} of {drafting.drafted} guessed tokens were right. A step that checks several is not much "
+        "longer than one that draws a single token: it reads all weights either way. A text that repeats nothing gains "
+        "nothing; a request whose guesses fail is given fewer of them."
+    )
+
+
+def _last_step(stage: Stage) -> StepRow:
+    stage.state()
+    row = stage.view.steps.get(stage.view.steps.last)
+    assert row is not None
+    return row
+
+
+DEMOS = {
+    "shared-prefix": Demo("one system prompt, four chats", shared_prefix, 48, {"kv_blocks": 64}),
+    "cache": Demo(
+        "the same arrivals with the cache off and on", cache_on_off, 48, {"kv_blocks": 96, "no_prefix_caching": True}
+    ),
+    "chunked-prefill": Demo(
+        "a long paste while others write, at once and in chunks", chunked_prefill, 48,
+        {"kv_blocks": 128, "max_num_batched_tokens": 64, "enable_chunked_prefill": False, "no_prefix_caching": True},
+    ),
+    "eviction": Demo("a full pool: predict whose blocks go", eviction, 24, {"kv_blocks": 18}),
+    "preemption": Demo("a pool too small for all: predict who gives way", preemption, 120, {"kv_blocks": 24}),
+    "fork": Demo("one conversation, four continuations", fork, 24, {"kv_blocks": 64}),
+    "batching": Demo(
+        "static against continuous batching", batching, 30,
+        {"kv_blocks": 64, "max_num_seqs": 4, "scheduling_policy": "static", "no_prefix_caching": True},
+    ),
+    "speculation": Demo("the same answer again, guessed and checked", speculation, 70, {"kv_blocks": 64}),
+}  # fmt: skip

@@ -1,0 +1,272 @@
+"""Checks of what a trace's lines say: types and ranges, and that a keyframe's requests, tree and pool agree.
+
+ValueError says in a few words what is wrong. Together with minitui/trace/follow.py this is the only place that doubts a
+trace: views and exports rely on it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from engine.trace.records import FIELDS, Record
+from minitui.trace.lines import MOST_VALUES
+
+MOST = (1 << 31) - 1  # of any count, number or id
+MOST_NUMBER = 1e12  # of any duration, in its unit
+MOST_RECORDS = 1 << 53  # exact in every reader of JSON
+MOST_BLOCKS = 1 << 21  # a view of a pool takes 32 bytes a block, several times
+MOST_HELD = MOST_VALUES  # blocks in the tables of all requests
+
+Check = Callable[[Any], bool]
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= MOST_NUMBER
+
+
+def _signed(value: Any) -> bool:
+    return type(value) in (int, float) and -MOST_NUMBER <= value <= MOST_NUMBER
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MOST
+
+
+def _sequence(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MOST_RECORDS
+
+
+def _positive(value: Any) -> bool:
+    return type(value) is int and 0 < value <= MOST
+
+
+def _step(value: Any) -> bool:
+    return type(value) is int and -1 <= value <= MOST
+
+
+def _text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _bool(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _one_of(*values: str) -> Check:
+    return lambda value: type(value) is str and value in values
+
+
+def _list(check: Check) -> Check:
+    return lambda value: type(value) is list and all(map(check, value))
+
+
+def _counts(value: Any) -> bool:
+    """A list of counts, as long as a prompt: checked without a call for each."""
+    if type(value) is not list or not value:
+        return value == []
+    return set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= MOST
+
+
+def _positives(value: Any) -> bool:
+    return _counts(value) and 0 not in value
+
+
+def _row(*checks: Check) -> Check:
+    return lambda value: (
+        type(value) in (list, tuple)
+        and len(value) == len(checks)
+        and all(check(item) for check, item in zip(checks, value, strict=True))
+    )
+
+
+def _rows(*checks: Check) -> Check:
+    return _list(_row(*checks))
+
+
+def _load(value: Any) -> bool:
+    """Layers with the tokens of their experts, as many experts in each."""
+    return _rows(_count, _counts)(value) and len({len(tokens) for _, tokens in value} - {0}) == 1 and all(
+        tokens for _, tokens in value
+    )  # fmt: skip
+
+
+def _detail(value: Any) -> bool:
+    return type(value) is str and re.match(r"[\d,]{1,16} of \d[\d,]{0,16} tokens", value) is not None
+
+
+_STATES = ("waiting", "running", "preempted")
+
+FIELD: dict[str, Check] = {
+    "request": _count, "group": _text, "prompt_tokens": _count, "max_total": _count, "reason": _text,
+    "queue": _counts, "row": _count, "tokens": _count, "stop": _text, "at": _step, "detail": _detail,
+    "blocks": _positives, "output_tokens": _count, "node": _count, "dropped": _count, "parent": _count,
+    "ids": _counts, "step": _step, "upper": _positive, "nodes": _rows(_count, _count), "joined": _counts,
+    "prefills": _rows(_count, _count, _positive, _bool), "left": _counts, "waiting": _count, "error": _text,
+    "drafts": _rows(_count, _count, _count), "state": _one_of("open", "closed"),
+    "factor": lambda value: _number(value) and 1 <= value <= 1000, "plan_us": _signed, "launch_us": _signed,
+    "commit_us": _signed, "wall_ms": _number, "device_ms": lambda value: value is None or _number(value),
+    "work": _one_of("decode", "prefill", "mixed"), "ranks": _positive, "ms": _signed, "load": _load,
+    "queue_ms": _signed, "prefill_ms": _signed, "sample_ms": _signed,
+}  # fmt: skip
+SPECIAL: dict[tuple[str, str], Check] = {
+    ("preempt", "blocks"): _count, ("split", "blocks"): _positive, ("evict", "blocks"): _positive,
+    ("draft", "drafts"): _rows(_count, _count),
+}  # fmt: skip
+RECORDS: dict[str, tuple[Check, ...]] = {
+    kind: tuple(SPECIAL.get((kind, name), FIELD[name]) for name in names) for kind, names in FIELDS.items()
+}
+SNAPSHOT: dict[str, Check] = {
+    "seq": _sequence, "t": _number, "step": _step, "num_blocks": _positive, "block_size": _positive,
+    "budget": _positive, "max_num_seqs": _positive, "gate": FIELD["state"], "pace": FIELD["factor"], "queue": _counts,
+}  # fmt: skip
+REQUEST: dict[str, Check] = {
+    "group": _text, "prompt_tokens": _count, "max_total": _count, "state": _one_of(*_STATES), "row": _step,
+    "table": _positives, "node": _count, "shared_blocks": _count, "computed": _count, "decoding": _bool,
+    "cached_tokens": _count, "match": _row(_text, _step, _text), "preemptions": _count, "submitted": _number,
+    "admitted": _number,
+}  # fmt: skip
+NODE: dict[str, Check] = {
+    "parent": _count, "ids": _counts, "blocks": _positives, "users": _count, "last_used": _sequence,
+}  # fmt: skip
+INFO: dict[str, Check] = {
+    "model": _text, "device": _text, "dtype": _text, "num_blocks": _count, "block_size": _count,
+}  # fmt: skip
+UNKNOWN = {"model": "a model", "device": "a device", "dtype": "unknown precision"}
+
+
+def _need(holds: object, text: str) -> None:
+    if not holds:
+        raise ValueError(text)
+
+
+def _fields(what: str, value: Any, checks: dict[str, Check]) -> None:
+    _need(type(value) is dict, f"{what} is no object")
+    for name, check in checks.items():
+        _need(name in value, f"{what} has no {name!r}")
+        _need(check(value[name]), f"{name!r} of {what} is {_short(value[name])}")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, int) and abs(value) > MOST:
+        return "a number out of range"
+    text = repr(value) if isinstance(value, (str, int, float, bool, type(None))) else f"a {type(value).__name__}"
+    return text if len(text) <= 40 else text[:37] + "…"
+
+
+def header(value: Any) -> dict[str, Any]:
+    """The header, its optional fields filled in."""
+    _fields("the header", value, {"recorded": _text, "random_text": _bool})
+    _need(type(value.get("info")) is dict, "the header has no 'info'")
+    value["info"] = UNKNOWN | value["info"]
+    _fields("the header's info", value["info"], {name: INFO[name] for name in INFO if name in value["info"]})
+    return value
+
+
+def small(line: Any) -> list[Any]:
+    """A line of words, names, a bookmark, or the end."""
+    _need(type(line) is list and len(line) > 1, "it is no list of a letter and values")
+    kind, *rest = line
+    if kind == "w":
+        words = _rows(_count, lambda text: type(text) is str and all(map("\u0100".__gt__, text)))
+        _need(len(rest) == 1 and words(rest[0]), "its words are not pairs of a token id and bytes")
+    elif kind == "n":
+        named = type(rest[0]) is dict and all(map(_text, rest[0].values()))
+        _need(len(rest) == 1 and named, "its names are not texts")
+    elif kind == "b":
+        _need(_row(_step, _text)(rest), "its bookmark is not a step and a text")
+    return line
+
+
+def record(seq: int, row: Any) -> Record:
+    """The record of a row `[t, kind, *fields]`, its chunks, nodes and drafts tuples as the engine makes them."""
+    if type(row) is not list or len(row) < 2 or type(row[1]) is not str:
+        raise ValueError(f"record {seq:,} is no list of a time and a kind")
+    t, kind, *fields = row
+    if not _number(t):
+        raise ValueError(f"the time of record {seq:,} is {_short(t)}")
+    checks = RECORDS.get(kind)
+    if checks is None:
+        raise ValueError(f"record {seq:,} is of a kind that this minitui does not know: {_short(kind)}")
+    if len(fields) != len(checks):
+        raise ValueError(f"record {seq:,} ({kind}) has {len(fields)} fields, not {len(checks)}")
+    for i, check in enumerate(checks):
+        if not check(fields[i]):
+            raise ValueError(f"{FIELDS[kind][i]!r} of record {seq:,} ({kind}) is {_short(fields[i])}")
+    if kind == "step":
+        fields[1] = [tuple(chunk) for chunk in fields[1]]
+    elif kind in ("withdraw", "draft", "accept"):
+        fields[1] = [tuple(part) for part in fields[1]]
+    return (seq, t, kind, *fields)
+
+
+def snapshot(value: Any) -> dict[str, Any]:
+    """A keyframe's state: its types, and that requests, tree and pool agree. JSON has made strings of the numbers that
+    are keys; here they are numbers again."""
+    _fields("the snapshot", value, SNAPSHOT)
+    blocks = value["num_blocks"]
+    _need(1 < blocks <= MOST_BLOCKS, f"its pool has {blocks - 1:,} blocks; a trace has 1 to {MOST_BLOCKS - 1:,}")
+    for name in ("requests", "nodes", "pending"):
+        table = value.get(name)
+        _need(type(table) is dict, f"the snapshot has no {name!r}")
+        _need(all(re.fullmatch(r"\d{1,10}", key) for key in table), f"a key of {name!r} is no number")
+        value[name] = {int(key): item for key, item in table.items()}
+        _need(len(value[name]) == len(table) and max(value[name], default=0) <= MOST, f"a key of {name!r} is wrong")
+    _tree(value)
+    _requests(value)
+    return value
+
+
+def _tree(value: dict[str, Any]) -> None:
+    nodes, seen = value["nodes"], bytearray(value["num_blocks"])
+    for id, node in nodes.items():
+        _fields(f"node {id}", node, NODE)
+        _need(id > 0, "the root is told as a node")
+        _need(node["parent"] == 0 or node["parent"] in nodes, f"the parent of node {id} is not there")
+        _need(node["blocks"], f"node {id} has no block")
+        _need(len(node["ids"]) == len(node["blocks"]) * value["block_size"], f"node {id} has not as many ids as blocks")
+        _take(node["blocks"], seen, f"node {id}")
+    children: dict[int, list[int]] = {}
+    for id, node in nodes.items():
+        children.setdefault(node["parent"], []).append(id)
+    reached = children.get(0, [])
+    for id in reached:  # grows while it is walked
+        reached.extend(children.get(id, ()))
+    _need(len(reached) == len(nodes), "a node is its own ancestor")
+    for block, step in value["pending"].items():
+        _need(0 < block < len(seen) and seen[block] and _step(step), f"block {block} is pending and not in the tree")
+
+
+def _take(blocks: list[int], seen: bytearray, where: str) -> None:
+    for block in blocks:
+        _need(block < len(seen), f"block {block:,} of {where} is not in the pool")
+        _need(not seen[block], f"block {block:,} of {where} stands elsewhere, too")
+        seen[block] = 1
+
+
+def _requests(value: dict[str, Any]) -> None:
+    nodes, seen, held = value["nodes"], bytearray(value["num_blocks"]), 0
+    users: dict[int, int] = {}
+    for node in nodes.values():
+        for block in node["blocks"]:
+            seen[block] = 1
+    for id, request in value["requests"].items():
+        _fields(f"request r{id}", request, REQUEST)
+        _need(request["node"] == 0 or request["node"] in nodes, f"the node of r{id} is not there")
+        table, shared = request["table"], request["shared_blocks"]
+        held += len(table)
+        _need(held <= MOST_HELD, f"the tables of its requests have more than {MOST_HELD:,} blocks")
+        node, end = request["node"], shared
+        while node and end > 0:
+            blocks = nodes[node]["blocks"]
+            _need(table[end - len(blocks) : end] == blocks, f"the table of r{id} is not the path of its node")
+            users[node] = users.get(node, 0) + 1
+            node, end = nodes[node]["parent"], end - len(blocks)
+        _need(not node and not end, f"r{id} does not share the path of its node")
+        _need(request["state"] == "running" or not table, f"r{id} waits and holds blocks")
+        _take(table[shared:], seen, f"r{id}")
+    for id, node in nodes.items():
+        _need(node["users"] == users.get(id, 0), f"node {id} has {users.get(id, 0)} users, not {node['users']}")
+    waiting = sorted(id for id, request in value["requests"].items() if request["state"] != "running")
+    _need(sorted(value["queue"]) == waiting, "its queue is not its waiting requests")

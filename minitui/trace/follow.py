@@ -1,0 +1,178 @@
+"""Checks that each record of a trace can follow from the state before it: its requests, blocks and nodes are there.
+
+State.apply trusts its records, because the engine wrote them; a file may have been written by anyone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+from engine.trace.records import Record
+from engine.trace.state import State
+from minitui.trace.check import MOST_HELD
+
+
+class Follower:
+    """The state that records fold into, and the reasons why a record cannot follow."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self._youngest = max(state.requests, default=-1)
+        self._held = sum(len(request.table) for request in state.requests.values())
+
+    def take(self, record: Record) -> None:
+        """Fold a record that `record` has made; ValueError says why it cannot follow."""
+        kind = record[2]
+        check = self._CHECKS.get(kind)
+        if check is not None:
+            reason: str = next(check(self, *record[3:]), "")
+            if reason:
+                raise ValueError(f"record {record[0]:,} ({kind}) cannot follow: {reason}")
+        self.state.apply(record)
+        if self._held > MOST_HELD:
+            raise ValueError(f"the tables of its requests have more than {MOST_HELD:,} blocks")
+
+    def _known(self, id: int) -> Iterator[str]:
+        if id not in self.state.requests:
+            yield f"there is no request r{id}"
+
+    def _submit(self, id: int, *_: Any) -> Iterator[str]:
+        if id <= self._youngest:
+            yield f"r{id} is not younger than r{self._youngest}"
+        self._youngest = id
+
+    def _order(self, queue: list[int]) -> Iterator[str]:
+        if sorted(queue) != sorted(self.state.queue[: len(queue)]):
+            yield "those are not the first of the queue"
+
+    def _admit(self, id: int, row: int, _reason: str) -> Iterator[str]:
+        yield from self._known(id)
+        if self.state.requests[id].state == "running":
+            yield f"r{id} runs already"
+
+    def _match(self, id: int, tokens: int, *_: Any) -> Iterator[str]:
+        yield from self._running(id)
+        if tokens > len(self.state.requests[id].table) * self.state.block_size:
+            yield f"r{id} holds fewer blocks"
+
+    def _running(self, id: int) -> Iterator[str]:
+        yield from self._known(id)
+        if self.state.requests[id].state != "running":
+            yield f"r{id} does not run"
+
+    def _alloc(self, id: int, blocks: list[int]) -> Iterator[str]:
+        yield from self._running(id)
+        state = self.state
+        for block in blocks:
+            if block >= state.num_blocks:
+                yield f"block {block:,} is not in the pool"
+            if state.holders[block] or state.node_of[block]:
+                yield f"block {block:,} is not free"
+        if len(set(blocks)) != len(blocks):
+            yield "a block is given out twice"
+        self._held += len(blocks)
+
+    def _hold(self, id: int, node: int, dropped: int) -> Iterator[str]:
+        yield from self._running(id)
+        state = self.state
+        request = state.requests[id]
+        if node not in state.nodes:
+            yield f"there is no node {node}"
+        if dropped > len(request.table) - request.shared_blocks:
+            yield f"r{id} has fewer private blocks"
+        above, new = node, 0
+        while above and above != request.node:
+            new += len(state.nodes[above].blocks)
+            above = state.nodes[above].parent
+        if above != request.node:
+            yield f"node {node} is not below node {request.node}, which r{id} holds"
+        self._held += new - dropped
+
+    def _grown(self, request: int, ids: list[int], blocks: list[int]) -> Iterator[str]:
+        yield from self._running(request)
+        holder = self.state.requests[request]
+        start = holder.shared_blocks
+        if not blocks or len(ids) != len(blocks) * self.state.block_size:
+            yield f"{len(ids):,} ids do not fill {len(blocks):,} blocks"
+        if holder.table[start : start + len(blocks)] != blocks:
+            yield f"those are not the next blocks of r{request}"
+
+    def _insert(self, id: int, parent: int, request: int, ids: list[int], blocks: list[int], _: int) -> Iterator[str]:
+        yield from self._grown(request, ids, blocks)
+        if id in self.state.nodes:
+            yield f"there is a node {id} already"
+        if parent != self.state.requests[request].node:
+            yield f"r{request} does not hold node {parent}"
+
+    def _extend(self, id: int, request: int, ids: list[int], blocks: list[int], _: int) -> Iterator[str]:
+        yield from self._grown(request, ids, blocks)
+        if not id or id != self.state.requests[request].node or self.state.nodes[id].children:
+            yield f"node {id} is no leaf that r{request} holds"
+
+    def _split(self, id: int, upper: int, n: int) -> Iterator[str]:
+        if not id or id not in self.state.nodes or n >= len(self.state.nodes[id].blocks):
+            yield f"node {id} has not more than {n:,} blocks"
+        if upper in self.state.nodes:
+            yield f"there is a node {upper} already"
+
+    def _evict(self, id: int, n: int, _reason: str) -> Iterator[str]:
+        node = self.state.nodes.get(id)
+        if node is None or not id or node.children or n > len(node.blocks):
+            yield f"node {id} is no leaf of {n:,} blocks or more"
+        elif node.users > 0:
+            yield f"node {id} is in use"
+
+    def _withdraw(self, _step: int, nodes: list[tuple[int, int]]) -> Iterator[str]:
+        left = {id: len(self.state.nodes[id].children) for id, _ in nodes if id and id in self.state.nodes}
+        for id, keep in nodes:
+            if id not in left or keep > len(self.state.nodes[id].blocks) or (not keep and left[id]):
+                yield f"node {id} cannot be cut to {keep:,} blocks"
+            if self.state.nodes[id].users > 0:
+                yield f"node {id} is in use"
+            parent = self.state.nodes[id].parent
+            if not keep:
+                del left[id]
+                if parent in left:
+                    left[parent] -= 1
+
+    def _step(
+        self, step: int, prefills: list[Any], joined: list[int], left: list[int], tokens: int, _: int
+    ) -> Iterator[str]:
+        state = self.state
+        if step != state.step + 1:
+            yield f"step {step:,} does not follow step {state.step:,}"
+        for id in (*(chunk[0] for chunk in prefills), *joined, *left):
+            yield from self._known(id)
+        if any(state.requests[id].joined_at < 0 for id in left):
+            yield "a request leaves that does not decode"
+        if sum(chunk[2] for chunk in prefills) > tokens:
+            yield "its prompts have more tokens than it has"
+
+    def _drafted(self, _step: int, drafts: list[tuple[int, ...]]) -> Iterator[str]:
+        for id, drafted, *accepted in drafts:
+            yield from self._known(id)
+            if accepted and accepted[0] > drafted:
+                yield f"more drafts of r{id} are right than there are"
+
+    def _timed(self, step: int, *_: Any) -> Iterator[str]:
+        if step > self.state.step:
+            yield f"step {step:,} has not been planned"
+
+    def _given_back(self, id: int, *_: Any) -> Iterator[str]:
+        yield from self._running(id)
+        self._held -= len(self.state.requests[id].table)
+
+    def _finish(self, id: int, *_: Any) -> Iterator[str]:
+        yield from self._known(id)
+        self._held -= len(self.state.requests[id].table)
+
+    def _one_request(self, id: int, *_: Any) -> Iterator[str]:
+        yield from self._known(id)
+
+    _CHECKS: ClassVar[dict[str, Callable[..., Iterator[str]]]] = {
+        "submit": _submit, "order": _order, "admit": _admit, "match": _match, "alloc": _alloc, "hold": _hold,
+        "insert": _insert, "extend": _extend, "split": _split, "evict": _evict, "withdraw": _withdraw, "step": _step,
+        "draft": _drafted, "accept": _drafted, "time": _timed, "comm": _timed, "fail": _timed, "experts": _timed,
+        "preempt": _given_back, "requeue": _given_back, "finish": _finish, "wait": _one_request,
+    }  # fmt: skip

@@ -1,0 +1,76 @@
+"""The application with a lesson in front: chat and inspect are still there, over the lesson's engine."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+from textual.binding import Binding, BindingType
+
+from engine.errors import EngineError
+from minitui.teaching.lessons import LESSONS
+from minitui.teaching.lessons.page import Lesson
+from minitui.teaching.stage import Restart, Stage
+from minitui.tui.app import MinituiApp
+from minitui.tui.screens.lessons import LessonScreen
+from minitui.tui.theme import glyphs
+from minitui.tui.widgets.chrome import SCREENS
+
+
+class LessonApp(MinituiApp):
+    """`restart(options)` puts an engine with other options in the place of the running one."""
+
+    MODES: ClassVar[dict[str, Any]] = {**MinituiApp.MODES, "lesson": LessonScreen}
+    DEFAULT_MODE = "lesson"
+    TABS = (("lesson", "0 Lesson"), *SCREENS)
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("0", "switch_mode('lesson')", "Lesson", id="lesson", tooltip="Back to the lesson", show=False)
+    ]
+
+    def __init__(self, *args: Any, lesson: Lesson, restart: Restart, **options: Any) -> None:
+        super().__init__(*args, script=lambda app: self._begin(), **options)
+        self.lesson = lesson
+        self.restart = restart
+        self.stage: Stage | None = None  # set once the engine is there
+
+    async def _begin(self) -> None:
+        self.stage = Stage(
+            self.source, self.chats, self.feed, self.system, lambda text: None, self.select_session, lambda mode: None,
+            self.restart, bar=glyphs().active, held=lambda: self.feed.frozen,
+        )  # fmt: skip
+        # What is open stays: the lesson has been read meanwhile, and takes the stage when it is shown.
+
+    async def _open(self, lesson: Lesson) -> None:
+        assert self.stage is not None
+        self.switch_mode("lesson")
+        screen = self.screen
+        while not isinstance(screen, LessonScreen):  # a dialog is closing
+            self.pop_screen()
+            screen = self.screen
+        screen.begin(lesson, self.stage)
+
+    def choose_lesson(self) -> None:
+        """Offer the lessons; the engine is started anew with the options of the one chosen."""
+        by_name = {lesson.name: lesson for lesson in LESSONS}
+        rows = [(lesson.name, lesson.question) for lesson in LESSONS]
+
+        def then(name: str) -> None:
+            self.run_worker(self._change(by_name[name]), group="change", exclusive=True)
+
+        self.choose("Lessons", rows, then)
+
+    async def _change(self, lesson: Lesson) -> None:
+        assert self.stage is not None
+        screen = self.screen
+        if isinstance(screen, LessonScreen):
+            screen.workers.cancel_group(screen, "lesson")
+        self.lesson = lesson
+        try:
+            await self.stage.other_engine(**lesson.options)
+        except EngineError as error:
+            self.say(str(error), error=True)
+            return
+        self.view.ids_to_text = (
+            partial(self.chats.codec.decode, skip_special_tokens=False) if self.chats.codec else None
+        )
+        await self._open(lesson)

@@ -1,0 +1,267 @@
+"""The application over a recording: Inspect, with the clock in the viewer's hands."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar, NoReturn, cast
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+
+from engine.errors import EngineError, InvalidRequest
+from minitui.sources.replay import MAX_SPEED, MIN_SPEED, ReplaySource
+from minitui.trace.reader import TraceReader
+from minitui.tui.app import MinituiApp
+from minitui.tui.screens.help import HelpScreen, of_panel
+from minitui.tui.screens.inspect import InspectScreen
+from minitui.tui.screens.keys import keys_here
+from minitui.tui.screens.lecture import LectureScreen
+from minitui.tui.screens.one_size import OneSize
+from minitui.tui.theme import glyphs
+from minitui.tui.widgets.base import Picture
+from minitui.tui.widgets.chrome import SCREENS, Bar
+from minitui.tui.widgets.rows import Row
+from minitui.viewmodel.model import View
+from minitui.viewmodel.narrate import narrate
+
+SPEEDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+JUMP = 0.05  # of the recording
+REST = " … (3 tells more)"
+
+
+def shortened(text: str, width: int, lines: int) -> str:
+    """As many whole sentences as fit into so many lines of `width`, with a word where the others are told."""
+    if len(textwrap.wrap(text, width)) <= lines:
+        return text
+    sentences = re.split(r"(?<=\.) (?=\S)", text)
+    while len(sentences) > 1 and len(textwrap.wrap(" ".join(sentences) + REST, width)) > lines:
+        sentences.pop()
+    return " ".join(sentences) + REST
+
+
+class TraceCodec:
+    """As much of a tokenizer as a recording brings along: what its tokens spell."""
+
+    special_ids: frozenset[int] = frozenset()
+
+    def __init__(self, reader: TraceReader) -> None:
+        self._reader = reader
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of ids, as far as the trace knows it."""
+        return self._reader.decode(ids)
+
+    def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> NoReturn:
+        """A recording has no template."""
+        raise InvalidRequest("this is a recording: it cannot be asked anything; `minitui chat` starts an engine")
+
+
+REPLAY_HELP = """\
+This is a recording. Its clock is in your hands; everything else is shown as it was.
+
+  p, n, N        stand still, go on; one step, ten steps
+  < >            slower, faster: from a two-hundredth to a hundred times the engine's speed
+  ( )            jump back and on by a twentieth
+  { }            to the bookmark before and the next; the first hit, eviction, preemption and failure have one
+  m              bookmark this step (it is kept in the file)
+  g              go to a step by its number
+"""
+
+
+class ReplayBar(Bar):
+    """Where the playhead stands, how fast it goes, and where the bookmarks are."""
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        source = cast("ReplayApp", self.app).replay
+        if source.reader is None:
+            return Picture([Row(" reading the recording", "dim").done(width)])
+        trace = source.trace
+        closed = view.live.state.gate == "closed"
+        state = "end" if source.ended else "stands" if closed else f"{glyphs().times}{source.speed:g}"
+        row = Row(f" REPLAY {state} ", "bold on-fill on running").add(" ")
+        row.add(f"{source.played:,.1f}", "bold ink").add(f" of {trace.seconds:,.1f} s  step ", "dim")
+        row.add(f"{max(0, source.step):,}", "bold ink").add(f" of {trace.last_step:,} ", "dim")
+        keys = " < > speed  ( ) jump  { } marks  m mark  g go "
+        if width - row.width - len(keys) < 16:
+            keys = ""
+        row.extend(self._line(source, width - row.width - len(keys) - 1))
+        return Picture([row.add(keys, "dim").done(width)])
+
+    def _line(self, source: ReplaySource, room: int) -> list[tuple[str, str]]:
+        """The whole recording as a line of steps."""
+        trace = source.trace
+        if room < 8:
+            return []
+        span = max(1, trace.last_step - trace.first_step)
+
+        def column(step: int) -> int:
+            return max(0, min(room - 1, (step - trace.first_step) * room // (span + 1)))
+
+        marks = {column(step) for step, _ in trace.bookmarks}
+        head = column(source.step)
+        return [
+            (glyphs().active if i == head else glyphs().peak if i in marks else glyphs().rule,
+             "accent" if i == head else "hit" if i in marks else "frame")
+            for i in range(room)
+        ]  # fmt: skip
+
+
+class PlayheadScreen(OneSize[None]):
+    """Keys that move the playhead. What is derived from this and another screen names that first: its looks count."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("less_than_sign", "speed(-1)", "slower", show=False, id="replay.slower"),
+        Binding("greater_than_sign", "speed(1)", "faster", show=False, id="replay.faster"),
+        Binding("left_parenthesis", "jump(-1)", "back", show=False, id="replay.back"),
+        Binding("right_parenthesis", "jump(1)", "forward", show=False, id="replay.forward"),
+        Binding("left_curly_bracket", "mark(-1)", "previous bookmark", show=False, id="replay.previous"),
+        Binding("right_curly_bracket", "mark(1)", "next bookmark", show=False, id="replay.next"),
+        Binding("m", "bookmark", "bookmark this step", show=False, id="replay.bookmark"),
+        Binding("g", "go", "go to a step", show=False, id="replay.go"),
+    ]
+
+    @property
+    def _replay(self) -> ReplayApp:
+        return cast("ReplayApp", self.app)
+
+    def action_speed(self, direction: int) -> None:
+        """The next slower or faster of SPEEDS."""
+        now = self._replay.replay.speed
+        near = [s for s in SPEEDS if (s - now) * direction > 1e-9 and MIN_SPEED <= s <= MAX_SPEED]
+        if near:
+            self._replay.replay.set_speed(min(near, key=lambda speed: abs(speed - now)))
+
+    async def action_jump(self, direction: int) -> None:
+        """A twentieth of the recording back or on."""
+        source = self._replay.replay
+        span = max(1, round((source.trace.last_step - source.trace.first_step) * JUMP))
+        await self._replay.seek(source.step + direction * span)
+
+    async def action_mark(self, direction: int) -> None:
+        """To the next bookmark, or the one before."""
+        mark = self._replay.replay.next_bookmark(direction)
+        if mark is None:
+            self._replay.say("there is no bookmark " + ("after this step" if direction > 0 else "before this step"))
+            return
+        await self._replay.seek(mark[0])
+        self._replay.say(f"step {mark[0]:,}: {mark[1]}")
+
+    def action_bookmark(self) -> None:
+        """Ask for a text, and keep the bookmark in the file."""
+        self._replay.ask_text("Bookmark this step as", "", self._bookmark)
+
+    def _bookmark(self, text: str) -> None:
+        try:
+            self._replay.replay.bookmark(text.strip() or "bookmark")
+        except EngineError as error:
+            self._replay.say(str(error), error=True)
+
+    def action_go(self) -> None:
+        """Ask for a step."""
+        source = self._replay.replay
+        title = f"Go to step (0 to {source.trace.last_step:,}; it stands at {max(0, source.step):,})"
+        self._replay.ask_text(title, "", self._go)
+
+    def _go(self, text: str) -> None:
+        number = text.strip().replace(",", "")
+        last = self._replay.replay.trace.last_step
+        if not number.isdigit() or int(number) > last:
+            self._replay.say(f"{text.strip()!r} is no step of this recording: it has 0 to {last:,}", error=True)
+            return
+        self._replay.run_worker(self._replay.seek(int(number)), group="seek", exclusive=True)
+
+
+class ReplayScreen(InspectScreen, PlayheadScreen):
+    """Inspect over a recording, with a line for the playhead."""
+
+    def compose(self) -> ComposeResult:
+        yield from super().compose()
+        yield ReplayBar()
+
+
+class ReplayLecture(LectureScreen, PlayheadScreen):
+    """Lecture over a recording, with a line for the playhead."""
+
+    def compose(self) -> ComposeResult:
+        yield from super().compose()
+        yield ReplayBar()
+
+
+class ReplayApp(MinituiApp):
+    """The chats are not recorded, so the first screen is Inspect."""
+
+    MODES: ClassVar[dict[str, Any]] = {"inspect": ReplayScreen, "lecture": ReplayLecture}
+    DEFAULT_MODE = "inspect"
+    TABS = tuple(tab for tab in SCREENS if tab[0] != "chat")
+
+    def __init__(self, source: ReplaySource, *args: Any, **options: Any) -> None:
+        options["load_codec"] = lambda info: TraceCodec(source.trace)
+        super().__init__(source, *args, **options)
+        self.replay = source
+
+    @property
+    def idle(self) -> bool:
+        """A recording has a next step until its end."""
+        return False
+
+    def _frame(self) -> None:
+        self.story = self._tell()
+        super()._frame()
+
+    def group_names(self) -> dict[str, str]:
+        """Those that were recorded."""
+        return self.replay.trace.names if self.replay.reader is not None else {}
+
+    def _tell(self) -> str:
+        """Standing at a step, the recording is told; running, nobody could read it."""
+        if not self.view.exact:
+            return self._about()
+        if self.current_mode == "lecture":
+            return ""  # it has a panel for that
+        width, height = self.size
+        return shortened(narrate(self.view, self.view.horizon), width - 4, max(3, height // 6))
+
+    def _about(self) -> str:
+        if self.replay.reader is None or not self.replay.trace.header["random_text"]:
+            return ""
+        info = self.source.info
+        weights = "with random weights " if info.get("dummy_weights") else ""
+        return (
+            f"A recording of {info['model']} {weights}on {info['device']}: its steps are real, its text is random and "
+            "not shown. p stands still and tells each step."
+        )
+
+    def switch_mode(self, mode: str) -> Any:
+        """What was said in the chats is not recorded."""
+        if mode == "chat":
+            raise InvalidRequest("this is a recording: it has no chats; `minitui chat` starts an engine")
+        return super().switch_mode(mode)
+
+    async def start_over(self) -> None:
+        """The first step again."""
+        await self.replay.control("resume")
+        await self.seek(self.replay.trace.first_step)
+
+    def show_help(self) -> None:
+        """Help on the recording, and on the inspector."""
+        before = [("A recording", REPLAY_HELP), *of_panel(self.focused)]
+        self.push_screen(HelpScreen("inspect", self.settings.keys, before, keys_here(self)))
+
+    async def seek(self, step: int) -> None:
+        """Show the recording as it was when `step` had ended."""
+        await self.replay.control("seek", step=step)
+        self.view.present()
+        self.feed.forget()  # not restart: the records between the snapshot and the step are the panels' history
+        await self.feed.sync()
+
+
+def replay_app(path: str, speed: float = 1.0) -> ReplayApp:
+    """An application over a trace, for scripts that take its picture."""
+    from minitui.chat.sessions import Chats
+    from minitui.settings import Settings
+
+    source = ReplaySource(path, speed)
+    return ReplayApp(source, Chats(source), Settings(), system="", speaker="model", load_codec=partial(TraceCodec))

@@ -1,0 +1,174 @@
+"""The few overlays: ask for a text, choose from a list, and what to do when the engine has ended."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import ClassVar, TypeVar
+
+from textual.app import ComposeResult
+from textual.await_complete import AwaitComplete
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Input, OptionList, Static
+from textual.widgets.option_list import Option
+
+from minitui.tui.screens.one_size import OneSize
+from minitui.tui.widgets.prompt import Prompt
+from minitui.visible import visible, visible_line
+
+Result = TypeVar("Result")
+MOST_ROWS = 18  # of a list
+FRAME_ROWS, FRAME_COLUMNS = 8, 7  # around it: border, padding, the filter, the hint; border, padding, scrollbar
+NARROWEST = 20  # columns in which an explanation stands beside what it explains
+FRAME_CSS = """
+    align: center middle;
+    & > Vertical {
+        width: 80; max-width: 94%; height: auto; max-height: 90%;
+        border: round $accent; border-title-color: $ink; border-title-style: bold; background: $ground; padding: 1 2;
+    }
+    & .hint { color: $dim; margin-top: 1; }
+"""
+
+
+class Overlay(ModalScreen[Result], OneSize[Result]):
+    """Closes once: a key pressed twice at once arrives twice, the second time when another screen is shown."""
+
+    def dismiss(self, result: Result | None = None) -> AwaitComplete:
+        return super().dismiss(result) if self.is_current else AwaitComplete()
+
+
+class TextDialog(Overlay[str | None]):
+    """Asks for a text, of several `lines` or of one; Escape gives None."""
+
+    DEFAULT_CSS = "TextDialog {" + FRAME_CSS + "}"
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "Cancel", id="dialog.cancel", show=False)]
+
+    def __init__(self, title: str, text: str, lines: bool = False) -> None:
+        super().__init__()
+        self._title, self._text = title, text
+        self._hint = f"enter takes it · {'ctrl+j breaks the line · ' if lines else ''}esc leaves all as it was"
+
+    def compose(self) -> ComposeResult:
+        with Vertical() as frame:
+            frame.border_title = Content(self._title)
+            yield Prompt()
+            yield Static(self._hint, classes="hint", markup=False)
+
+    def on_mount(self) -> None:
+        prompt = self.query_one(Prompt)
+        prompt.put(self._text)
+        prompt.focus()
+
+    def on_prompt_sent(self, message: Prompt.Sent) -> None:
+        self.dismiss(message.text)
+
+    def on_prompt_left(self) -> None:
+        self.dismiss(None)
+
+
+class ChoiceDialog(Overlay[str | None]):
+    """A list with a filter: (choice, explanation) pairs; Escape gives None."""
+
+    DEFAULT_CSS = (
+        "ChoiceDialog {"
+        + FRAME_CSS
+        + """
+        & OptionList { height: auto; border: none; background: $ground; padding: 0; margin-top: 1;
+            scrollbar-size-vertical: 1; }
+        & OptionList > .option-list--option-highlighted { background: $select; color: $ink; text-style: bold; }
+        & Input, & Input:focus { background: $empty-chip; padding: 0 1; }
+    }"""
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "dismiss", "Cancel", id="choice.cancel", show=False),
+        Binding("down", "move(1)", "Down", id="choice.down", show=False, priority=True),
+        Binding("up", "move(-1)", "Up", id="choice.up", show=False, priority=True),
+        Binding("pagedown", "move(10)", "Page down", id="choice.pagedown", show=False, priority=True),
+        Binding("pageup", "move(-10)", "Page up", id="choice.pageup", show=False, priority=True),
+    ]
+
+    def __init__(self, title: str, choices: list[tuple[str, str]]) -> None:
+        super().__init__()
+        self._title, self._choices = title, choices
+        self._shown: list[str] = []
+
+    def compose(self) -> ComposeResult:
+        with Vertical() as frame:
+            frame.border_title = Content(f"{self._title} · {len(self._choices)}")
+            yield Input(placeholder="type to search", compact=True)
+            yield OptionList()
+            yield Static("enter takes it · up, down · esc leaves", classes="hint")
+
+    def on_mount(self) -> None:
+        self._fill("")
+        self.query_one(Input).focus()
+
+    def on_resize(self) -> None:
+        """The hint below the list stays in sight, and explanations stand under one another."""
+        options = self.query_one(OptionList)
+        options.styles.max_height = max(2, min(MOST_ROWS, self.size.height * 9 // 10 - FRAME_ROWS))
+        at = options.highlighted
+        self._fill(self.query_one(Input).value)
+        options.highlighted = at if self._shown else None
+
+    def _fill(self, words: str) -> None:
+        numbered = enumerate(self._choices)
+        fits = [(n, c) for n, c in numbered if all(w in f"{c[0]} {c[1]}".lower() for w in words.lower().split())]
+        self._shown = [choice for _, (choice, _) in fits]
+        options = self.query_one(OptionList)
+        options.clear_options()
+        widest = max((len(choice) for _, (choice, why) in fits if why), default=0)
+        room = min(80, self.size.width * 94 // 100) - FRAME_COLUMNS - widest - 2
+        for n, (choice, why) in fits:
+            choice, why = visible_line(choice), visible_line(why)
+            lines = textwrap.wrap(why, room) if room >= NARROWEST else [why]
+            below = f"\n{' ' * (widest + 2)}".join(lines)
+            parts = [choice.ljust(widest), (f"  {below}", "$dim")] if why else [choice]
+            options.add_option(Option(Content.assemble(*parts), id=str(n)))
+        options.highlighted = 0 if fits else None
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        self._fill(event.value)
+
+    def action_move(self, by: int) -> None:
+        """Move the mark while the filter keeps the focus."""
+        options = self.query_one(OptionList)
+        if self._shown:
+            options.highlighted = min(max((options.highlighted or 0) + by, 0), len(self._shown) - 1)
+
+    def on_input_submitted(self) -> None:
+        at = self.query_one(OptionList).highlighted
+        if at is not None:
+            self.dismiss(self._shown[at])
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        # By its id: while this message was on its way, typing may have changed what the list shows.
+        self.dismiss(self._choices[int(event.option_id or 0)][0])
+
+
+class DeathDialog(Overlay[str | None]):
+    """The engine is not there: why, where its log is, and the two ways on ("restart" or "quit"); Escape reads on."""
+
+    DEFAULT_CSS = "DeathDialog {" + FRAME_CSS + " & > Vertical { border: round $bad; } & .error { color: $bad; } }"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("r,enter", "dismiss('restart')", "Restart", id="death.restart", show=False),
+        Binding("q", "dismiss('quit')", "Quit", id="death.quit", show=False),
+        Binding("escape", "dismiss", "Read on", id="death.close", show=False),
+    ]
+
+    def __init__(self, title: str, error: str, log: str, hang: bool = False) -> None:
+        """`hang`: its process is there, but gives no sign of life; the dialog goes when it does."""
+        super().__init__()
+        self._title, self._error, self._log, self.hang = title, error, log, hang
+
+    def compose(self) -> ComposeResult:
+        with Vertical() as frame:
+            frame.border_title = Content(self._title)
+            yield Static(Content(visible(self._error)), classes="error")
+            if self._log not in self._error:
+                yield Static(Content(f"Its log: {self._log}"), classes="hint")
+            yield Static(
+                "Chats are kept. r starts it again · q quits · esc closes this (then /restart)", classes="hint"
+            )

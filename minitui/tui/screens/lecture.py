@@ -1,0 +1,194 @@
+"""The lecture screen: one sentence that tells what the step did and why, with the step, the blocks and the tree.
+
+Complete at 80×24, because presenters zoom their terminal. A presenter's remote sends Page Down, Page Up, F5, Escape and
+`.`: the first two step forward and back, the others do nothing that matters.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from textual import events
+from textual.app import ComposeResult
+from textual.binding import Binding
+
+from minitui.tui.screens.one_size import OneSize
+from minitui.tui.widgets.base import Column, Columns, LinePanel, Opened
+from minitui.tui.widgets.block_map import BlockMap
+from minitui.tui.widgets.block_table import BlockTable
+from minitui.tui.widgets.chrome import StatusBar, TopBar, host
+from minitui.tui.widgets.details import Details
+from minitui.tui.widgets.first_token import FirstTokens
+from minitui.tui.widgets.step_bar import StepBar
+from minitui.tui.widgets.tree import RadixTree
+from minitui.tui.widgets.why import Why
+from minitui.viewmodel.predict import question_about, unasked
+
+if TYPE_CHECKING:
+    from minitui.viewmodel.model import View
+
+ROOMY = (100, 34)  # from this size on, the block table and the first tokens are shown too
+
+
+class LectureScreen(OneSize[None]):
+    """Composes and routes; stepping is the application's own `step`, going back its own `back`."""
+
+    BINDINGS: ClassVar = [
+        Binding("pagedown,n", "next", "next step", show=False, id="lecture.next", tooltip="one step, or the answer"),
+        Binding("pageup", "back", "back", show=False, id="lecture.back", tooltip="one step back in time"),
+        Binding("d", "predict", "predict", show=False, id="lecture.predict", tooltip="guess before each step"),
+        Binding("c", "colour", "colours", show=False, id="lecture.colour", tooltip="colour the blocks another way"),
+        Binding("f5", "nothing", "nothing", show=False, id="lecture.f5", tooltip="a presenter's remote sends it"),
+        Binding("escape", "close", "close", show=False, id="lecture.close", tooltip="close what is open"),
+    ]
+    DEFAULT_CSS = """
+    LectureScreen {
+        layout: vertical; background: $ground; layers: base above;
+        & #why { height: 7; }
+        & #columns { height: 1fr; }
+        & #left, & #right { width: 1fr; }
+        & #map, & #tree { height: 1fr; }
+        & #table { height: 6; display: none; }
+        & #first { height: 8; display: none; }
+        &.-roomy #table, &.-roomy #first { display: block; }
+    }
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked_from = -1  # the step at which the picture is held back while a question stands; -1: none stands
+        self._stepping_from = -1  # a step was asked for with a prediction, and has not come yet
+        self._painted: object = None
+
+    def compose(self) -> ComposeResult:
+        yield TopBar()
+        yield Why(id="why")
+        yield StepBar(id="step")
+        with Columns(id="columns"):
+            with Column(id="left"):
+                yield BlockMap(id="map")
+                yield BlockTable(id="table")
+            with Column(id="right"):
+                yield RadixTree(id="tree")
+                yield FirstTokens(id="first")
+        yield Details(id="details")
+        yield StatusBar()
+
+    def on_mount(self) -> None:
+        self._panels = [panel for panel in self.query(LinePanel) if panel.id and panel.id != "details"]
+        self._bars = list(self.query("Bar"))
+        self._why, self._details = self.query_one(Why), self.query_one(Details)
+        self._map, self._step = self.query_one(BlockMap), self.query_one(StepBar)
+        self.lay_out()
+        self._map.focus()
+
+    def on_resize(self, event: events.Resize) -> None:
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        """A bare step bar and two panels on a small terminal, more on a large one."""
+        if not hasattr(self, "_step"):
+            return
+        roomy = self.size.width >= ROOMY[0] and self.size.height >= ROOMY[1]
+        self.set_class(roomy, "-roomy")
+        self._step.frame = "box" if roomy else "none"
+        self._step.styles.height = 4 if roomy else 2
+
+    # ---- painting
+
+    def paint(self, view: View) -> None:
+        """Show the view as it stands; called once a frame while this screen is visible."""
+        if not hasattr(self, "_panels"):
+            return
+        self._hold_back(view)
+        for bar in self._bars:
+            bar.paint(view)  # type: ignore[attr-defined]
+        for panel in self._panels:
+            if panel.display:
+                panel.paint(view)
+        if self._details.display:
+            self._details.paint(view)
+
+    def _hold_back(self, view: View) -> None:
+        """When a step has come that is to be predicted, keep the picture at the one before it and ask."""
+        if view.steps.last < max(self._stepping_from, self._asked_from):  # somebody started over
+            self._stepping_from = self._asked_from = -1
+            self._why.question = None
+        if self._asked_from >= 0 and not view.travel_text:  # somebody went on without an answer
+            self._why.question, self._asked_from = None, -1
+        before = self._stepping_from
+        if before < 0 or view.steps.last <= before:
+            return
+        row = view.steps.get(before + 1)
+        if row is None or not row.end_seq:
+            return
+        self._stepping_from = -1
+        if view.travel_to(before):
+            self._why.question = question_about(view, before + 1)
+            self._asked_from = before
+            if self._why.question is None:
+                if reason := unasked(view, before + 1):
+                    self.notify(reason, markup=False, timeout=6)
+                self._reveal(view)
+
+    def _reveal(self, view: View) -> None:
+        self._why.question, self._asked_from = None, -1
+        view.present()
+
+    # ---- routing
+
+    def on_opened(self, message: Opened) -> None:
+        """A panel asks for the story of something."""
+        message.stop()
+        focused = self.focused
+        if self._map.view is not None and isinstance(focused, LinePanel):
+            self._details.show(self._map.view, message.kind, message.id, focused)
+
+    def action_next(self) -> None:
+        """The answer to the question that stands; forward in time, in the past; else one step of the engine."""
+        view = self._map.view
+        if view is None:
+            return
+        if self._asked_from >= 0:
+            self._reveal(view)
+        elif view.travel_text:
+            view.travel(1)
+        else:
+            if self._why.predicting:
+                self._stepping_from = view.steps.last
+            host(self.app).commands.run("step")
+            return
+        self.paint(view)
+
+    def action_back(self) -> None:
+        """One step back in time."""
+        view = self._map.view
+        if view is not None:
+            self._why.question, self._asked_from = None, -1
+            view.travel(-1)
+            self.paint(view)
+
+    def action_predict(self) -> None:
+        """Ask before each step from now on, or no longer."""
+        predicting = self._why.predicting = not self._why.predicting
+        view = self._map.view
+        if not predicting and view is not None and self._asked_from >= 0:
+            self._reveal(view)
+        asked = "a step with something to guess is asked about first, then n reveals it"
+        self.notify(asked if predicting else "steps are shown at once", timeout=3, markup=False)
+
+    def action_colour(self) -> None:
+        self._map.action_colour()
+
+    def action_close(self) -> None:
+        """Close the popover, the zoom or the selection; nothing else happens."""
+        view = self._map.view
+        if self._details.display:
+            self._details.action_close()
+        elif self._map.zoomed_at is not None:
+            self._map.action_unzoom()
+        elif view is not None:
+            view.select(None)
+
+    def action_nothing(self) -> None:
+        """A key of a presenter's remote that means nothing here."""

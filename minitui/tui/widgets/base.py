@@ -1,0 +1,255 @@
+"""What every panel is: a picture made of rows, of which only those that changed are drawn.
+
+A panel implements `picture(view, width, height)`. `paint(view)` asks for it, frames it, compares it with what is on
+the screen, and marks the rows that differ. Textual then calls `render_line` for those alone. The frame is drawn here
+and not by CSS, so a row of the picture is a row of the widget and no coordinate is ever translated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from textual import events
+from textual.containers import Horizontal, Vertical
+from textual.filter import ANSIToTruecolor
+from textual.geometry import Region
+from textual.message import Message
+from textual.strip import Strip
+from textual.widget import Widget
+
+from minitui.tui.theme import ASCII, Glyphs, Palette, glyphs, palette
+from minitui.tui.visible_lines import VisibleLines
+from minitui.tui.widgets.rows import Line, Row, Run, Runs, cells, clip, plain, runs_width
+
+if TYPE_CHECKING:
+    from minitui.viewmodel.model import View
+
+
+# Typography in titles and sentences; glyphs with a meaning come from theme.ASCII. One character becomes one.
+_TO_ASCII = str.maketrans({
+    "·": "|", "…": "~", "–": "-", "—": "-", "→": ">", "←": "<", "↑": "^", "↓": "v", "×": "x", "“": '"', "”": '"',
+    "‘": "'", "’": "'", "▏": "|", "╭": "+", "╮": "+", "╰": "+", "╯": "+", "│": "|", "─": "-", "▌": "|", "•": "*",
+})  # fmt: skip
+
+
+NARROWEST = 8  # cells: in fewer no panel says anything
+
+
+def paragraphs(text: str) -> str:
+    """Prose without its line breaks, so that whoever shows it breaks it anew; blank lines part paragraphs."""
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n")) + "\n"
+
+
+@dataclass(slots=True)
+class Picture:
+    """What a panel shows: rows for its body, and what is written into its frame."""
+
+    rows: list[Runs]
+    title: str = ""
+    note: list[Run] = field(default_factory=list)  # top right
+    legend: list[Run] = field(default_factory=list)  # bottom right
+
+
+class Opened(Message):
+    """The reader wants the story of what is selected. kind, id: as in View.select."""
+
+    def __init__(self, kind: str, id: Any) -> None:
+        super().__init__()
+        self.kind = kind
+        self.id = id
+
+
+class Column(Vertical):
+    """Panels one below the other. It draws nothing of its own, and is not asked to: they cover it."""
+
+    BLANK = True
+
+
+class Columns(Horizontal):
+    """Columns side by side."""
+
+    BLANK = True
+
+
+class LinePanel(Widget, can_focus=True):
+    """A framed panel drawn by rows. `FRAME`: "box" all round, "none" for one-line widgets."""
+
+    FRAME: ClassVar[str] = "box"
+    TITLE: ClassVar[str] = ""
+    DEFAULT_CSS = """
+    LinePanel { background: $ground; color: $ink; }
+    """
+
+    def __init__(self, *, id: str | None = None, classes: str | None = None, frame: str | None = None) -> None:
+        super().__init__(id=id, classes=classes)
+        self.frame = frame or self.FRAME
+        self.view: View | None = None
+        self._rows: list[Runs] = []
+        self._strips: list[Strip | None] = []
+        self._width = 0
+        self._drawn_with: tuple[Palette, Glyphs] | None = None
+
+    # ---- for subclasses
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        """The body for `width` × `height` cells. Pure: reads the view and the panel's own settings."""
+        raise NotImplementedError
+
+    def own_key(self, keys: str) -> list[Run]:
+        """For the note: keys that act while the panel has the focus, and elsewhere do something else."""
+        return [(f" · {keys}", "dim")] if self.has_focus else []
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        """A click on the body, in body coordinates."""
+
+    # ---- painting
+
+    def paint(self, view: View) -> int:
+        """Show the view as it stands. Returns the number of rows that changed."""
+        self.view = view
+        width, height = self.size
+        if width < 1 or height < 1:
+            return 0
+        self._width = width
+        look = (palette(self.app), glyphs())
+        rows = self.drawn(view, width, height)
+        if self._drawn_with != look or len(rows) != len(self._rows):
+            self._drawn_with = look
+            self._rows, self._strips = rows, [None] * len(rows)
+            self.refresh()
+            return len(rows)
+        regions = []
+        for y, row in enumerate(rows):
+            if row != self._rows[y]:
+                left, right = _difference(self._rows[y], row)
+                regions.append(Region(left, y, max(1, width - left - right), 1))
+                self._strips[y] = None
+        if regions:
+            self._rows = rows
+            self.refresh(*regions)
+        return len(regions)
+
+    def drawn(self, view: View, width: int, height: int) -> list[Runs]:
+        """What is put on the screen: `framed`, in plain ASCII where that is asked for."""
+        if width < NARROWEST:
+            return [_exact((), width)] * height
+        rows = self.framed(view, width, height)
+        if glyphs() is ASCII:
+            return [Line((text.translate(_TO_ASCII), style) for text, style in row) for row in rows]
+        return rows
+
+    def framed(self, view: View, width: int, height: int) -> list[Runs]:
+        """The picture with its frame: exactly `height` rows of exactly `width` cells."""
+        if self.frame == "none":
+            body = self.picture(view, width, height).rows[:height]
+            return [_exact(row, width) for row in body] + [_exact((), width)] * (height - len(body))
+        inner_width, inner_height = width - 4, max(0, height - 2)
+        picture = self.picture(view, inner_width, inner_height)
+        line = "accent" if self.has_focus else "frame"
+        left, right = ("│ ", line), (" │", line)
+        if glyphs().rule == "-":
+            left, right = ("| ", line), (" |", line)
+        rows: list[Runs] = [self._edge(picture, width, top=True, line=line)]
+        for y in range(inner_height):
+            body_row = picture.rows[y] if y < len(picture.rows) else ()
+            rows.append((left, *_exact(body_row, inner_width), right))
+        if height > 1:
+            rows.append(self._edge(picture, width, top=False, line=line))
+        return rows
+
+    def _edge(self, picture: Picture, width: int, *, top: bool, line: str) -> Runs:
+        rule = glyphs().rule
+        corners = ("╭╮" if top else "╰╯") if rule != "-" else "++"
+        row = Row(corners[0] + rule, line)
+        if top:
+            title = picture.title or self.TITLE
+            row.add(clip(f" {title} ", width - 4), "bold accent" if self.has_focus else "bold ink")
+        side = picture.note if top else picture.legend
+        room = width - row.width - 4
+        if side and runs_width(side) <= room:
+            row.to(width - 4 - runs_width(side), rule, line)
+            row.add(" ", line).extend(side).add(" ", line)
+        row.to(width - 1, rule, line).add(corners[1], line)
+        return row.done(width)
+
+    # ---- Textual
+
+    def render_line(self, y: int) -> Strip:
+        if y >= len(self._rows):
+            return Strip.blank(self.size.width, palette(self.app).style("ink"))
+        strip = self._strips[y]
+        if strip is None:
+            strip = self._strips[y] = self._make_strip(self._rows[y])
+        return strip
+
+    def _make_strip(self, row: Runs) -> Strip:
+        look = palette(self.app)
+        strip = Strip([look.segment(run) for run in row], self._width)
+        for line_filter in self.app.get_line_filters():  # NO_COLOR
+            if not isinstance(line_filter, (ANSIToTruecolor, VisibleLines)):  # a palette's segments need neither
+                strip = strip.apply_filter(line_filter, self.background_colors[1])
+        return strip
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        # Textual's own way would style, pad and filter each line again; ours are ready as they stand.
+        if self.styles.gutter:
+            return super().render_lines(crop)
+        strips = [self.render_line(y) for y in range(crop.y, crop.bottom)]
+        if crop.x or crop.width != self._width:
+            return [strip.crop(crop.x, crop.right) for strip in strips]
+        return strips
+
+    def repaint(self) -> None:
+        """Paint again with the view last painted (after a key, a resize, a change of focus)."""
+        if self.view is not None and self.is_mounted:
+            self.paint(self.view)
+
+    def on_resize(self) -> None:
+        self.repaint()
+
+    def on_focus(self) -> None:
+        self.repaint()
+
+    def on_blur(self) -> None:
+        self.repaint()
+
+    def on_click(self, event: events.Click) -> None:
+        if self.view is None:
+            return
+        column, row = (event.x, event.y) if self.frame == "none" else (event.x - 2, event.y - 1)
+        if row >= 0 and column >= 0:
+            self.clicked(self.view, column, row)
+            self.repaint()
+
+    @property
+    def text(self) -> str:
+        """What the panel shows, as text."""
+        return "\n".join(plain(row).rstrip() for row in self._rows)
+
+    @property
+    def drawn_rows(self) -> list[Runs]:
+        """The rows on the screen, for tests."""
+        return self._rows
+
+
+def _exact(row: Runs, width: int) -> Runs:
+    if type(row) is Line or runs_width(row) == width:
+        return row
+    builder = Row()
+    builder.extend(row)
+    return builder.done(width)
+
+
+def _difference(before: Runs, after: Runs) -> tuple[int, int]:
+    """How many cells two rows have in common on the left and on the right, counted in whole runs."""
+    left = right = 0
+    for old, new in zip(before, after, strict=False):
+        if old != new:
+            break
+        left += cells(new[0])
+    for old, new in zip(reversed(before), reversed(after), strict=False):
+        if old != new:
+            break
+        right += cells(new[0])
+    return left, right

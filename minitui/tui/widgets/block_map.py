@@ -1,0 +1,431 @@
+"""Block map: how full, whose, what just changed?
+
+An exact bar on top; below it one cell for each block in the order of their numbers, or for every k blocks when there
+are more blocks than cells: then a cell shows the state of most of its blocks, and k is printed. What changed glows.
+Four ways to colour: by state, owner, age, or the number of requests that hold a block; each has glyphs of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from textual.binding import Binding
+from textual.message import Message
+
+from engine.trace.state import ACTIVE, CACHED, FREE, SHARED
+from minitui.tui.theme import OWNER_COLOURS, glyphs
+from minitui.tui.widgets import occupancy
+from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
+from minitui.tui.widgets.rows import Line, Row, Run, Runs, runs_width
+from minitui.viewmodel.model import View
+
+FILLING = 4
+MODES = {"state": "state", "owner": "owner", "age": "age", "refs": "refcount"}  # and how each is called
+CELL_SHAPES = ((2, 2), (2, 1), (1, 1), (1, 0))  # (width of a cell, gap), the widest that suits is taken
+USED_WIDTH = 0.75  # a shape suits if rows of 8, 16, 24 … of its cells use at least this share of the width
+GLOW_SHARE = 0.25  # of a cell's blocks that must have changed
+AGES = (1.0, 5.0, 15.0, 60.0, 300.0)  # seconds; a block's digit is how many of them it is older than
+DIGITS = "0123456789"
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How blocks lie on cells: cell i shows blocks first + i*k … first + (i+1)*k - 1."""
+
+    first: int
+    blocks: int
+    k: int
+    cell: int
+    gap: int
+    per_row: int
+    rows: int
+
+    @property
+    def cells(self) -> int:
+        return -(-self.blocks // self.k)
+
+
+def grid(blocks: int, width: int, height: int, first: int = 1, one_each: bool = False) -> Grid:
+    """The roomiest grid for `blocks` blocks, numbered from `first`."""
+    width, height = max(1, width), max(1, height)
+    if one_each:
+        blocks = min(blocks, width * height)
+    for least in (USED_WIDTH, 0.0):
+        for cell, gap in CELL_SHAPES:
+            per_row = (width + gap) // (cell + gap)
+            if per_row > 8:
+                per_row -= per_row % 8
+            fits = per_row > 0 and -(-blocks // per_row) <= height
+            if fits and per_row * (cell + gap) >= least * width:
+                return Grid(first, blocks, 1, cell, gap, per_row, height)
+    if blocks <= width * height:
+        return Grid(first, blocks, 1, 1, 0, width, height)
+    return Grid(first, blocks, -(-blocks // (width * height)), 1, 0, width, height)
+
+
+@dataclass(slots=True)
+class _Layer:
+    """A way to colour: a code for each block, and what each code looks like."""
+
+    codes: np.ndarray
+    looks: list[tuple[str, str]]  # (glyph, style)
+    legend: list[list[Run]]  # its entries
+    glows: bool = False
+
+
+class BlockMap(LinePanel):
+    """Arrows move over the cells, Enter zooms to one block a cell and then tells a block's story, c changes colours."""
+
+    TITLE = "KV blocks"
+    help_text = paragraphs("""\
+The pool of KV memory, one cell for each block. A block holds the keys and values of 16 tokens, for all layers. A free
+block belongs to nobody; an active one to one request; a shared one is read by several requests whose texts begin
+alike; a cached one is kept by the tree alone, in case somebody asks something that begins like it, and goes first when
+room is needed. ▄ is where the next token of a request will be written. What glows has just changed.""")
+    BINDINGS: ClassVar = [
+        Binding("left", "move(-1, 0)", "block before", show=False, id="map.left"),
+        Binding("right", "move(1, 0)", "block after", show=False, id="map.right"),
+        Binding("up", "move(0, -1)", "row above", show=False, id="map.up"),
+        Binding("down", "move(0, 1)", "row below", show=False, id="map.down"),
+        Binding("enter", "open", "zoom in, then tell", show=False, id="map.open"),
+        Binding("backspace", "unzoom", "zoom out", show=False, id="map.unzoom"),
+        Binding("c", "colour", "colours", show=False, id="map.colour", tooltip="by state, owner, age or holders"),
+    ]
+
+    class Coloured(Message):
+        """The colours now mean something else. mode: one of MODES."""
+
+        def __init__(self, mode: str) -> None:
+            super().__init__()
+            self.mode = mode
+
+    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
+        super().__init__(id=id, frame=frame)
+        self.mode = "state"
+        self.zoomed_at: int | None = None  # first block of the window
+        self.grid = grid(1, 1, 1)
+        self._cells = np.empty((0, 0), np.int64)
+        self._cell_rows: list[Runs] = []
+        self._looks: list[tuple[str, str]] = []
+
+    # ---- the picture
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        board = view.board
+        whole = occupancy.lead(board)
+        head = [whole.extend(occupancy.bar(board, max(0, width - whole.width))).done(width)]
+        layer = self._layer(view) if self.mode != "state" else None
+        entries = layer.legend if layer is not None else occupancy.entries(board)
+        above, legend = _lay_out(entries, width, 0 if self.frame == "none" else width - 4)
+        if above:
+            head.append(Row().extend(above).done(width))
+        map_height = height - len(head)
+        if map_height < 1:
+            return Picture(head[:height], legend=[])
+        self.grid = self._grid(view, width, map_height)
+        spaced = self._grid(view, width, map_height - 1)
+        if map_height > 2 and (spaced.k, spaced.cell, spaced.gap) == (self.grid.k, self.grid.cell, self.grid.gap):
+            head.append(Row().done(width))  # a line of air, where it costs nothing
+            self.grid = spaced
+        rows = self._map_rows(view, layer or self._by_state(view), width)
+        note: list[Run] = [("colour by ", "dim"), (MODES[self.mode], "ink"), (" · c", "dim")]
+        title = "KV blocks"
+        if self.grid.k > 1:
+            title += f" · 1 cell = {self.grid.k} blocks"
+        elif self.zoomed_at is None and self.grid.blocks < board.total:
+            title += f" · first {self.grid.blocks:,} of {board.total:,}"
+            title += ", the others are free" if width >= 66 else ""
+        elif self.zoomed_at is not None:
+            title += f" · {self.grid.first:,} to {self.grid.first + self.grid.blocks - 1:,} of {board.total:,}"
+        else:
+            title += f" · {board.total:,} blocks of {board.state.block_size}"
+        filling: list[Run] = [("  ", "ink")] * bool(legend) + [(glyphs().filling, "active"), (" filling", "dim")]
+        if layer is None and self.grid.k == 1 and runs_width([*legend, *filling]) <= width - 4:
+            legend = [*legend, *filling]
+        return Picture([*head, *rows], title=title, note=note, legend=legend)
+
+    def _grid(self, view: View, width: int, height: int) -> Grid:
+        total = view.board.total
+        room = width * height
+        if self.zoomed_at is None:
+            used = self._used_part(view, room) if total > room else total
+            return grid(used, width, height)
+        first = max(1, min(self.zoomed_at, total - room + 1))
+        return grid(total - first + 1, width, height, first=first, one_each=True)
+
+    def _used_part(self, view: View, room: int) -> int:
+        """How many blocks to show of a pool that has more than cells: if all in use fit, the beginning of the pool up
+        to a power of two beyond them (the rest is free, and said to be); else all."""
+        in_use = np.flatnonzero(view.board.codes)
+        last = int(in_use[-1]) if len(in_use) else 0
+        shown = 64
+        while shown < last * 1.1:
+            shown *= 2
+        return shown if shown <= room else view.board.total
+
+    def _map_rows(self, view: View, layer: _Layer, width: int) -> list[Runs]:
+        g = self.grid
+        n = len(layer.looks)
+        span = slice(g.first, g.first + g.blocks)
+        codes = layer.codes[span].astype(np.int64)
+        glow = view.glow()[span] if layer.glows else None
+        marked = np.zeros(view.board.state.num_blocks, bool)
+        if view.links.blocks:
+            marked[list(view.links.blocks)] = True
+        marked_cells = marked[span]
+        if g.k > 1:
+            at = np.arange(g.blocks) // g.k
+            codes = np.bincount(at * n + codes, minlength=g.cells * n).reshape(g.cells, n).argmax(1)
+            if glow is not None:
+                in_cell = np.bincount(at)
+                bright = np.bincount(at, glow == 2) / in_cell >= GLOW_SHARE
+                warm = np.bincount(at, glow >= 1) / in_cell >= GLOW_SHARE
+                glow = bright.astype(np.int64) + warm
+            marked_cells = np.bincount(at, marked_cells) > 0
+        combined = codes * 8
+        if glow is not None:
+            combined += glow.astype(np.int64) * 2
+        combined += marked_cells
+        cursor = self.cursor_cell(view)
+        if cursor is not None and self.has_focus:
+            combined[cursor] = codes[cursor] * 8 + 6
+        rows = -(-g.cells // g.per_row)
+        cells = np.full((rows, g.per_row), -1, np.int64)
+        cells.reshape(-1)[: g.cells] = combined
+        same = self._cells.shape == cells.shape and self._looks == layer.looks
+        if not same:
+            self._cell_rows = [()] * rows
+        stale = np.ones(rows, bool) if not same else (cells != self._cells).any(1)
+        for y in np.flatnonzero(stale):
+            self._cell_rows[y] = _runs(cells[y], layer.looks, g, width)
+        self._cells, self._looks = cells, layer.looks
+        out = list(self._cell_rows)
+        if self._spread():
+            blank: Runs = ((" " * width, "ink"),)
+            out = [row for pair in ((row, blank) for row in out) for row in pair][:-1]
+        return out
+
+    # ---- layers
+
+    def _layer(self, view: View) -> _Layer:
+        makers: dict[str, Callable[[View], _Layer]] = {
+            "owner": self._by_owner, "age": self._by_age, "refs": self._by_refs,
+        }  # fmt: skip
+        return makers[self.mode](view)
+
+    def _by_state(self, view: View) -> _Layer:
+        codes = view.board.codes
+        if self.grid.k == 1:
+            codes = codes.copy()
+            filling = view.board.filling()
+            if filling:
+                codes[[block for block in filling if codes[block] == ACTIVE]] = FILLING
+        looks = [(occupancy.glyph(code), occupancy.STYLES[code]) for code in (FREE, ACTIVE, SHARED, CACHED)]
+        looks.append((glyphs().filling, "active"))
+        return _Layer(codes, looks, [], glows=True)  # its legend has the counts
+
+    def _by_owner(self, view: View) -> _Layer:
+        board = view.board
+        groups: dict[str, int] = {}
+        owner = np.full(board.state.num_blocks, -1, np.int64)
+        for request in sorted(board.state.requests.values(), key=lambda r: r.id):
+            if not request.table:
+                continue
+            index = groups.setdefault(request.group, len(groups))
+            table = np.array(request.table)
+            before = owner[table]
+            owner[table] = np.where((before == -1) | (before == index), index, -2)
+        g = glyphs()
+        looks = [(g.free, "free"), (g.cached, "cached"), (g.shared, "shared")]
+        letters = [_letter(view.group_name(group), i) for group, i in groups.items()]
+        looks += [(letter, f"owner-{i % OWNER_COLOURS}") for i, letter in enumerate(letters)]
+        codes = np.where(owner >= 0, owner + 3, np.where(owner == -2, 2, np.where(board.node_of > 0, 1, 0)))
+        legend = [_entry(g.shared, "shared", "several"), _entry(g.cached, "cached", "cached"), _free()]
+        for group, i in groups.items():
+            name = view.group_name(group)
+            named = name.removeprefix(letters[i] + " ")[:16].rstrip()  # its number is the letter
+            legend.append(_entry(letters[i], f"owner-{i % OWNER_COLOURS}", named or "no name"))
+        return _Layer(codes, looks, legend)
+
+    def _by_age(self, view: View) -> _Layer:
+        board = view.board
+        now = board.state.t if view.exact else view.engine_now
+        older = np.searchsorted(np.array(AGES), now - board.changed)
+        codes = np.where(board.codes == FREE, 0, older + 1)
+        shades = ("active-glow", "active-warm", "active", "shared", "cached", "dim")
+        looks = [(glyphs().free, "free")] + [(DIGITS[i], shades[i]) for i in range(len(AGES) + 1)]
+        words = ("changed <1 s ago", "<5 s", "<15 s", "<1 min", "<5 min", "longer ago")
+        return _Layer(codes, looks, [*(_entry(DIGITS[i], shades[i], word) for i, word in enumerate(words)), _free()])
+
+    def _by_refs(self, view: View) -> _Layer:
+        board = view.board
+        holders = board.holders
+        g = glyphs()
+        codes = np.where(holders > 0, np.minimum(holders, 10) + 1, np.where(board.node_of > 0, 1, 0))
+        looks = [(g.free, "free"), (g.cached, "cached"), ("1", "active")]
+        looks += [(DIGITS[i], "shared-glow") for i in range(2, 10)] + [("+", "shared-glow")]
+        legend = [
+            _entry("1", "active", "one request holds it"), _entry("2-9", "shared-glow", "as many"),
+            _entry("+", "shared-glow", "ten or more"), _entry(g.cached, "cached", "none: cached"), _free(),
+        ]  # fmt: skip
+        return _Layer(codes, looks, legend)
+
+    # ---- moving about
+
+    def cursor_cell(self, view: View) -> int | None:
+        """The cell under the cursor: that of the selected block."""
+        if view.selection is None or view.selection.kind != "block":
+            return None
+        cell = (view.selection.id - self.grid.first) // self.grid.k
+        return cell if 0 <= cell < self.grid.cells else None
+
+    def block_at(self, column: int, row: int) -> int | None:
+        """The (first) block of the cell at body coordinates of the map part, or None."""
+        g = self.grid
+        if self._spread():
+            row //= 2
+        x = column // (g.cell + g.gap)
+        cell = row * g.per_row + x
+        return g.first + cell * g.k if 0 <= x < g.per_row and 0 <= cell < g.cells else None
+
+    def _spread(self) -> bool:
+        """Is there room for a line of air between the rows of cells?"""
+        g = self.grid
+        return g.gap > 0 and 2 * -(-g.cells // g.per_row) - 1 <= g.rows
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        block = self.block_at(column, row - self._head_rows())
+        if block is not None:
+            view.select("block", block)
+
+    def _head_rows(self) -> int:
+        body = self.size.height - (0 if self.frame == "none" else 2)
+        return body - self.grid.rows
+
+    def action_move(self, dx: int, dy: int) -> None:
+        view = self.view
+        if view is None:
+            return
+        g = self.grid
+        cell = self.cursor_cell(view)
+        if cell is None:
+            cell = 0
+            if view.links.blocks:  # go on from what is selected elsewhere
+                cell = max(0, min(g.cells - 1, (min(view.links.blocks) - g.first) // g.k))
+            block = g.first + cell * g.k
+        else:
+            block = view.selection.id + (dx + dy * g.per_row) * g.k if view.selection is not None else g.first
+        block = max(1, min(view.board.total, block))
+        if self.zoomed_at is not None and not g.first <= block < g.first + g.blocks:
+            self.zoomed_at = max(1, self.zoomed_at + (dx or dy * g.per_row))
+        view.select("block", block)
+        self.repaint()
+
+    def action_open(self) -> None:
+        view = self.view
+        if view is None:
+            return
+        selected = view.selection.id if view.selection is not None and view.selection.kind == "block" else None
+        if self.grid.k > 1:
+            start = selected or self.grid.first
+            room = self.grid.per_row * self.grid.rows
+            self.zoomed_at = max(1, start - room // 2)
+            view.select("block", start)
+            self.repaint()
+        elif selected is not None:
+            self.post_message(Opened("block", selected))
+
+    def action_unzoom(self) -> None:
+        self.zoomed_at = None
+        self.repaint()
+
+    def action_colour(self) -> None:
+        modes = list(MODES)
+        self.mode = modes[(modes.index(self.mode) + 1) % len(modes)]
+        self.post_message(self.Coloured(self.mode))
+        self.repaint()
+
+
+def _runs(cells: np.ndarray, looks: list[tuple[str, str]], g: Grid, width: int) -> Runs:
+    """One line of cells, equal neighbours joined. A cell is code*8 + glow*2 + marked; glow 3 is the cursor."""
+    runs: list[Run] = []
+    ends = [*(np.flatnonzero(cells[1:] != cells[:-1]) + 1).tolist(), len(cells)]
+    start = used = 0
+    for end in ends:
+        value = int(cells[start])
+        if value < 0:
+            break
+        glyph, style = looks[value >> 3]
+        glow = (value >> 1) & 3
+        if glow == 3:
+            style = "on-fill on accent"
+        elif value & 1:
+            style = "accent on select"
+        elif glow:
+            style += "-glow" if glow == 2 else "-warm"
+        if g.gap:
+            for _ in range(end - start):
+                runs += [(glyph * g.cell, style), (" " * g.gap, "ink")]
+        else:
+            runs.append((glyph * (end - start), style))
+        used += (end - start) * (g.cell + g.gap)
+        start = end
+    if used > width:  # the gap after the last cell
+        runs.pop()
+        used -= g.gap
+    if used < width:
+        runs.append((" " * (width - used), "ink"))
+    return Line(runs)
+
+
+def _letter(name: str, index: int) -> str:
+    """One character for an owner: the number its name begins with, else a letter."""
+    lead = name.split(" ")[0]
+    number = int(lead) if lead.isdigit() else index + 10
+    return "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"[number % 62]
+
+
+def _entry(glyph: str, style: str, word: str) -> list[Run]:
+    """One entry of a legend."""
+    return [(glyph, style), (f" {word}", "dim")]
+
+
+def _free() -> list[Run]:
+    return _entry(glyphs().free, "free", "free")
+
+
+def _lay_out(entries: list[list[Run]], width: int, frame: int) -> tuple[list[Run], list[Run]]:
+    """Entries of a legend: (for a row above the map, for the frame). All in the frame if it has room for them (it has
+    `frame` cells), else as many as fit above and what remains in the frame; those that fit nowhere are counted."""
+
+    def taken(some: list[list[Run]], room: int) -> tuple[list[Run], list[list[Run]]]:
+        runs: list[Run] = []
+        for i, entry in enumerate(some):
+            longer = [*runs, *([("  ", "ink")] if runs else []), *entry]
+            if runs_width(longer) > room:
+                return runs, some[i:]
+            runs = longer
+        return runs, []
+
+    whole, rest = taken(entries, frame)
+    if not rest:
+        return [], whole
+    above, rest = taken(entries, width)
+    below, left = taken(rest, frame)
+    if left:
+        if frame:
+            below, left = taken(rest, frame - 10)
+            below = [*below, (f"  +{len(left)} more" if below else f"+{len(left)} more", "dim")]
+        else:
+            above, left = taken(entries, width - 10)
+            above = [*above, (f"  +{len(left)} more", "dim")]
+    return above, below
+
+
+if __name__ == "__main__":
+    from minitui.dev.panel import run_alone
+
+    run_alone(BlockMap)

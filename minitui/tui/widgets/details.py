@@ -1,0 +1,73 @@
+"""The popover: the story of what is selected, live while it is open."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any, ClassVar
+
+from textual.binding import Binding
+
+from minitui.tui.widgets.base import LinePanel, Picture
+from minitui.tui.widgets.rows import Row, Runs, clean
+from minitui.viewmodel.model import View
+from minitui.viewmodel.story import tell
+
+LABEL = 13
+
+
+class Details(LinePanel):
+    """Shown above the panels by `show`; Escape or Enter closes it."""
+
+    DEFAULT_CSS = """
+    Details { layer: above; position: absolute; display: none; }
+    """
+    BINDINGS: ClassVar = [
+        Binding("escape,enter", "close", "close", show=False, id="details.close"),
+        Binding("up", "scroll(-1)", "up", show=False, id="details.up"),
+        Binding("down", "scroll(1)", "down", show=False, id="details.down"),
+    ]
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.kind = ""
+        self.subject: Any = None
+        self.top = 0
+        self._back: LinePanel | None = None
+
+    def show(self, view: View, kind: str, subject: Any, back: LinePanel | None) -> None:
+        """Open on a thing; `back` gets the focus when it closes."""
+        self.kind, self.subject, self._back, self.top = kind, subject, back, 0
+        width = min(92, self.screen.size.width - 4)
+        lines = self._lines(view, width - 4)
+        height = min(max(5, len(lines) + 2), self.screen.size.height - 4)
+        self.styles.width, self.styles.height = width, height
+        self.styles.offset = ((self.screen.size.width - width) // 2, (self.screen.size.height - height) // 2)
+        self.display = True
+        self.focus()
+        self.paint(view)
+
+    def _lines(self, view: View, width: int) -> list[Runs]:
+        rows: list[Runs] = []
+        for label, text in tell(view, self.kind, self.subject).lines:
+            pieces = textwrap.wrap(clean(text), max(20, width - LABEL)) or [""]
+            for i, piece in enumerate(pieces):
+                rows.append(Row(label if i == 0 else "", "dim").to(LABEL).add(piece).done(width))
+        return rows
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        rows = self._lines(view, width)
+        self.top = max(0, min(self.top, len(rows) - height))
+        more = len(rows) - height - self.top
+        legend = [("esc closes", "dim")]
+        if more > 0:
+            legend.insert(0, (f"{more} more lines below  ", "accent"))
+        return Picture(rows[self.top :], title=tell(view, self.kind, self.subject).title, legend=legend)
+
+    def action_scroll(self, by: int) -> None:
+        self.top = max(0, self.top + by)
+        self.repaint()
+
+    def action_close(self) -> None:
+        self.display = False
+        if self._back is not None:
+            self._back.focus()

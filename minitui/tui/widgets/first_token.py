@@ -1,0 +1,48 @@
+"""First token: how long did each of the last requests wait for it, and what did the cache spare?"""
+
+from __future__ import annotations
+
+from minitui.tui.theme import glyphs
+from minitui.tui.widgets.base import LinePanel, Picture
+from minitui.tui.widgets.rows import Row, Run, Runs, ms
+from minitui.viewmodel.model import View
+
+PARTS = (("queue", "queued", "waiting"), ("prefill", "prefill", "prefill"), ("sample", "filling", "hit"))
+
+
+class FirstTokens(LinePanel, can_focus=False):
+    """A bar for each, the newest on top: queue, prefill and sampling in proportion."""
+
+    TITLE = "First token, ms"
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        items = view.first_tokens.until(view.board.state.seq)[-height:][::-1]
+        if not items:
+            return Picture([Row("nobody has drawn a first token yet", "dim").done(width)])
+        longest = max(item.total_ms for item in items) or 1.0
+        name = max(len(str(item.request)) for item in items) + 2
+        rows: list[Runs] = []
+        for item in items:
+            lane = view.lanes.lanes.get(item.request)
+            cached = ""
+            if lane is not None:
+                cached = f"{lane.cached_tokens:,} of {lane.prompt_tokens:,} cached"
+            room = max(6, width - name - 8 - 22)
+            row = Row(f"r{item.request}", "ink").to(name)
+            for value, (_, glyph, style) in zip((item.queue_ms, item.prefill_ms, item.sample_ms), PARTS, strict=True):
+                cells = round(value / longest * room)
+                row.add(getattr(glyphs(), glyph) * min(cells, name + room - row.width), style)
+            row.to(name + room).right(ms(item.total_ms), name + room + 7, "bold ink")
+            if width - row.width > len(cached):
+                row.add(" ").add(cached, "hit" if lane is not None and lane.cached_tokens else "dim")
+            rows.append(row.done(width))
+        legend: list[Run] = []
+        for word, glyph, style in PARTS:
+            legend += [(" " if legend else "", "dim"), (getattr(glyphs(), glyph), style), (f" {word}", "dim")]
+        return Picture(rows, legend=legend)
+
+
+if __name__ == "__main__":
+    from minitui.dev.panel import run_alone
+
+    run_alone(FirstTokens)

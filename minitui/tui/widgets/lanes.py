@@ -1,0 +1,345 @@
+"""Batch lanes: who waited, who ran? A row for each request, a column for every k steps, the newest on the right.
+
+In a column preemption beats finish beats prefill beats decode beats waiting: what is rare is never hidden by what is
+common. Above, the slowest step of each column.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+from textual.binding import Binding
+
+from minitui.tui.theme import glyphs
+from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
+from minitui.tui.widgets.rows import Row, Run, Runs, fit, ms, runs_width
+from minitui.viewmodel.lanes import DECODING, FINISHED, GAINING, NOTHING, PREEMPTED, PREFILLING, QUEUED, Lane
+from minitui.viewmodel.model import View
+
+SPAN_SECONDS = 10.0
+STEPS_PER_COLUMN = (1, 2, 5, 10, 20, 50, 100, 200, 500)
+STYLES = {
+    NOTHING: "ink", QUEUED: "dim", DECODING: "decode", GAINING: "hit", PREFILLING: "prefill", FINISHED: "good",
+    PREEMPTED: "bad",
+}  # fmt: skip
+
+
+class BatchLanes(LinePanel):
+    """Up and down choose a request, left and right a step, [ and ] how many steps a column has, Page keys go back."""
+
+    TITLE = "Batch lanes"
+    help_text = paragraphs("""\
+Continuous batching. Each row is a request, each column a few steps. A request first waits, then its prompt is computed
+(prefill: many tokens in a step), then it decodes one token in every step until it is done. Requests come and go between
+any two steps; nobody waits for the slowest of a batch. × means preempted: the pool was full and it had to give way.
+With more requests than rows, a row goes on to the next one when its request has ended: "r9 +2" is the row of r9, in
+which two others ended before it; select one of them, and the row goes by its name.""")
+    BINDINGS: ClassVar = [
+        Binding("up", "choose(-1)", "request above", show=False, id="lanes.up"),
+        Binding("down", "choose(1)", "request below", show=False, id="lanes.down"),
+        Binding("left", "step(-1)", "step before", show=False, id="lanes.left"),
+        Binding("right", "step(1)", "step after", show=False, id="lanes.right"),
+        Binding("pageup", "scroll(-1)", "earlier", show=False, id="lanes.earlier"),
+        Binding("pagedown", "scroll(1)", "later", show=False, id="lanes.later"),
+        Binding("left_square_bracket", "zoom(-1)", "fewer steps a column", show=False, id="lanes.finer"),
+        Binding("right_square_bracket", "zoom(1)", "more steps a column", show=False, id="lanes.coarser"),
+        Binding("end", "latest", "now", show=False, id="lanes.latest"),
+        Binding("enter", "open", "tell its story", show=False, id="lanes.open"),
+    ]
+
+    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
+        super().__init__(id=id, frame=frame)
+        self.k = 1
+        self.fixed_k: int | None = None  # chosen by hand
+        self.back = 0  # columns scrolled back
+        self.first_step = 0  # of the leftmost column
+        self.columns = 0
+        self.label = 5
+        self.slots: list[list[int]] = []  # for each row its requests in order; the last one names the row
+        self._placed_for: object = None
+        self._seen = -1  # the youngest request that was given a row, or none
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        named = width >= 84
+        lanes = view.lanes.lanes
+        widest = len(str(max(lanes))) if lanes else 1
+        self.label = max(8, widest + 5) + (11 if named else 0)
+        self.columns = max(1, width - self.label)
+        horizon = view.horizon
+        self._choose_k(view, horizon)
+        last_column = horizon // self.k - self.back
+        self.first_step = (last_column - self.columns + 1) * self.k
+        end = min(horizon, self.first_step + self.k * self.columns - 1)
+        self._place(view, max(0, height - 3), end)
+        rows: list[Runs] = [self._scale(view, width, horizon), self._slowest(view, width, horizon)]
+        rows += [self._row(view, slot, width, horizon, named) for slot in self.slots]
+        rows.append(self._rest(view, width, end))
+        legend = self._legend(view, width)
+        return Picture(rows, title="Batch lanes · requests over steps", note=self._note(), legend=legend)
+
+    def _place(self, view: View, room: int, end: int) -> None:
+        """Give every request a row and let it keep it. While there are rows for all, each has its own; after that a
+        row is taken over by the next request that comes when its last one has ended."""
+        lanes = view.lanes.lanes
+        start = self.first_step
+        anew = (view.lanes, room, self.back, self.k)
+        if self._placed_for != anew:
+            self._placed_for, self.slots, self._seen = anew, [[] for _ in range(room)], -1
+            ended = sorted(view.lanes.ended_since(start)[: 8 * room], key=lambda lane: lane.id)
+            coming = [lane for lane in ended if lane.submitted_step <= end + 1]
+            coming += [lane for lane in view.lanes.active.values() if lane.submitted_step <= end + 1]
+            coming.sort(key=lambda lane: lane.id)
+        else:
+            for slot in self.slots:
+                slot[:] = [id for id in slot if id in lanes and lanes[id].finish_step >= start]
+            coming = [lanes[id] for id in range(self._seen + 1, view.lanes.newest + 1) if id in lanes]
+        for lane in coming:
+            free = next((slot for slot in self.slots if not slot), None)
+            if free is None:
+                idle = [s for s in self.slots if lanes[s[-1]].finish_step < lane.submitted_step]
+                free = min(idle, key=lambda s: lanes[s[-1]].finish_step) if idle else None
+            if free is not None:
+                free.append(lane.id)
+            self._seen = max(self._seen, lane.id)
+        selected = view.selection.id if view.selection is not None and view.selection.kind == "request" else None
+        placed = any(selected in slot for slot in self.slots)
+        if selected in lanes and not placed and self.slots and lanes[selected].finish_step >= start:
+            self.slots[-1] = [selected]  # what is selected is always shown
+
+    def _legend(self, view: View, width: int) -> list[Run]:
+        runs = _marks_named()
+        if any(lane.gains for lane in view.lanes.active.values()):
+            runs += [("  ", "dim"), (glyphs().gaining, "hit"), (" drafts right", "dim")]
+        if any(len(slot) > 1 for slot in self.slots):
+            several: list[Run] = [("+2", "ink"), (" and two that ended before", "dim")]
+            if runs_width([*runs, *several]) + 2 <= width - 4:
+                return [*several, ("  ", "dim"), *runs]
+        return runs
+
+    def _note(self) -> list[Run]:
+        steps = "1 column = 1 step" if self.k == 1 else f"1 column = {self.k} steps"
+        return [(steps, "ink"), *self.own_key("[ ]")]
+
+    def _choose_k(self, view: View, horizon: int) -> None:
+        if self.fixed_k is not None:
+            self.k = self.fixed_k
+            return
+        if view.exact and view.steps.last - view.steps.first < self.columns:
+            self.k = 1
+            return
+        last = view.steps.get(horizon)
+        if last is None:
+            return
+        steps = last.step - view.steps.since(last.t - SPAN_SECONDS, last.step) + 1
+        need = next((k for k in STEPS_PER_COLUMN if k * self.columns >= steps), STEPS_PER_COLUMN[-1])
+        # Finer only when it clearly fits, so that the picture does not flicker between two scales.
+        if need > self.k or (2.5 * need < self.k and steps < 0.8 * need * self.columns):
+            self.k = need
+
+    def _scale(self, view: View, width: int, horizon: int) -> Runs:
+        """Seconds ago, at the columns where they fall."""
+        row = Row("seconds" if self.label < 10 else "seconds ago", "dim").to(self.label)
+        last = view.steps.get(min(horizon, self.first_step + self.k * self.columns - 1))
+        if last is None:
+            return row.done(width)
+        now = f"step {last.step:,}"
+        marks: list[tuple[int, str]] = []
+        for seconds in (60, 30, 20, 10, 5, 2, 1):
+            step = view.steps.since(last.t - seconds, last.step)
+            if step <= max(view.steps.first, 0):
+                continue
+            column = (step - self.first_step) // self.k
+            if 0 <= column < self.columns - len(now) - 6 and all(abs(column - at) > 6 for at, _ in marks):
+                marks.append((column, f"-{seconds} s"))
+        for column, text in sorted(marks):
+            if self.label + column >= row.width:
+                row.to(self.label + column).add(text, "dim")
+        return row.right(now, width, "dim").done(width)
+
+    def _slowest(self, view: View, width: int, horizon: int) -> Runs:
+        """The longest step of each column as a spark, its maximum named."""
+        steps = view.steps
+        at = steps.indices(self.first_step, min(horizon, self.first_step + self.k * self.columns - 1))
+        row = Row("slowest", "dim").to(self.label)
+        if not len(at):
+            return row.done(width)
+        wall = steps.column("wall")[at]
+        wall = np.where(np.isnan(wall), 0.0, wall)
+        column = (steps.column("step")[at] - self.first_step) // self.k
+        worst = np.zeros(self.columns)
+        np.maximum.at(worst, column, wall)
+        top = worst.max()
+        if top <= 0:
+            return row.done(width)
+        levels = glyphs().spark
+        most = len(levels) - 1
+        text = "".join(" " if v <= 0 else levels[int(v / top * most + 0.5)] for v in worst)
+        return row.add(text, "step").done(width)
+
+    def _row(self, view: View, slot: list[int], width: int, horizon: int, named: bool) -> Runs:
+        """One row: the requests that had it, one after the other, under the name of the last (or of the selected
+        one). How many others it shows stands behind the name; each of them is named where it ended, if there is room.
+        """
+        lanes = view.lanes.lanes
+        seen = [lanes[id] for id in slot if lanes[id].submitted_step <= horizon + 1]
+        if not seen:
+            return Row().done(width)
+        owner = next((lane for lane in reversed(seen) if lane.id in view.links.requests), seen[-1])
+        lit = owner.id in view.links.requests
+        ground = " on select" if lit else ""
+        live = owner.finish_step > horizon
+        row = Row(f"r{owner.id}", ("bold accent" if lit else "ink" if live else "dim") + ground)
+        if len(seen) > 1:
+            row.add(f" +{len(seen) - 1}", "dim" + ground)
+        if named:
+            row.to(self.label - 11, " ", "ink" + ground)
+            row.add(fit(view.group_name(owner.group), 10), ("ink" if lit else "dim") + ground)
+        row.to(self.label, " ", "ink" + ground)
+        cells = [(NOTHING, False)] * self.columns
+        for lane in seen:
+            lit = lane.id in view.links.requests
+            for x, code in enumerate(lane.columns(self.first_step, self.k, self.columns, horizon)):
+                if code > cells[x][0]:
+                    cells[x] = (code, lit)
+        if view.links.step is not None:
+            x = (view.links.step - self.first_step) // self.k
+            if 0 <= x < self.columns:
+                cells[x] = (cells[x][0], True)
+        words = self._names(cells, [lane for lane in seen if lane is not owner and lane.finish_step <= horizon])
+        marks = _marks()
+        start = 0
+        for x in range(1, self.columns + 1):
+            if x < self.columns and cells[x] == cells[start] and x not in words and start not in words:
+                continue
+            if x < self.columns and start in words and x - start < len(words[start]):
+                continue
+            code, lit = cells[start]
+            text = words.get(start) or marks[code] * (x - start)
+            row.add(text, ("dim" if start in words else STYLES[code]) + (" on select" if lit else ""))
+            start = x
+        return row.done(width)
+
+    def _names(self, cells: list[tuple[int, bool]], ended: list[Lane]) -> dict[int, str]:
+        """Names of requests that ended in a row that goes by another's name: {column behind the end: name}."""
+        words = {}
+        for lane in ended:
+            at, name = (lane.finish_step - self.first_step) // self.k + 1, f"r{lane.id}"
+            if at > 0 and at + len(name) < self.columns and {*cells[at : at + len(name) + 1]} == {(NOTHING, False)}:
+                words[at] = name
+        return words
+
+    def _rest(self, view: View, width: int, end: int) -> Runs:
+        """What the rows above do not show, by what it is doing."""
+        shown = {id for slot in self.slots for id in slot}
+        requests = view.board.state.requests
+        hidden = [r for id, r in requests.items() if id not in shown and view.lanes.lanes[id].submitted_step <= end + 1]
+        decoding = sum(r.joined_at >= 0 for r in hidden)
+        waiting = sum(r.state != "running" for r in hidden)
+        window = view.lanes.ended_since(self.first_step)
+        ended = sum(lane.id not in shown and lane.finish_step <= end for lane in window)
+        prefilling = len(hidden) - decoding - waiting
+        counts = ((decoding, "decoding"), (prefilling, "prefilling"), (waiting, "waiting"), (ended, "done"))
+        parts = [f"{n:,} {word}" for n, word in counts if n]
+        row = Row()
+        if parts:
+            row.add("+ " + ", ".join(parts), "dim")
+        worst = view.timings.slowest
+        if worst is not None and worst.wall_ms is not None:
+            text = f"slowest step in {view.timings.seconds:.1f} s: {ms(worst.wall_ms)} ms"
+            if row.width + len(text) + 3 <= width:
+                row.right(text, width, "dim")
+        return row.done(width)
+
+    # ---- moving about
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        index = row - 2
+        if 0 <= index < len(self.slots) and self.slots[index]:
+            view.select("request", self._request_at(view, self.slots[index], column))
+        elif row < 2 and column >= self.label:
+            self._select_step(view, self.first_step + (column - self.label) * self.k)
+
+    def _request_at(self, view: View, slot: list[int], column: int) -> int:
+        """The request of a row that was doing something in a column of the panel; else the last."""
+        step = self.first_step + (column - self.label) * self.k
+        lanes = view.lanes.lanes
+        here = [id for id in slot if lanes[id].submitted_step <= step + self.k and lanes[id].finish_step >= step]
+        return here[-1] if here and column >= self.label else slot[-1]
+
+    def action_choose(self, by: int) -> None:
+        """The request in the row above or below."""
+        view = self.view
+        rows = [slot for slot in self.slots if slot]
+        if view is None or not rows:
+            return
+        selection = view.selection
+        at = len(rows) - 1 if by < 0 else 0
+        if selection is not None and selection.kind == "request":
+            found = [i for i, slot in enumerate(rows) if selection.id in slot]
+            at = max(0, min(len(rows) - 1, found[0] + by)) if found else at
+        view.select("request", rows[at][-1])
+        self.repaint()
+
+    def action_step(self, by: int) -> None:
+        view = self.view
+        if view is None:
+            return
+        selection = view.selection
+        if selection is not None and selection.kind == "step":
+            step = selection.id + by * self.k
+        else:
+            step = view.horizon
+        self._select_step(view, step)
+        self.repaint()
+
+    def _select_step(self, view: View, step: int) -> None:
+        step = max(max(view.steps.first, 0), min(view.horizon, step))
+        if step in view.steps:
+            view.select("step", step)
+
+    def action_scroll(self, by: int) -> None:
+        self.back = max(0, self.back - by * max(1, self.columns // 2))
+        view = self.view
+        if view is not None:
+            kept = (view.horizon - max(view.steps.first, 0)) // self.k
+            self.back = min(self.back, max(0, kept - self.columns // 2))
+        self.repaint()
+
+    def action_zoom(self, by: int) -> None:
+        at = STEPS_PER_COLUMN.index(self.k) if self.k in STEPS_PER_COLUMN else 0
+        self.fixed_k = STEPS_PER_COLUMN[max(0, min(len(STEPS_PER_COLUMN) - 1, at + by))]
+        self.repaint()
+
+    def action_latest(self) -> None:
+        self.back, self.fixed_k = 0, None
+        self.repaint()
+
+    def action_open(self) -> None:
+        if self.view is not None and self.view.selection is not None:
+            self.post_message(Opened(self.view.selection.kind, self.view.selection.id))
+
+
+def _marks() -> dict[int, str]:
+    g = glyphs()
+    return {
+        NOTHING: " ", QUEUED: g.queued, DECODING: g.decode, GAINING: g.gaining, PREFILLING: g.prefill,
+        FINISHED: g.finished, PREEMPTED: g.preempted,
+    }  # fmt: skip
+
+
+def _marks_named() -> list[Run]:
+    marks = _marks()
+    runs: list[Run] = []
+    for code, word in (
+        (PREFILLING, "prefill"), (DECODING, "decode"), (QUEUED, "waits"), (PREEMPTED, "preempted"), (FINISHED, "done"),
+    ):  # fmt: skip
+        runs += [(marks[code], STYLES[code]), (f" {word}  ", "dim")]
+    runs[-1] = (runs[-1][0].rstrip(), "dim")
+    return runs
+
+
+if __name__ == "__main__":
+    from minitui.dev.panel import run_alone
+
+    run_alone(BatchLanes)

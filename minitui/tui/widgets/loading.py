@@ -1,0 +1,40 @@
+"""The progress bar of an engine that is being started."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from minitui.tui.theme import glyphs
+from minitui.tui.widgets.base import LinePanel, Picture
+from minitui.tui.widgets.chrome import host
+from minitui.tui.widgets.rows import Row, fit
+
+if TYPE_CHECKING:
+    from minitui.viewmodel.model import View
+
+
+class Loading(LinePanel, can_focus=False):
+    """Two lines while `app.progress` is set, else nothing."""
+
+    FRAME = "none"
+    DEFAULT_CSS = "Loading { height: 3; padding: 1 2 0 2; }"
+
+    def paint(self, view: View) -> int:
+        """Shows or hides itself, too."""
+        wanted = host(self.app).progress is not None
+        if self.display != wanted:
+            self.display = wanted
+        return super().paint(view) if wanted else 0
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        progress = host(self.app).progress or {}
+        done, total = progress.get("done") or 0, progress.get("total") or 0
+        text = str(progress.get("text") or progress.get("stage") or "starting the engine")
+        row = Row(fit(text, width - 6), "dim")
+        if not total:
+            return Picture([row.done(width)])
+        share = min(max(done / total, 0.0), 1.0)
+        filled = round(share * width)
+        g = glyphs()
+        bar = Row(g.active * filled, "running").add(g.rule * (width - filled), "faint")
+        return Picture([row.right(f"{share:4.0%}", width, "bold ink").done(width), bar.done(width)])

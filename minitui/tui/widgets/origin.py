@@ -1,0 +1,46 @@
+"""Where the prompt came from: how much of it was in the tree, how much was computed, and where the match stopped."""
+
+from __future__ import annotations
+
+from minitui.tui.theme import glyphs
+from minitui.tui.widgets.base import LinePanel, Picture
+from minitui.tui.widgets.rows import Row
+from minitui.viewmodel.events import stop_text
+from minitui.viewmodel.model import View
+
+
+class PromptOrigin(LinePanel, can_focus=False):
+    """For the selected request, or the youngest that runs."""
+
+    TITLE = "Where the prompt came from"
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        id = view.subject()
+        if id is None and view.selection is not None:
+            known = [request for request in view.links.requests if request in view.lanes.lanes]
+            id = max(known, default=None)
+        lane = view.lanes.lanes.get(id) if id is not None else None
+        if lane is None:
+            return Picture([Row("no request yet", "dim").done(width)])
+        prompt = max(1, lane.prompt_tokens)
+        # A preempted request computes again what it lost: the bar shows its first way through the prompt.
+        cached = lane.cached_tokens
+        computed = min(lane.computed_tokens, prompt - cached)
+        waiting = prompt - cached - computed
+        g = glyphs()
+        cells = [round(n * width / prompt) for n in (cached, computed)]
+        row = Row(g.busy * cells[0], "hit").add(g.prompt * cells[1], "prefill")
+        row.to(width, g.unused, "faint")
+        words = Row(f"{cached:,} from the tree", "hit").add(" · ", "dim").add(f"{computed:,} computed", "prefill")
+        if waiting > 0:
+            words.add(f" · {waiting:,} to go", "dim")
+        rows = [row.done(width), words.done(width)]
+        if lane.stop:
+            rows.append(Row(stop_text(lane.stop, lane.stop_at), "dim").done(width))
+        return Picture(rows[:height])
+
+
+if __name__ == "__main__":
+    from minitui.dev.panel import run_alone
+
+    run_alone(PromptOrigin)

@@ -1,0 +1,225 @@
+"""The prompt: several lines, Enter sends, Ctrl+J breaks the line; completes what the model knows, and commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.message import Message
+from textual.strip import Strip
+from textual.widgets import TextArea
+
+from minitui.tui.widgets.base import LinePanel, Picture
+from minitui.tui.widgets.rows import Row, fit
+
+if TYPE_CHECKING:
+    from minitui.viewmodel.model import View
+
+ROWS = 6  # of the list
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the prompt may become: `text` replaces it, `hint` says what that is."""
+
+    text: str
+    hint: str = ""
+
+
+def complete_question(typed: str, known: Sequence[str]) -> list[Completion]:
+    """Known questions for what has been typed: those that begin so, then those that hold all its words."""
+    wanted = typed.strip().lower()
+    if len(wanted) < 2:
+        return []
+    begins = [q for q in known if q.lower().startswith(wanted)]
+    words = wanted.split()
+    holds = [q for q in known if not q.lower().startswith(wanted) and all(w in q.lower() for w in words)]
+    return [Completion(q) for q in begins + holds]
+
+
+class Prompt(TextArea):
+    """A text area that sends on Enter. `complete(text)` gives what it may become, best first."""
+
+    DEFAULT_CSS = """
+    Prompt {
+        height: auto; min-height: 3; max-height: 9; border: round $frame; padding: 0 1;
+        background: $ground; color: $ink;
+        scrollbar-size-vertical: 1;
+        &:focus { border: round $accent; }
+        & .text-area--cursor-line { background: $ground; }
+        & .text-area--suggestion { color: $dim; text-style: none; }
+        & .text-area--placeholder { color: $dim; text-style: none; }
+    }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(
+            "ctrl+j,shift+enter", "new_line", "New line", id="prompt.newline", tooltip="Break the line", show=False
+        ),
+        Binding("tab", "accept", "Complete", id="prompt.accept", tooltip="Take the completion", show=False),
+        Binding("pageup", "scroll_transcript(-1)", "Scroll up", id="prompt.pageup", show=False),
+        Binding("pagedown", "scroll_transcript(1)", "Scroll down", id="prompt.pagedown", show=False),
+    ]
+
+    class Sent(Message):
+        """Enter was pressed on a text that is not empty."""
+
+        def __init__(self, text: str) -> None:
+            super().__init__()
+            self.text = text
+
+    class Left(Message):
+        """Escape was pressed, and no list was open."""
+
+    class Scroll(Message):
+        """Page keys belong to the transcript."""
+
+        def __init__(self, pages: int) -> None:
+            super().__init__()
+            self.pages = pages
+
+    class Offered(Message):
+        """What the text may become has changed; `chosen` is the one marked, -1 for none."""
+
+        def __init__(self, completions: list[Completion], chosen: int) -> None:
+            super().__init__()
+            self.completions = completions
+            self.chosen = chosen
+
+    def __init__(self, *, id: str | None = None, placeholder: str = "") -> None:
+        super().__init__(id=id, placeholder=placeholder, soft_wrap=True, show_line_numbers=False, tab_behavior="focus")
+        self.complete: Callable[[str], list[Completion]] = lambda text: []
+        self.asked: list[str] = []
+        self._recalled: int | None = None  # place in the history while going through it
+        self._unsent = ""
+        self._offers: list[Completion] = []
+        self._chosen = -1
+        self._quiet = False  # the text was put there by us: no list for it
+
+    def render_line(self, y: int) -> Strip:
+        """A terminal made narrow is for one layout too narrow for the panels beside: Textual fails at no width."""
+        return super().render_line(y) if self.content_size.width > 0 else Strip.blank(0)
+
+    # ---- completion
+
+    def update_suggestion(self) -> None:
+        """Called by Textual after every edit: the ghost text is the rest of the first completion that begins so."""
+        text = self.text
+        at_end = self.cursor_location == self.document.end
+        offers = [] if self._quiet or not at_end else self.complete(text)
+        self._quiet = False
+        ghost = next((c.text[len(text) :] for c in offers if text and c.text.lower().startswith(text.lower())), "")
+        self.suggestion = ghost
+        if len(offers) == 1 and offers[0].text == text:
+            offers = []
+        self._offer(offers[:ROWS], -1)
+
+    def _offer(self, offers: list[Completion], chosen: int) -> None:
+        if offers != self._offers or chosen != self._chosen:
+            self._offers, self._chosen = offers, chosen
+            self.post_message(self.Offered(offers, chosen))
+
+    def put(self, text: str) -> None:
+        """Replace the text, with no list offered for it, and the cursor at its end."""
+        self._quiet = True
+        self.load_text(text)
+        self._quiet = True
+        self.move_cursor(self.document.end)
+        self._quiet = False
+        self.suggestion = ""
+        self._offer([], -1)
+
+    def close_list(self) -> bool:
+        """Close the list; False if none was open."""
+        was_open = bool(self._offers)
+        self._offer([], -1)
+        self.suggestion = ""
+        return was_open
+
+    # ---- keys
+
+    async def _on_key(self, event: events.Key) -> None:
+        if event.key == "enter":
+            event.prevent_default().stop()
+            if self._chosen >= 0:
+                self.action_accept()
+            elif self.text.strip():
+                text = self.text.strip()
+                self.asked.append(text)
+                self._recalled = None
+                self.put("")
+                self.post_message(self.Sent(text))
+        elif event.key == "escape":
+            event.prevent_default().stop()
+            if not self.close_list():
+                self.post_message(self.Left())
+        else:
+            await super()._on_key(event)
+
+    def action_new_line(self) -> None:
+        """Break the line."""
+        self.insert("\n")
+
+    def action_accept(self) -> None:
+        """Take the marked completion, or the first."""
+        if self._offers:
+            chosen = self._offers[max(self._chosen, 0)]
+            self.put(chosen.text + (" " if chosen.text.startswith("/") else ""))
+
+    def action_scroll_transcript(self, pages: int) -> None:
+        """Page keys scroll what is read, not what is typed."""
+        self.post_message(self.Scroll(pages))
+
+    def action_cursor_up(self, select: bool = False) -> None:
+        """Up: in the list, else in the text, else in the history."""
+        if self._offers and not select:
+            self._offer(self._offers, max(self._chosen - 1, -1))
+        elif not select and self.cursor_location[0] == 0 and (self.asked or self._recalled is not None):
+            self._recall(-1)
+        else:
+            super().action_cursor_up(select)
+
+    def action_cursor_down(self, select: bool = False) -> None:
+        """Down: in the list, else in the text, else in the history."""
+        if self._offers and not select:
+            self._offer(self._offers, min(self._chosen + 1, len(self._offers) - 1))
+        elif not select and self._recalled is not None and self.cursor_location[0] == self.document.line_count - 1:
+            self._recall(1)
+        else:
+            super().action_cursor_down(select)
+
+    def _recall(self, by: int) -> None:
+        if self._recalled is None:
+            self._unsent, self._recalled = self.text, len(self.asked)
+        at = min(max(self._recalled + by, 0), len(self.asked))
+        self.put(self.asked[at] if at < len(self.asked) else self._unsent)
+        self._recalled = at if at < len(self.asked) else None
+
+
+class CompletionList(LinePanel, can_focus=False):
+    """What the prompt may become, above it."""
+
+    FRAME = "none"
+    DEFAULT_CSS = "CompletionList { height: auto; max-height: 6; display: none; }"
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.completions: list[Completion] = []
+        self.chosen = -1
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        rows = []
+        for number, completion in enumerate(self.completions[:height]):
+            ground = " on select" if number == self.chosen else " on empty-chip"
+            room = width - 2
+            text = completion.text if not completion.hint else completion.text.ljust(14)
+            row = Row(" ", "ink" + ground).add(fit(text, min(len(text), room)), "ink" + ground)
+            if completion.hint:
+                row.add(fit("  " + completion.hint, room - row.width), "dim" + ground)
+            elif number == max(self.chosen, 0):
+                row.add("   tab", "dim" + ground)
+            row.to(width, " ", "ink" + ground)
+            rows.append(row.done(width))
+        return Picture(rows)

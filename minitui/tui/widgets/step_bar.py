@@ -1,0 +1,165 @@
+"""Step bar: what is in this step? The budget as one bar: decodes, a slice per prefill chunk, what stays unused.
+
+While the engine runs, the bar is the mean of the steps since the last frame, with the largest marked; at the gate, in
+the past, in slow motion or with a step selected it is exactly that step.
+"""
+
+from __future__ import annotations
+
+from textual.geometry import Size
+
+from minitui.tui.theme import glyphs
+from minitui.tui.widgets.base import LinePanel, Picture
+from minitui.tui.widgets.rows import Row, Run, Runs, cells, ms
+from minitui.viewmodel.model import StepRow, View
+from minitui.viewmodel.timing import why_slow
+
+
+def contents(row: StepRow, most: int = 4) -> str:
+    """A step in words: "61 decodes + r88 512 + r89 40"."""
+    parts = []
+    if row.decodes:
+        parts.append(f"{row.decodes} decode{'s' if row.decodes > 1 else ''}")
+    if row.drafted:
+        parts.append(f"{row.drafted} draft{'s' if row.drafted > 1 else ''}{_outcome(row)}")
+    parts += [f"r{chunk[0]} prefill {chunk[2]:,}" for chunk in row.chunks[:most]]
+    if len(row.chunks) > most:
+        parts.append(f"{len(row.chunks) - most} more chunks")
+    return " + ".join(parts)
+
+
+def _outcome(row: StepRow) -> str:
+    """How many of its drafts were right, once that is known."""
+    return f" ({row.accepted} right)" if row.end_seq else ""
+
+
+class StepBar(LinePanel):
+    """Framed, or bare in one or two lines."""
+
+    TITLE = "Step"
+    DEFAULT_CSS = "StepBar { height: auto; }"
+
+    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
+        super().__init__(id=id, frame=frame)
+        self.can_focus = False
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        return 2 if self.frame == "none" else 4
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        budget = max(1, view.board.state.budget)
+        row = view.shown_step()
+        if view.idle and row is None:
+            row = view.steps.get(view.horizon)
+        if row is not None:
+            text, bar, title = self._exact(view, row, width, budget), _bar(row, width, budget, view), "Step"
+        elif view.last_frame.count:
+            text, bar, title = self._mean(view, width), _mean_bar(view, width, budget), "Steps"
+        else:
+            new = view.board.state.step < 0
+            said = "no step yet: nobody has asked anything" if new else "no step since we have been watching"
+            text = Row(said, "dim").done(width)
+            bar = Row(glyphs().unused * width, "faint").done(width)
+            title = "Step"
+        legend: list[Run] = [
+            (glyphs().active, "decode"), (" decode ", "dim"), (glyphs().active, "prefill"), (" prefill ", "dim"),
+            (glyphs().unused, "faint"), (" unused budget", "dim"),
+        ]  # fmt: skip
+        if row.drafted if row is not None else view.last_frame.drafted:
+            legend += [(" ", "dim"), (glyphs().active, "hit"), (" drafts, right", "dim")]
+            legend += [(" ", "dim"), (glyphs().active, "waiting"), (" not", "dim")]
+        rows = [bar] if height == 1 else [text, bar]
+        return Picture(rows, title=title, legend=legend)
+
+    def _exact(self, view: View, row: StepRow, width: int, budget: int) -> Runs:
+        line = Row()
+        if view.idle and row.step == view.horizon:
+            line.add("idle", "bold ink").add(" · last: ", "dim")
+        line.add(f"step {row.step:,}", "bold ink").add("  ")
+        line.add(f"{row.tokens:,}", "bold ink")
+        told, of = contents(row), f" of {budget:,} tokens  "
+        if line.width + len(of) + len(told) > width:  # rather a word less than a figure cut off
+            of = f" of {budget:,}  "
+        line.add(of, "dim").add(told)
+        took = f"{ms(row.wall_ms)} ms" if row.wall_ms is not None else ""
+        if took and line.width + 2 + len(took) <= width:
+            line.add("  ").add(took, "bold ink")
+            why = why_slow(row, view.timings)
+            if why and line.width + len(why) + 3 <= width:
+                line.add(f" ({why})", "dim")
+        return line.done(width)
+
+    def _mean(self, view: View, width: int) -> Runs:
+        frame = view.last_frame
+        line = Row(f"mean of {frame.count} steps", "bold ink").add("  ")
+        line.add(f"{frame.tokens:,.0f}", "bold ink").add(f" of {view.board.state.budget:,} tokens", "dim")
+        last = view.steps.get(frame.last)
+        if last is not None:
+            line.add("  last: ", "dim").add(f"step {last.step:,}").add(" = ", "dim").add(contents(last))
+            if last.wall_ms is not None:
+                line.add(f" in {ms(last.wall_ms)} ms")
+                why = why_slow(last, view.timings)
+                if why and line.width + len(why) + 3 <= width:
+                    line.add(f" ({why})", "dim")
+        return line.done(width)
+
+
+def _bar(row: StepRow, width: int, budget: int, view: View) -> Runs:
+    slices: list[tuple[float, list[str], str]] = []
+    if row.decodes:
+        slices.append((row.decodes, [f"D{glyphs().times}{row.decodes}"], "decode"))
+    slices += _drafts(row.drafted, row.accepted)
+    lit = view.links.requests
+    for i, (request, _start, n, _samples) in enumerate(row.chunks):
+        style = ("prefill", "prefill-2")[i % 2]
+        slices.append((n, [f"r{request} +{n}", f"+{n}", ""], f"underline {style}" if request in lit else style))
+    return _slices(slices, row.tokens, width, budget)
+
+
+def _drafts(drafted: float, accepted: float) -> list[tuple[float, list[str], str]]:
+    """Slices of the drafts that were right and of the others."""
+    wrong = drafted - accepted
+    right = (accepted, [f"+{accepted:.0f} right", f"+{accepted:.0f}", ""], "hit")
+    return [part for part in (right, (wrong, [f"{wrong:.0f} wrong", f"{wrong:.0f}", ""], "waiting")) if part[0] > 0]
+
+
+def _mean_bar(view: View, width: int, budget: int) -> Runs:
+    frame = view.last_frame
+    slices: list[tuple[float, list[str], str]] = []
+    if frame.decodes:
+        slices.append((frame.decodes, [f"D{glyphs().times}{frame.decodes:.0f}"], "decode"))
+    slices += _drafts(frame.drafted, frame.accepted)
+    if frame.prefill_tokens:
+        words = f"prefill {frame.prefill_tokens:,.0f}"
+        slices.append((frame.prefill_tokens, [f"{words} in {frame.chunks:.1f} chunks", words, ""], "prefill"))
+    row = _slices(slices, frame.tokens, width, budget)
+    peak = f"{glyphs().peak} peak {frame.peak_tokens:,}"
+    used = sum(cells(text) for text, style in row if style != "faint")
+    at = min(width - 1, max(used, round(frame.peak_tokens / budget * width) - 1))
+    if frame.peak_tokens <= frame.tokens or at + len(peak) + 2 > width:
+        return row
+    line = Row().extend([run for run in row if run[1] != "faint"])
+    line.to(at, glyphs().unused, "faint").add(peak, "accent").add(" ").to(width, glyphs().unused, "faint")
+    return line.done(width)
+
+
+def _slices(slices: list[tuple[float, list[str], str]], tokens: float, width: int, budget: int) -> Runs:
+    """Widths in proportion to tokens, but no slice vanishes and the decodes stay readable."""
+    scale = width / max(budget, tokens)
+    widths = [max(1, round(n * scale)) for n, _, _ in slices]
+    if slices and slices[0][2] == "decode":
+        widths[0] = max(widths[0], len(slices[0][1][0]) + 2)
+    while sum(widths) > width and max(widths) > 1:
+        widths[widths.index(max(widths))] -= 1
+    line = Row()
+    for (_n, labels, style), room in zip(slices, widths, strict=True):
+        label = next((text for text in labels if len(text) <= room), "")
+        words, colour = style.rpartition(" ")[::2]
+        line.add(label.center(room), f"bold {words} on-fill on {colour}".replace("  ", " "))
+    return line.to(width, glyphs().unused, "faint").done(width)
+
+
+if __name__ == "__main__":
+    from minitui.dev.panel import run_alone
+
+    run_alone(StepBar)

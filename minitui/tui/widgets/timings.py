@@ -1,0 +1,232 @@
+"""Timings: why slow? Percentiles by kind of step, the first token taken apart, the slowest step explained, and what
+host and device were doing in the last few steps."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.binding import Binding
+
+from minitui.tui.theme import glyphs
+from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
+from minitui.tui.widgets.rows import Row, Run, Runs, ms
+from minitui.viewmodel.model import StepRow, View
+from minitui.viewmodel.timing import KindStats, Timings, why_slow
+
+KINDS = (("decode only", "decode", "decode"), ("mixed", "mixed", "prefill"), ("prefill only", "prefill", "prefill-2"))
+LABEL = 13
+FIGURE = 7
+
+
+class StepTimings(LinePanel):
+    """Enter opens the slowest step."""
+
+    TITLE = "Timings"
+    help_text = paragraphs("""\
+Decoding reads all weights to make one token for each request: memory sets its pace, and a few requests more cost
+little. Prefill computes many tokens at once: arithmetic sets its pace. A mixed step does both, and everybody in it
+waits for the longest part: that is why prompts are cut into chunks. p99 is what one step in a hundred exceeds.
+
+Where several ranks share a model, each computes a part of every layer and they add up their parts twice in a layer:
+that exchange, and waiting for the slowest, is time in which nobody computes.
+
+The tracks show host and device in the last steps: while the device computes, the host may plan the next step.""")
+    BINDINGS: ClassVar = [Binding("enter", "open", "open the slowest step", show=False, id="timings.open")]
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        t = view.timings
+        rows = [self._head(width)]
+        rows += [self._kind(label, getattr(t, name), style, width) for label, name, style in KINDS]
+        rows.append(self._slowest(t, width))
+        rows.append(self._first_token(t, width))
+        if t.drafted:
+            rows.append(self._drafts(t, width))
+        if t.ranks > 1:
+            rows.append(self._exchange(t, width))
+        tracks = height >= len(rows) + 2
+        if tracks:
+            rows += self._tracks(t, width)
+        title = f"Timings · ms, {t.steps:,} steps in {t.seconds:.1f} s" if t.steps else "Timings · ms"
+        return Picture(rows[:height], title=title, legend=self._legend(t) if tracks else [])
+
+    def _legend(self, t: Timings) -> list[Run]:
+        g = glyphs()
+        if t.device_ms is None:
+            return []
+        return [
+            (g.busy, "hit"), (" plan, launch, commit  ", "dim"), (g.busy, "decode"), (" decode  ", "dim"),
+            (g.prompt, "prefill"), (" with prefill", "dim"),
+        ]  # fmt: skip
+
+    def _head(self, width: int) -> Runs:
+        row = Row("kind of step", "dim").to(LABEL)
+        for i, name in enumerate(("p50", "p99", "max")):
+            row.right(name, LABEL + FIGURE * (i + 1), "dim")
+        row.to(LABEL + FIGURE * 3 + 3)
+        return row.add("share of the time" if width - row.width >= 17 else "share", "dim").done(width)
+
+    def _kind(self, label: str, stats: KindStats, style: str, width: int) -> Runs:
+        row = Row(label, "ink").to(LABEL)
+        at = LABEL
+        for value in (stats.p50, stats.p99, stats.worst):
+            at += FIGURE
+            row.right(ms(value) if stats.steps else glyphs().dash, at, "ink" if stats.steps else "dim")
+        row.to(at + 3)
+        room = width - row.width - 6
+        if room >= 4:
+            filled = round(stats.share * room)
+            if stats.share and not filled:
+                filled = 1
+            row.add(glyphs().busy * filled, style).add(glyphs().rule * (room - filled), "faint")
+            row.right(f"{100 * stats.share:.0f} %", width, "dim")
+        return row.done(width)
+
+    def _slowest(self, t: Timings, width: int) -> Runs:
+        row = Row("slowest", "dim").to(LABEL)
+        if t.slowest is None or t.slowest.wall_ms is None:
+            return row.add("no step has been timed yet", "dim").done(width)
+        why, took, step = why_slow(t.slowest, t), f"{ms(t.slowest.wall_ms)} ms", f" step {t.slowest.step:,} "
+        style = "prefill" if t.slowest.chunks else "ink"
+        if row.width + len(took) + 1 + len(why) > width:  # the reason is what one wants to read whole
+            row = Row("slowest ", "dim")
+            if row.width + len(took) + 1 + len(why) > width:
+                why = why.partition(": ")[2] or why
+        row.add(took, "bold ink")
+        if row.width + len(step) + 1 + len(why) <= width:
+            row.add(step)
+        return row.add(" " + why, style).done(width)
+
+    def _first_token(self, t: Timings, width: int) -> Runs:
+        first, median = t.first_token, t.median_first_ms
+        row = Row("first token", "dim").to(LABEL)
+        if first is None or median is None:
+            return row.add("none yet", "dim").done(width)
+        parts = f"queue {ms(first.queue_ms)} + prefill {ms(first.prefill_ms)} + sample {ms(first.sample_ms)}"
+        took, who = f"{ms(first.total_ms)} ms", f" r{first.request}"
+        if row.width + len(took) + 3 + len(parts) > width:  # narrow: one decimal
+            queue, prefill, sample = (_briefly(value) for value in (first.queue_ms, first.prefill_ms, first.sample_ms))
+            parts, took = f"queue {queue} + prefill {prefill} + sample {sample}", _briefly(first.total_ms)
+            row = Row("first token ", "dim")
+            if row.width + len(took) + 3 + len(parts) > width:
+                row = Row("first ", "dim")
+        row.add(took, "bold ink")
+        if row.width + len(who) + len(parts) + 3 <= width:
+            row.add(who)
+        row.add(" = ", "dim")
+        for word in parts.split(" "):
+            row.add(word + " ", "ink" if word[0].isdigit() else "dim")
+        tail = f" median of {t.first_tokens}: {ms(median)} ms"
+        if row.width + len(tail) <= width:
+            row.add(tail, "dim")
+        return row.done(width)
+
+    def _drafts(self, t: Timings, width: int) -> Runs:
+        row = Row("drafts", "dim").to(LABEL).add(f"{100 * t.accepted / t.drafted:.0f} %", "bold ink")
+        row.add(f" of {t.drafted:,} right: ", "dim").add(f"{t.per_row:.1f}", "bold ink")
+        return row.add(" tokens a row and step", "dim").done(width)
+
+    def _exchange(self, t: Timings, width: int) -> Runs:
+        row = Row("ranks", "dim").to(LABEL).add(f"{t.ranks}", "bold ink").add(", exchanging ", "dim")
+        row.add(f"{100 * t.comm_share:.0f} %", "bold ink").add(" of the time", "dim")
+        for tail in (f": {ms(t.comm_ms)} ms of a step", ", waiting included"):
+            if row.width + len(tail) <= width:
+                row.add(tail, "dim")
+        return row.done(width)
+
+    def _tracks(self, t: Timings, width: int) -> list[Runs]:
+        """Host and device over the last few steps, to one scale."""
+        host, device = Row("host", "dim").to(LABEL), Row("device", "dim").to(LABEL)
+        host_text = f" {ms(t.host_ms)} ms a step"
+        if not t.steps:
+            return [host.add(glyphs().dash, "dim").done(width), device.add(glyphs().dash, "dim").done(width)]
+        if t.device_ms is None:
+            host.add(f"{ms(t.host_ms)} ms a step: plan, launch and commit", "ink")
+            device.add("not measured apart: here the launch computes", "dim")
+            return [host.done(width), device.done(width)]
+        device_text = f" {ms(t.device_ms)} ms, {100 * t.device_busy:.0f} % busy"
+        room = width - LABEL - max(len(host_text), len(device_text)) - 1
+        steps = [row for row in t.recent if row.wall_ms is not None and row.ended is not None]
+        if room < 12 or not steps:
+            return [host.add(host_text.strip()).done(width), device.add(device_text.strip()).done(width)]
+        steps = steps[-max(2, room // 9) :]
+        above, below = _draw(steps, room)
+        host.extend(above).to(LABEL + room).add(host_text, "dim")
+        device.extend(below).to(LABEL + room).add(device_text, "dim")
+        return [host.done(width), device.done(width)]
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        if row == 4 and view.timings.slowest is not None:
+            view.select("step", view.timings.slowest.step)
+
+    def action_open(self) -> None:
+        view = self.view
+        if view is not None and view.timings.slowest is not None:
+            view.select("step", view.timings.slowest.step)
+            self.post_message(Opened("step", view.timings.slowest.step))
+
+
+def _briefly(milliseconds: float) -> str:
+    return f"{milliseconds:.1f}" if milliseconds < 100 else f"{milliseconds:,.0f}"
+
+
+def _draw(steps: list[StepRow], room: int) -> tuple[list[Run], list[Run]]:
+    """Both tracks, `room` cells wide. A step begins where its plan did; where steps overlap the tracks show it."""
+    spans = []
+    for row in steps:
+        end = (row.ended or 0.0) * 1e3
+        begin = end - (row.wall_ms or 0.0)
+        spans.append((begin, end, row))
+    origin, finish = spans[0][0], spans[-1][1]
+    # Pauses between steps (idle, slow motion) are cut to a fifth of a step, so that the steps stay comparable.
+    usual = sum(end - begin for begin, end, _ in spans) / len(spans)
+    shift, before, placed = 0.0, None, []
+    for begin, end, row in spans:
+        if before is not None and begin - before > usual / 5:
+            shift += begin - before - usual / 5
+        before = end
+        placed.append((begin - shift - origin, end - shift - origin, row))
+    total = max(finish - shift - origin, 1e-9)
+    scale = room / total
+    g = glyphs()
+    host, device = ["rule"] * room, ["rule"] * room
+
+    def fill(track: list[str], begin: float, end: float, style: str) -> None:
+        left = int(begin * scale)
+        right = max(left + 1, int(end * scale))
+        for x in range(max(0, left), min(room, right)):
+            track[x] = style
+
+    for begin, end, row in placed:
+        planned = (row.plan_ms or 0.0) + (row.launch_ms or 0.0)
+        style = "prefill" if row.chunks else "decode"
+        if row.device_ms is not None:
+            started = max(begin + planned - (row.launch_ms or 0.0) / 2, end - (row.commit_ms or 0.0) - row.device_ms)
+            fill(device, started, min(end, started + row.device_ms), style)
+            x = int(started * scale)
+            if 0 < x < room and device[x - 1] == style:
+                device[x - 1] = "edge-" + style
+        fill(host, begin, begin + planned, "hit")
+        fill(host, end - (row.commit_ms or 0.0), end, "hit")
+
+    def runs(track: list[str]) -> list[Run]:
+        out: list[Run] = []
+        for style in track:
+            if style == "rule":
+                piece = (g.rule, "faint")
+            elif style.startswith("edge-"):
+                piece = ("▌" if g.busy == "█" else "|", style[5:])
+            else:
+                piece = (g.prompt if style == "prefill" else g.busy, style)
+            if out and out[-1][1] == piece[1] and out[-1][0][-1] == piece[0]:
+                out[-1] = (out[-1][0] + piece[0], piece[1])
+            else:
+                out.append(piece)
+        return out
+
+    return runs(host), runs(device)
+
+
+if __name__ == "__main__":
+    from minitui.dev.panel import run_alone
+
+    run_alone(StepTimings)

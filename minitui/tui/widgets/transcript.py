@@ -1,0 +1,308 @@
+"""The transcript of one chat: rows kept per message, of which only the message being written is rendered again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.geometry import Size
+from textual.scroll_view import ScrollView
+from textual.selection import Selection
+from textual.strip import Strip
+
+from minitui.chat.sessions import Message, Session, describe_answer, split_thinking
+from minitui.tui import markdown
+from minitui.tui.theme import glyphs, palette
+from minitui.tui.widgets.rows import Run, plain
+
+LABEL = 9  # cells of the column that says who speaks
+WIDEST = 96  # cells of text: longer lines are hard to read
+
+TONE_WORDS = {
+    "text": "ink", "strong": "bold ink", "em": "ink", "code": "hit", "link": "underline hit", "heading": "bold hit",
+    "bullet": "running", "quote": "dim", "rule": "dim", "fence": "hit on empty-chip", "strike": "dim",
+    "dim": "dim", "hit": "hit", "bad": "bad", "user": "bold ink",
+}  # fmt: skip
+FOOTER_TONES = {"dim": "dim", "hit": "hit", "bad": "bad"}
+
+
+_plain = lru_cache(maxsize=8)(markdown.plain)
+
+
+@dataclass
+class _Block:
+    """One message's rows, and what they were made of."""
+
+    key: tuple[Any, ...] = ()
+    rows: list[list[Run]] = field(default_factory=list)
+    streamed: markdown.Streamed | None = None
+
+
+class Transcript(ScrollView, can_focus=True):
+    """Shows `session`. Call `sync` at 8 to 10 Hz; it follows the end until the reader scrolls away from it."""
+
+    ALLOW_SELECT = True
+    DEFAULT_CSS = """
+    Transcript { background: $ground; color: $ink; padding: 1 1 0 1; overflow-x: hidden; scrollbar-size-vertical: 1;
+        scrollbar-background: $ground; scrollbar-background-hover: $ground; scrollbar-color: $frame; }
+    Transcript:focus { border-left: outer $accent; padding-left: 0; }
+    """
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.session: Session | None = None
+        self.speaker = "model"
+        self.welcome: Callable[[int], list[list[Run]]] = lambda width: []
+        self._blocks: list[_Block] = []
+        self._rows: list[list[Run]] = []
+        self._strips: dict[int, Strip] = {}
+        self._look: tuple[Any, ...] = ()
+        self._shown: tuple[Any, ...] = ()
+        self._follow = True
+
+    # ---- showing
+
+    def show(self, session: Session) -> None:
+        """Show another chat, at its end."""
+        if session is not self.session:
+            self.session = session
+            self._blocks = []
+            self._follow = True
+        self.sync()
+
+    def sync(self) -> None:
+        """Bring the rows up to date with the session; cheap when nothing changed."""
+        if self.session is None or not self.size.width:
+            return
+        width = min(self.scrollable_content_region.width - LABEL - 1, WIDEST)
+        look = (width, palette(self.app), glyphs(), self.session.id)
+        if look != self._look:
+            self._look = look
+            self._blocks = []
+        state = (look, self._state())
+        if state == self._shown:
+            return
+        self._shown = state
+        rows = list(self._head(width))
+        for index, message in enumerate(self.session.messages):
+            if index >= len(self._blocks):
+                self._blocks.append(_Block())
+            rows += self._message_rows(self._blocks[index], message, width)
+        del self._blocks[len(self.session.messages) :]
+        if self.session.note:
+            rows += [self._label("", "dim", line, "hit") for line in markdown.plain(self.session.note, width)]
+        self._show_rows(rows)
+
+    def _state(self) -> tuple[Any, ...]:
+        """Differs whenever anything shown differs."""
+        session = self.session
+        assert session is not None
+        last = session.messages[-1] if session.messages else None
+        versions = sum(m.version for m in session.messages)
+        return (
+            len(session.messages),
+            versions,
+            last and last.state,
+            last and len(last.text),
+            session.system,
+            session.note,
+        )
+
+    def _show_rows(self, rows: list[list[Run]]) -> None:
+        first = next(
+            (y for y, (a, b) in enumerate(zip(rows, self._rows, strict=False)) if a != b),
+            min(len(rows), len(self._rows)),
+        )
+        if first == len(rows) == len(self._rows):
+            return
+        self._rows = rows
+        for y in [y for y in self._strips if y >= first]:
+            del self._strips[y]
+        size = Size(self.scrollable_content_region.width, len(rows))
+        if size != self.virtual_size:
+            self.virtual_size = size
+        if self._follow:
+            self.scroll_end(animate=False, immediate=True)
+        self.refresh_lines(first, max(1, self.size.height + self.scroll_offset.y - first))
+
+    def _head(self, width: int) -> list[list[Run]]:
+        assert self.session is not None
+        if not self.session.messages:
+            return self.welcome(width)
+        lines = _plain(self.session.system or "(no system prompt)", width)
+        if len(lines) > 2:
+            lines = [lines[0], [(lines[1][0][0][: width - 3] + f" {glyphs().dots}", "text")]]
+        return [self._label("system" if i == 0 else "", "pool", line, "dim") for i, line in enumerate(lines)] + [[]]
+
+    def _message_rows(self, block: _Block, message: Message, width: int) -> list[list[Run]]:
+        key = (id(message), message.version, message.state, message.unfolded, len(message.text))
+        if key == block.key:
+            return block.rows
+        if block.key[:1] != key[:1]:
+            block.streamed = None
+        block.key = key
+        if message.role == "user":
+            lines = markdown.plain(message.text, width)
+            block.rows = [self._label("you" if i == 0 else "", "hit", line, "bold ink") for i, line in enumerate(lines)]
+        else:
+            block.rows = self._answer_rows(block, message, width)
+        block.rows.append([])
+        return block.rows
+
+    def _answer_rows(self, block: _Block, message: Message, width: int) -> list[list[Run]]:
+        thinking, answer, open_ = split_thinking(message.text)
+        rows: list[list[Run]] = []
+        g = glyphs()
+        if thinking:
+            words = f"{len(thinking.split()):,} words"
+            mark = g.unfolded if message.unfolded else g.folded
+            state = "thinking" if open_ and message.busy else "thought for"
+            rows.append(
+                self._runs(
+                    [(f"{mark} {state} {words} {g.middot} t {'folds' if message.unfolded else 'unfolds'}", "dim")]
+                )
+            )
+            if message.unfolded:
+                rows += [
+                    self._runs([("  " + t, "dim") for t, _ in line]) for line in markdown.plain(thinking, width - 2)
+                ]
+            if answer:
+                rows.append([])
+        if message.busy:
+            block.streamed = block.streamed or markdown.Streamed(width)
+            lines = [list(line) for line in block.streamed.update(answer)]
+            lines = lines or [[]]
+            waiting = not message.text
+            lines[-1] = (
+                [*lines[-1], (self._waiting_text(message), "dim")] if waiting else [*lines[-1], (g.active[0], "bullet")]
+            )
+        else:
+            lines, block.streamed = markdown.render(answer, width), None
+        rows += [self._runs([(t, TONE_WORDS.get(tone, "ink")) for t, tone in line]) for line in lines]
+        if not message.busy and (footer := describe_answer(message)):
+            if lines:
+                rows.append([])
+            rows += self._footer(footer, width)
+        rows = rows or [self._runs([("(an empty answer)", "dim")])]
+        rows[0] = [(self.speaker[: LABEL - 2].ljust(LABEL), "decode"), *rows[0][1:]]
+        return rows
+
+    def _waiting_text(self, message: Message) -> str:
+        return "waiting for the first token" if message.state == "running" else "asked" + glyphs().dots
+
+    def _footer(self, parts: list[tuple[str, str]], width: int) -> list[list[Run]]:
+        """Parts joined by dots, broken between parts where they can be."""
+        rows: list[list[Run]] = []
+        line: list[Run] = []
+        used = 0
+        for text, tone in parts:
+            if used and used + 3 + len(text) > width:
+                rows.append(self._runs(line))
+                line, used = [], 0
+            if used:
+                line.append((f" {glyphs().middot} ", "dim"))
+                used += 3
+            for number, piece in enumerate(markdown.plain(text, width)):
+                if number:
+                    rows.append(self._runs(line))
+                    line, used = [], 0
+                line.append((plain(tuple(piece)), FOOTER_TONES[tone]))
+                used += len(plain(tuple(piece)))
+        return [*rows, self._runs(line)]
+
+    @staticmethod
+    def _label(label: str, tone: str, line: markdown.Line, words: str) -> list[Run]:
+        return [(label.ljust(LABEL), tone), *((text, words) for text, _ in line)]
+
+    @staticmethod
+    def _runs(runs: list[Run]) -> list[Run]:
+        return [(" " * LABEL, "ink"), *runs]
+
+    # ---- Textual
+
+    @property
+    def text(self) -> str:
+        """What it shows, as text."""
+        return "\n".join(plain(tuple(row)).rstrip() for row in self._rows)
+
+    def render_line(self, y: int) -> Strip:
+        y += self.scroll_offset.y
+        width = self.scrollable_content_region.width
+        colours = palette(self.app)
+        if y >= len(self._rows):
+            return Strip.blank(width, colours.style("ink"))
+        strip = self._strips.get(y)
+        if strip is None:
+            segments = [Segment(text, colours.style(words)) for text, words in self._rows[y]]
+            strip = self._strips[y] = Strip(segments).adjust_cell_length(width, colours.style("ink"))
+        selection = self.text_selection
+        if selection is not None and (span := selection.get_span(y)) is not None:
+            start, end = span
+            style = self.screen.get_component_rich_style("screen--selection")
+            strip = _restyle(strip, start, width if end == -1 else end, style)
+        return strip.apply_offsets(0, y)
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        return selection.extract(self.text), "\n"
+
+    def selection_updated(self, selection: Selection | None) -> None:
+        self.refresh()
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        if new_value < old_value:
+            self._follow = False
+        if round(new_value) >= self.max_scroll_y:
+            self._follow = True
+
+    def on_resize(self) -> None:
+        self.sync()
+
+    def notify_style_update(self) -> None:
+        super().notify_style_update()
+        self._strips.clear()
+
+
+def _restyle(strip: Strip, start: int, end: int, style: Style) -> Strip:
+    left, middle, right = strip.crop(0, start), strip.crop(start, end), strip.crop(end)
+    return Strip.join([left, middle.apply_style(style), right])
+
+
+if __name__ == "__main__":
+    from textual.app import App as _App
+    from textual.app import ComposeResult
+
+    from minitui.tui.theme import THEMES
+
+    class Preview(_App[None]):
+        """A host for the widget alone."""
+
+        def compose(self) -> ComposeResult:
+            yield Transcript()
+
+        def on_mount(self) -> None:
+            for theme in THEMES:
+                self.register_theme(theme)
+            self.theme = THEMES[0].name
+            session = Session("x", "preview", "You are a patient teacher.")
+            session.messages = [
+                Message("user", "What is a block table?"),
+                Message(
+                    "assistant",
+                    "<think>short</think>It maps **positions** to blocks:\n\n```\ntable[p // 16]\n```\n\n- one\n- two",
+                    metrics={
+                        "ttft_ms": 8.4,
+                        "decode_tok_s": 210,
+                        "output_tokens": 40,
+                        "prompt_tokens": 640,
+                        "cached_tokens": 512,
+                    },
+                ),
+            ]
+            self.call_after_refresh(self.query_one(Transcript).show, session)
+
+    Preview().run()

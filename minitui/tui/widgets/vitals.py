@@ -1,0 +1,143 @@
+"""Vitals: is it healthy? Six figures, each with its last quarter-seconds as a spark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from minitui.tui.theme import glyphs
+from minitui.tui.widgets.base import LinePanel, Picture
+from minitui.tui.widgets.rows import Row, Runs, ms, number
+from minitui.viewmodel.history import BUCKET
+from minitui.viewmodel.model import View
+
+HIT_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Vital:
+    """A figure with its unit and history; `top` is the spark's full height, 0 for its own maximum."""
+
+    label: str
+    value: str
+    units: tuple[str, ...]  # the most telling that fits is shown
+    series: Sequence[float] | np.ndarray
+    style: str
+    top: float = 0.0
+
+
+def vitals(view: View, n: int) -> list[Vital]:
+    """The six, each with `n` buckets of history."""
+    rates = view.rates
+    # Where time hardly moves, the bucket that is being filled is worth showing.
+    end = view.bucket + (view.exact or view.board.state.pace != 1)
+    board = view.board
+    cached = rates.series("cached", n + 20, end)
+    computed = rates.series("prefill", n + 20, end)
+    hits = rates.total("cached", HIT_SECONDS, end)
+    asked = hits + rates.total("prefill", HIT_SECONDS, end)
+    free, active, shared, _cached = board.counts
+    total = max(1, board.total)
+    held = 100 * (active + shared) / total
+    last = view.timings.recent[-1].wall_ms if view.timings.recent else None
+    p50 = view.timings.decode.p50 or view.timings.mixed.p50 or view.timings.prefill.p50 or last
+    waiting = len(board.state.queue)
+    running = sum(r.state == "running" for r in board.state.requests.values())
+    each = f"{view.timings.per_row:.1f} a"
+    drafting = (f"tok/s, {each} row and step", f"tok/s, {each} step") if view.timings.drafted else ()
+    return [
+        Vital("decode", number(view.speed("decode")), (*drafting, "tok/s"),
+              rates.series("decode", n, end) / BUCKET, "decode"),
+        Vital("prefill", number(view.speed("prefill")), ("tok/s",),
+              rates.series("prefill", n, end) / BUCKET, "prefill"),
+        Vital("running", number(running), (f"+{waiting} waiting", f"+{waiting} wait", f"+{waiting}"),
+              rates.series("running", n, end), "running"),
+        Vital("hit rate", number(100 * hits / asked, 1) if asked else glyphs().dash, ("% of prompt tokens", "%"),
+              _rolling(cached, computed, n), "hit", top=1.0),
+        Vital("pool", "<1" if 0 < 1 - free / total < 0.01 else number(100 * (1 - free / total)),
+              (f"% used, {held:.0f} % held", f"% · {held:.0f} % held", "%"),
+              rates.series("used", n, end), "pool", top=1.0),
+        Vital("step", ms(p50) if p50 else glyphs().dash, _step_units(view), rates.series("worst_ms", n, end), "step"),
+    ]  # fmt: skip
+
+
+def _step_units(view: View) -> tuple[str, ...]:
+    t = view.timings
+    if t.ranks == 1:
+        return "ms median", "ms"
+    share = f"{100 * t.comm_share:.0f} %"
+    return f"ms median, {share} exchange", f"ms, {share} comm.", "ms"
+
+
+def _rolling(cached: np.ndarray, computed: np.ndarray, n: int) -> list[float]:
+    """Hit rate of the five seconds that end with each bucket; where nothing was asked, the one before."""
+    values: list[float] = []
+    sums = np.cumsum(cached), np.cumsum(cached + computed)
+    before = 0.0
+    for i in range(len(cached) - n, len(cached)):
+        start = max(0, i - 20)
+        asked = sums[1][i] - sums[1][start]
+        before = (sums[0][i] - sums[0][start]) / asked if asked else before
+        values.append(before)
+    return values
+
+
+def spark(values: Sequence[float] | np.ndarray, top: float = 0.0) -> str:
+    """One character a value; zero is a space, the largest (or `top`) the full height."""
+    levels = glyphs().spark
+    top = top or max(values, default=0.0)
+    if top <= 0:
+        return " " * len(values)
+    most = len(levels) - 1
+    return "".join(" " if v <= 0 else levels[min(most, int(v / top * most + 0.5))] for v in values)
+
+
+class Vitals(LinePanel, can_focus=False):
+    """Six columns over two lines; where it is narrow and high enough, a framed column of three."""
+
+    TITLE = "Engine"
+    FRAME = "none"
+    DEFAULT_CSS = "Vitals { height: 2; }"
+
+    def framed(self, view: View, width: int, height: int) -> list[Runs]:
+        self.frame = "box" if height >= 5 else "none"
+        return super().framed(view, width, height)
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        if self.frame == "box":
+            return Picture(self._column(view, width, height), note=[(f"a bar is {BUCKET:g} s", "dim")])
+        across = 6 if width >= 96 else 3
+        cell = width // across
+        chosen = vitals(view, cell - 2)
+        if across == 3:
+            chosen = [chosen[0], chosen[2], chosen[5]]
+        head, bars = Row(), Row()
+        for i, vital in enumerate(chosen):
+            at = i * cell + 1
+            room = cell - 2
+            head.to(at).extend(_head(vital, room))
+            bars.to(at).add(spark(vital.series, vital.top), vital.style)
+        return Picture([head.done(width), bars.done(width)])
+
+    def _column(self, view: View, width: int, height: int) -> list[Runs]:
+        chosen = vitals(view, width)
+        order = [chosen[0], chosen[3], chosen[5], chosen[2], chosen[4], chosen[1]][: max(1, height // 2)]
+        rows: list[Runs] = []
+        for vital in order:
+            rows.append(Row().extend(_head(vital, width)).done(width))
+            rows.append(Row(spark(vital.series, vital.top), vital.style).done(width))
+        return rows
+
+
+def _head(vital: Vital, room: int) -> Runs:
+    row = Row(vital.label, "dim").to(9 if room >= 30 else len(vital.label) + 1).add(vital.value, "bold ink")
+    unit = next((unit for unit in vital.units if row.width + 1 + len(unit) <= room), "")
+    return row.add(" " + unit, "dim").done(room)
+
+
+if __name__ == "__main__":
+    from minitui.dev.panel import run_alone
+
+    run_alone(Vitals)

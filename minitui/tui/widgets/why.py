@@ -1,0 +1,79 @@
+"""Why: what the step did and why, in a sentence; or what to predict before it is shown."""
+
+from __future__ import annotations
+
+import textwrap
+
+from minitui.tui.theme import glyphs
+from minitui.tui.widgets.base import LinePanel, Picture
+from minitui.tui.widgets.rows import Row, Run, Runs, clean
+from minitui.viewmodel.model import View
+from minitui.viewmodel.narrate import moment, narrate
+from minitui.viewmodel.predict import Question
+
+LOOK_BACK = 400  # steps searched, while the engine runs, for the last that did more than decode
+
+
+class Why(LinePanel, can_focus=False):
+    """At the gate and in the past the sentence of that very step; while the engine runs, of the last that was more than
+    decoding. A `question` takes its place until it is revealed."""
+
+    TITLE = "Why"
+
+    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
+        super().__init__(id=id, frame=frame)
+        self.question: Question | None = None
+        self.predicting = False  # are questions asked, where a step has one?
+        self._told = (-1, "")  # while running: the last step told, and its sentence
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        if self.question is not None:
+            return self._ask(self.question, width)
+        step, text, note = self._sentence(view)
+        if not text:
+            text = "Nobody has asked anything yet. When somebody does, this tells what each step does and why."
+            return Picture(_wrapped(text, "dim", width, height), title="Why")
+        rows = _wrapped(text, "bold ink", width, height)
+        return Picture(rows, title=f"Why · step {step:,}", note=note, legend=self._keys(view))
+
+    def _keys(self, view: View) -> list[Run]:
+        if view.exact:
+            keys = [run for key, what in (("n", " next  "), (",", " back  ")) for run in ((key, "ink"), (what, "dim"))]
+            predict = (" predict is on", "accent") if self.predicting else (" predict first", "dim")
+            return [*keys, ("d", "ink"), predict]
+        return [("p", "ink"), (" pause between two steps", "dim")]
+
+    def _sentence(self, view: View) -> tuple[int, str, list[Run]]:
+        if view.exact:
+            return view.horizon, narrate(view, view.horizon), []
+        told = self._told[0]
+        for step in range(view.horizon, max(told, view.horizon - LOOK_BACK), -1):
+            if moment(view, step):
+                self._told = (step, narrate(view, step))
+                break
+        else:
+            if told not in view.steps:
+                self._told = (view.horizon, narrate(view, view.horizon))
+        ago = view.horizon - self._told[0]
+        return *self._told, [(f"{ago:,} steps ago" if ago else "now", "dim")]
+
+    def _ask(self, question: Question, width: int) -> Picture:
+        rows = _wrapped(question.text, "bold accent", width, 99)
+        choices = Row("  ")
+        for letter, choice in zip("abc", question.choices, strict=False):
+            choices.add(f" {letter} ", "bold on-fill on accent").add(f" {clean(choice)}   ")
+        rows.append(choices.done(width))
+        return Picture(rows, title="Predict", legend=[("n", "ink"), (" reveals", "dim")])
+
+
+def _wrapped(text: str, style: str, width: int, height: int) -> list[Runs]:
+    lines = textwrap.wrap(clean(text), max(10, width))
+    if len(lines) > height > 0:
+        lines = [*lines[: height - 1], lines[height - 1][: width - 1] + glyphs().dots]
+    return [Row(line, style).done(width) for line in lines]
+
+
+if __name__ == "__main__":
+    from minitui.dev.panel import run_alone
+
+    run_alone(Why)

@@ -1,0 +1,292 @@
+"""The engine's state with what a reader wants besides: when each block last changed, and what each has saved.
+
+A board is folded from records like the state inside it, so a board of the past can be made by folding up to there.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.trace.records import Record
+from engine.trace.state import ACTIVE, CACHED, FREE, SHARED, NodeView, RequestView, State
+
+STATE_NAMES = {FREE: "free", ACTIVE: "active", SHARED: "shared", CACHED: "cached"}
+LONG_AGO = -1e9
+_PLANNING = frozenset({"admit", "hold", "match", "alloc", "evict", "preempt", "wait", "draft", "step"})
+_QUIET = frozenset({"alloc", "hold", "insert", "extend", "split", "settle", "withdraw", "order"})
+_ALLOC, _EXTEND, _INSERT, _SETTLE, _HOLD, _MATCH, _SPLIT, _EVICT, _WITHDRAW = (
+    State.CHANGES[kind]
+    for kind in ("alloc", "extend", "insert", "settle", "hold", "match", "split", "evict", "withdraw")
+)
+GROUPS_KEPT = 512
+LAST_BLOCKS_KEPT = 4_000_000  # in the last tables of all groups
+EVICTED_IDS_KEPT = 40  # of an evicted run of tokens, so that the event can quote it
+
+
+@dataclass(frozen=True, slots=True)
+class LastTable:
+    """The block table of a group's last request, as it stood when that finished with record `seq`."""
+
+    request: int
+    table: list[int]
+    computed: int
+    seq: int
+
+
+class Board:
+    """A State and, by block: `changed` (engine seconds of its last change of hands) and `saved` (prompt tokens that
+    were not computed because this block was in the tree)."""
+
+    def __init__(self, state: State) -> None:
+        n = state.num_blocks
+        self.state = state
+        # Arrays, for a fold that writes single elements: numpy takes three times as long for each.
+        self._changed = array("d", [LONG_AGO]) * n
+        self._saved = array("q", [0]) * n
+        self._born = array("q", [0]) * n  # seq of the record that last gave each block out
+        self.node_changed: dict[int, float] = {}
+        self.evicted: dict[int, Sequence[int]] = {}  # seq of an evict record -> the first ids that left
+        self.computing: dict[int, int] = {}  # seq of a match record -> the request still computing what it took
+        self._writers: dict[int, int] = {}  # pending block -> the request that computes it
+        self.step_began = LONG_AGO  # engine seconds at which the records of the last step began
+        self._between_steps = True
+        self.last_tables: dict[str, LastTable] = {}  # by group
+        self._last_blocks = 0  # in them
+        self._codes = np.zeros(n, np.uint8)
+        self._coded_at = -1
+
+    # ---- folding
+
+    def fold(self, records: Iterable[Record]) -> list[Record]:
+        """Apply records that follow the state without a gap. Returns those that tell more than where blocks are."""
+        state, own, changes = self.state, self._OWN, State.CHANGES
+        follow = state.follow
+        told: list[Record] = []
+        for record in records:
+            kind = record[2]
+            follow(record)
+            if self._between_steps and kind in _PLANNING:
+                self.step_began, self._between_steps = record[1], False
+            fold = own.get(kind)
+            if fold is not None:
+                fold(self, record)
+            elif kind in changes:
+                changes[kind](state, *record[3:])
+            if kind not in _QUIET:
+                told.append(record)
+        return told
+
+    def _alloc(self, record: Record) -> None:
+        seq, t, _kind, request, blocks = record
+        _ALLOC(self.state, request, blocks)
+        changed, saved, born = self._changed, self._saved, self._born
+        for block in blocks:  # given out anew, it has saved nothing yet
+            changed[block] = t
+            saved[block] = 0
+            born[block] = seq
+
+    def _extend(self, record: Record) -> None:
+        _seq, _t, _kind, node, request, ids, blocks, step = record
+        _EXTEND(self.state, node, request, ids, blocks, step)
+        if step >= 0:  # a reply that grows is no news: its node does not glow
+            self._writers.update(dict.fromkeys(blocks, request))
+
+    def _insert(self, record: Record) -> None:
+        _seq, t, _kind, node, _parent, request, _ids, blocks, step = record
+        _INSERT(self.state, *record[3:])
+        self.node_changed[node] = t
+        if step >= 0:
+            self._writers.update(dict.fromkeys(blocks, request))
+
+    def _settle(self, record: Record) -> None:
+        _SETTLE(self.state, record[3])
+        if self._writers:
+            pending = self.state.pending
+            self._writers = {b: r for b, r in self._writers.items() if b in pending} if pending else {}
+
+    def _time(self, record: Record) -> None:
+        self._between_steps = True
+
+    def _touch(self, blocks: Iterable[int], t: float) -> None:
+        changed = self._changed
+        for block in blocks:
+            changed[block] = t
+
+    def _hold(self, record: Record) -> None:
+        request = self.state.requests[record[3]]
+        start, dropped = request.shared_blocks, record[5]
+        self._touch(request.table[start : start + dropped], record[1])
+        _HOLD(self.state, *record[3:])
+        self._touch(request.table[start : request.shared_blocks], record[1])
+        self.node_changed[record[4]] = record[1]
+
+    def _match(self, record: Record) -> None:
+        _MATCH(self.state, *record[3:])
+        tokens = record[4]
+        if tokens <= 0:
+            return
+        request = self.state.requests[record[3]]
+        size = self.state.block_size
+        whole, rest = divmod(tokens, size)
+        end = request.shared_blocks
+        taken = request.table[end - whole : end]
+        if self._writers:
+            writer = next((self._writers[b] for b in taken if b in self._writers), None)
+            if writer is not None:
+                self.computing[record[0]] = writer
+        saved = self._saved
+        for block in taken:
+            saved[block] += size
+        if rest and end > whole:
+            saved[request.table[end - whole - 1]] += rest
+
+    def _give_back(self, record: Record) -> None:
+        request = self.state.requests[record[3]]
+        self._touch(request.table, record[1])
+        if record[2] == "finish":
+            self._forget_table(request.group)  # so that the dictionary is in order of time
+            self.last_tables[request.group] = LastTable(
+                request.id, request.table, self.state.computed(request), record[0]
+            )
+            self._last_blocks += len(request.table)
+            while len(self.last_tables) > GROUPS_KEPT or self._last_blocks > LAST_BLOCKS_KEPT:
+                self._forget_table(next(iter(self.last_tables)))
+        State.CHANGES[record[2]](self.state, *record[3:])
+
+    def _forget_table(self, group: str) -> None:
+        last = self.last_tables.pop(group, None)
+        if last is not None:
+            self._last_blocks -= len(last.table)
+
+    def _split(self, record: Record) -> None:
+        _SPLIT(self.state, *record[3:])
+        self.node_changed[record[4]] = record[1]
+
+    def _evict(self, record: Record) -> None:
+        seq, t, _kind, id, n, reason = record
+        node = self.state.nodes[id]
+        keep = len(node.blocks) - n
+        start = keep * self.state.block_size
+        self.evicted[seq] = node.ids[start : start + EVICTED_IDS_KEPT]
+        changed = self._changed
+        for block in node.blocks[keep:]:
+            changed[block] = t
+        _EVICT(self.state, id, n, reason)
+        if not keep:
+            self.node_changed.pop(id, None)
+
+    def _withdraw(self, record: Record) -> None:
+        for node, keep in record[4]:
+            self._touch(self.state.nodes[node].blocks[keep:], record[1])
+            if not keep:
+                self.node_changed.pop(node, None)
+        _WITHDRAW(self.state, *record[3:])
+
+    _OWN = {  # noqa: RUF012  a table of methods, never changed
+        "alloc": _alloc, "evict": _evict, "extend": _extend, "insert": _insert, "settle": _settle, "time": _time,
+        "hold": _hold, "match": _match, "finish": _give_back, "preempt": _give_back, "requeue": _give_back,
+        "split": _split, "withdraw": _withdraw,
+    }  # fmt: skip
+
+    # ---- reading
+
+    @property
+    def holders(self) -> np.ndarray:
+        """int32 [num_blocks]: how many requests hold each block. A view of the state: do not write."""
+        return np.frombuffer(self.state.holders, np.int32)
+
+    @property
+    def node_of(self) -> np.ndarray:
+        """int32 [num_blocks]: the node each block stands in, 0 for none. A view of the state: do not write."""
+        return np.frombuffer(self.state.node_of, np.int32)
+
+    @property
+    def changed(self) -> np.ndarray:
+        """float64 [num_blocks]: engine seconds at which each block last changed hands. A view: do not write."""
+        return np.frombuffer(self._changed, np.float64)
+
+    @property
+    def saved(self) -> np.ndarray:
+        """int64 [num_blocks]: prompt tokens not computed because each block was in the tree. A view: do not write."""
+        return np.frombuffer(self._saved, np.int64)
+
+    @property
+    def codes(self) -> np.ndarray:
+        """uint8 [num_blocks]: FREE, ACTIVE, SHARED or CACHED."""
+        if self._coded_at != self.state.seq:
+            self._coded_at = self.state.seq
+            holders = self.holders
+            self._codes = np.where(
+                holders > 1, SHARED, np.where(holders == 1, ACTIVE, np.where(self.node_of > 0, CACHED, FREE))
+            ).astype(np.uint8)
+        return self._codes
+
+    def copy(self) -> Board:
+        """An independent copy, to be folded further by itself."""
+        other = Board(self.state.copy())
+        other._changed, other._saved, other._born = self._changed[:], self._saved[:], self._born[:]
+        other.node_changed = dict(self.node_changed)
+        other._writers = dict(self._writers)
+        other.last_tables, other._last_blocks = dict(self.last_tables), self._last_blocks
+        other.step_began, other._between_steps = self.step_began, self._between_steps
+        return other
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """(free, active, shared, cached) blocks, as the allocator counts them; their sum is `total`."""
+        free, active, shared, cached = self.state.counts
+        return free, active, shared, cached
+
+    @property
+    def total(self) -> int:
+        """Blocks of the pool, without the null block."""
+        return self.state.num_blocks - 1
+
+    def filling(self) -> list[int]:
+        """The blocks that are partly written: where the next token of each running request goes."""
+        size = self.state.block_size
+        found = []
+        for request in self.state.requests.values():
+            computed = self.state.computed(request)
+            if computed % size and computed // size < len(request.table):
+                found.append(request.table[computed // size])
+        return found
+
+    def fate(self, block: int, since: int) -> str:
+        """What became of a block that a request gave back with record `since`: "cached" (the tree keeps it), "held"
+        (it keeps it and somebody uses it again), "free", or "reused" (it holds other tokens now)."""
+        if self._born[block] > since:
+            return "reused"
+        if not self.state.node_of[block]:
+            return "free"
+        return "held" if self.state.holders[block] else "cached"
+
+    def holders_of(self, block: int) -> list[RequestView]:
+        """The requests whose table has this block, in order of their ids."""
+        return [r for r in self.state.requests.values() if block in r.table]
+
+    def users_of(self, node: int) -> list[RequestView]:
+        """The requests whose path runs through this node."""
+        nodes = self.state.nodes
+        found = []
+        for request in self.state.requests.values():
+            at = request.node
+            while at > 0:
+                if at == node:
+                    found.append(request)
+                    break
+                at = nodes[at].parent
+        return found
+
+    def saved_by(self, node: NodeView) -> int:
+        """Prompt tokens that requests took from this node instead of computing them."""
+        return int(self.saved[node.blocks].sum()) if node.blocks else 0
+
+    def path_ids(self, node: int) -> list[int]:
+        """Token ids from the root to the end of this node."""
+        parts = [view.ids for view in self.state.path(node)]
+        return [token for ids in reversed(parts) for token in ids]

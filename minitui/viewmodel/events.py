@@ -1,0 +1,187 @@
+"""Decisions in words: each admission, hit, eviction, preemption and finish with the engine's reason for it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from engine.trace.records import CLEARED, Record
+from minitui.viewmodel.lanes import Lane
+
+EVENTS_KEPT = 20_000
+LEAST_HELD = 0.05  # seconds of a pause that are told
+EVENTS_ALWAYS = 4_000  # of them, also when they are older than the records kept
+KINDS = ("admit", "hit", "miss", "evict", "preempt", "finish", "wait", "refuse", "fail", "pace")
+
+
+class Event(NamedTuple):
+    """One decision, as it was recorded. `step` is the step it belongs to: the one being planned, or for what follows a
+    commit the last."""
+
+    seq: int
+    step: int
+    kind: str  # one of KINDS
+    request: int  # -1: none
+    node: int  # -1: none
+    record: Record
+    evicted: Sequence[int] = ()  # the first ids of what left the tree
+    writer: int = -1  # the request that was still computing what this match took
+
+
+_new = tuple.__new__
+
+
+class Events:
+    """The last EVENTS_KEPT of them, as far back as records are kept; never merged. Their words are made when they are
+    read."""
+
+    def __init__(self) -> None:
+        self.items: deque[Event] = deque(maxlen=EVENTS_KEPT)
+        self.count = 0
+
+    def evicted(self, record: Record, step: int, ids: Sequence[int]) -> None:
+        """Keep an `evict` record, with the first ids that left. `step` is the last one planned."""
+        self.count += 1
+        # As `Event(...)`, in a third of the time.
+        self.items.append(_new(Event, (record[0], step + 1, "evict", -1, record[3], record, ids, -1)))
+
+    def fold(self, record: Record, step: int, writer: int = -1) -> None:
+        """Keep any other record if it tells a decision. `step` is the last one planned."""
+        kind = record[2]
+        told = _RECORDS.get(kind)
+        if told is None:
+            return
+        name, planning, has_request = told
+        self.count += 1
+        if kind == "match" and record[4] <= 0:
+            event = Event(record[0], step + 1, "miss", record[3], -1, record)
+        elif kind == "match":
+            event = Event(record[0], step + 1, name, record[3], -1, record, (), writer)
+        elif kind == "fail":
+            event = Event(record[0], record[3], name, -1, -1, record)
+        else:
+            event = Event(record[0], step + planning, name, record[3] if has_request else -1, -1, record)
+        self.items.append(event)
+
+    def forget_before(self, seq: int) -> None:
+        """Drop the events before this record, but keep the last EVENTS_ALWAYS."""
+        items = self.items
+        while len(items) > EVENTS_ALWAYS and items[0].seq < seq:
+            items.popleft()
+
+    def of_step(self, step: int) -> list[Event]:
+        """The events of one step, in order."""
+        found = []
+        for event in reversed(self.items):
+            if event.step == step:
+                found.append(event)
+            elif event.step < step - 1:
+                break
+        return found[::-1]
+
+    def tail(self, n: int, seq: int, wanted: Callable[[Event], bool], skip: int = 0) -> list[Event]:
+        """The newest `n` that are wanted and not after `seq`, newest first, after leaving out `skip` of them."""
+        found: list[Event] = []
+        for event in reversed(self.items):
+            if event.seq <= seq and wanted(event):
+                if skip > 0:
+                    skip -= 1
+                    continue
+                found.append(event)
+                if len(found) == n:
+                    break
+        return found
+
+
+_RECORDS = {  # kind of record -> (kind of event, 1 if it belongs to the step being planned, names a request)
+    "admit": ("admit", 1, True), "match": ("hit", 1, True), "preempt": ("preempt", 1, True),
+    "requeue": ("preempt", 0, True), "finish": ("finish", 0, True),
+    "wait": ("wait", 1, True), "refuse": ("refuse", 0, False), "fail": ("fail", 0, False),
+    "gate": ("pace", 0, False), "pace": ("pace", 0, False),
+}  # fmt: skip
+
+
+def stop_text(stop: str, at: int) -> str:
+    """Why a prefix match ended, in words."""
+    return {
+        "whole": "all that can be shared",
+        "differs": f"differs at token {at:,}",
+        "ends": "no more is cached",
+        "short": "shorter than a block",
+        "empty": "nothing cached begins like this",
+        "evicted": f"the rest was evicted at step {at:,}",
+    }.get(stop, stop)
+
+
+def looked_up(event: Event) -> int:
+    """How many tokens a `match` was for: a prompt's, and those of the answer so far if it was preempted."""
+    return int(event.record[7].split(" of ")[1].split()[0].replace(",", ""))
+
+
+def brief(event: Event, lane: Lane | None) -> str:
+    """The event in few words, for narrow panels."""
+    kind, fields = event.record[2], event.record[3:]
+    who = f"r{event.request}"
+    if kind == "admit":
+        return f"{who} again" if fields[2] == "resumed" else who
+    if kind == "match":
+        if fields[1] <= 0:
+            return f"{who}: {stop_text(fields[2], fields[3])}"
+        return f"{who}: {fields[1]:,} of {looked_up(event):,} cached"
+    if kind == "preempt":
+        return f"{who} gives back {_blocks(fields[2])}"
+    if kind == "evict":
+        return f"{_blocks(fields[1])}, {fields[2]}"
+    if kind == "finish":
+        return f"{who} {fields[1]}, {fields[2]:,} tokens"
+    if kind == "wait":
+        return f"{who}: {fields[1]}"
+    return describe(event, lane)
+
+
+def describe(event: Event, lane: Lane | None, quote: str = "") -> str:
+    """The event in words. `lane` is its request's, if still known; `quote` what text left the tree."""
+    kind, fields = event.record[2], event.record[3:]
+    who = f"r{event.request}"
+    if kind == "admit":
+        if fields[2] == "resumed":
+            return f"{who} runs again after its preemption"
+        if lane is None:
+            return f"{who} runs"
+        waited = f" · waited {lane.waited_ms:,.0f} ms" if lane.waited_ms is not None else ""
+        if waited and lane.held >= LEAST_HELD:
+            waited += f" and {lane.held:,.1f} s while paused or slowed"
+        return f"{who} runs · {lane.prompt_tokens:,} prompt tokens{waited}"
+    if kind == "match":
+        _, tokens, stop, at, _detail = fields
+        why = stop_text(stop, at)
+        if tokens <= 0:
+            return f"{who} takes nothing from the tree · {why}"
+        early = f", which r{event.writer} is still computing" if event.writer >= 0 else ""
+        return f"{who} takes {tokens:,} of {looked_up(event):,} tokens from the tree{early} · {why}"
+    if kind == "preempt":
+        return f"{who} gives back {_blocks(fields[2])} and queues again · {fields[1]}"
+    if kind == "requeue":
+        return f"{who} queues again · {fields[1]}"
+    if kind == "evict":
+        which = "asked for" if fields[2] == CLEARED else "unheld, oldest"
+        return f"{_blocks(fields[1])} · {fields[2]} · {which}" + (f": “{quote}”" if quote else "")
+    if kind == "finish":
+        speed = f" · {lane.tok_s:,.0f} tok/s" if lane is not None and lane.tok_s else ""
+        return f"{who} · {fields[1]} · {fields[2]:,} tokens{speed}"
+    if kind == "wait":
+        return f"{who} waits · {fields[1]}"
+    if kind == "refuse":
+        return f"{fields[0] or 'a request'} · {fields[1]}"
+    if kind == "fail":
+        return f"step {fields[0]:,} · {fields[1]}"
+    if kind == "pace":
+        return f"slow motion ×{fields[0]:g}" if fields[0] != 1 else "slow motion off"
+    if fields[0] == "open":
+        return "the engine runs on" + (f", {fields[1]}" if fields[1] not in ("", "resumed") else "")
+    return "the engine is paused" + (f" · {fields[1]}" if fields[1] not in ("", "paused") else "")
+
+
+def _blocks(n: int) -> str:
+    return f"{n:,} block" + ("" if n == 1 else "s")

@@ -1,0 +1,56 @@
+"""What the experts of a mixture were sent: by layer and expert, over the last moments before a step."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.trace.records import Record
+
+KEPT = 240  # records, of which there are up to four a second
+SUMMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """Tokens of each expert, int64 [layers, experts], over the last SUMMED records; `layers` numbers the rows."""
+
+    layers: tuple[int, ...]
+    tokens: np.ndarray
+    seconds: float  # that the records span
+
+    @property
+    def relative(self) -> np.ndarray:
+        """Tokens as multiples of the mean of the layer's experts, float64 [layers, experts]; zeros without tokens."""
+        mean = self.tokens.mean(1, keepdims=True)
+        return np.divide(self.tokens, mean, out=np.zeros(self.tokens.shape), where=mean > 0)
+
+
+class ExpertLoads:
+    """The last KEPT records of the kind."""
+
+    def __init__(self) -> None:
+        self._items: deque[tuple[int, float, tuple[int, ...], np.ndarray]] = deque(maxlen=KEPT)
+
+    @property
+    def known(self) -> bool:
+        """Has the model told of any experts?"""
+        return bool(self._items)
+
+    def fold(self, record: Record) -> None:
+        _seq, t, _kind, step, load = record
+        layers = tuple(layer for layer, _ in load)
+        self._items.append((step, t, layers, np.array([tokens for _, tokens in load], np.int64)))
+
+    def at(self, step: int) -> ExpertLoad | None:
+        """As it stood after `step`; None if nothing was told until then."""
+        items = [item for item in self._items if item[0] <= step]
+        if not items:
+            return None
+        layers, shape = items[-1][2], items[-1][3].shape
+        items = [item for item in items[-SUMMED - 1 :] if item[2] == layers and item[3].shape == shape]
+        summed = items[-SUMMED:]
+        begin = items[0][1] if len(items) > len(summed) else summed[0][1]
+        return ExpertLoad(layers, np.sum([tokens for *_, tokens in summed], axis=0), summed[-1][1] - begin)

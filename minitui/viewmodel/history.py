@@ -1,0 +1,375 @@
+"""What happened: steps in compact columns, rates in buckets of time, first tokens.
+
+Rings of stated length. Columns are `array`s, so that an hour makes no object graph and numpy can read them in place.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.trace.records import Record
+
+STEPS_KEPT = 32_768
+BUCKET = 0.25  # seconds
+BUCKETS_KEPT = 2048
+FIRST_TOKENS_KEPT = 256
+
+Chunk = tuple[int, int, int, bool]  # request, start, tokens, draws a token
+Draft = tuple[int, int, int]  # request, tokens drafted, accepted (-1: not told yet)
+KINDS = ("", "decode", "mixed", "prefill")
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One step. Milliseconds; None where its timing has not arrived or is not known."""
+
+    step: int
+    t: float
+    tokens: int
+    decodes: int
+    chunks: list[Chunk]
+    waiting: int
+    wall_ms: float | None
+    plan_ms: float | None
+    launch_ms: float | None
+    commit_ms: float | None
+    device_ms: float | None
+    ended: float | None  # engine seconds at which its timing was told
+    end_seq: int  # sequence number of its `time` record; 0: none yet
+    rest: float = 0.0  # seconds between the end of the step before and its plan; 0 also where that is not known
+    drafts: tuple[Draft, ...] = ()
+    comm_ms: float | None = None  # in which several ranks exchanged, or waited for it
+
+    @property
+    def drafted(self) -> int:
+        """Draft tokens computed beside those that decode."""
+        return sum(draft[1] for draft in self.drafts)
+
+    @property
+    def accepted(self) -> int:
+        """Of those, how many were right: so many tokens more than `decodes` were drawn."""
+        return sum(max(0, draft[2]) for draft in self.drafts)
+
+    @property
+    def prefill_tokens(self) -> int:
+        return self.tokens - self.decodes - self.drafted
+
+    @property
+    def kind(self) -> str:
+        if not self.chunks:
+            return "decode"
+        return "mixed" if self.decodes else "prefill"
+
+
+class Steps:
+    """The last STEPS_KEPT steps, by number."""
+
+    def __init__(self, capacity: int = STEPS_KEPT) -> None:
+        self.capacity = capacity
+        self.first = -1  # the oldest step kept; -1: none
+        self.last = -1
+        self._step = array("q", [-1]) * capacity
+        self._t = array("d", [0.0]) * capacity
+        self._tokens = array("q", [0]) * capacity
+        self._decodes = array("q", [0]) * capacity
+        self._drafted = array("q", [0]) * capacity
+        self._accepted = array("q", [0]) * capacity
+        self._waiting = array("q", [0]) * capacity
+        self._wall = array("d", [0.0]) * capacity  # ms; NaN: unknown
+        self._plan = array("d", [0.0]) * capacity
+        self._launch = array("d", [0.0]) * capacity
+        self._commit = array("d", [0.0]) * capacity
+        self._device = array("d", [0.0]) * capacity
+        self._comm = array("d", [0.0]) * capacity
+        self.ranks = 1  # that share the model
+        self._ended = array("d", [0.0]) * capacity
+        self._end_seq = array("q", [0]) * capacity
+        self._bucket = array("q", [0]) * capacity  # of Rates, in which it was planned
+        self._chunks: list[list[Chunk] | None] = [None] * capacity
+        self._drafts: dict[int, array[int]] = {}  # by step, of those with any: the fields of one Draft after another
+        self._nan = float("nan")
+
+    def drafting(self, record: Record) -> None:
+        """Fold a `draft` record: of the step whose `step` record follows."""
+        _seq, _t, _kind, step, drafts = record
+        self._drafts[step] = array("q", [field for request, tokens in drafts for field in (request, tokens, -1)])
+
+    def accepted(self, record: Record) -> tuple[int, int]:
+        """Fold an `accept` record; (tokens drafted, tokens accepted)."""
+        _seq, _t, _kind, step, drafts = record
+        drafted, accepted = sum(draft[1] for draft in drafts), sum(draft[2] for draft in drafts)
+        if step in self:
+            told = {draft[0]: draft for draft in drafts}
+            known = [told.get(draft[0], draft) for draft in self._drafts_of(step)]
+            self._drafts[step] = array("q", [field for draft in known for field in draft])
+            self._accepted[step % self.capacity] = accepted
+        return drafted, accepted
+
+    def planned(self, record: Record, bucket: int = 0) -> int:
+        """Fold a `step` record, planned in this bucket of Rates. Returns its prefill tokens."""
+        _seq, t, _kind, step, prefills, _joined, _left, tokens, waiting = record
+        i = step % self.capacity
+        prefill_tokens = 0
+        for chunk in prefills:
+            prefill_tokens += chunk[2]
+        drafted = sum(self._drafts[step][1::3]) if step in self._drafts else 0
+        decodes = tokens - prefill_tokens - drafted
+        self._drafted[i], self._accepted[i] = drafted, 0
+        self._step[i], self._t[i], self._tokens[i], self._decodes[i] = step, t, tokens, decodes
+        self._waiting[i], self._wall[i], self._device[i], self._end_seq[i] = waiting, self._nan, self._nan, 0
+        self._comm[i] = self._nan
+        self._chunks[i], self._bucket[i] = prefills or None, bucket
+        if self.first < 0:
+            self.first = step
+        self.last = step
+        if step - self.first >= self.capacity:
+            self.first = step - self.capacity + 1
+            if self._drafts:
+                self._drafts.pop(self.first - 1, None)
+        return prefill_tokens
+
+    def timed(self, record: Record) -> None:
+        """Fold a `time` record."""
+        seq, t, _kind, step, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
+        i = step % self.capacity
+        if self._step[i] != step:
+            return
+        self._plan[i], self._launch[i], self._commit[i] = plan_us / 1e3, launch_us / 1e3, commit_us / 1e3
+        self._wall[i] = wall_ms
+        self._device[i] = self._nan if device_ms is None else device_ms
+        self._ended[i], self._end_seq[i] = t, seq
+
+    def exchanged(self, record: Record) -> None:
+        """Fold a `comm` record."""
+        _seq, _t, _kind, step, self.ranks, ms = record
+        if step in self:
+            self._comm[step % self.capacity] = ms
+
+    def __contains__(self, step: int) -> bool:
+        return step >= 0 and self._step[step % self.capacity] == step
+
+    def get(self, step: int) -> StepRow | None:
+        """The step, or None if it is not kept."""
+        if step not in self:
+            return None
+        i = step % self.capacity
+        timed = self._end_seq[i] > 0
+        before = (step - 1) % self.capacity
+        known = self._step[before] == step - 1 and self._end_seq[before] > 0
+        device, comm = self._device[i], self._comm[i]
+        return StepRow(
+            step=step,
+            t=self._t[i],
+            tokens=self._tokens[i],
+            decodes=self._decodes[i],
+            chunks=self._chunks[i] or [],
+            waiting=self._waiting[i],
+            wall_ms=self._wall[i] if timed else None,
+            plan_ms=self._plan[i] if timed else None,
+            launch_ms=self._launch[i] if timed else None,
+            commit_ms=self._commit[i] if timed else None,
+            device_ms=None if not timed or device != device else device,
+            ended=self._ended[i] if timed else None,
+            end_seq=self._end_seq[i],
+            rest=max(0.0, self._t[i] - self._ended[before]) if known else 0.0,
+            drafts=self._drafts_of(step),
+            comm_ms=None if comm != comm else comm,
+        )
+
+    def _drafts_of(self, step: int) -> tuple[Draft, ...]:
+        fields = self._drafts.get(step, array("q"))
+        return tuple(zip(fields[::3], fields[1::3], fields[2::3], strict=True))
+
+    def chunks(self, step: int) -> list[Chunk]:
+        return self._chunks[step % self.capacity] or []
+
+    def indices(self, first: int, last: int) -> np.ndarray:
+        """Positions in the columns of those steps from `first` to `last` that are kept."""
+        first, last = max(first, self.first, 0), min(last, self.last)
+        if last < first:
+            return np.empty(0, np.int64)
+        steps = np.arange(first, last + 1)
+        at = steps % self.capacity
+        return at[np.frombuffer(self._step, np.int64)[at] == steps]
+
+    def column(self, name: str) -> np.ndarray:
+        """A whole column as numpy sees it; index it with `indices`."""
+        store = getattr(self, f"_{name}")
+        return np.frombuffer(store, np.float64 if store.typecode == "d" else np.int64)
+
+    def prefilled(self, at: np.ndarray) -> np.ndarray:
+        """Prompt tokens computed in the steps at these positions."""
+        return self.column("tokens")[at] - self.column("decodes")[at] - self.column("drafted")[at]
+
+    def decoded(self, step: int) -> int:
+        """Requests that decoded in a kept step."""
+        return self._decodes[step % self.capacity]
+
+    def since(self, t: float, last: int) -> int:
+        """The first kept step planned at `t` or later, not after `last` (+1: none)."""
+        low, high = max(self.first, 0), last + 1
+        while low < high:
+            middle = (low + high) // 2
+            if self._t[middle % self.capacity] < t:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
+class Rates:
+    """Sums per quarter of a second of the engine's own time.
+
+    That clock stands while the gate is closed and leaves out what slow motion adds, so tokens per second are those of
+    the engine and not of the lesson.
+    """
+
+    SUMS = ("decode", "prefill", "cached", "steps", "drafted", "accepted", "device_ms", "host_ms")
+    LEVELS = ("running", "waiting", "used")  # the last value in each bucket
+
+    def __init__(self) -> None:
+        names = (*self.SUMS, *self.LEVELS, "worst_ms")
+        self._columns = {name: array("d", [0.0]) * BUCKETS_KEPT for name in names}
+        self._now = 0.0  # its own clock
+        self._t = 0.0  # of the last record, in engine seconds
+        self._stretched = 0.0  # seconds of slow motion still to be left out
+        self._closed = False
+        self._pace = 1.0
+        self._bucket = 0
+        self._slot = 0  # of the bucket, in the columns
+
+    @property
+    def now(self) -> float:
+        """Seconds of work since the history began."""
+        return self._now
+
+    @property
+    def bucket(self) -> int:
+        """The bucket being filled."""
+        return self._bucket
+
+    def reset(self, t: float, closed: bool, pace: float) -> None:
+        """Begin at engine time `t`."""
+        self._t, self._closed, self._pace = t, closed, pace
+
+    def advance(self, t: float) -> None:
+        """Let the clock follow engine time `t`."""
+        elapsed = t - self._t
+        if elapsed <= 0:
+            return
+        self._t = t
+        if self._closed:
+            return
+        if self._stretched:
+            left_out = min(elapsed, self._stretched)
+            self._stretched -= left_out
+            elapsed -= left_out
+        self._move(elapsed)
+
+    def _move(self, seconds: float) -> None:
+        self._now += seconds
+        bucket = int(self._now / BUCKET)
+        if bucket == self._bucket:
+            return
+        columns, before = self._columns, self._slot
+        for new in range(max(self._bucket + 1, bucket - BUCKETS_KEPT + 1), bucket + 1):
+            slot = new % BUCKETS_KEPT
+            for name in (*self.SUMS, "worst_ms"):
+                columns[name][slot] = 0.0
+            for name in self.LEVELS:
+                columns[name][slot] = columns[name][before]
+        self._bucket, self._slot = bucket, bucket % BUCKETS_KEPT
+
+    def add(self, name: str, value: float) -> None:
+        self._columns[name][self._slot] += value
+
+    def level(self, name: str, value: float) -> None:
+        self._columns[name][self._slot] = value
+
+    def planned(self, decodes: int, prefill: int) -> None:
+        """A step of so many tokens."""
+        columns, slot = self._columns, self._slot
+        columns["decode"][slot] += decodes
+        columns["steps"][slot] += 1
+        if prefill:
+            columns["prefill"][slot] += prefill
+
+    def timed(self, wall_ms: float, host_ms: float, device_ms: float | None) -> None:
+        """A step took this long."""
+        columns, slot = self._columns, self._slot
+        if wall_ms > columns["worst_ms"][slot]:
+            columns["worst_ms"][slot] = wall_ms
+        columns["host_ms"][slot] += host_ms
+        if device_ms is not None:
+            columns["device_ms"][slot] += device_ms
+        if self._closed:
+            self._move(wall_ms / 1e3)
+        elif self._pace > 1:
+            self._stretched += wall_ms / 1e3 * (self._pace - 1)
+
+    def gate(self, closed: bool) -> None:
+        self._closed = closed
+
+    def pace(self, factor: float) -> None:
+        self._pace = factor
+
+    def series(self, name: str, n: int, end: int | None = None) -> np.ndarray:
+        """The `n` buckets before bucket `end` (by default the one being filled), oldest first; zeros where none are."""
+        end = self._bucket if end is None else min(end, self._bucket + 1)
+        n = min(n, BUCKETS_KEPT - 1)
+        first = end - n
+        values = np.zeros(n)
+        start = max(first, 0, self._bucket - BUCKETS_KEPT + 1)
+        if end > start:
+            column = np.frombuffer(self._columns[name])
+            values[start - first :] = column[np.arange(start, end) % BUCKETS_KEPT]
+        return values
+
+    def at(self, name: str, bucket: int) -> float:
+        """The value in one bucket."""
+        return self._columns[name][bucket % BUCKETS_KEPT]
+
+    def per_second(self, name: str, seconds: float = 1.0, end: int | None = None) -> float:
+        """Mean rate over complete buckets before `end`."""
+        end = self._bucket if end is None else end
+        n = min(max(1, round(seconds / BUCKET)), max(1, end))
+        return float(self.series(name, n, end).sum() / (n * BUCKET))
+
+    def total(self, name: str, seconds: float, end: int | None = None) -> float:
+        """Sum over the last `seconds` up to and including bucket `end`."""
+        end = self._bucket if end is None else end
+        return float(self.series(name, max(1, round(seconds / BUCKET)), end).sum() + self.at(name, end))
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """How long a first token took, in ms: queue + prefill + sample."""
+
+    request: int
+    seq: int
+    queue_ms: float
+    prefill_ms: float
+    sample_ms: float
+
+    @property
+    def total_ms(self) -> float:
+        return self.queue_ms + self.prefill_ms + self.sample_ms
+
+
+class FirstTokens:
+    """The last FIRST_TOKENS_KEPT first tokens."""
+
+    def __init__(self) -> None:
+        self.items: deque[FirstToken] = deque(maxlen=FIRST_TOKENS_KEPT)
+
+    def fold(self, record: Record) -> None:
+        seq, _t, _kind, request, queue_ms, prefill_ms, sample_ms = record
+        self.items.append(FirstToken(request, seq, queue_ms, prefill_ms, sample_ms))
+
+    def until(self, seq: int) -> list[FirstToken]:
+        """Those told at or before `seq`, oldest first."""
+        return [item for item in self.items if item.seq <= seq]

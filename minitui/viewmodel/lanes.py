@@ -1,0 +1,248 @@
+"""Each request's life in steps: waiting, prefilling, decoding, preempted, finished.
+
+A lane is a list of spans `(code, first step, last step)`; the open one at the end has no last step yet. A column of
+`k` steps shows one code: preemption beats finish beats prefill beats decode beats waiting.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import chain, takewhile
+
+from engine.trace.records import Record
+
+NOTHING, QUEUED, DECODING, GAINING, PREFILLING, FINISHED, PREEMPTED = range(7)  # the larger wins in a column;
+#   gaining: a step of decoding in which drafts were accepted
+OPEN = 1 << 60  # the last step of a span that still goes on
+LANES_KEPT = 4_096  # of requests that have finished
+SLACK = 1_024  # steps: spans are forgotten so many at a time
+
+
+@dataclass(slots=True)
+class Lane:
+    """What is remembered of a request, also after it has finished."""
+
+    id: int
+    group: str
+    prompt_tokens: int
+    submitted: float | None  # these four in seconds of work: a closed gate and slow motion do not count
+    submitted_step: int  # the first step it could have been in
+    spans: list[list[int]] = field(default_factory=list)  # [code, first, last]
+    gains: list[list[int]] = field(default_factory=list)  # [first, last]: steps in which drafts were accepted
+    came: float = 0.0  # engine seconds of its submission
+    held: float = 0.0  # seconds that it waited while the engine was paused or slowed: no part of `waited_ms`
+    admitted: float | None = None
+    first_token: float | None = None
+    cached_tokens: int = 0
+    computed_tokens: int = 0  # prefilled
+    preemptions: int = 0
+    finished: float | None = None
+    running: bool = False  # admitted, and not preempted since
+    finish_reason: str = ""
+    finish_step: int = OPEN
+    output_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    stop: str = ""  # why its last match stopped
+    stop_at: int = 0
+    ttft: tuple[float, float, float] | None = None  # queue, prefill, sample, in ms
+
+    def close(self, step: int) -> None:
+        """End the open span with `step`; a span that would be empty never was."""
+        if self.spans and self.spans[-1][2] == OPEN:
+            if self.spans[-1][1] > step:
+                self.spans.pop()
+            else:
+                self.spans[-1][2] = step
+
+    def mark(self, code: int, first: int, last: int) -> None:
+        spans = self.spans
+        if spans and spans[-1][0] == code and spans[-1][2] == first - 1 and last != OPEN:
+            spans[-1][2] = last  # one chunk after the other
+        else:
+            spans.append([code, first, last])
+
+    def gain(self, step: int) -> None:
+        """Drafts of this step were accepted."""
+        if self.gains and self.gains[-1][1] == step - 1:
+            self.gains[-1][1] = step
+        else:
+            self.gains.append([step, step])
+
+    def forget_before(self, step: int) -> None:
+        """Drop the spans that ended before this step."""
+        if self.spans and self.spans[0][2] < step - SLACK:
+            self.spans = [span for span in self.spans if span[2] >= step]
+        if self.gains and self.gains[0][1] < step - SLACK:
+            self.gains = [gain for gain in self.gains if gain[1] >= step]
+
+    def code_at(self, step: int, code: int) -> bool:
+        """Did it do this in that step?"""
+        return any(kind == code and first <= step <= last for kind, first, last in self.spans)
+
+    def columns(self, first_step: int, k: int, n: int, until: int) -> list[int]:
+        """`n` codes, one for each `k` steps from `first_step` on; nothing after step `until`."""
+        out = [NOTHING] * n
+        end = min(until, first_step + k * n - 1)
+        gains = takewhile(lambda gain: gain[1] >= first_step, reversed(self.gains))
+        for code, first, last in chain(self.spans, ((GAINING, *gain) for gain in gains)):
+            if last < first_step or first > end:
+                continue
+            left = max(0, (first - first_step) // k)
+            right = min(n - 1, (min(last, end) - first_step) // k)
+            if right == left:
+                if code > out[left]:
+                    out[left] = code
+                continue
+            for column in range(left, right + 1):
+                if code > out[column]:
+                    out[column] = code
+        return out
+
+    @property
+    def tok_s(self) -> float:
+        """Tokens per second between its first token and its end; 0 while unknown."""
+        if self.finished is None or self.first_token is None or self.output_tokens < 2:
+            return 0.0
+        seconds = self.finished - self.first_token
+        return (self.output_tokens - 1) / seconds if seconds > 0 else 0.0
+
+    @property
+    def waited_ms(self) -> float | None:
+        """How long it was queued: as the engine says with the first token, before that as the records say; None if it
+        waits, or came before the history begins."""
+        if self.ttft is not None:
+            return self.ttft[0]
+        if self.submitted is None or self.admitted is None:
+            return None
+        return (self.admitted - self.submitted) * 1e3
+
+
+class Lanes:
+    """The requests seen within the span of the step history, by id: those that run or wait, and the last LANES_KEPT of
+    those that have finished."""
+
+    def __init__(self) -> None:
+        self.lanes: dict[int, Lane] = {}
+        self.active: dict[int, Lane] = {}  # those that have not finished, by id
+        self.ended: deque[Lane] = deque()  # the others, in the order of their finish
+        self.newest = -1  # the youngest request ever seen
+        self.step = -1  # the last step planned
+        self.now = 0.0  # seconds of work, at the record being folded
+
+    def fold(self, record: Record, now: float) -> None:
+        """Take in one record; `now` is its time in seconds of work."""
+        self.now = now
+        handler = self._HANDLERS.get(record[2])
+        if handler is not None:
+            handler(self, record)
+
+    def adopt(self, id: int, group: str, prompt_tokens: int, state: str, decoding: bool, cached: int) -> None:
+        """A request that was there when the view began: its lane starts here."""
+        lane = self.lanes[id] = Lane(id, group, prompt_tokens, None, self.step + 1, cached_tokens=cached)
+        lane.running = state == "running"
+        self.active[id] = lane
+        self.newest = max(self.newest, id)
+        if state != "running":
+            lane.mark(QUEUED, self.step + 1, OPEN)
+        elif decoding:
+            lane.mark(DECODING, self.step + 1, OPEN)
+
+    def forget_before(self, step: int) -> None:
+        """Drop the lanes that ended before this step or are too many, and of the others what ended before it."""
+        while self.ended and (self.ended[0].finish_step < step or len(self.ended) > LANES_KEPT):
+            del self.lanes[self.ended.popleft().id]
+        for lane in self.active.values():
+            lane.forget_before(step)
+
+    def around(self, step: int) -> list[Lane]:
+        """The lanes that may have been in this step."""
+        return [lane for lane in (*self.active.values(), *self.ended_since(step)) if lane.submitted_step <= step]
+
+    def ended_since(self, step: int) -> list[Lane]:
+        """The lanes that ended with this step or later, the last to end first."""
+        return list(takewhile(lambda lane: lane.finish_step >= step, reversed(self.ended)))
+
+    def _submit(self, record: Record) -> None:
+        _seq, _t, _kind, id, group, prompt_tokens, _max_total = record
+        lane = self.lanes[id] = self.active[id] = Lane(
+            id, group, prompt_tokens, self.now, self.step + 1, came=record[1]
+        )
+        self.newest = id
+        lane.mark(QUEUED, self.step + 1, OPEN)
+
+    def _admit(self, record: Record) -> None:
+        lane = self.lanes.get(record[3])
+        if lane is not None:
+            lane.close(self.step)
+            lane.running = True
+            if lane.admitted is None:
+                lane.admitted = self.now
+                if lane.submitted is not None:
+                    lane.held = max(0.0, record[1] - lane.came - (self.now - lane.submitted))
+
+    def _match(self, record: Record) -> None:
+        lane = self.lanes.get(record[3])
+        if lane is not None and not lane.preemptions:  # its first way through the prompt, as the engine counts it
+            lane.cached_tokens = min(lane.prompt_tokens, lane.cached_tokens + record[4])
+            lane.stop, lane.stop_at = record[5], record[6]
+
+    def fold_step(self, record: Record) -> None:
+        """Fold a `step` record; free when nothing but decoding goes on."""
+        _seq, _t, _kind, step, prefills, joined, left, _tokens, _waiting = record
+        self.step = step
+        if not (prefills or joined or left):
+            return
+        lanes = self.lanes
+        for id in left:
+            if id in lanes:
+                lanes[id].close(step - 1)
+        for id in joined:
+            if id in lanes:
+                lanes[id].mark(DECODING, step, OPEN)
+        for id, _start, n, _samples in prefills:
+            lane = lanes.get(id)
+            if lane is not None:
+                lane.mark(PREFILLING, step, step)
+                lane.computed_tokens += n
+
+    def _preempt(self, record: Record) -> None:
+        lane = self.lanes.get(record[3])
+        if lane is None:
+            return
+        lane.close(self.step)
+        lane.running = False
+        lane.preemptions += 1
+        lane.mark(PREEMPTED, self.step + 1, self.step + 1)
+        lane.mark(QUEUED, self.step + 1, OPEN)
+
+    def _first(self, record: Record) -> None:
+        lane = self.lanes.get(record[3])
+        if lane is not None:
+            lane.first_token = self.now
+            lane.ttft = (record[4], record[5], record[6])
+
+    def _finish(self, record: Record) -> None:
+        lane = self.lanes.get(record[3])
+        if lane is None:
+            return
+        lane.close(self.step)
+        lane.mark(FINISHED, max(self.step, 0), max(self.step, 0))
+        lane.finished, lane.finish_reason, lane.output_tokens = self.now, record[4], record[5]
+        lane.finish_step = self.step
+        self.ended.append(self.active.pop(lane.id))
+
+    def _accept(self, record: Record) -> None:
+        for id, drafted, accepted in record[4]:
+            lane = self.lanes.get(id)
+            if lane is not None:
+                lane.drafted += drafted
+                lane.accepted += accepted
+                if accepted:
+                    lane.gain(record[3])
+
+    _HANDLERS = {  # noqa: RUF012  a table of methods, never changed
+        "submit": _submit, "admit": _admit, "match": _match, "step": fold_step, "preempt": _preempt,
+        "requeue": _preempt, "first": _first, "finish": _finish, "accept": _accept,
+    }  # fmt: skip

@@ -1,0 +1,441 @@
+"""The view model: everything the panels show, folded from records. It knows nothing of Textual.
+
+View        the whole: `reset` with a snapshot, `fold` records, `frame` once per painted frame, `select`, `travel`
+Board       the state at one moment, with changes and savings by block (`view.board`; of the past while travelling)
+Steps, Rates, Lanes, Events, FirstTokens    what happened, in rings
+Tree        the radix tree ordered for reading
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.core.gate import RUNNING
+from engine.trace.records import Record
+from engine.trace.state import State
+from minitui.viewmodel.annotated_state import Board
+from minitui.viewmodel.events import Event, Events, brief, describe
+from minitui.viewmodel.experts import ExpertLoads
+from minitui.viewmodel.history import STEPS_KEPT, FirstTokens, Rates, StepRow, Steps
+from minitui.viewmodel.lanes import Lane, Lanes
+from minitui.viewmodel.selection import Links, Selection, resolve
+from minitui.viewmodel.time_travel import Past
+from minitui.viewmodel.timing import Timings, summarise
+from minitui.viewmodel.tree import Tree, quoted, without_markup
+
+__all__ = ["Board", "Event", "Frame", "Lane", "Links", "Selection", "StepRow", "View"]
+
+TIMINGS_SECONDS = 0.5  # how often the percentiles are computed
+GLOW_SECONDS, WARM_SECONDS = 0.4, 1.2
+EMPTY = State(num_blocks=2, block_size=16, budget=1, max_num_seqs=1)
+QUOTE_WIDTH = 28
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The steps between two frames. Means over them; the peak is the step with the most tokens."""
+
+    count: int = 0
+    first: int = -1
+    last: int = -1
+    tokens: float = 0.0
+    decodes: float = 0.0
+    drafted: float = 0.0
+    accepted: float = 0.0
+    prefill_tokens: float = 0.0
+    chunks: float = 0.0
+    peak_tokens: int = 0
+    peak_step: int = -1
+
+
+class View:
+    """See the module's docstring. Times called `now` are seconds of any monotonic clock."""
+
+    def __init__(self) -> None:
+        self.group_names: dict[str, str] = {}
+        self.ids_to_text: Callable[[list[int]], str] | None = None
+        self.caching = True  # does the engine keep prefixes?
+        self.selection: Selection | None = None
+        self.home: str | None = None  # the group whose requests single-request panels show; None: of any group
+        self.frozen = False  # nothing is folded until the reader wishes
+        self.dropped = 0  # records lost on the way here
+        self.gap = False  # records are missing: `reset` with a snapshot
+        self.loaded = False
+        self.version = 0  # of the selection, for widgets that cache
+        self._now = 0.0
+        self._start(Board(EMPTY))
+
+    def _start(self, board: Board) -> None:
+        self.live = board
+        self.board = board
+        self.steps = Steps()
+        self.rates = Rates()
+        self.lanes = Lanes()
+        self.events = Events()
+        self.first_tokens = FirstTokens()
+        self.experts = ExpertLoads()
+        self.tree = Tree()
+        self.past = Past()
+        self.past.begin(board)
+        self.steps_per_frame = 0
+        self.last_frame = Frame()
+        self.gate_reason = ""
+        self.links = Links()
+        self.timings = Timings()
+        self._timings_at = (-1e9, -1)
+        self._settled: tuple[int, int | None] | None = None  # the moment of a picture that stands
+        self._folded_at: float | None = None  # the caller's clock when records last came
+        self._framed = board.state.step
+        self._travelled: int | None = None
+        self._words: dict[int, str] = {}
+
+    def speed(self, what: str) -> float:
+        """Tokens per second now: "decode" or "prefill". While somebody slows the engine or
+        steps it, over the time that its steps themselves took: the figure is the engine's and not the lesson's."""
+        state = self.board.state
+        if state.pace == 1 and not self.exact:
+            return self.rates.per_second(what, 1.0, self.bucket)
+        last = self.horizon
+        at = self.steps.indices(last - 511, last)
+        wall = self.steps.column("wall")[at]
+        at, wall = at[~np.isnan(wall)], wall[~np.isnan(wall)]
+        recent = np.cumsum(wall[::-1])[::-1] <= 1000.0  # the steps that make up the last second
+        at, seconds = at[recent], float(wall[recent].sum()) / 1e3
+        decodes, accepted = (int(self.steps.column(name)[at].sum()) for name in ("decodes", "accepted"))
+        tokens = decodes + accepted if what == "decode" else int(self.steps.prefilled(at).sum())
+        return tokens / seconds if seconds else 0.0
+
+    # ---- feeding
+
+    def reset(self, snapshot: dict[str, Any]) -> None:
+        """Begin anew from `Engine.snapshot()`; history starts here."""
+        state = State.from_snapshot(snapshot)
+        self._start(Board(state))
+        self.gap, self.loaded = False, True
+        self.lanes.step = state.step
+        for request in state.requests.values():
+            self.lanes.adopt(
+                request.id, request.group, request.prompt_tokens, request.state, request.joined_at >= 0,
+                request.cached_tokens,
+            )  # fmt: skip
+
+    def fold(self, records: list[Record], now: float = 0.0, packed: bytes | None = None) -> None:
+        """Take records in; what came before is skipped, and a gap sets `gap` and stops until `reset`. `packed`: the
+        same as marshal's bytes, for the history to keep, if the caller has them."""
+        if not records or not self.loaded:
+            return
+        expected = self.live.state.seq + 1
+        first = records[0][0]
+        if first < expected:
+            records, packed = records[expected - first :], None
+            if not records:
+                return
+        elif first > expected:
+            self._lost(first - expected)
+            return
+        missing = records[-1][0] - records[0][0] + 1 - len(records)
+        if missing:
+            self._lost(missing)
+            return
+        if self._folded_at is None:  # the time before the first record is no part of any rate
+            self.rates.reset(records[0][1], self.live.state.gate == "closed", self.live.state.pace)
+        self._folded_at = now
+        self._remember(self.live.fold(records))
+        self.past.keep(records, self.live, packed)
+
+    def _lost(self, records: int) -> None:
+        if not self.gap:
+            self.dropped += records
+        self.gap = True
+
+    def _remember(self, records: list[Record]) -> None:
+        steps, rates, lanes, events = self.steps, self.rates, self.lanes, self.events
+        evicted, computing = self.live.evicted, self.live.computing
+        for record in records:
+            kind = record[2]
+            if kind == "evict":  # the commonest, and of no lane
+                events.evicted(record, lanes.step, evicted[record[0]])
+                continue
+            if kind == "time":
+                steps.timed(record)
+                rates.advance(record[1])
+                _, _, _, _, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
+                rates.timed(wall_ms, (plan_us + launch_us + commit_us) / 1e3, device_ms)
+                continue
+            if kind == "comm":
+                steps.exchanged(record)
+                continue
+            if kind == "step":
+                rates.advance(record[1])
+                prefill = steps.planned(record, rates.bucket)
+                rates.planned(steps.decoded(record[3]), prefill)
+                lanes.fold_step(record)
+                continue
+            if kind == "draft":
+                steps.drafting(record)
+                continue
+            if kind == "accept":
+                drafted, accepted = steps.accepted(record)
+                rates.add("drafted", drafted)
+                rates.add("accepted", accepted)
+                rates.add("decode", accepted)
+                lanes.fold(record, rates.now)
+                continue
+            if kind == "experts":
+                self.experts.fold(record)
+                continue
+            if kind == "match":
+                events.fold(record, lanes.step, computing.get(record[0], -1))
+            else:
+                events.fold(record, lanes.step)
+            rates.advance(record[1])
+            lanes.fold(record, rates.now)
+            if kind == "match":
+                rates.add("cached", record[4])
+            elif kind == "first":
+                self.first_tokens.fold(record)
+            elif kind == "gate":
+                rates.gate(record[3] == "closed")
+                self.gate_reason = record[4]
+            elif kind == "pace":
+                rates.pace(record[3])
+        evicted.clear()
+        computing.clear()
+        state = self.live.state
+        free = state.counts[0]
+        rates.level("running", len(state.requests) - len(state.queue))
+        rates.level("waiting", len(state.queue))
+        rates.level("used", (self.live.total - free) / self.live.total)
+
+    def frame(self, now: float) -> None:
+        """Close a frame: sum up the steps since the last one, let glows fade, resolve the selection. What is otherwise
+        computed less often (order, percentiles) is computed at once for a picture that stands."""
+        moment = (self.board.state.seq, self._travelled) if self.still else None
+        if self.frozen and moment == self._settled:
+            return
+        self._now = now
+        if self.live.state.gate == "open" and self.loaded:
+            self.rates.advance(self.engine_now)
+        last = self.steps.last
+        self.steps_per_frame = max(0, last - self._framed) if last >= 0 else 0
+        if self.steps_per_frame:
+            self.last_frame = self._sum(self._framed + 1, last)
+            self._framed = last
+            self.lanes.forget_before(self.steps.first)
+            self.events.forget_before(self.past.first_seq)
+        if self._travelled is None:
+            self.board = self.live
+        self.links = resolve(self.selection, self.board, self.steps, self.requests_of)
+        moment = (self.board.state.seq, self._travelled) if self.still else None
+        settle, self._settled = moment is not None and moment != self._settled, moment
+        self.tree.refresh(self.board, now, force=settle)
+        at, horizon = self._timings_at
+        if settle or (horizon != self.horizon and now - at >= TIMINGS_SECONDS):
+            self._timings_at = (now, self.horizon)
+            self.timings = summarise(self.steps, self.first_tokens, self.horizon, self.board.state.seq)
+
+    def _sum(self, first: int, last: int) -> Frame:
+        at = self.steps.indices(first, last)
+        if not len(at):
+            return Frame()
+        tokens = self.steps.column("tokens")[at]
+        decodes, drafted = self.steps.column("decodes")[at], self.steps.column("drafted")[at]
+        prefilled = self.steps.prefilled(at)
+        chunks = sum(len(self.steps.chunks(int(step))) for step in self.steps.column("step")[at][prefilled > 0])
+        peak = int(tokens.argmax())
+        n = len(at)
+        return Frame(
+            count=n,
+            first=first,
+            last=last,
+            tokens=float(tokens.mean()),
+            decodes=float(decodes.mean()),
+            drafted=float(drafted.mean()),
+            accepted=float(self.steps.column("accepted")[at].mean()),
+            prefill_tokens=float(prefilled.mean()),
+            chunks=chunks / n,
+            peak_tokens=int(tokens[peak]),
+            peak_step=int(self.steps.column("step")[at][peak]),
+        )
+
+    # ---- time
+
+    @property
+    def engine_now(self) -> float:
+        """Seconds of the engine's clock, now: it goes on while no records come."""
+        if self._folded_at is None:
+            return self.live.state.t
+        return self.live.state.t + max(0.0, self._now - self._folded_at)
+
+    @property
+    def exact(self) -> bool:
+        """Does the picture stand at one step (gated, or in the past), rather than run?"""
+        return self.board.state.gate == "closed" or self._travelled is not None
+
+    @property
+    def still(self) -> bool:
+        """Does the picture stand at one record: frozen, gated or in the past?"""
+        return self.frozen or self.exact
+
+    @property
+    def idle(self) -> bool:
+        """Is there nothing to compute, neither running nor waiting?"""
+        return not self.board.state.requests
+
+    @property
+    def horizon(self) -> int:
+        """The last step that the picture knows of."""
+        return self.steps.last if self._travelled is None else self._travelled
+
+    @property
+    def bucket(self) -> int:
+        """The bucket of `rates` at which the picture stands."""
+        if self._travelled is None or self._travelled not in self.steps:
+            return self.rates.bucket
+        return int(self.steps.column("bucket")[self._travelled % self.steps.capacity])
+
+    def glow(self) -> np.ndarray:
+        """uint8 [num_blocks]: 2 for blocks that changed just now, 1 for those that fade, 0 for the steady. While the
+        picture stands still, 2 for those that the last step changed."""
+        changed = self.board.changed
+        if self.exact:
+            return np.where(changed >= self.board.step_began, 2, 0).astype(np.uint8)
+        age = self.engine_now - changed
+        return (age < GLOW_SECONDS).astype(np.uint8) + (age < WARM_SECONDS)
+
+    def glow_of(self, changed: float) -> int:
+        """The same for one moment of change."""
+        if self.exact:
+            return 2 if changed >= self.board.step_began else 0
+        age = self.engine_now - changed
+        return (age < GLOW_SECONDS) + (age < WARM_SECONDS)
+
+    def shown_step(self) -> StepRow | None:
+        """The one step to show exactly: the selected one, the one the picture stands at, or the frame's only one."""
+        if self.selection is not None and self.selection.kind == "step":
+            row = self.steps.get(self.selection.id)
+            if row is not None:
+                return row
+        if self.exact or self.last_frame.count <= 1:
+            return self.steps.get(self.horizon)
+        return None
+
+    # ---- travel
+
+    def travel(self, steps: int) -> bool:
+        """Show the picture `steps` steps away from where it stands (negative: back). False at the end of the ring."""
+        return self.travel_to(self.horizon + steps)
+
+    def travel_to(self, step: int) -> bool:
+        """Show the picture as it was when `step` had been committed; the present if that is later than any."""
+        if step >= self.steps.last:
+            self.present()
+            return False
+        direction = -1 if step < self.horizon else 1
+        row = self.steps.get(step)
+        while row is not None and not row.end_seq:  # it failed, and was never timed
+            row = self.steps.get(row.step + direction)
+        if row is None or row.end_seq < self.past.first_seq:
+            return False
+        self.board = self.past.board_at(row.end_seq)
+        self._travelled = row.step
+        self.tree.refresh(self.board, self._now, force=True)
+        return True
+
+    def present(self) -> None:
+        """Back to the running picture."""
+        self._travelled = None
+        self.past.arrived()
+        self.board = self.live
+        self.tree.refresh(self.board, self._now, force=True)
+
+    # ---- selection
+
+    def select(self, kind: str | None, id: Any = None) -> None:
+        """Select one thing ("request", "group", "block", "node" or "step"); None selects nothing."""
+        self.selection = None if kind is None else Selection(kind, id)
+        self.version += 1
+        self.links = resolve(self.selection, self.board, self.steps, self.requests_of)
+
+    def requests_of(self, group: str) -> list[int]:
+        """The requests of a group that are remembered, oldest first."""
+        return [lane.id for lane in self.lanes.lanes.values() if lane.group == group]
+
+    def subject(self) -> int | None:
+        """The request that single-request panels show: the selected one, else the youngest that runs, else the last
+        that finished; with a `home` only requests of that group."""
+        requests = self.board.state.requests
+        known = [id for id in self.links.requests if id in self.lanes.lanes]
+        if self.home is not None:
+            own = [id for id in self.requests_of(self.home) if self.lanes.lanes[id].submitted_step <= self.horizon + 1]
+            known = [id for id in known if id in own] or own
+            return max([id for id in known if id in requests] or known, default=None)
+        if self.selection is not None and known:
+            running = [id for id in known if id in requests]
+            return max(running or known)
+        if self.selection is not None and self.selection.kind == "group":
+            return None
+        running = [r.id for r in requests.values() if r.state == "running"]
+        if running or requests:
+            return max(running or requests)
+        return next((lane.id for lane in reversed(self.lanes.ended) if lane.finish_step <= self.horizon), None)
+
+    # ---- words
+
+    @property
+    def gate_text(self) -> str:
+        """ "PAUSED at step 812", "RUNNING until the next eviction", or nothing."""
+        state = self.live.state
+        if state.gate == "open":
+            return ""
+        if self.gate_reason.startswith(RUNNING):
+            event = self.gate_reason.removeprefix(RUNNING)
+            return f"RUNNING until the next {'slow step' if event == 'slow' else event}"
+        return f"PAUSED at step {state.step:,}" if state.step >= 0 else "PAUSED before the first step"
+
+    @property
+    def pace_text(self) -> str:
+        """ "slow motion ×50", or nothing."""
+        return f"slow motion ×{self.live.state.pace:g}" if self.live.state.pace != 1 else ""
+
+    @property
+    def travel_text(self) -> str:
+        """ "PAST step 790, 22 back", or nothing."""
+        if self._travelled is None:
+            return ""
+        return f"PAST step {self._travelled:,}, {self.steps.last - self._travelled:,} back"
+
+    @property
+    def history_text(self) -> str:
+        """The span of the history, in words."""
+        kept = max(0, self.steps.last - self.steps.first + 1) if self.steps.first >= 0 else 0
+        return f"{kept:,} steps kept (of at most {STEPS_KEPT:,})"
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; numbers while the tokenizer is not there."""
+        if self.ids_to_text is None:
+            return " ".join(map(str, ids))
+        return self.ids_to_text(list(ids))
+
+    def group_name(self, group: str) -> str:
+        return self.group_names.get(group, group)
+
+    def event_text(self, event: Event, short: bool = False) -> str:
+        """An event in words, or in few."""
+        if event.kind == "refuse" and event.record[3]:  # it never became a request: the chat is all there is to name
+            return f"chat {self.group_name(event.record[3])} · {event.record[4]}"
+        if short:
+            return brief(event, self.lanes.lanes.get(event.request))
+        words = self._words.get(event.seq)
+        if words is None:
+            if len(self._words) > 2000:
+                self._words.clear()
+            quote = ""
+            if event.evicted:
+                quote = quoted(without_markup(self.decode(event.evicted)), QUOTE_WIDTH)
+            words = self._words[event.seq] = describe(event, self.lanes.lanes.get(event.request), quote)
+        return words

@@ -1,0 +1,64 @@
+"""What is selected, and what belongs to it everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from minitui.viewmodel.annotated_state import Board
+from minitui.viewmodel.history import Steps
+
+KINDS = ("request", "group", "block", "node", "step")
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """One thing picked by the reader: a request or block or node or step by number, or a group by name."""
+
+    kind: str
+    id: Any
+
+
+@dataclass(slots=True)
+class Links:
+    """The same thing in every panel."""
+
+    requests: set[int] = field(default_factory=set)
+    nodes: set[int] = field(default_factory=set)
+    blocks: set[int] = field(default_factory=set)
+    step: int | None = None
+
+
+def resolve(selection: Selection | None, board: Board, steps: Steps, in_group: Callable[[str], list[int]]) -> Links:
+    """What the selection touches on this board. `in_group` gives the requests of a group, oldest first."""
+    links = Links()
+    if selection is None:
+        return links
+    state = board.state
+    if selection.kind == "request":
+        links.requests.add(selection.id)
+    elif selection.kind == "group":
+        links.requests.update(in_group(selection.id))
+    elif selection.kind == "step":
+        links.step = selection.id
+        links.requests.update(chunk[0] for chunk in (steps.chunks(selection.id) if selection.id in steps else []))
+        return links
+    elif selection.kind == "node" and selection.id in state.nodes:
+        links.nodes.update(view.id for view in state.path(selection.id))
+        links.blocks.update(state.nodes[selection.id].blocks)
+        links.requests.update(request.id for request in board.users_of(selection.id))
+        return links
+    elif selection.kind == "block" and 0 < selection.id < state.num_blocks:
+        links.blocks.add(selection.id)
+        links.requests.update(request.id for request in board.holders_of(selection.id))
+        node = state.node_of[selection.id]
+        if node:
+            links.nodes.update(view.id for view in state.path(node))
+        return links
+    for id in links.requests:
+        request = state.requests.get(id)
+        if request is not None:
+            links.blocks.update(request.table)
+            links.nodes.update(view.id for view in state.path(request.node))
+    return links

@@ -1,0 +1,287 @@
+"""The radix tree as a reader wants it: what saves most first, what goes next, and where each text diverges.
+
+The order of the rows looks at every node and is therefore made at most every REORDER_SECONDS; the figures of the rows
+shown are read for each picture, and so is the order of eviction (in a tree of more than RANKED_NODES nodes it is as
+old as the order of the rows).
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.trace.state import CACHED, NodeView, State
+from minitui.viewmodel.annotated_state import Board
+
+REORDER_SECONDS = 2.0
+RANKED_NODES = 4000
+CONTEXT_TOKENS = 16
+DOTS = "…"
+HEAD_TOKENS = 96  # of a node, decoded for its row
+SIBLINGS_COMPARED = 256
+TEXTS_KEPT = 4096
+
+# How chat templates mark who speaks: ChatML, Llama 3, Gemma, and the bracketed kind.
+_ROLES = re.compile(
+    r"<\|im_start\|>\s*(\w+)|<\|start_header_id\|>\s*(\w+)<\|end_header_id\|>|<start_of_turn>\s*(\w+)|\[(INST)\]"
+)
+_MARKUP = re.compile(r"<\|im_start\|>\s*\w*|<\|im_end\|>|<\|[a-z_]+\|>|</?s>|\[/?INST\]")
+_SHORT = {"system": "sys", "user": "usr", "assistant": "ast", "model": "ast", "INST": "usr", "tool": "tool"}
+_PART = re.compile(r"<\|?[a-z_|]*$")  # a marker cut off at the end
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(slots=True)
+class TreeRow:
+    """One line of the tree panel."""
+
+    node: int
+    depth: int
+    role: str  # sys | usr | ast | tool | ""
+    text: str  # from where it diverges from its siblings
+    tokens: int
+    users: int
+    saved: int
+    rank: int  # 1: evicted first; 0: held
+    pending: bool
+    has_children: bool
+    folded: bool
+    last_child: bool
+
+
+@dataclass(slots=True)
+class TreePicture:
+    """The rows that fit, and what does not."""
+
+    nodes: int = 0
+    tokens: int = 0
+    evictable_tokens: int = 0
+    hidden_nodes: int = 0
+    rows: list[TreeRow] = field(default_factory=list)
+
+
+def eviction_order(state: State) -> list[int]:
+    """Node ids in the order in which they would be evicted if nothing else happened: least recently used leaves
+    first, and a parent once its children are gone. Nodes that a request holds do not appear."""
+    left = {n.id: len(n.children) for n in state.nodes.values() if n.id}
+    heap = [(n.last_used, n.id) for n in state.nodes.values() if n.id and not n.users and not n.children]
+    heapq.heapify(heap)
+    order = []
+    while heap:
+        _, id = heapq.heappop(heap)
+        order.append(id)
+        parent = state.nodes[id].parent
+        if parent > 0:
+            left[parent] -= 1
+            if not left[parent] and not state.nodes[parent].users:
+                heapq.heappush(heap, (state.nodes[parent].last_used, parent))
+    return order
+
+
+class Tree:
+    """Ranks, order and texts, remembered between frames."""
+
+    def __init__(self) -> None:
+        self.folded: set[int] = set()
+        self._order: dict[int, tuple[int, int, int]] = {}  # node -> (saved, users, tokens) when last ordered
+        self._children_of: dict[int, list[int]] = {}  # in that order
+        self._ranks: dict[int, int] = {}
+        self._ranked_at: tuple[Board, int] | None = None  # the board and its record for which they hold
+        self._ordered_at = -1e9
+        self._ordered_for: Board | None = None
+        self._texts: dict[tuple[int, int, int, int], tuple[str, str]] = {}
+        self._end_roles: dict[tuple[int, int], str] = {}
+
+    def rank(self, node: int) -> int:
+        """1 for the node that goes first; 0 for one that is held. As of the last `rerank`."""
+        return self._ranks.get(node, 0)
+
+    def rerank(self, board: Board) -> None:
+        """Let `rank` be that of this board."""
+        moment = (board, board.state.seq)
+        if moment != self._ranked_at:
+            self._ranked_at = moment
+            self._ranks = {id: i + 1 for i, id in enumerate(eviction_order(board.state))}
+
+    def refresh(self, board: Board, now: float, force: bool = False) -> None:
+        """Order anew if that is due. Call once per frame before `picture`."""
+        if not force and board is self._ordered_for and now - self._ordered_at < REORDER_SECONDS:
+            return
+        self._ordered_at, self._ordered_for = now, board
+        self.rerank(board)
+        nodes = board.state.nodes
+        ids, at = np.unique(board.node_of, return_inverse=True)
+        saved = dict(zip(ids.tolist(), np.bincount(at, board.saved).astype(np.int64).tolist(), strict=True))
+        self._order = {n.id: (saved.get(n.id, 0), n.users, len(n.ids)) for n in nodes.values() if n.id}
+        self._children_of = {n.id: sorted(n.children, key=self._key) for n in nodes.values() if n.children}
+
+    def picture(
+        self,
+        board: Board,
+        decode: Decode,
+        limit: int,
+        pinned: set[int] | None = None,
+        search: str = "",
+        everything: bool = False,
+    ) -> TreePicture:
+        """At most `limit` rows: the nodes worth most, each with its ancestors, in tree order; `pinned` always; with
+        `search` only nodes whose text has it; with `everything` all nodes (the caller scrolls)."""
+        state = board.state
+        size = state.block_size
+        if len(state.nodes) <= RANKED_NODES:
+            self.rerank(board)
+        in_tree = int(np.count_nonzero(board.node_of))
+        picture = TreePicture(len(state.nodes) - 1, in_tree * size, state.counts[CACHED] * size)
+        chosen = self._choose(board, decode, limit, pinned or set(), search, everything)
+        picture.hidden_nodes = picture.nodes - len(chosen)
+        stack = [(id, 0, last) for id, last in self._children(state, 0, chosen)][::-1]
+        while stack:
+            id, depth, last = stack.pop()
+            node = state.nodes[id]
+            role, text = self.text(state, node, decode)
+            picture.rows.append(
+                TreeRow(
+                    node=id, depth=depth, role=role, text=text, tokens=len(node.ids), users=node.users,
+                    saved=board.saved_by(node), rank=0 if node.users else self.rank(id),
+                    pending=bool(state.pending) and any(block in state.pending for block in node.blocks[-64:]),
+                    has_children=bool(node.children), folded=id in self.folded, last_child=last,
+                )
+            )  # fmt: skip
+            if id not in self.folded:
+                stack += [(child, depth + 1, last) for child, last in self._children(state, id, chosen)][::-1]
+        return picture
+
+    def _key(self, id: int) -> tuple[int, int, int, int]:
+        saved, users, tokens = self._order.get(id, (0, 0, 0))
+        return -saved, -users, -tokens, id
+
+    def _children(self, state: State, parent: int, chosen: set[int]) -> list[tuple[int, bool]]:
+        shown = sorted((c for c in state.nodes[parent].children if c in chosen), key=self._key)
+        return [(child, i == len(shown) - 1) for i, child in enumerate(shown)]
+
+    def _choose(
+        self, board: Board, decode: Decode, limit: int, pinned: set[int], search: str, everything: bool
+    ) -> set[int]:
+        state = board.state
+        chosen: set[int] = set()
+        if search:
+            wanted = search.lower()
+            for node in state.nodes.values():
+                if node.id and wanted in self.text(state, node, decode)[1].lower():
+                    chosen.update(n.id for n in state.path(node.id))
+            return chosen
+        if everything:
+            return {id for id in state.nodes if id}
+        for id in sorted(pinned):
+            if id in state.nodes and len(chosen) < limit:
+                chosen.update(n.id for n in state.path(id))
+        # Best first: of each node's children, which are in order, only the next one waits in the heap.
+        heap: list[tuple[tuple[int, int, int, int], int, list[int], int]] = []
+
+        def offer(children: list[int], at: int) -> None:
+            if at < len(children):
+                heapq.heappush(heap, (self._key(children[at]), children[at], children, at))
+
+        offer(self._ordered(state, 0), 0)
+        while heap and len(chosen) < limit:
+            _, id, siblings, at = heapq.heappop(heap)
+            offer(siblings, at + 1)
+            chosen.add(id)
+            if id not in self.folded and state.nodes[id].children:
+                offer(self._ordered(state, id), 0)
+        return chosen
+
+    def _ordered(self, state: State, parent: int) -> list[int]:
+        """The children of a node as last ordered; those that came since stand at the end."""
+        children, nodes = state.nodes[parent].children, state.nodes
+        known = [id for id in self._children_of.get(parent, ()) if id in nodes and nodes[id].parent == parent]
+        if len(known) == len(children):
+            return known
+        seen = set(known)  # a split moves nodes below a new one: what is new here may have been ordered elsewhere
+        return known + [id for id in children if id not in seen]
+
+    # ---- texts
+
+    def text(self, state: State, node: NodeView, decode: Decode) -> tuple[str, str]:
+        """(role, text) of a node, the text from the token on that no sibling shares."""
+        siblings = state.nodes[node.parent].children
+        key = (node.id, min(len(node.ids), HEAD_TOKENS), node.parent, len(siblings))
+        found = self._texts.get(key)
+        if found is None:
+            if len(self._texts) > TEXTS_KEPT:
+                self._texts.clear()
+                self._end_roles.clear()
+            found = self._texts[key] = self._make_text(state, node, siblings, decode)
+        return found
+
+    def _make_text(self, state: State, node: NodeView, siblings: list[int], decode: Decode) -> tuple[str, str]:
+        common = 0
+        for id in siblings[:SIBLINGS_COMPARED]:
+            if id != node.id:
+                common = max(common, _common(node.ids, state.nodes[id].ids, state.block_size))
+        # A marker may begin in the parent's last tokens: they are read too.
+        context = list(state.nodes[node.parent].ids[-CONTEXT_TOKENS:]) if node.parent > 0 else []
+        head = decode(context + list(node.ids[:HEAD_TOKENS]))
+        before = decode(context + list(node.ids[:common]))
+        if not head.startswith(before):
+            before = decode(context)  # a character was cut in two: show the node from its beginning
+        if before == head:
+            before = ""  # the text is not told: what is said in its place is shown whole
+        half = _PART.search(before)  # the siblings part inside a marker
+        start = len(before) - len(half.group()) if half else len(before)
+        role = self._end_role(state, node.parent, decode)
+        begin = start
+        for marker in _ROLES.finditer(head):
+            if marker.start() > start and without_markup(head[start : marker.start()]):
+                break
+            role = _role(marker)
+            begin = max(start, marker.end())
+        text = without_markup(head[begin:])
+        return role, (DOTS + text if begin == start and start > 0 and text else text)
+
+    def _end_role(self, state: State, id: int, decode: Decode) -> str:
+        """Who speaks at the end of this node: the last marker in it, or above it."""
+        unmarked: list[tuple[int, int]] = []  # a loop, for a tree can be deeper than a recursion
+        role = ""
+        for node in state.path(id):
+            key = (node.id, len(node.ids))
+            known = self._end_roles.get(key)
+            if known is not None:
+                role = known
+                break
+            unmarked.append(key)
+            markers = list(_ROLES.finditer(decode(node.ids)))
+            if markers:
+                role = _role(markers[-1])
+                break
+        self._end_roles.update(dict.fromkeys(unmarked, role))
+        return role
+
+
+def without_markup(text: str) -> str:
+    """Text on one line, without the marks of a chat template."""
+    return " ".join(_MARKUP.sub(" ", text).split())
+
+
+def quoted(text: str, most: int) -> str:
+    """`text` in at most so many characters, with dots where it was cut."""
+    return text if len(text) <= most else text[: most - 1].rstrip() + DOTS
+
+
+def _role(marker: re.Match[str]) -> str:
+    name = next(group for group in marker.groups() if group)
+    return next((short for full, short in _SHORT.items() if full.startswith(name)), name[:4])
+
+
+def _common(a: Sequence[int], b: Sequence[int], limit: int) -> int:
+    n = 0
+    for x, y in zip(a[:limit], b[:limit], strict=False):
+        if x != y:
+            break
+        n += 1
+    return n

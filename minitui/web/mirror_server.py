@@ -1,0 +1,110 @@
+"""`minitui chat --web --mirror`: one application for a class. Every tab shows it; only the presenter's types.
+
+The addresses of viewers and of the presenter hold different tokens. minitui/web/site.py checks them, and
+minitui/web/mirror.py is what goes between the tabs and the application.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+from engine.errors import EngineError
+from minitui.web.mirror import Application, Viewer
+from minitui.web.site import Site, messages, stopped
+
+SIZE = (120, 36)  # columns, rows: the same for everybody
+LEGIBLE = "abcdefghjkmnpqrstuvwxyz23456789"  # a class copies the viewers' address from a blackboard
+VIEWERS_TOKEN = 10  # such letters: at 10,000 guesses a second, 2,500 years
+
+# The letters become as large as the window allows for all columns and rows; a window of another size begins anew.
+FITTING = """
+<script>
+  const fitting = () => String(Math.max(4, Math.floor(
+    Math.min(innerWidth / (COLUMNS * 0.605), (innerHeight - ROWS) / (ROWS * 1.32)))));
+  document.addEventListener("DOMContentLoaded", () => {
+    document.getElementById("terminal").dataset.fontSize = fitting();
+  });
+  addEventListener("resize", () => {
+    if (fitting() !== document.getElementById("terminal").dataset.fontSize) location.reload();
+  });
+</script>
+""".replace("COLUMNS", str(SIZE[0])).replace("ROWS", str(SIZE[1]))
+
+
+class MirrorSite(Site):
+    """Sockets of viewers show the application; those of the presenter also type."""
+
+    head = FITTING
+
+    def __init__(self, application: Application, host: str, viewers: str, presenter: str) -> None:
+        """`viewers`, `presenter`: their tokens."""
+        super().__init__(host, {viewers: False, presenter: True})
+        self.application = application
+
+    async def attend(self, websocket: web.WebSocketResponse, request: web.Request, may_type: bool) -> None:
+        showing = asyncio.create_task(self._show(websocket, Viewer(websocket.send_bytes, may_type)))
+        try:
+            async for kind, rest in messages(websocket):  # of a viewer only pings count; the size is fixed
+                if may_type and kind == "stdin" and rest and isinstance(rest[0], str):
+                    self.application.type(rest[0])
+                elif may_type and kind in ("focus", "blur"):
+                    self.application.tell(type=kind)
+        finally:
+            showing.cancel()
+            await asyncio.gather(showing, return_exceptions=True)
+
+    async def _show(self, websocket: web.WebSocketResponse, viewer: Viewer) -> None:
+        with contextlib.suppress(ConnectionError):
+            await self.application.mirror.show(viewer)
+        await websocket.close()
+
+
+async def serve_mirror(
+    host: str, listening: socket.socket, command: list[str], on_ready: Callable[[str, str], None]
+) -> int:
+    """Until the application ends or a signal comes; returns the exit code. `on_ready` gets the tokens of viewers and
+    of the presenter."""
+    stop = stopped()
+    application = Application(command, SIZE)
+    viewers = "".join(secrets.choice(LEGIBLE) for _ in range(VIEWERS_TOKEN))
+    presenter = secrets.token_urlsafe(24)
+    running: list[asyncio.Task[Any]] = []
+    try:
+        await application.start()
+        running = [asyncio.create_task(application.run()), asyncio.create_task(stop.wait())]
+        async with MirrorSite(application, host, viewers, presenter).serving(listening):
+            on_ready(viewers, presenter)
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        return 0
+    except EngineError as error:
+        raise EngineError(f"the application did not start: {error}") from error
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await application.stop()
+
+
+def run_mirror(host: str, listening: socket.socket, command: list[str]) -> int:
+    """Serve the mirrored application that `command` starts; returns the exit code. Raises EngineError."""
+    from minitui.server.command import address
+
+    port = listening.getsockname()[1]
+    presenters = address("127.0.0.1" if host in ("0.0.0.0", "::") else host, port)
+
+    def ready(viewers: str, presenter: str) -> None:
+        print(
+            f"minitui is mirrored at {address(host, port)}/?token={viewers} to whoever opens it, to watch\n"
+            f"you type at {presenters}/?token={presenter}",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+    return asyncio.run(serve_mirror(host, listening, command, ready))

@@ -1,0 +1,214 @@
+"""The page and the websocket of `minitui chat --web`, and who may open them.
+
+The page and its terminal are those of textual-serve. The printed address holds a token, as Jupyter's does: without it
+there is neither page nor socket. Whoever has a socket can type, read and write files as the user who started minitui,
+so that other pages are kept out in three ways:
+
+    Host     must be a name of the printed address: a foreign name that DNS resolves to this machine is refused
+    Origin   of a socket must be the same address; a client that sends none is no page of ours
+    token    in the address of the page and of the socket; never in a cookie, which other ports of a host share
+
+Ports are not compared with our own, because a tunnel (ssh -L) may have another one; Origin and Host must have the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import json
+import logging
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from aiohttp import WSMsgType, web
+from jinja2 import Environment, FileSystemLoader
+from textual_serve import server as textual_serve
+
+from minitui.server.descriptors import most_connections
+from minitui.server.origins import authority, is_same_origin
+from minitui.server.settings import is_loopback
+
+MAX_TYPED = 1 << 20  # bytes of one message of a browser: a paste
+MAX_CONNECTIONS = 600  # below the usual limit of 1,024 open files
+HEAD_S = 10.0  # a request must have come by then
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+HEADERS = {
+    "Referrer-Policy": "no-referrer",  # the address holds the token
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "X-Content-Type-Options": "nosniff",
+}
+
+# The font comes from here: the page works without the web, and tells nobody that it is open.
+SCRIPT = """
+<style>@font-face { font-family: "Roboto Mono"; src: url(/static/fonts/RobotoMono-VariableFont_wght.ttf); }</style>
+<script>
+  document.addEventListener("DOMContentLoaded", () => {
+    document.getElementById("terminal").dataset.sessionWebsocketUrl =
+      (location.protocol === "https:" ? "wss:" : "ws:") + "//" + location.host + "SOCKET";
+  });
+</script>
+"""
+
+
+def page(socket_path: str, more: str = "") -> str:
+    """textual-serve's page for the websocket at `socket_path`; `more` is added to its head."""
+    templates = Environment(loader=FileSystemLoader(_part("templates")), autoescape=True)
+    text = templates.get_template("app_index.html").render(
+        config={"static": {"url": "/static/"}}, application={"name": "minitui"}, font_size=16, app_websocket_url=""
+    )
+    text = text.replace("https://fonts.googleapis.com/css?family=Roboto%20Mono", "/static/css/xterm.css")
+    return text.replace("</head>", SCRIPT.replace("SOCKET", socket_path) + more + "</head>", 1)
+
+
+def _part(name: str) -> Path:
+    return Path(textual_serve.__file__).parent / name
+
+
+def is_served(name: str, host: str) -> bool:
+    """Is `name` one of the address that was printed for a server listening on `host`?"""
+    wanted = host.strip("[]").lower().removesuffix(".")
+    if name == wanted or (is_loopback(name) and is_loopback(wanted)):
+        return True
+    if wanted not in ("0.0.0.0", "::"):
+        return False
+    own = socket.gethostname().lower()
+    if is_loopback(name) or name in (own, own.partition(".")[0], f"{own}.local"):
+        return True
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(name))  # no name, so that no DNS can have been rebound
+    return False
+
+
+class Site:
+    """GET /?token=TOKEN is the page, /ws/TOKEN its socket. Subclasses say in `attend` what a socket does."""
+
+    head = ""  # added to the page's
+    most = 300  # sockets at once
+
+    def __init__(self, host: str, tokens: Mapping[str, bool]) -> None:
+        """`host`: where it listens. `tokens`: those that open it; True if keys of its bearer are taken."""
+        self._host, self._tokens = host, tokens
+        self._sockets: dict[web.WebSocketResponse, bool] = {}  # True: it may type
+        self._busy: set[Any] = set()  # connections with a request under way
+        self.app = web.Application(middlewares=[self._around])
+        self.app.on_response_prepare.append(_add_headers)
+        self.app.add_routes(
+            [
+                web.get("/", self._page), web.get("/ws/{token}", self._socket),
+                web.static("/static", _part("static")),
+            ]
+        )  # fmt: skip
+
+    async def attend(self, websocket: web.WebSocketResponse, request: web.Request, may_type: bool) -> None:
+        """Serve one socket until it closes."""
+        raise NotImplementedError
+
+    @web.middleware
+    async def _around(self, request: web.Request, handler: Callable[..., Awaitable[Any]]) -> Any:
+        self._busy.add(request.protocol)
+        try:
+            hosts = request.headers.getall("Host", [])
+            found = authority(hosts[0]) if len(hosts) == 1 else None
+            if found is None:
+                raise web.HTTPBadRequest(text="the Host header is no address")
+            if not is_served(found[0], self._host):
+                raise web.HTTPForbidden(text=f"the Host header says {found[0]}, which is not the printed address")
+            return await handler(request)
+        finally:
+            self._busy.discard(request.protocol)
+
+    def _may_type(self, token: str) -> bool:
+        """May the bearer of `token` type? Raises 403 if it is none of the tokens."""
+        given = token.encode("utf-8", "replace")
+        allowed = [may for known, may in self._tokens.items() if hmac.compare_digest(given, known.encode())]
+        if not allowed:
+            raise web.HTTPForbidden(text="the token is missing or wrong: open the whole address that minitui printed")
+        return allowed[0]
+
+    async def _page(self, request: web.Request) -> web.Response:
+        token = request.query.get("token", "")
+        self._may_type(token)
+        return web.Response(text=page(f"/ws/{token}", self.head), content_type="text/html")
+
+    async def _socket(self, request: web.Request) -> web.WebSocketResponse:
+        origins = request.headers.getall("Origin", [])
+        if len(origins) != 1 or not is_same_origin(origins[0], request.headers["Host"]):
+            raise web.HTTPForbidden(text="only the page of this very address may open its socket")
+        may_type = self._may_type(request.match_info["token"])
+        if list(self._sockets.values()).count(may_type) >= self.most:  # those that watch keep nobody from typing
+            raise web.HTTPServiceUnavailable(text=f"{self.most} tabs are open already, and that is the limit")
+        websocket = web.WebSocketResponse(heartbeat=15, compress=False, max_msg_size=MAX_TYPED)
+        self._sockets[websocket] = may_type
+        try:
+            await websocket.prepare(request)
+            await self.attend(websocket, request, may_type)
+        finally:
+            self._sockets.pop(websocket, None)
+        return websocket
+
+    async def close(self) -> None:
+        """Tell every browser that it is over."""
+        closing = (asyncio.wait_for(websocket.close(), 0.5) for websocket in list(self._sockets))
+        await asyncio.gather(*closing, return_exceptions=True)
+
+    @contextlib.asynccontextmanager
+    async def serving(self, listening: socket.socket) -> Any:
+        """Answer on this socket until the block ends."""
+        quiet = logging.getLogger("minitui.web.serve")
+        quiet.propagate = False  # addresses hold tokens, and what strangers send does not belong on the terminal
+        quiet.addHandler(logging.NullHandler())
+        runner = web.AppRunner(
+            self.app, access_log=None, logger=quiet, keepalive_timeout=HEAD_S, shutdown_timeout=1.0
+        )  # fmt: skip
+        await runner.setup()
+
+        def connect() -> asyncio.BaseProtocol:
+            """Connections that say nothing make room, the oldest first."""
+            assert runner.server is not None
+            connections, most = runner.server.connections, most_connections(MAX_CONNECTIONS)
+            if len(connections) >= most:
+                for silent in [one for one in connections if one not in self._busy][: max(1, most // 10)]:
+                    silent.force_close()
+            return runner.server()
+
+        server = await asyncio.get_running_loop().create_server(connect, sock=listening)
+        try:
+            yield
+        finally:
+            server.close()
+            await self.close()
+            await runner.cleanup()
+
+
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(HEADERS)
+
+
+async def messages(websocket: web.WebSocketResponse) -> Any:
+    """What a browser says, as (kind, arguments); a ping is answered, and nonsense is passed over."""
+    async for message in websocket:
+        if message.type != WSMsgType.TEXT:
+            continue
+        try:
+            kind, *rest = json.loads(message.data)
+        except (ValueError, TypeError, RecursionError):
+            continue
+        if kind == "ping" and rest and isinstance(rest[0], str):
+            await websocket.send_json(["pong", rest[0][:64]])
+        elif isinstance(kind, str):
+            yield kind, rest
+
+
+def stopped() -> asyncio.Event:
+    """An event that SIGINT, SIGTERM and SIGHUP set from now on."""
+    event = asyncio.Event()
+    for number in STOPS:
+        asyncio.get_running_loop().add_signal_handler(number, event.set)
+    return event

@@ -1,0 +1,91 @@
+"""`minitui chat --web`: every tab is an application of its own, all on one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from engine.errors import EngineError
+from minitui.web.process import WebProcess
+from minitui.web.site import Site, messages, stopped
+
+MAX_TABS = 32  # each is a process of 100 MB
+COLUMNS, ROWS = (20, 1000), (5, 500)  # least and most
+
+
+class Tab(WebProcess):
+    """The application behind one socket. A slow browser slows down this application alone."""
+
+    def __init__(self, command: list[str], size: tuple[int, int], websocket: web.WebSocketResponse) -> None:
+        super().__init__(command, size)
+        self._websocket = websocket
+
+    async def take(self, kind: bytes, data: bytes) -> None:
+        if kind == b"D":
+            await self._websocket.send_bytes(data)
+
+    async def work(self) -> None:
+        """Until the application ends, which closes the socket. What kept it from beginning is shown."""
+        try:
+            await self.start()
+            await self.run()
+        except EngineError as error:
+            await self._websocket.send_bytes(f"minitui: {error}".replace("\n", "\r\n").encode())
+        await self._websocket.close()
+
+    def resize(self, columns: int, rows: int) -> None:
+        """The window has another size."""
+        self._size = (columns, rows)  # for a process that has not been started yet
+        self.tell(type="resize", width=columns, height=rows)
+
+
+class TabSite(Site):
+    """Every socket gets a process of `command`."""
+
+    most = MAX_TABS
+
+    def __init__(self, host: str, token: str, command: list[str]) -> None:
+        super().__init__(host, {token: True})
+        self._command = command
+
+    async def attend(self, websocket: web.WebSocketResponse, request: web.Request, may_type: bool) -> None:
+        wanted = [request.query.get("width"), request.query.get("height")]
+        begin = _size([int(n) if n and n.isdecimal() and len(n) < 5 else n for n in wanted]) or (80, 24)
+        tab = Tab(self._command, begin, websocket)
+        working = asyncio.create_task(tab.work())
+        try:
+            async for kind, rest in messages(websocket):
+                match [kind, *rest]:
+                    case ["stdin", str(text)]:
+                        tab.type(text)
+                    case ["resize", {"width": width, "height": height}] if size := _size([width, height]):
+                        tab.resize(*size)
+                    case ["focus" | "blur"]:
+                        tab.tell(type=kind)
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+            await tab.stop()
+
+
+def _size(wanted: Sequence[Any]) -> tuple[int, int] | None:
+    """(columns, rows) within the limits; None if these are no numbers."""
+    if any(type(number) is not int for number in wanted):
+        return None
+    columns, rows = (max(least, min(most, n)) for n, (least, most) in zip(wanted, (COLUMNS, ROWS), strict=True))
+    return columns, rows
+
+
+async def serve_tabs(host: str, listening: socket.socket, command: list[str], on_ready: Callable[[str], None]) -> int:
+    """Until a signal comes; returns the exit code. `on_ready` gets the token."""
+    stop = stopped()
+    token = secrets.token_urlsafe(24)
+    async with TabSite(host, token, command).serving(listening):
+        on_ready(token)
+        await stop.wait()
+    return 0

@@ -1,0 +1,157 @@
+"""minitui bench: what it counts as the least possible work, and that it measures and reports what it says."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.config import ModelConfig
+from engine.core.allocator import BlockAllocator
+from engine.core.radix import RadixTree
+from engine.llm import LLM
+from engine.trace.records import RecordLog
+from minitui.bench import cpu, gpu, limits, main, speculation
+from minitui.bench.limits import Limits
+from minitui.bench.rows import Row
+from minitui.bench.shapes import Work, write_config
+from minitui.bench.watching import record_cost
+from minitui.dev import bench_host
+
+LIMITS = Limits(copy=4.2e12, read=4.1e12, matmul=747e12, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("size,parameters,read_ms", [("8B", 8.19e9, 3.69), ("0.6B", 0.596e9, 0.29)])
+def test_reading_the_weights_once_bounds_a_decode_step(
+    tmp_path: Path, size: str, parameters: float, read_ms: float
+) -> None:
+    config = ModelConfig.from_pretrained(write_config(size, tmp_path))
+    assert config.num_parameters == pytest.approx(parameters, rel=0.01)
+    work = Work.of(config, 2)
+    assert work.decode(LIMITS, [1]) * 1e3 == pytest.approx(read_ms, rel=0.01)
+    # 64 sequences read the same weights and 64 times the keys and values: 8 heads of 128, twice, in 2 bytes a layer.
+    extra = (work.decode(LIMITS, [1000] * 64) - work.decode(LIMITS, [1])) * LIMITS.read
+    assert extra == pytest.approx((64_000 - 1) * config.num_layers * 2 * 8 * 128 * 2)
+
+
+def test_a_mixture_reads_the_experts_that_its_tokens_want(tmp_path: Path) -> None:
+    config = ModelConfig.from_pretrained(write_config("30B-A3B", tmp_path))
+    assert config.num_parameters == pytest.approx(30.5e9, rel=0.01)
+    assert config.active_parameters == pytest.approx(3.35e9, rel=0.01)
+    work = Work.of(config, 2)
+    alone = config.active_parameters - config.vocab_size * config.hidden_size  # the embedding is looked up, not read
+    assert work.decode(LIMITS, [1]) == pytest.approx(alone * 2 / LIMITS.read, rel=0.01)
+    assert [round(work.experts_wanted(n)) for n in (1, 8, 64, 4096)] == [8, 52, 126, 128]
+    all_of_it = config.num_parameters - config.vocab_size * config.hidden_size
+    assert work.decode(LIMITS, [1] * 256) == pytest.approx(all_of_it * 2 / LIMITS.read, rel=0.02)
+    # A prefill multiplies with what its tokens use, not with all.
+    assert work.prefill(LIMITS, [4096]) < 2 * 2 * config.active_parameters * 4096 / LIMITS.matmul
+
+
+def test_a_prefill_is_bound_by_its_operations_and_a_cached_one_does_less(tmp_path: Path) -> None:
+    config = ModelConfig.from_pretrained(write_config("8B", tmp_path))
+    work = Work.of(config, 2)
+    matrices = 2 * work.body * 4096 / LIMITS.matmul
+    whole = work.prefill(LIMITS, [4096])
+    # Causal attention: every token meets half of the others on average.
+    attention = 4 * config.num_layers * 32 * 128 * 4096 * 4097 / 2 / LIMITS.matmul
+    assert whole == pytest.approx(matrices + attention, rel=0.001)
+    assert work.prefill(LIMITS, [4096], cached=4032) < whole / 20
+
+
+def test_the_share_of_the_limit_reads_both_ways() -> None:
+    assert Row("a", 50.0, "tok/s", limit=100.0).share == 0.5
+    assert Row("b", 50.0, "ms", limit=10.0).share == 0.2
+    fast, slow = Row("c", 9.0, "ms", 5.0, goal=10.0), Row("d", 9.0, "tok/s", 50.0, goal=10.0)
+    assert "reached" in fast.line() and "missed" in slow.line()
+
+
+def test_a_record_costs_microseconds() -> None:
+    cost = record_cost()
+    assert 0 < cost["append_us"] < 200 and 0 < cost["pack_us"] < 200
+
+
+def test_the_command_measures_the_bundled_model_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cpu, "REPEATS", 1)
+    monkeypatch.setattr(cpu, "REPLY", 8)
+    monkeypatch.setattr(speculation, "REPEATS", 1)
+    monkeypatch.setattr(speculation, "PROMPT", 150)
+    monkeypatch.setattr(speculation, "CPU_REPLY", 40)
+    monkeypatch.setattr(limits, "CPU_NUMBERS", 1 << 22)
+    monkeypatch.setattr(main, "_models", lambda *_: iter([("bundled", _bundled(), False)]))
+    assert main.main(["--device", "cpu", "--json", "--no-compare", "--no-watching", "--threads", "1"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["limits"]["read"] > 0 and report["limits"]["matmul"] > 0
+    rows = {row["name"]: row for row in report["models"]["bundled"]["rows"]}
+    assert rows["one stream"]["value"] > 0 and rows["8 streams"]["share"] > 0
+    cached, cold = rows["first token, 512 cached + 16"], rows["first token, 528 cold"]
+    assert cached["value"] < cold["value"], "a cached prefix should make the first token come sooner"
+    edited, random = rows["edited code, 1 with drafts"], rows["nothing repeats, 1 with drafts"]
+    assert edited["value"] > 0 and random["value"] > 0
+    assert "1.00 tokens a step, no drafts" in random["note"] and "drafts right" in edited["note"]
+    several = re.search(r"([0-9.]+) tokens a step", edited["note"])
+    assert several and float(several[1]) > 1.5, "what is guessed right should make tokens come sooner"
+
+
+def test_a_batch_is_told_with_its_prompts_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "REPLY", 8)
+    llm = LLM(_bundled(), device="cpu", cpu_threads=1)
+    work = Work.of(ModelConfig.from_pretrained(_bundled()), 4)
+    decoding, whole = gpu.GpuRows(llm, work, LIMITS, {}).batch(4)
+    assert (decoding.name, whole.name) == ("batch 4", "batch 4 with its prompts")
+    assert 0 < whole.value < decoding.value, "512 prompt tokens take longer than a step that decodes four"
+    # Four steps' worth of keys more or less is nothing beside the weights: a step is read once for four tokens.
+    assert decoding.limit == pytest.approx(4 / work.decode(LIMITS, [132] * 4), rel=0.01)
+    assert whole.limit == pytest.approx(4 * 8 / work.replies(LIMITS, [128] * 4, [8] * 4))
+
+
+def _bundled() -> str:
+    from minitui import tutor
+
+    return str(tutor.model_dir())
+
+
+def test_the_host_is_measured_without_a_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_host, "BATCHES", (2, 32))
+    monkeypatch.setattr(bench_host, "TREES", (200,))
+    monkeypatch.setattr(bench_host, "RUNS", 1)
+    assert main.main(["--host", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {(cost["rows"], cost["delay"], cost["records"]) for cost in report["steps"]} == {
+        (rows, delay, records) for rows in (2, 32) for delay in (0, 1) for records in (False, True)
+    }
+    assert all(0 < cost["plan_us"] + cost["commit_us"] < cost["worst_us"] for cost in report["steps"])
+    (tree,) = report["tree"]
+    assert tree["blocks"] == 200 and min(tree.values()) > 0
+
+
+def test_a_step_and_the_tree_grow_with_what_they_must_and_no_faster() -> None:
+    """Quadratic would be 64 times as much for eight times the rows, and for a tree 20 times larger 20 times."""
+    few, many = (bench_host.step_cost(rows, 0, True, runs=2) for rows in (32, 256))
+    assert many.step_us < 24 * few.step_us
+    small, large = bench_host.tree_cost(400), bench_host.tree_cost(8_000)
+    for name in ("match_us", "insert_us", "split_us", "evict_us"):
+        assert getattr(large, name) < 8 * getattr(small, name), name
+
+
+def test_evicting_a_long_reply_block_by_block_costs_no_more_a_block_than_a_short_one() -> None:
+    def per_block(blocks: int) -> float:
+        log, allocator = RecordLog(), BlockAllocator(blocks + 1)
+        tree = RadixTree(16, allocator, log)
+        held = allocator.allocate(blocks) or []
+        node = tree.add(tree.root, 1, [(i,) * 16 for i in range(blocks)], held, -1)
+        tree.unlock(node, log.append("finish", 1, "length", 0))
+        allocator.release(held)
+        began = time.perf_counter()
+        for _ in range(blocks):
+            assert tree.evict(1, "the pool is full") == 1
+        return (time.perf_counter() - began) / blocks
+
+    assert per_block(2048) < 5 * min(per_block(64) for _ in range(3))  # it was 28 times as much

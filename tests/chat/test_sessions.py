@@ -1,0 +1,525 @@
+"""Chats without a terminal: token-exact turns, forks, cancelling, what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import InvalidRequest
+from minitui.chat.sessions import Chats, Message, Sampling, Session, continue_prompt, describe_answer, split_thinking
+from minitui.chat.store import Store, StoredChat, StoredMessage, StoreError
+from tests.support.fake_client import END, START, ByteCodec, FakeSource
+
+CODEC = ByteCodec()
+SYSTEM = "You explain inference engines. " * 3
+
+
+async def chats_on(source: FakeSource, store: Store | None = None) -> Chats:
+    await source.start(lambda progress: None)
+    chats = Chats(source, store)
+    chats.use(CODEC)
+    return chats
+
+
+async def answered(*sessions: Session) -> None:
+    async with asyncio.timeout(10):
+        while any(s.busy for s in sessions):
+            await asyncio.sleep(0.001)
+
+
+async def test_a_second_turn_begins_with_exactly_the_ids_of_the_first():
+    chats = await chats_on(FakeSource())
+    session = chats.new(SYSTEM)
+    chats.send(session, "What is a block table?")
+    await answered(session)
+    kept = list(session.ids)
+    assert kept[-1] == END  # the reply's end token belongs to the conversation
+    session.messages.append(Message("user", "and a radix tree?"))
+    prompt = chats.prompt(session)
+    assert prompt.ids[: len(kept)] == kept
+    assert prompt.kept == len(kept)
+    assert prompt.diverges_at is None
+
+
+async def test_the_second_turn_takes_every_full_block_of_the_first_from_the_cache():
+    chats = await chats_on(FakeSource())
+    session = chats.new(SYSTEM)
+    chats.send(session, "What is a block table?")
+    await answered(session)
+    written = len(session.ids) - 1  # the last token drawn has no KV
+    chats.send(session, "and a radix tree?")
+    await answered(session)
+    assert session.messages[-1].metrics["cached_tokens"] == written // 16 * 16
+
+
+def test_generated_ids_are_kept_where_the_tokenizer_would_spell_otherwise():
+    class Pairs(ByteCodec):  # id 258 spells "ab" too
+        def decode(self, ids, skip_special_tokens=False):
+            return super().decode([b for i in ids for b in ((97, 98) if i == 258 else (i,))], skip_special_tokens)
+
+    rendered = [START, 97, 98, END, 10]
+    prompt = continue_prompt(rendered, [START, 258, END], Pairs())
+    assert prompt.ids == [START, 258, END, 10]
+    assert prompt.kept == 3
+
+
+def test_an_answer_cut_short_is_continued_by_the_template_behind_its_last_token():
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "half an ans"}]
+    rendered = CODEC.apply_chat_template(messages)
+    kept = [*CODEC.apply_chat_template(messages[:1]), *b"half an ans"]
+    prompt = continue_prompt(rendered, kept, CODEC)
+    assert prompt.ids == rendered
+    assert prompt.kept == len(kept)
+    assert prompt.diverges_at is None
+
+
+def test_an_answer_cut_inside_a_character_is_spelled_anew():
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "half a 🫨"}]
+    rendered = CODEC.apply_chat_template(messages)
+    kept = [*CODEC.apply_chat_template(messages[:1]), *"half a 🫨".encode()[:-2]]
+    prompt = continue_prompt(rendered, kept, CODEC)
+    assert prompt.ids == rendered
+
+
+async def test_a_template_that_drops_thinking_says_where_the_turn_diverges_and_why():
+    chats = await chats_on(FakeSource(lambda prompt: "<think>hm</think>\n\nIt maps positions."))
+    session = chats.new("")
+    chats.send(session, "What is a block table?")
+    await answered(session)
+    assert split_thinking(session.messages[-1].text) == ("hm", "It maps positions.", False)
+    kept = list(session.ids)
+    chats.send(session, "more")
+    await answered(session)
+    diverged = session.messages[-1].metrics["diverged"]
+    assert diverged["reason"] == "the template drops the thinking of earlier turns"
+    at = diverged["at"]
+    assert CODEC.decode(kept[:at]).endswith("assistant\n")  # everything before the thinking is still shared
+    text = " ".join(t for t, _ in describe_answer(session.messages[-1]))
+    assert f"from token {at} on the prompt is a new text" in text
+
+
+async def test_an_answer_that_is_asked_for_again_blames_no_template():
+    chats = await chats_on(FakeSource())
+    session = chats.new(SYSTEM)
+    chats.send(session, "What is a block table?")
+    await answered(session)
+    asked = session.messages[-1].metrics["prompt_tokens"]
+    chats.retry(session)
+    await answered(session)
+    metrics = session.messages[-1].metrics
+    assert "diverged" not in metrics and metrics["cached_tokens"] == (asked - 1) // 16 * 16
+
+
+async def test_a_changed_system_prompt_diverges_in_the_first_tokens():
+    chats = await chats_on(FakeSource())
+    session = chats.new("You are terse.")
+    chats.send(session, "What is a block table?")
+    await answered(session)
+    chats.set_system(session, "You are wordy.")
+    session.messages.append(Message("user", "again"))
+    prompt = chats.prompt(session)
+    assert prompt.reason == "the system prompt was changed"
+    assert prompt.diverges_at == 1 + len(b"system\nYou are ")
+
+
+@given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.text(max_size=12)), max_size=6), st.data())
+def test_whatever_was_kept_the_prompt_spells_what_the_template_renders(turns, data):
+    rendered = CODEC.apply_chat_template([{"role": r, "content": c} for r, c in turns])
+    kept = data.draw(st.one_of(st.just(rendered), st.lists(st.integers(0, 257), max_size=40)))
+    if kept == rendered and rendered:
+        kept = rendered[: data.draw(st.integers(0, len(rendered)))]
+    prompt = continue_prompt(rendered, kept, CODEC)
+    assert CODEC.decode(prompt.ids) == CODEC.decode(rendered)
+    assert prompt.ids[: prompt.kept] == kept[: prompt.kept]
+
+
+async def test_a_fork_shares_its_past_and_goes_its_own_way():
+    chats = await chats_on(FakeSource())
+    session = chats.new(SYSTEM)
+    chats.send(session, "What is a block table?")
+    await answered(session)
+    fork = chats.fork(session)
+    assert fork.parent == session.id
+    assert [m.text for m in fork.messages] == [m.text for m in session.messages]
+    chats.send(fork, "one way")
+    chats.send(session, "another way")
+    await answered(session, fork)
+    assert fork.messages[-2].text == "one way"
+    assert session.messages[-2].text == "another way"
+    for s in (session, fork):
+        assert s.messages[-1].metrics["cached_tokens"] >= 16 * 8
+
+
+async def test_eight_chats_are_answered_at_once_and_share_one_system_prompt():
+    source = FakeSource(lambda prompt: "x" * 60, speed=0.001)
+    chats = await chats_on(source)
+    sessions = [chats.new(SYSTEM) for _ in range(8)]
+    assert chats.send_all("Say something long.") == sessions
+    most = 0
+    while any(s.busy for s in sessions):
+        most = max(most, len(source.engine.scheduler.running))
+        await asyncio.sleep(0.001)
+    assert most == 8  # all in one batch
+    assert [s.state for s in sessions] == ["done"] * 8
+    cached = [s.messages[-1].metrics["cached_tokens"] for s in sessions]
+    assert cached[0] == 0
+    assert all(c >= len(SYSTEM) // 16 * 16 for c in cached[1:])
+
+
+async def in_mid_answer(store: Store) -> tuple[Chats, Session]:
+    source = FakeSource(lambda prompt: "y" * 2000, speed=0.001)
+    chats = await chats_on(source, store)
+    session = chats.new(SYSTEM)
+    chats.send(session, "go on and on")
+    while len(session.messages[-1].text) < 5:
+        await asyncio.sleep(0.001)
+    return chats, session
+
+
+async def test_cancelling_keeps_what_is_there_and_frees_the_request(tmp_path):
+    store = Store(tmp_path / "chats.sqlite")
+    chats, session = await in_mid_answer(store)
+    assert chats.cancel(session)
+    await answered(session)
+    assert session.state == "cancelled"
+    assert not chats.source.engine.has_work
+    assert not chats.cancel(session)
+    [kept] = store.open_chats()
+    assert kept.messages[-1].state == "cancelled"
+    assert kept.messages[-1].text == session.messages[-1].text
+
+
+async def test_a_question_is_saved_before_it_is_answered(tmp_path):
+    store = Store(tmp_path / "chats.sqlite")
+    chats = Chats(FakeSource(), store)  # the engine never starts
+    session = chats.new(SYSTEM)
+    chats.send(session, "Is this kept?")
+    [kept] = Store(tmp_path / "chats.sqlite").open_chats()
+    assert [(m.role, m.text, m.state) for m in kept.messages] == [
+        ("user", "Is this kept?", "done"),
+        ("assistant", "", "queued"),
+    ]
+    chats.cancel(session)
+    assert session.state == "cancelled"
+
+
+async def test_a_chat_taken_up_again_is_token_exact(tmp_path):
+    store = Store(tmp_path / "chats.sqlite")
+    chats = await chats_on(FakeSource(), store)
+    session = chats.new(SYSTEM)
+    chats.send(session, "What is a block table?")
+    await answered(session)
+    store.close()
+    again = await chats_on(FakeSource(), Store(tmp_path / "chats.sqlite"))
+    assert again.restore() == 1
+    restored = again.sessions[0]
+    assert restored.ids == session.ids
+    assert again.prompt(restored).kept == len(session.ids)
+    assert again.asked() == ["What is a block table?"]
+    assert [(m.role, m.text, m.state) for m in restored.messages] == [
+        (m.role, m.text, m.state) for m in session.messages
+    ]
+    assert restored.messages[-1].metrics["prompt_tokens"] == session.messages[-1].metrics["prompt_tokens"]
+
+
+async def test_chats_are_restored_before_the_engine_is_known_and_ids_of_another_model_are_not_used(tmp_path):
+    store = Store(tmp_path / "chats.sqlite")
+    chats = await chats_on(FakeSource(), store)
+    session = chats.new(SYSTEM)
+    chats.send(session, "What is a block table?")
+    await answered(session)
+    for model, kept in ((chats.model, len(session.ids)), ("another", 0)):
+        source = FakeSource()
+        store.close()
+        store = Store(tmp_path / "chats.sqlite")
+        again = Chats(source, store)
+        again.restore()  # as the command line does it: nothing is loaded yet
+        await source.start(lambda progress: None)
+        source.info["model"] = model
+        again.use(ByteCodec())
+        assert again.prompt(again.sessions[0]).kept == kept
+
+
+async def asked(store: Store, *questions: str) -> Chats:
+    """Of one start: a chat for each question, answered, and an empty one."""
+    chats = await chats_on(FakeSource(), store)
+    for question in questions:
+        chats.send(chats.new(SYSTEM), question)
+        await answered(chats.sessions[-1])
+    chats.new(SYSTEM)
+    return chats
+
+
+async def test_after_many_starts_only_the_chats_of_the_last_come_back_and_the_others_are_found(tmp_path):
+    path = tmp_path / "chats.sqlite"
+    for number in range(6):
+        store = Store(path)
+        await asked(store, f"start {number}")
+        store.close()
+    await asked(store := Store(path), "paging", "prefill")
+    store.close()
+    await asked(store := Store(path))  # looked in, and asked nothing
+    store.close()
+    chats = Chats(FakeSource(), Store(path))
+    assert chats.restore() == 2 and [s.title for s in chats.sessions] == ["paging", "prefill"]
+    assert chats.left_out == "F finds the 6 older chats that were kept."
+    assert [one.title for one in chats.store.search("start 3")] == ["start 3"]
+
+
+async def test_of_very_many_chats_those_used_last_come_back(tmp_path):
+    store = Store(tmp_path / "chats.sqlite")
+    chats = await asked(store, *(f"chat {number}" for number in range(12)))
+    chats.send(chats.sessions[1], "and then?")
+    await answered(chats.sessions[1])
+    store.close()
+    again = Chats(FakeSource(), Store(tmp_path / "chats.sqlite"))
+    assert again.restore() == 9
+    assert [s.title for s in again.sessions] == ["chat 1", *(f"chat {number}" for number in range(4, 12))]
+
+
+async def test_what_one_minitui_has_open_a_second_forks_and_neither_overwrites_the_other(tmp_path):
+    path = tmp_path / "chats.sqlite"
+    first = await asked(Store(path), "paging")
+    second = await chats_on(FakeSource(), Store(path))
+    assert second.restore() == 0 and not second.sessions
+    assert "1 chat is open in another minitui" in second.left_out and "opens a fork" in second.left_out
+    mine = first.sessions[0]
+    fork = second.reopen(mine.id)
+    assert fork.id != mine.id and fork.parent == mine.id and "another minitui has this chat open" in fork.note
+    second.send(fork, "asked in the second")
+    first.send(mine, "asked in the first")
+    await answered(fork, mine)
+    for session, word in ((mine, "first"), (fork, "second")):
+        kept = second.store.load(session.id)
+        assert [m.text for m in kept.messages if m.role == "user"] == ["paging", f"asked in the {word}"]
+        assert [m.text for m in kept.messages] == [m.text for m in session.messages]
+    first.close(mine)  # it is nobody's now
+    assert second.reopen(mine.id).id == mine.id
+    assert first.reopen(mine.id).id != mine.id, "and now it is the second's"
+
+
+def test_a_chat_is_free_when_the_minitui_that_had_it_open_was_killed(tmp_path):
+    program = (
+        "import sys, time; from minitui.chat.store import Store, StoredChat, StoredMessage;"
+        "store = Store(sys.argv[1]);"
+        "store.save_chat(StoredChat('a', 't', '', None, {}, 1.0, 'm', [], []));"
+        "store.save_message('a', 0, StoredMessage('user', 'q'));"
+        "print('saved', flush=True); time.sleep(60)"
+    )
+    path = tmp_path / "chats.sqlite"
+    other = subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "saved\n"
+        store = Store(path)
+        assert not store.claim("a") and store.take_over(9).elsewhere == 1
+    finally:
+        other.kill()
+        other.wait()
+    assert [one.id for one in store.take_over(9).chats] == ["a"] and store.claim("a")
+    store.close()
+    left = list(tmp_path.glob("open-*.lock"))
+    assert len(left) == 1, "that of the killed one"
+    os.utime(left[0], (0, 0))
+    store = Store(path)
+    assert store.claim("a") and left[0] not in tmp_path.glob("open-*.lock"), "the next to begin takes it away"
+
+
+async def test_when_the_engine_dies_the_answer_so_far_stays_and_says_so():
+    source = FakeSource(lambda prompt: "z" * 2000, speed=0.001)
+    chats = await chats_on(source)
+    session = chats.new(SYSTEM)
+    chats.send(session, "go on")
+    while not session.messages[-1].text:
+        await asyncio.sleep(0.001)
+    source.die("the engine process ended by signal SIGKILL")
+    await answered(session)
+    assert session.state == "error"
+    assert session.messages[-1].text.startswith("z")
+    assert "SIGKILL" in session.messages[-1].error
+    await source.restart(lambda progress: None)
+    chats.retry(session)
+    while not session.messages[-1].text:
+        await asyncio.sleep(0.001)
+    chats.cancel_all()
+
+
+async def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers():
+    chats = await chats_on(FakeSource(num_blocks=9))
+    session = chats.new("")
+    chats.send(session, "w" * 500)
+    await answered(session)
+    assert session.state == "error"
+    assert "128" in session.messages[-1].error  # eight blocks of sixteen
+
+
+async def test_asking_while_an_answer_is_written_is_refused():
+    chats = await chats_on(FakeSource(lambda prompt: "y" * 500, speed=0.001))
+    session = chats.new("")
+    chats.send(session, "one")
+    with pytest.raises(InvalidRequest, match="still answering"):
+        chats.send(session, "two")
+    chats.cancel_all()
+
+
+def test_sampling_is_set_by_name_and_refused_with_a_sentence():
+    sampling = Sampling()
+    assert "0.5" in sampling.set("temperature", "0.5")
+    sampling.set("ignore_eos", "on")
+    assert sampling.params({}).ignore_eos
+    sampling.set("temperature", "default")
+    assert sampling.params({"temperature": 0.25}).temperature == 0.25
+    for name, value in (("temperature", "-1"), ("temperature", "hot"), ("max_tokens", "0"), ("colour", "red")):
+        with pytest.raises(InvalidRequest):
+            sampling.set(name, value)
+    assert sampling.max_tokens is None
+
+
+@pytest.mark.parametrize(("full", "words"), [(False, "limit of its length"), (True, "may have 128 tokens together")])
+def test_an_answer_that_was_cut_says_whose_limit_it_was(full: bool, words: str) -> None:
+    metrics = {"finish": "length", "full": full, "prompt_tokens": 124, "cached_tokens": 0, "output_tokens": 4}
+    assert words in " · ".join(t for t, _ in describe_answer(Message("assistant", "x", metrics=metrics)))
+
+
+@pytest.mark.parametrize(
+    ("match", "words"),
+    [
+        ({"stop": "differs", "at": 37}, "differs at token 37"),
+        ({"stop": "ends", "at": 32}, "no more is cached"),
+        ({"stop": "evicted", "at": 812}, "evicted at step 812"),
+        ({"stop": "short", "at": 0}, "shorter than a block"),
+        ({"stop": "empty", "at": 0}, "nothing cached begins like this"),
+        ({"stop": "whole", "at": 0}, "all that can be shared"),
+    ],
+)
+def test_the_line_under_an_answer_says_what_came_from_the_cache_and_why_no_more(match, words):
+    metrics = {"ttft_ms": 84.2, "decode_tok_s": 41.3, "output_tokens": 96, "prompt_tokens": 640, "cached_tokens": 512}
+    text = " · ".join(t for t, _ in describe_answer(Message("assistant", "x", metrics={**metrics, "match": match})))
+    assert "first token 84 ms · 41 tok/s · 96 tokens · 512 of 640 prompt tokens from cache" in text
+    assert words in text
+
+
+def test_thinking_is_split_off_also_while_its_tag_is_only_half_there():
+    assert split_thinking("<thi") == ("", "", True)
+    assert split_thinking("<think>so it") == ("so it", "", True)
+    assert split_thinking("<think>so</think>\nYes.") == ("so", "Yes.", False)
+    assert split_thinking("<b>no</b>") == ("", "<b>no</b>", False)
+
+
+def test_the_rate_is_that_of_the_arrivals_and_not_of_how_often_one_looks():
+    session = Session("a", "t", "")
+    for tick in range(11):
+        session._arrivals.append((tick * 0.1, 2))
+    assert session.rate(now=1.0) == pytest.approx(20.0)
+    assert session.rate(now=1.05) == pytest.approx(20.0)
+    assert session.rate(now=3.0) == 0.0
+    assert session.rate(window=5.0, now=3.0) == pytest.approx(20.0)
+    session._arrivals.extend([(9.0, 10), (9.0001, 10), (9.1, 1)])
+    assert session.rate(now=9.1) == 0.0, "the first tokens have no speed yet, nor have steps taken one by one"
+    session._arrivals.append((9.2001, 1))
+    assert session.rate(now=9.3) > 0
+    session.forget_rate()
+    assert session.rate(now=9.3) == 0.0, "in slow motion the speed before it does not count"
+
+
+def test_an_answer_that_ended_with_the_process_says_so_and_one_that_was_cancelled_too(tmp_path):
+    store = Store(tmp_path / "chats.sqlite")
+    store.save_chat(StoredChat("a", "t", "", None, {}, 1.0, "m", [], []))
+    for position, state in ((1, "running"), (3, "cancelled")):
+        store.save_message("a", position - 1, StoredMessage("user", "q", created=1.0))
+        store.save_message("a", position, StoredMessage("assistant", "half", state, created=1.0))
+    chats = Chats(FakeSource(), store)
+    chats.restore()
+    cut, cancelled = (m for m in chats.sessions[0].messages if m.role == "assistant")
+    assert describe_answer(cut) == [("cut short: minitui ended while it was written", "bad")]
+    assert describe_answer(cancelled) == [("cancelled", "bad")]
+
+
+async def test_a_chat_closed_in_mid_answer_stays_closed(tmp_path):
+    store = Store(tmp_path / "chats.sqlite")
+    chats, session = await in_mid_answer(store)
+    chats.close(session)
+    assert session.state == "cancelled"
+    for _ in range(20):  # the engine's last word on it has come
+        await asyncio.sleep(0.001)
+    assert not chats.source.engine.has_work
+    assert store.open_chats() == []
+    [kept] = [store.load(session.id)]
+    assert kept.messages[-1].state == "cancelled" and kept.messages[-1].text.startswith("yyyyy")
+
+
+async def test_a_chat_file_that_fails_for_a_while_ends_no_chat_and_lacks_nothing_afterwards(tmp_path, monkeypatch):
+    store = Store(tmp_path / "chats.sqlite")
+    chats = await chats_on(FakeSource(), store)
+    told: list[str] = []
+    chats.on_unsaved = told.append
+    one, two, gone = chats.new(SYSTEM), chats.new(SYSTEM), chats.new(SYSTEM)
+    chats.send(gone, "first of all")
+    await answered(gone)
+    monkeypatch.setattr(store, "together", failing)
+    for session in (one, two):
+        chats.send(session, "Is this kept?")
+    await answered(one, two)
+    chats.close(gone)
+    chats.retry(one, "Is that kept?")
+    await answered(one)
+    assert (one.state, two.state) == ("done", "done")
+    assert [sentence for sentence in told if "disk is full" not in sentence] == [] and len(told) == 1
+    assert chats.unsaved.keys() == {one.id, two.id}
+    monkeypatch.undo()
+    chats.cancel_all()  # the application ends
+    assert not chats.unsaved
+    assert {c.id: [m.text for m in c.messages] for c in store.open_chats()} == {
+        s.id: [m.text for m in s.messages] for s in (one, two)
+    }
+
+
+async def test_a_chat_that_the_file_lacks_is_reopened_as_it_was_when_it_was_closed(tmp_path, monkeypatch):
+    store = Store(tmp_path / "chats.sqlite")
+    chats = await chats_on(FakeSource(), store)
+    chat = chats.new(SYSTEM)
+    chats.send(chat, "first")
+    await answered(chat)
+    with monkeypatch.context() as full:
+        full.setattr(store, "together", failing)
+        chats.send(chat, "second")
+        await answered(chat)
+        chats.close(chat)
+    chats._save_again = 0.0
+    assert [m.text for m in chats.reopen(chat.id).messages if m.role == "user"] == ["first", "second"]
+    assert [len(c.messages) for c in store.open_chats()] == [4] and not chats.unsaved
+
+
+async def test_an_empty_chat_closed_while_the_file_fails_holds_up_no_other(tmp_path, monkeypatch):
+    store = Store(tmp_path / "chats.sqlite")
+    chats = await chats_on(FakeSource(), store)
+    chat = chats.new(SYSTEM)
+    with monkeypatch.context() as full:
+        full.setattr(store, "close_chat", lambda id: failing().__enter__())
+        full.setattr(store, "together", failing)
+        chats.close(chats.new(SYSTEM))
+        chats.send(chat, "Is this kept?")
+        await answered(chat)
+    chats.cancel_all()  # the application ends
+    assert [c.id for c in store.open_chats()] == [chat.id] and not chats.unsaved
+
+
+@contextlib.contextmanager
+def failing():
+    raise StoreError("the chat file cannot be used: database or disk is full")
+    yield
+
+
+async def test_whatever_goes_wrong_with_an_answer_ends_it(monkeypatch):
+    chats = await chats_on(FakeSource())
+    session = chats.new(SYSTEM)
+    monkeypatch.setattr(CODEC, "apply_chat_template", lambda *_, **__: 1 // 0, raising=False)
+    chats.send(session, "x")
+    await answered(session)
+    assert session.state == "error" and "ZeroDivisionError" in session.messages[-1].error

@@ -1,0 +1,203 @@
+"""The chat file and the settings file."""
+
+from __future__ import annotations
+
+import sqlite3
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from engine.errors import EngineError
+from minitui import settings as settings_file
+from minitui.chat.store import MIGRATIONS, Store, StoredChat, StoredMessage, StoreError
+from minitui.settings import ChatSettings, Settings, SettingsError
+
+
+def chat(id: str = "a", **changes) -> StoredChat:
+    fields = {
+        "title": "paging",
+        "system": "be brief",
+        "parent": None,
+        "settings": {"seed": 3},
+        "created": 1.0,
+        "model": "m",
+        "ids": [1, 70_000],
+        "messages": [],
+    }
+    return StoredChat(id=id, **(fields | changes))
+
+
+def test_what_is_saved_comes_back(tmp_path):
+    store = Store(tmp_path / "chats.sqlite")
+    store.save_chat(chat())
+    store.save_message("a", 0, StoredMessage("user", "why? ü 🫨", created=2.0))
+    store.save_message("a", 1, StoredMessage("assistant", "half", "running", created=3.0))
+    store.save_message("a", 1, StoredMessage("assistant", "whole", "done", metrics={"prompt_tokens": 7}, created=3.0))
+    store.close()
+    [back] = Store(tmp_path / "chats.sqlite").open_chats()
+    assert (back.title, back.system, back.settings, back.ids) == ("paging", "be brief", {"seed": 3}, [1, 70_000])
+    assert [(m.role, m.text, m.state, m.metrics) for m in back.messages] == [
+        ("user", "why? ü 🫨", "done", {}),
+        ("assistant", "whole", "done", {"prompt_tokens": 7}),
+    ]
+
+
+def test_closed_and_empty_chats_are_kept_but_not_restored(tmp_path):
+    store = Store(tmp_path / "chats.sqlite")
+    for id in ("closed", "empty", "open"):
+        store.save_chat(chat(id))
+    for id in ("closed", "open"):
+        store.save_message(id, 0, StoredMessage("user", "x"))
+    store.close_chat("closed")
+    assert [c.id for c in store.open_chats()] == ["open"]
+    store.truncate("open", 0)
+    assert store.open_chats() == []
+
+
+def test_a_file_of_the_first_schema_is_brought_up_to_date_with_its_chats(tmp_path):
+    path = tmp_path / "chats.sqlite"
+    db = sqlite3.connect(path)
+    db.executescript(f"{MIGRATIONS[0]} PRAGMA user_version = 1;")
+    db.execute(
+        "INSERT INTO chats (id, title, system, parent, settings, created) VALUES ('old', 't', 's', NULL, '{}', 1)"
+    )
+    db.execute("INSERT INTO messages VALUES ('old', 0, 'user', 'still here?', 'done', '', '{}', 1)")
+    db.commit()
+    db.close()
+    store = Store(path)
+    assert store.version == len(MIGRATIONS)
+    [old] = store.open_chats()
+    assert (old.model, old.ids, old.messages[0].text) == ("", [], "still here?")
+
+
+def test_a_file_of_a_newer_minitui_is_refused_and_left_alone(tmp_path):
+    path = tmp_path / "chats.sqlite"
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(StoreError, match="schema version 99"):
+        Store(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [("GRÖSSE", True), ("öSS wie", True), ("%%", False), ("nach", True), ("wie " * 2000, True), ("x" * 60_000, False)],
+    ids=lambda value: str(value)[:12],
+)
+def test_any_words_can_be_searched_for(words, found):
+    store = Store(":memory:")
+    store.save_chat(StoredChat("id", "Wie groß?", "", None, {}, 1.0, "", [], []))
+    store.save_message("id", 0, StoredMessage("user", "Die Grösse: 1 \0 danach 100%."))
+    assert [one.id for one in store.search(words)] == ["id"] * found
+
+
+def test_a_file_that_is_no_database_is_a_sentence(tmp_path):
+    path = tmp_path / "chats.sqlite"
+    path.write_text("not a database, but long enough to be taken for one" * 40)
+    with pytest.raises(EngineError, match="Move it away"):
+        Store(path)
+
+
+def test_settings_come_back_as_they_were_written(tmp_path):
+    path = tmp_path / "deep" / "settings.toml"
+    settings = Settings(
+        theme="minitui-light", fps=7, ascii=True, keys={"freeze": "f8"}, chat=ChatSettings(system='say "hi"\n', seed=3)
+    )
+    settings_file.save(settings, path)
+    assert settings_file.load(path) == settings
+    assert [p.name for p in path.parent.iterdir()] == ["settings.toml"]  # no temporary file is left
+
+
+def test_missing_settings_are_the_defaults(tmp_path):
+    assert settings_file.load(tmp_path / "none.toml") == Settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("theme = 3", "theme"),
+        ("colour = 'red'", "colour"),
+        ("fps = 0", "fps"),
+        ("[chat]\nseed = 'x'", "chat.seed"),
+        ("[keys]\nfreeze = 8", "keys.freeze"),
+        ("= 3", "cannot be read"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(tmp_path, text, named):
+    path = tmp_path / "settings.toml"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=named):
+        settings_file.load(path)
+
+
+def test_a_file_that_cannot_be_written_is_told_in_a_sentence_and_nothing_is_half_in_it(tmp_path):
+    store = Store(tmp_path / "chats.sqlite")
+    store.save_chat(chat())
+    other = sqlite3.connect(tmp_path / "chats.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreError, match=r"chats\.sqlite cannot be used: database is locked"):
+        store.save_chat(chat(title="other"))
+    other.execute("ROLLBACK")
+    with pytest.raises(StoreError), store.together():
+        store.save_message("a", 0, StoredMessage("user", "x"))
+        store._db.execute("DROP TABLE messages")
+        store.save_message("a", 1, StoredMessage("assistant", "y"))
+    assert store.load("a").messages == []
+    store.save_message("a", 0, StoredMessage("user", "x"))
+    assert [m.text for m in store.load("a").messages] == ["x"]
+
+
+def test_two_that_begin_at_once_make_one_file(tmp_path):
+    def begin(_: int) -> int:
+        store = Store(tmp_path / "chats.sqlite")
+        try:
+            return store.version
+        finally:
+            store.close()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(begin, range(24))) == {len(MIGRATIONS)}
+
+
+def test_what_is_damaged_in_a_row_costs_no_word_that_was_said(tmp_path):
+    store = Store(tmp_path / "chats.sqlite")
+    store.save_chat(chat())
+    store.save_message("a", 0, StoredMessage("user", "why?"))
+    store._db.execute("UPDATE chats SET settings = '{oops', ids = x'010203'")
+    store._db.execute("UPDATE messages SET metrics = '[1'")
+    [back] = store.open_chats()
+    assert (back.settings, back.ids, [(m.text, m.metrics) for m in back.messages]) == ({}, [], [("why?", {})])
+
+
+def test_a_data_directory_that_cannot_be_made_is_told_with_the_way_out(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MINITUI_DATA", str(tmp_path / "file" / "data"))
+    with pytest.raises(SettingsError, match=r"Not a directory.* MINITUI_DATA"):
+        settings_file.data_dir()
+
+
+@pytest.mark.parametrize(
+    ("code", "way_out"),
+    [
+        (sqlite3.SQLITE_FULL, "Make room on its disk, or set MINITUI_DATA"),
+        (sqlite3.SQLITE_IOERR, "Look whether its disk is full or broken, or set MINITUI_DATA"),
+        (sqlite3.SQLITE_READONLY, "Allow writing to it and its directory, or set MINITUI_DATA"),
+        (sqlite3.SQLITE_CANTOPEN | 512, "Allow writing to its directory, or set MINITUI_DATA"),
+        (sqlite3.SQLITE_NOTADB, "Move it away to start afresh"),
+    ],
+)
+def test_a_chat_file_that_cannot_be_made_is_moved_away_only_if_it_is_none(tmp_path, monkeypatch, code, way_out):
+    def refuse(*arguments, **options):
+        error = sqlite3.OperationalError("refused")
+        error.sqlite_errorcode = code
+        raise error
+
+    monkeypatch.setattr(sqlite3, "connect", refuse)
+    with pytest.raises(StoreError, match=f"chats.sqlite cannot be used as a chat file: refused. {way_out}") as told:
+        Store(tmp_path / "chats.sqlite")
+    assert ("Move it away" in str(told.value)) == (code == sqlite3.SQLITE_NOTADB)
+
+
+def test_a_chat_file_in_a_directory_that_is_not_there_cannot_be_made(tmp_path):
+    with pytest.raises(StoreError, match="Allow writing to its directory, or set MINITUI_DATA to another"):
+        Store(tmp_path / "missing" / "chats.sqlite")

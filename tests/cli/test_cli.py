@@ -1,0 +1,345 @@
+"""The command line: help that teaches, errors that are sentences."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.errors import EngineError
+from minitui import __version__
+from minitui.chat.sessions import Sampling
+from minitui.cli import launch
+from minitui.cli.ask import ask
+from minitui.cli.doctor import EXTRAS, report
+from minitui.cli.launch import apply_looks, make_sampling
+from minitui.cli.main import app, main
+from minitui.settings import ChatSettings, Settings
+from minitui.tui.terminal import has_terminal
+from tests.support.fake_client import ByteCodec, FakeSource
+
+COMMANDS = ("chat", "ask", "demo", "doctor", "bench", "verify")
+
+
+def minitui(*arguments: str, home: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "MINITUI_DATA": str(home), "MINITUI_CONFIG": str(home / "settings.toml")}
+    return subprocess.run(
+        [sys.executable, "-m", "minitui", *arguments], capture_output=True, text=True, timeout=60, env=env, **options
+    )
+
+
+def test_help_names_every_command_and_gives_examples():
+    text = CliRunner().invoke(app, ["--help"]).output
+    for command in COMMANDS:
+        assert f"  {command} " in text
+    assert 'minitui ask "What is a KV cache?"' in text
+
+
+@pytest.mark.parametrize("command", ["chat", "ask", "demo", "verify"])
+def test_the_help_of_a_command_has_examples_that_stand_one_to_a_line(command):
+    result = CliRunner().invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert f"\n    minitui {command}" in result.output or f"| minitui {command}" in result.output
+
+
+def test_the_version():
+    assert CliRunner().invoke(app, ["--version"]).output == f"minitui {__version__}\n"
+
+
+class Here:
+    """The command line in this process: what a process of its own would say and exit with."""
+
+    def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+        monkeypatch.setenv("MINITUI_DATA", str(home))
+        monkeypatch.setenv("MINITUI_CONFIG", str(home / "settings.toml"))
+        monkeypatch.setattr(sys, "stdin", io.StringIO())
+
+    def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        self.monkeypatch.setattr(sys, "argv", ["minitui", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = self.capsys.readouterr()
+        return subprocess.CompletedProcess(sys.argv, int(ended.value.code or 0), told.out, told.err)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    return Here(tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("ask", "x", "--temperature", "-1"), 1, "temperature is -1.0"),
+        (("ask", "x", "--kv-blocks", "0"), 2, "--kv-blocks"),
+        (("ask", "x", "--dtype", "int3"), 1, "dtype is 'int3'"),
+        (("ask", "  "), 2, "empty"),
+        (("ask", "x", "--top-k", "many"), 2, "--top-k"),
+        (("demo", "nothing"), 1, "no demo 'nothing'"),
+        (("chat",), 2, "minitui chat needs a terminal"),
+        (("chat", "--connect", "http://127.0.0.1:9"), 2, "minitui ask"),
+        (("replay", "any.trace"), 2, "minitui replay needs a terminal"),
+        (("chat", "--theme", "pink"), 1, "dark, light and projector"),
+        (("dance",), 2, "dance"),
+    ],
+)
+def test_what_is_asked_wrongly_is_told_in_a_sentence(here, arguments, code, words):
+    told(here(*arguments), code, words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("ask", "x", "--model", "/nowhere/at/all"), 1, "/nowhere/at/all"),
+        (("ask", "x", "--top-k", "many"), 2, "--top-k"),
+    ],
+)
+def test_so_it_is_by_the_process_itself(tmp_path, arguments, code, words):
+    told(minitui(*arguments, home=tmp_path), code, words)
+
+
+def told(done: subprocess.CompletedProcess[str], code: int, words: str) -> None:
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
+def test_one_stream_that_is_no_terminal_is_enough(name, monkeypatch):
+    class Stream:
+        def __init__(self, terminal: bool) -> None:
+            self.isatty = lambda: terminal
+
+    monkeypatch.delenv("TEXTUAL_DRIVER", raising=False)
+    for stream in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, Stream(True))
+    assert has_terminal()
+    monkeypatch.setattr(sys, name, Stream(False))
+    assert not has_terminal()
+    monkeypatch.setenv("TEXTUAL_DRIVER", "textual.drivers.web_driver:WebDriver")  # as textual-serve does
+    assert has_terminal()
+
+
+def test_a_demo_and_a_lesson_without_a_terminal_are_told_as_text(tmp_path):
+    told = minitui("lesson", "4", home=tmp_path, stdin=subprocess.DEVNULL)
+    assert told.returncode == 0, told.stderr
+    assert "\x1b" not in told.stdout + told.stderr
+    assert len(told.stdout.splitlines()) > 20
+
+
+def test_broken_settings_are_told_by_name(tmp_path, here):
+    (tmp_path / "settings.toml").write_text("fps = 'fast'")
+    told(here("ask", "x"), 1, "fps is 'fast'")
+
+
+def test_the_command_line_comes_before_the_settings_and_those_before_the_checkpoint():
+    sampling = make_sampling(
+        {"temperature": 0.5, "max_tokens": None, "seed": None}, ChatSettings(temperature=0.1, seed=7)
+    )
+    assert (sampling.temperature, sampling.max_tokens, sampling.seed) == (0.5, None, 7)
+    settings = Settings(fps=20)
+    apply_looks(settings, {"theme": "light", "fps": None, "ascii": True})
+    assert (settings.theme, settings.fps, settings.ascii) == ("minitui-light", 20, True)
+
+
+async def test_ask_streams_and_closes_the_engine(capsys):
+    source = FakeSource()
+    assert await ask(source, "why?", "Be brief.", Sampling(), False, load=lambda info: ByteCodec()) == 0
+    assert capsys.readouterr().out == "A **block table** maps positions to blocks.\n"
+    assert source.closed
+
+
+async def test_ask_as_json_has_the_metrics(capsys):
+    await ask(FakeSource(), "why?", "", Sampling(seed=3), True, load=lambda info: ByteCodec())
+    told = json.loads(capsys.readouterr().out)
+    assert told["answer"].startswith("A **block")
+    assert told["sampling"]["seed"] == 3
+    assert told["metrics"]["prompt_tokens"] > 0
+
+
+async def test_ask_that_is_refused_raises_the_sentence_and_closes_the_engine():
+    source = FakeSource(num_blocks=5)
+    with pytest.raises(EngineError, match="64"):
+        await ask(source, "w" * 900, "", Sampling(), False, load=lambda info: ByteCodec())
+    assert source.closed
+
+
+def test_old_logs_are_tidied_away(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINITUI_DATA", str(tmp_path))
+    (tmp_path / "logs").mkdir()
+    for number in range(30):
+        (tmp_path / "logs" / f"engine-{number}.log").touch()
+    path = launch.log_path()
+    assert path.parent == tmp_path / "logs"
+    assert len(list((tmp_path / "logs").iterdir())) == 10
+
+
+def test_doctor_says_what_runs_here_and_what_to_install():
+    found = {
+        "minitui": "0.1.0", "python": "3.11", "torch": "2.13", "platform": "Linux", "cpu_cores": 2, "memory_gib": 8.0,
+        "gpus": [], "fits": {"Qwen3-0.6B": True, "Qwen3-8B": False}, "models": ["Qwen/Qwen3-0.6B"],
+        "modules": {**dict.fromkeys(EXTRAS), "llguidance": "1.0"},
+        "terminal": {"columns": 70, "rows": 20, "colours": "256", "utf8": False}, "files": {"Settings": "x"},
+    }  # fmt: skip
+    text = "\n".join(report(found))
+    assert "no NVIDIA GPU" in text
+    assert "Qwen3-0.6B   yes, slowly" in text
+    assert "Qwen3-8B     no" in text
+    for extra in ("flash", "serve", "web", "verify"):
+        assert f"pip install '.[{extra}]'" in text
+    assert "[structured]" not in text
+    assert "make it 80×24 or more" in text
+    assert "use --ascii" in text
+    gpu = {"name": "A", "memory_gib": 80.0, "free_gib": 79.0, "compute": "9.0"}
+    assert "--tensor-parallel-size 2 to 4" in "\n".join(report({**found, "gpus": [gpu] * 4, "ranks": ["nccl"]}))
+
+
+def _import_again(name):
+    spec = importlib.util.find_spec(name)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def _in_a_browser():
+    from minitui.web.serve import WebSettings, run_web
+
+    run_web(WebSettings(port=0), None, "", Path())
+
+
+def _verify():
+    from minitui.cli.verify import verify
+
+    verify("")
+
+
+@pytest.mark.parametrize(("package", "extra", "use"), [
+    ("uvicorn", "serve", lambda: _import_again("minitui.server.command")),
+    ("httpx", "serve", lambda: _import_again("minitui.sources.http")),
+    ("textual_serve", "web,serve", _in_a_browser),
+    ("transformers", "verify", _verify),
+])  # fmt: skip
+def test_a_missing_extra_is_one_sentence_with_the_command_that_installs_it(monkeypatch, package, extra, use):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, f"{package}.server", None)
+    said = re.escape(f" needs {package}, which is not installed: pip install '.[{extra}]' in the folder of minitui")
+    with pytest.raises(EngineError, match=said):
+        use()
+
+
+def test_doctor_as_json(here):
+    found = json.loads(here("doctor", "--json").stdout)
+    assert found["device"] in ("cpu", "cuda")
+    assert found["memory_gib"] > 0.5
+
+
+def test_what_chat_is_told_reaches_the_applications_in_a_browser(monkeypatch):
+    import minitui.web.serve
+
+    seen = []
+    monkeypatch.setattr(minitui.web.serve, "run_web", lambda web, *rest: seen.append(web.options) or 0)
+    words = ["chat", "--web", "--system", "Be terse", "--temperature", "0", "--top-k", "9", "--ascii", "--fps", "5"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert CliRunner().invoke(app, [*words, "--mirror", "--resume", "--connect", "a:1", "--model", "m"]).exit_code == 0
+    first = {"--system=Be terse", "--temperature=0.0", "--top-k=9", "--ascii", "--fps=5"}
+    assert [set(options) for options in seen] == [first, first | {"--resume", "--model=m"}]
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--connect", "a:1", "--kv-blocks", "64", "--enforce-eager"], "--kv-blocks, --enforce-eager: an engine is set up"),
+    (["--web", "--connect", "a:1", "--device", "cpu"], "--device: an engine is set up"),
+    (["--web", "--record", "f"], "minitui serve --record"),
+    (["--web", "--resume"], "--resume goes with --mirror"),
+    (["--connect", ","], "needs an address"),
+])  # fmt: skip
+def test_an_option_that_would_do_nothing_is_refused(words, said):
+    result = CliRunner().invoke(app, ["chat", *words])
+    assert result.exit_code == 2 and said in " ".join(result.output.replace("│", " ").split())
+
+
+needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+
+
+@needs_full
+@pytest.mark.parametrize("command", [("ask", "hi", "--max-tokens", "3"), ("demo", "cache", "--plain")])
+def test_a_recording_that_finds_no_room_is_a_failure(command, tmp_path):
+    done = minitui(*command, "--record", "/dev/full", home=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout.strip()
+    assert done.stderr.count("/dev/full cannot be written: No space left on device") == 1
+    assert done.stderr.endswith("the recording is not complete: /dev/full cannot be written: No space left on device\n")
+
+
+async def test_chat_says_that_its_recording_or_its_chats_were_not_kept_and_fails(monkeypatch, capsys):
+    from minitui.cli import launch
+
+    monkeypatch.setattr(launch, "show", lambda app, guard: 0)
+    for error, code in (("", 0), ("x.trace cannot be written", 1)):
+        source = FakeSource()
+        source.recording_error = error
+        assert launch.run_app(source, launch.Choice("", "", "", "model"), Settings(), Sampling()) == code
+        said = capsys.readouterr().err
+        assert said == (f"minitui: the recording is not complete: {error}\n" if error else "")
+    assert launch.tell_recording(source, 130) == 130
+
+    def unsaved(app, guard):
+        app.chats.unsaved["a"] = app.chats.new("")
+        return 0
+
+    monkeypatch.setattr(launch, "show", unsaved)
+    assert launch.run_app(FakeSource(), launch.Choice("", "", "", "model"), Settings(), Sampling()) == 1
+    assert "1 chats were not kept" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("ask", "x", "--record", "FIFO"), "cannot be written: No such device or address; name another"),
+        (("replay", "FIFO", "--export", "md"), "is no file but a device or a pipe"),
+        (("replay", "/dev/zero", "--export", "md"), "is no file but a device or a pipe"),
+        (("tail", "FIFO"), "is no file but a device or a pipe"),
+        (("replay", "small-pool", "--export", "svg", "--size", "99999999x99999999"), "from 40x12 to 1000x500"),
+        (("replay", "small-pool", "--export", "svg", "--size", "٤٠x٤٠"), "from 40x12 to 1000x500"),
+        (("replay", "small-pool", "--export", "svg", "--step", "-5"), "has no step -5: it has 0 to 158"),
+        (("replay", "small-pool", "--export", "svg", "--step", "9" * 20), "it has 0 to 158"),
+        (("replay", "small-pool", "--export", "svg", "--theme", "pink"), "dark, light and projector"),
+        (("tail", "http://[::1"), "is no address of a server"),
+        (("tail", "http://a\udcffb:80"), "is no address of a server"),
+        (("chats", "--show", "\udcff"), "whose id begins with '?'"),
+    ],
+)
+def test_hostile_arguments_are_told_in_a_sentence(here, tmp_path, arguments, words):
+    os.mkfifo(tmp_path / "fifo")
+    told(here(*(str(tmp_path / "fifo") if one == "FIFO" else one for one in arguments)), 1, words)
+
+
+@pytest.mark.parametrize(("command", "code"), [("doctor", 0), ("ask", 2), ("tail", 0)])
+def test_closed_standard_streams_are_no_bug(command, code, tmp_path):
+    env = {**os.environ, "MINITUI_DATA": str(tmp_path)}
+    line = f'exec "{sys.executable}" -m minitui {command} <&- >&-'
+    done = subprocess.run(["/bin/sh", "-c", line], stderr=subprocess.PIPE, text=True, timeout=90, env=env)
+    assert done.returncode == code, done.stderr
+    assert "bug" not in done.stderr
+
+
+@needs_full
+def test_an_export_that_fails_leaves_no_half_file(here, tmp_path, monkeypatch):
+    def half(reader, path):
+        path.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("minitui.export.WRITERS", {"md": (".md", half)})
+    out = tmp_path / "story.md"
+    told(here("replay", "small-pool", "--export", "md", "--out", str(out)), 1, "No space left on device; name another")
+    assert not out.exists()
+    told(here("replay", "small-pool", "--export", "svg", "--out", "/dev/full"), 1, "No space left on device")
+    assert Path("/dev/full").exists()

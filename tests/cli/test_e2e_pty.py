@@ -1,0 +1,166 @@
+"""The installed `minitui`, the bundled model and the real engine in a real pseudo-terminal, as a newcomer uses them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.terminal import Terminal, python
+
+SCRIPT = Path(sys.executable).with_name("minitui")
+MINITUI = [str(SCRIPT)] if SCRIPT.exists() else python("-m", "minitui")
+FACTS = {  # what an answer must contain
+    "What is the KV cache?": "key and value",
+    "What is prefill?": "prompt",
+    "What is a block table?": "block",
+    "What is continuous batching?": "step",
+    "What is a token?": "text",
+}
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Iterator[Terminal]:
+    terminal = Terminal([*MINITUI, "chat"], tmp_path, columns=120, rows=40)
+    yield terminal
+    terminal.close()
+
+
+def left(screen: str) -> str:
+    """The chat's part of the screen as one line of text: the rail cut off."""
+    return " ".join(" ".join(line[:78] for line in screen.splitlines()).split())
+
+
+def answered(screen: str) -> bool:
+    return "prompt tokens from cache" in left(screen)
+
+
+def test_a_newcomers_first_minutes(chat: Terminal):
+    assert "blocks of 16" not in chat.until("welcome"), "the first picture waited for the engine"
+    chat.until("blocks of 16", 60)
+
+    # A question, its answer on the screen, its figures under it.
+    chat.type("what is the kv c")
+    chat.until("tab")
+    chat.type("\t")
+    chat.until("What is the KV cache?")
+    chat.type("\r")
+    screen = left(chat.until(answered))
+    assert FACTS["What is the KV cache?"] in screen
+    assert re.search(r"0 of \d+ prompt tokens from cache", screen)
+
+    # A second chat with the same system prompt: tokens from the cache.
+    chat.type("/new\r")
+    chat.until("2 new chat")
+    chat.type("What is prefill?\r")
+    screen = left(chat.until(answered))
+    found = re.search(r"(\d+) of (\d+) prompt tokens from cache", screen)
+    assert found
+    assert int(found[1]) >= 48  # the default system prompt is longer than three blocks
+
+    # The tree shows the sharing.
+    chat.type("/inspect\r")
+    screen = chat.until(lambda s: "Radix tree" in s and "You are the tutor" in s)
+    assert "KV blocks" in screen
+    chat.type("1")
+    chat.until("2 prefill")
+
+    # One key replays the system prompt.
+    chat.until(" KEYS ")
+    chat.type("r")
+    screen = left(chat.until(lambda s: "replayed:" in left(s) and "computed" in left(s)))
+    assert re.search(r"replayed: \d+ of \d+ prompt tokens came from the cache", screen)
+    chat.type("q")
+    assert chat.ended() == 0
+    assert chat.left_on() == []
+
+
+def test_five_questions_get_answers_with_their_facts_and_come_back_with_resume(tmp_path: Path):
+    chat = Terminal([*MINITUI, "chat", "--fps", "10"], tmp_path, columns=120, rows=40)
+    chat.until("blocks of 16", 60)
+    for number, (question, fact) in enumerate(FACTS.items(), 1):
+        if number > 1:
+            chat.type("/new\r")
+            chat.until(f"{number} new chat")
+        chat.type(question + "\r")
+        assert fact in left(chat.until(lambda s, q=question: q in left(s) and answered(s))), question
+    chat.type("/quit\r")
+    assert chat.ended() == 0
+    again = Terminal([*MINITUI, "chat", "--resume"], tmp_path, columns=120, rows=40)
+    screen = left(again.until(answered, 60))
+    assert question in screen and fact in screen
+    again.close()
+
+
+def engines(chat: Terminal) -> list[int]:
+    """Ids of the application's engine processes that run."""
+    children = subprocess.run(
+        ["ps", "-o", "pid=,stat=,args=", "--ppid", str(chat.process.pid)], capture_output=True, text=True
+    )
+    told = [line.split(maxsplit=2) for line in children.stdout.splitlines()]
+    return [int(pid) for pid, state, command in told if "engine.process.server" in command and not state.startswith("Z")]
+
+
+def test_a_killed_engine_is_told_at_once_and_starts_again(chat: Terminal):
+    chat.until("blocks of 16", 60)
+    chat.type("/slow 200\r")
+    chat.until("slow motion")
+    chat.type("What is the KV cache?\r")
+    chat.until(lambda s: "tutor    " in s and "asked" not in s)
+    [engine] = engines(chat)
+    os.kill(engine, signal.SIGKILL)
+    chat.until("The engine has ended")
+    chat.type("r")
+    chat.until(lambda s: "The engine has ended" not in s and "starting" not in s, 60)
+    chat.type("/retry\r")
+    assert "key and value" in left(chat.until(lambda s: "cache · nothing" in left(s) or answered(s)))
+    [engine] = engines(chat)
+    os.kill(chat.process.pid, signal.SIGTERM)
+    assert chat.ended() == 128 + signal.SIGTERM
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{engine}").exists():
+        assert time.monotonic() < deadline, "the engine outlived the application"
+        time.sleep(0.05)
+
+
+def run(*arguments: str, home: Path, **options) -> subprocess.CompletedProcess[str]:
+    env = {
+        **os.environ,
+        "MINITUI_DATA": str(home),
+        "MINITUI_CONFIG": str(home / "settings.toml"),
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.run([*MINITUI, *arguments], capture_output=True, text=True, timeout=120, env=env, **options)
+
+
+def test_ask_streams_one_answer_to_stdout(tmp_path: Path):
+    done = run("ask", "What is the KV cache?", home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "key and value" in done.stdout
+    assert done.stderr.startswith("\nfirst token ") and done.stderr.count("\n") == 2, "its figures are one line"
+
+
+def test_ask_reads_a_pipe_and_speaks_json(tmp_path: Path):
+    done = run("ask", "--json", "--max-tokens", "5", home=tmp_path, input="What is prefill?\n")
+    answer = json.loads(done.stdout)
+    assert answer["metrics"]["output_tokens"] == 5
+    assert answer["metrics"]["finish"] == "length"
+    assert answer["answer"]
+
+
+def test_a_wrong_model_is_one_sentence_and_exit_code_1(tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    done = run("ask", "x", "--model", str(tmp_path / "empty"), home=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    [line] = done.stderr.strip().splitlines()
+    assert line.startswith("minitui: ")
+    assert "config.json" in line

@@ -1,0 +1,64 @@
+"""`minitui verify` says "same" only of what is the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minitui import tutor
+from minitui.cli.verify import Reference, _same_tokens, verify
+
+PROMPT, SAME = [5, 6], [1, 2, 3]
+
+
+def row(reply: list[int], have: list[int], slack: float, margin: float = 0.5, said: list[int] | None = None) -> Any:
+    """One reply compared; at every position the two best tokens are `margin` apart."""
+    logprobs = torch.full((len(PROMPT) + len(reply), 10), -1.0)
+    logprobs[:, 1] -= margin
+    reference = Reference([PROMPT], [said or reply], [logprobs])
+    return _same_tokens("row", reference, [reply], [have], slack)
+
+
+def test_equal_replies_are_the_same_and_a_tie_is_told() -> None:
+    assert row(SAME, SAME, 0.0).passed
+    tie = row([2, 2, 3], [2, 1, 3], slack=0.6)
+    assert tie.passed and "1 part at a tie" in tie.detail
+
+
+@pytest.mark.parametrize("have", [[], [1], [1, 2], [1, 2, 3, 4]])
+def test_another_length_is_no_tie(have: list[int]) -> None:
+    check = row(SAME, have, slack=9.0)
+    assert not check.passed
+    assert f"has {len(have)} tokens in place of 3" in check.detail
+
+
+def test_no_slack_makes_no_tie_of_a_margin() -> None:
+    assert not row([2, 2, 3], [2, 1, 3], slack=0.0).passed
+    assert not row([2, 2, 3], [2, 1, 3], slack=9.0, margin=float("nan")).passed
+
+
+def test_a_margin_that_is_not_known_is_no_tie() -> None:
+    assert not row([2, 2, 3], [2, 2, 4], slack=9.0, said=[7, 2, 3]).passed
+
+
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_is_different(bad: float | None, tmp_path: Path, capsys: Any) -> None:
+    directory = tmp_path / "m"
+    shutil.copytree(tutor.model_dir(), directory)
+    if bad is not None:
+        [path] = directory.glob("*.safetensors")
+        tensors = load_file(path)
+        tensors["model.layers.1.self_attn.o_proj.weight"][3, 3] = bad
+        save_file(tensors, path, metadata={"format": "pt"})
+    code = verify(str(directory), "float64", "cpu", as_json=True)
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert code == (bad is not None)
+    assert [check["passed"] for check in checks] == [bad is None] * len(checks) or (bad and not checks[0]["passed"])
+    if bad is not None:
+        assert not any(check["passed"] for check in checks if "transformers" in check["name"]), checks

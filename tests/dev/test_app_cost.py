@@ -1,0 +1,140 @@
+"""What watching costs: a record is folded in microseconds, and hours of watching leave no more behind than one."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import replace
+
+import pytest
+
+from minitui.dev import bench_app
+from minitui.dev.simulator import SMALL, Stress
+from minitui.tui.frame_limiter import Thrift
+from minitui.viewmodel.events import EVENTS_ALWAYS, EVENTS_KEPT, Events
+from minitui.viewmodel.history import Steps
+from minitui.viewmodel.lanes import LANES_KEPT, PREFILLING, Lane, Lanes
+from minitui.viewmodel.model import View
+from minitui.viewmodel.time_travel import Past
+
+LOAD = replace(SMALL, chats=6, step_ms=12.0)
+
+
+def long_run(view: View, stress: Stress, steps: int) -> int:
+    """So many steps folded, a frame at a time; the bytes of the view after them."""
+    last = stress.steps_run + steps
+    while stress.steps_run < last:
+        stress.run_steps(25)
+        view.fold(stress.drain(), stress.now)
+        view.frame(stress.now)
+        view.tree.refresh(view.board, stress.now, force=True)
+    return bench_app.bytes_reached(view)
+
+
+@pytest.fixture
+def watched() -> tuple[View, Stress]:
+    """A view with short histories, so that they fill within seconds."""
+    stress, view = Stress(LOAD), View()
+    view.ids_to_text = stress.words.decode
+    view.reset(bench_app.blank(LOAD).snapshot())
+    view.steps = Steps(400)
+    view.past = Past(kept=2_000, every=400)
+    view.past.begin(view.live)
+    view.events.items = deque(maxlen=300)
+    return view, stress
+
+
+def test_a_long_run_leaves_no_more_behind_than_a_short_one(watched: tuple[View, Stress]) -> None:
+    view, stress = watched
+    early = max(long_run(view, stress, 500) for _ in range(3))
+    late = max(long_run(view, stress, 500) for _ in range(6))
+    assert view.live.state.seq > 12_000 and view.steps.last - view.steps.first < 400
+    assert late < 1.15 * early
+
+
+def test_what_a_history_keeps_for_ever_would_be_seen(watched: tuple[View, Stress]) -> None:
+    view, stress = watched
+    view.past = Past(kept=10**9, every=400)  # a ring that never forgets
+    view.past.begin(view.live)
+    early = max(long_run(view, stress, 500) for _ in range(2))
+    assert long_run(view, stress, 1_500) > 1.15 * early
+
+
+def test_two_hours_of_decoding_stay_within_ten_megabytes() -> None:
+    view, per_second, rng = View(), 15, random.Random(0)
+    view.reset(bench_app.blank(LOAD).snapshot())
+
+    def watch_until(minute: int) -> int:
+        for step in range(view.live.state.step + 1, 60 * minute * per_second):
+            t, seq, us = round(step / per_second, 6), 2 * step + 1, round(rng.uniform(40, 90), 1)
+            planned = (seq, t, "step", step, [], [], [], 4, 0)
+            timed = (seq + 1, t + 0.05, "time", step, us, 2 * us, us, us * 0.7, us * 0.6, "decode")
+            view.fold([planned, timed], t)
+            if step % (10 * per_second) == 0:
+                view.frame(t)
+        return bench_app.bytes_reached(view)
+
+    early = watch_until(15)
+    sizes = [watch_until(minute) for minute in (60, 120)]
+    assert view.steps.first > 0, "the steps have filled their ring"
+    assert max(sizes) - early < 10e6, [f"{size / 1e6:.1f} MB" for size in (early, *sizes)]
+
+
+def test_events_are_kept_as_far_back_as_records_are_and_always_some() -> None:
+    events = Events()
+    for seq in range(EVENTS_KEPT + 10):
+        events.fold((seq, 0.0, "admit", 1, 0, "new"), seq)
+    events.forget_before(1_000)
+    assert events.items[0].seq == 1_000
+    events.forget_before(EVENTS_KEPT + 10)
+    assert len(events.items) == EVENTS_ALWAYS and events.items[-1].seq == EVENTS_KEPT + 9
+
+
+def test_spans_of_a_request_that_goes_on_are_forgotten_with_the_steps() -> None:
+    lanes = Lanes()
+    lane = lanes.lanes[1] = lanes.active[1] = Lane(1, "g", 8, None, 0)
+    for step in range(0, 20_000, 2):
+        lane.gain(step)
+        lane.mark(PREFILLING, step, step)
+        lanes.forget_before(step - 3_000)
+    assert len(lane.gains) < 2_100 and len(lane.spans) < 2_100
+    assert lane.code_at(19_998 - 2_800, PREFILLING), "it is kept as long as its step"
+
+
+def test_lanes_of_requests_that_ended_are_bounded_in_number() -> None:
+    lanes = Lanes()
+    for id in range(2 * LANES_KEPT):  # requests too short for a step of their own
+        lanes.fold((id, 0.0, "submit", id, "g", 8, 9), 0.0)
+        lanes.fold((id, 0.0, "finish", id, "abort", 0), 0.0)
+        lanes.forget_before(-1)
+    assert len(lanes.lanes) == len(lanes.ended) == LANES_KEPT
+
+
+def test_folding_is_measured() -> None:
+    cost = bench_app.fold_cost(LOAD, seconds=3.0, folds=5)
+    assert cost.records > 100 and 0 < cost.state_us < cost.view_us < 500
+
+
+def test_bytes_are_counted_once_and_code_is_not_counted() -> None:
+    shared = [0] * 1000
+    assert bench_app.bytes_reached([shared, shared]) < 8_000 + 8_000
+    assert bench_app.bytes_reached([bench_app, View, len]) < 200
+
+
+def test_every_second_frame_is_left_out_while_drawing_costs_too_much() -> None:
+    now, spent = [0.0], [0.0]
+    thrift = Thrift(lambda: now[0], lambda: spent[0])
+
+    def drawn(share: float, seconds: float = 3.0) -> int:
+        """Of the frames of the last second, how many were drawn, with this share of a core used."""
+        frames = []
+        for _ in range(round(seconds * 20)):
+            now[0] += 0.05
+            spent[0] += 0.05 * share
+            frames.append(thrift.draws())
+        return sum(frames[-20:])
+
+    assert drawn(0.10) == 20
+    assert drawn(0.30) == 10
+    assert drawn(0.15) == 10, "with half the frames this is no reason to draw them all again"
+    assert drawn(0.05) == 20

@@ -1,0 +1,202 @@
+"""The paths of a GPU (graphs, kernel by kernel, with and without overlap) give the same replies, and the reference's.
+
+The reference is the same weights under the torch backend. Replies are compared as the numerical policy has it: greedy
+tokens must be the reference's own wherever its two best are further apart than rounding reaches.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.core.types import SamplingParams
+from engine.llm import LLM
+from engine.trace.records import FIELDS
+from engine.trace.state import State
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytest.importorskip("triton")
+
+TOLERANCE = 0.08  # of a log-probability in bfloat16; about four times what was seen
+SHAPE = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 5003, "hidden_size": 512,
+    "intermediate_size": 1536, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim":
+    64, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "dummy_weights": True, "load_tokenizer": False, "max_model_len": 2048, "max_num_batched_tokens": 512,
+    "max_num_seqs": 48, "num_blocks": 1200,
+}  # fmt: skip
+PATHS: dict[str, dict[str, Any]] = {
+    "graphs": {}, "graphs without overlap": {"overlap": "off"}, "kernel by kernel": {"enforce_eager": True},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("gpu-model")
+    (directory / "config.json").write_text(json.dumps(SHAPE))
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def reference(model: str) -> Iterator[LLM]:
+    yield LLM(model, attention_backend="torch", **OPTIONS)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def prompts(seed: int, count: int, longest: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    found = [rng.integers(0, 5000, int(rng.integers(1, longest))).tolist() for _ in range(count)]
+    shared = rng.integers(0, 5000, 300).tolist()
+    return found + [shared + prompt[:40] for prompt in found[:6]]
+
+
+def greedy(tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, **more)
+
+
+def ids_of(outputs: list[Any]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def check_replies(llm: LLM, reference: LLM, count: int, longest: int) -> None:
+    """Teacher forcing: the reference reads each reply as a prompt and says how far each token was from its best."""
+    asked = prompts(count, count, longest)
+    replies = ids_of(llm.generate(asked, greedy(24), use_tqdm=False))
+    llm.engine.check()
+    again = [prompt + reply for prompt, reply in zip(asked, replies, strict=True)]
+    judged = reference.generate(again, greedy(1, prompt_logprobs=1), use_tqdm=False)
+    short = []
+    for prompt, reply, output in zip(asked, replies, judged, strict=True):
+        for token, found in zip(reply, output.prompt_logprobs[len(prompt) - 1 :], strict=True):
+            assert found.token_id == token
+            short.append(found.top[0][1] - found.logprob)
+    assert max(short) < TOLERANCE, f"a token was {max(short):.3f} below the reference's best"
+    assert np.mean([s > 0 for s in short]) < 0.1, "ties aside, the tokens should be the reference's own"
+
+
+@pytest.mark.parametrize("path", list(PATHS))
+@pytest.mark.parametrize("count,longest", [(1, 900), (7, 200), (40, 700)])
+def test_greedy_replies_are_the_reference_s_own(
+    model: str, reference: LLM, path: str, count: int, longest: int
+) -> None:
+    check_replies(LLM(model, **OPTIONS, **PATHS[path]), reference, count, longest)
+
+
+@pytest.mark.parametrize("path", ["graphs", "kernel by kernel"])
+def test_an_8_bit_cache_holds_what_the_reference_s_does(model: str, path: str) -> None:
+    small = {**OPTIONS, "kv_cache_dtype": "fp8"}
+    check_replies(LLM(model, **small, **PATHS[path]), LLM(model, attention_backend="torch", **small), 20, 700)
+
+
+def test_overlap_changes_no_token(model: str) -> None:
+    asked = prompts(3, 30, 400)
+    settings = [
+        SamplingParams(
+            temperature=(0.0, 0.8, 1.2)[i % 3], top_k=(0, 20)[i % 2], top_p=(1.0, 0.9, 0.5)[i // 3 % 3], seed=i,
+            max_tokens=30, ignore_eos=True, repetition_penalty=1.1 if i % 7 == 0 else 1.0,
+        )
+        for i in range(len(asked))
+    ]  # fmt: skip
+    replies = [
+        ids_of(LLM(model, **OPTIONS, overlap=overlap).generate(asked, settings, use_tqdm=False))
+        for overlap in ("on", "off")
+    ]
+    assert replies[0] == replies[1]
+
+
+def test_logprobs_of_a_decode_graph_are_the_reference_s(model: str, reference: LLM) -> None:
+    llm = LLM(model, **OPTIONS)
+    asked = prompts(5, 4, 300)
+    outputs = llm.generate(asked, greedy(12, logprobs=3), use_tqdm=False)
+    again = [p + o.outputs[0].token_ids for p, o in zip(asked, outputs, strict=True)]
+    judged = reference.generate(again, greedy(1, prompt_logprobs=0), use_tqdm=False)
+    for prompt, output, judge in zip(asked, outputs, judged, strict=True):
+        mine = [found.logprob for found in output.outputs[0].logprobs]
+        theirs = [found.logprob for found in judge.prompt_logprobs[len(prompt) - 1 :]]
+        assert np.abs(np.array(mine) - np.array(theirs)).max() < TOLERANCE
+
+
+def test_a_seeded_reply_does_not_depend_on_its_neighbours_settings(model: str) -> None:
+    llm = LLM(model, **OPTIONS)
+    asked = prompts(9, 1, 50)[0]
+    mine = SamplingParams(temperature=0.9, top_p=0.8, seed=5, max_tokens=20, ignore_eos=True)
+    neighbours = [greedy(20), SamplingParams(top_k=1, max_tokens=20)]
+    first, second = (
+        ids_of(llm.generate([asked, asked], [mine, neighbour], use_tqdm=False))[0] for neighbour in neighbours
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize("more", [{}, {"speculation": "prompt-lookup"}], ids=["plain", "with drafts"])
+def test_a_bias_is_set_whichever_way_the_step_goes_that_a_request_joins_in(model: str, more: dict[str, Any]) -> None:
+    """A prompt too long for any graph first, then short ones: the lines of what was biased are made and made larger."""
+    llm = LLM(model, **OPTIONS, **more)
+    for lengths in ((700,), (20,), (30, 500, 5, 6, 7, 8), (9, 9, 9, 9, 9, 9, 9, 9, 9, 9), (12,)):
+        params = [greedy(6, logit_bias={7 + i: 100.0}) for i in range(len(lengths))]
+        replies = ids_of(llm.generate([[3] * length for length in lengths], params, use_tqdm=False))
+        assert replies == [[7 + i] * 6 for i in range(len(lengths))]
+
+
+def test_full_load_keeps_the_engine_s_books(model: str) -> None:
+    """A pool far too small for what is asked: preemptions, evictions, aborts in flight; state = snapshot + records."""
+    llm = LLM(model, **{**OPTIONS, "num_blocks": 300})
+    engine, rng = llm.engine, np.random.default_rng(1)
+    state = State.from_snapshot(engine.snapshot())
+    engine.log.drain()
+    started = state.seq
+    live: set[int] = set()
+    for request in range(160):
+        shared = prompts(request % 5, 1, 100)[0]
+        ids = shared + rng.integers(0, 5000, int(rng.integers(1, 200))).tolist()
+        live.add(engine.add_request(ids, greedy(int(rng.integers(1, 120)))).id)
+    kinds: set[str] = set()
+    steps = 0
+    while engine.has_work:
+        live -= {item.request.id for item in engine.step() if item.request.finish_reason}
+        steps += 1
+        if steps % 23 == 0 and live:
+            engine.abort(int(rng.choice(sorted(live))))
+        engine.check()
+        for record in engine.log.drain():
+            assert record[0] == (started := started + 1), "a record is missing"
+            assert record[2] in FIELDS
+            kinds.add(record[2])
+            state.apply(record)
+    assert state.snapshot() == State.from_snapshot(engine.snapshot()).snapshot()
+    assert {"preempt", "evict", "finish", "match"} <= kinds
+    assert steps > 100
+
+
+def test_the_pool_is_sized_from_a_measured_warm_up(model: str) -> None:
+    options = {k: v for k, v in OPTIONS.items() if k != "num_blocks"}
+    small, large = (LLM(model, **options, gpu_memory_utilization=share) for share in (0.2, 0.4))
+    one, other = small.engine.runner, large.engine.runner
+    total = torch.cuda.get_device_properties(0).total_memory
+    for runner, share in ((one, 0.2), (other, 0.4)):
+        assert runner.memory.kv_cache + runner.memory.weights < share * total
+    assert other.num_blocks > one.num_blocks
+    assert any("CUDA graphs captured" in note for note in one.memory.notes)
+
+
+def test_enforce_eager_captures_nothing(model: str) -> None:
+    runner = LLM(model, **OPTIONS, enforce_eager=True).engine.runner
+    assert runner.num_graphs == 0 and not runner.memory.notes
+
+
+def test_a_directory_with_only_a_config_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "num_attention_heads": 14, "head_dim": 64}))
+    llm = LLM(str(tmp_path), **OPTIONS)  # seven query heads per key head: no power of two
+    assert len(llm.generate([[1, 2, 3]] * 3, greedy(5), use_tqdm=False)[0].outputs[0].token_ids) == 5

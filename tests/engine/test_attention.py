@@ -1,0 +1,159 @@
+"""The torch attention backend against attention written out key by key, in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from engine.attention.choose import choose_attention
+from engine.attention.meta import ForwardMeta
+from engine.attention.torch_backend import TorchAttention
+from engine.config import ModelConfig
+from engine.errors import EngineError
+
+CPU = torch.device("cpu")
+
+
+def config(heads: int, kv_heads: int, dim: int, windows: tuple[int, ...] = (0,)) -> ModelConfig:
+    return ModelConfig("LlamaForCausalLM", 100, 64, 64, len(windows), heads, kv_heads, dim, 512, windows=windows)
+
+
+@dataclass
+class Case:
+    """Random sequences in a shuffled pool whose every unowned slot is NaN, the null block apart."""
+
+    meta: ForwardMeta
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    keys: list[torch.Tensor]  # per sequence [seq_len, Hkv, D]
+    values: list[torch.Tensor]
+
+
+def make_case(model: ModelConfig, lengths: list[tuple[int, int]], decodes: int, block_size: int, seed: int) -> Case:
+    """lengths: (tokens in this step, keys in all) of each sequence, the first `decodes` of them decoding."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (model.num_kv_heads, model.head_dim)
+    columns = [-(-keys // block_size) for _, keys in lengths]
+    order = (torch.randperm(sum(columns) + 5, generator=generator) + 1).tolist()
+    caches = torch.full((2, len(order) + 1, block_size, *shape), torch.nan, dtype=torch.float64)
+    caches[:, 0] = 0
+    # What lies beyond a sequence's columns may be a block that somebody else owns.
+    table = torch.full((len(lengths), max(columns) + 2), order[-1], dtype=torch.int32)
+    keys, values, slots, positions = [], [], [], []
+    for i, (count, length) in enumerate(lengths):
+        blocks = torch.tensor([order.pop() for _ in range(columns[i])])
+        table[i, : columns[i]] = blocks
+        where = blocks[torch.arange(length) // block_size] * block_size + torch.arange(length) % block_size
+        own = torch.randn(2, length, *shape, generator=generator, dtype=torch.float64)
+        caches.view(2, -1, *shape)[:, where] = own
+        keys.append(own[0])
+        values.append(own[1])
+        slots.append(where[length - count :])
+        positions.append(torch.arange(length - count, length))
+    counts = torch.tensor([count for count, _ in lengths])
+    q = torch.randn(int(counts.sum()), model.num_heads, model.head_dim, generator=generator, dtype=torch.float64)
+    meta = ForwardMeta(
+        positions=torch.cat(positions),
+        slot_mapping=torch.cat(slots),
+        cu_seqlens_q=torch.cat((torch.zeros(1), counts.cumsum(0))).int(),
+        seq_lens=torch.tensor([length for _, length in lengths]).int(),
+        block_table=table,
+        max_q_len=int(counts.max()),
+        max_seq_len=max(length for _, length in lengths),
+        num_decodes=decodes,
+        logit_rows=None,
+    )
+    return Case(meta, q, caches[0], caches[1], keys, values)
+
+
+def expected(case: Case, window: int) -> torch.Tensor:
+    """Query i of a sequence attends exactly the keys 0 … seq_len − q_len + i, or the last `window` of those."""
+    rows = []
+    bounds = case.meta.cu_seqlens_q.tolist()
+    for i, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
+        start, end = bounds[i], bounds[i + 1]
+        for token in range(start, end):
+            last = len(keys) - (end - start) + (token - start)
+            first = max(0, last - window + 1) if window else 0
+            heads = []
+            for head in range(case.q.shape[1]):
+                own = head // (case.q.shape[1] // keys.shape[1])
+                scores = keys[first : last + 1, own] @ case.q[token, head] / math.sqrt(case.q.shape[2])
+                heads.append(scores.softmax(0) @ values[first : last + 1, own])
+            rows.append(torch.cat(heads))
+    return torch.stack(rows)
+
+
+def check(model: ModelConfig, case: Case, block_size: int) -> None:
+    backend = TorchAttention(model, block_size, torch.float64, CPU)
+    backend.plan(case.meta)
+    for layer in range(model.num_layers):
+        out = backend.run(layer, case.q, case.k_cache, case.v_cache)
+        torch.testing.assert_close(out, expected(case, model.window(layer)))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8), (4, 1, 16), (6, 2, 24), (1, 1, 2)])
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_every_query_attends_exactly_its_own_past(heads: int, kv_heads: int, dim: int, block_size: int) -> None:
+    model = config(heads, kv_heads, dim)
+    lengths = [(1, 1), (1, 17), (1, 40), (1, 16), (5, 5), (1, 1), (7, 30), (3, 19), (16, 32)]
+    check(model, make_case(model, lengths, 4, block_size, 0), block_size)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_lengths_and_cuts(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    decodes, prefills, block_size = number(0, 6), number(0, 3), number(1, 17)
+    lengths = [(1, number(1, 90)) for _ in range(decodes)]
+    for _ in range(prefills or not decodes):
+        count = number(1, 30)
+        lengths.append((count, count + number(0, 50)))
+    model = config(4, 2, 8, (0, number(1, 20)))
+    check(model, make_case(model, lengths, decodes, block_size, seed), block_size)
+
+
+@pytest.mark.parametrize("lengths", [[(1, 64)], [(1, 3), (1, 64)], [(1, 200)], [(1, 1)] * 9, [(1, 90), (1, 2)] * 4])
+@pytest.mark.parametrize("windows", [(0,), (5,), (0, 5, 0, 64)])
+def test_decodes_alone(lengths: list[tuple[int, int]], windows: tuple[int, ...]) -> None:
+    model = config(4, 2, 8, windows)
+    check(model, make_case(model, lengths, len(lengths), 8, 1), 8)
+
+
+def test_nan_in_free_blocks_and_beyond_a_sequences_end_never_reaches_an_output() -> None:
+    """The pool of every case is NaN wherever nobody has written, the tail of a sequence's own last block included."""
+    model = config(4, 2, 8, (0, 6))
+    case = make_case(model, [(1, 5), (1, 18), (4, 11), (9, 9)], 2, 16, 2)
+    assert case.k_cache.isnan().any()
+    backend = TorchAttention(model, 16, torch.float64, CPU)
+    backend.plan(case.meta)
+    for layer in range(2):
+        assert backend.run(layer, case.q, case.k_cache, case.v_cache).isfinite().all()
+
+
+def test_no_sequence_reads_another_ones_blocks() -> None:
+    model = config(4, 2, 8, (0, 6))
+    lengths = [(1, 21), (1, 9), (6, 20)]
+    case = make_case(model, lengths, 2, 4, 3)
+    backend = TorchAttention(model, 4, torch.float64, CPU)
+    backend.plan(case.meta)
+    before = [backend.run(layer, case.q, case.k_cache, case.v_cache) for layer in range(2)]
+    own = case.meta.block_table[1, :3].long()
+    case.k_cache[own], case.v_cache[own] = 1e6, torch.nan
+    for layer in range(2):
+        after = backend.run(layer, case.q, case.k_cache, case.v_cache)
+        changed = (after != before[layer]).any(-1)
+        assert changed.tolist() == [False, True] + [False] * 6
+
+
+def test_an_unknown_backend_is_refused_by_name() -> None:
+    with pytest.raises(EngineError, match=r"'fast'.*auto"):
+        choose_attention("fast", config(4, 2, 8), 16, torch.float32, CPU, 8)
+    assert choose_attention("auto", config(4, 2, 8), 16, torch.float32, CPU, 8).name == "torch"

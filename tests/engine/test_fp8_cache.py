@@ -1,0 +1,157 @@
+"""An 8-bit KV cache: nothing is cut off, everybody reads the same rounded numbers, and the error is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.attention import kv_fp8
+from engine.config import EngineConfig, ModelConfig
+from engine.core.types import SamplingParams
+from engine.errors import EngineError
+from engine.llm import LLM
+from engine.model import ops
+from minitui import tutor
+from tests.support.models import Driver, make_request, make_runner, reference, save
+
+OPTIONS = {"kv_cache_dtype": "fp8"}
+HALF_STEP = 2.0**-4  # of a normal number with four significant bits
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen2", "llama"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With and without normed keys, with and without biases."""
+    return save(reference(request.param), tmp_path_factory.mktemp(request.param))
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(3, 190, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def logits_of(runner: Any, prompts: list[list[int]]) -> torch.Tensor:
+    driver = Driver(runner)
+    plan = driver.plan([(make_request(ids, row), len(ids), True) for row, ids in enumerate(prompts)])
+    with torch.inference_mode():
+        runner.apply(plan)
+        return runner.forward(plan, runner.build_inputs(plan))[0].log_softmax(-1)
+
+
+def test_what_is_stored_is_the_nearest_of_its_numbers(checkpoint: Path) -> None:
+    """The first layer's inputs are the same with both caches, so its keys and values can be compared one by one."""
+    plain, small = (make_runner(checkpoint, "float64", **options) for options in ({}, OPTIONS))
+    for runner in (plain, small):
+        logits_of(runner, [prompt(0, 60), prompt(1, 40)])
+    for wide, narrow, scale in zip(
+        (plain.pool.keys[0], plain.pool.values[0]), (small.pool.keys[0], small.pool.values[0]), small.pool.scales[0],
+        strict=True,
+    ):  # fmt: skip
+        assert wide.any()
+        off = (kv_fp8.dequantise(narrow, scale, torch.float64) - wide).abs()
+        least = scale[:, None] * 2.0**-10  # where its numbers have faded to half a step between them
+        assert (off <= torch.maximum(wide.abs() * HALF_STEP, least)).all()
+
+
+def test_no_input_leaves_the_range_and_the_bound_is_met(checkpoint: Path) -> None:
+    """The input that a row of the values' weights points at comes as near to the end of the range as a power of two
+    allows."""
+    model = make_runner(checkpoint, "float64", **OPTIONS).model
+    config, layer = model.config, model.layers[1]
+    first = (config.num_heads + config.num_kv_heads) * config.head_dim
+    rows = layer.qkv[first:] * layer.input_norm
+    worst = rows.norm(dim=1).argmax()
+    x = ops.rms_norm(rows[worst][None] * 1e3, layer.input_norm, 0.0)
+    value = (x @ layer.qkv[first + worst]).abs()
+    scale = kv_fp8.kv_scales(model)[1][1, worst // config.head_dim]
+    assert kv_fp8.LARGEST / 2.4 < value / scale <= kv_fp8.LARGEST
+    assert float(scale.log2()) % 1 == 0
+
+
+def test_rounding_is_all_that_happens() -> None:
+    """x / scale and the way back are exact in every type, NaN is kept."""
+    scale = torch.tensor([2.0**-14, 2.0**3])
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        x = torch.arange(-448, 449, 64, dtype=dtype)[:, None, None] * scale.to(dtype)[:, None]
+        assert torch.equal(kv_fp8.dequantise(kv_fp8.quantise(x, scale), scale, dtype), x)
+        x[3] = torch.nan
+        assert kv_fp8.dequantise(kv_fp8.quantise(x, scale), scale, dtype)[3].isnan().all()
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(reference("qwen3"), tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 7}, {"enable_prefix_caching": False}, {"num_blocks": 14}, {"block_size": 16},
+        {"speculation": "prompt-lookup"},
+    ],
+    ids=["in chunks of 7", "nothing shared", "with preemptions", "larger blocks", "speculating"],
+)  # fmt: skip
+def test_how_a_prompt_is_computed_changes_no_token(qwen: Path, options: dict[str, Any]) -> None:
+    """A step reads its own keys rounded, as every later step will: exact in float64."""
+    shared = prompt(0, 21)
+    prompts = [shared + prompt(1, 5), shared + prompt(2, 14), prompt(3, 30), shared]
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    replies = []
+    for changed in ({}, options):
+        settings = {"num_blocks": 64, "block_size": 4, **changed}
+        llm = LLM(str(qwen), dtype="float64", device="cpu", load_tokenizer=False, **OPTIONS, **settings)
+        replies.append([llm.generate([ids], params, use_tqdm=False)[0].outputs[0].token_ids for ids in prompts[:1]])
+        replies[-1] += [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+        llm.engine.check()
+    assert replies[0] == replies[1]
+
+
+def test_attention_is_off_by_four_percent_at_most() -> None:
+    """Keys and values, independent and normal, are each off by 2.7 %, root mean square."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(8, 600, 64, dtype=torch.float64) for _ in range(3))
+    scale = torch.full((8,), 2.0**-5)
+    rounded = [
+        kv_fp8.dequantise(kv_fp8.quantise(x.transpose(0, 1), scale), scale, torch.float64).transpose(0, 1) for x in (k, v)
+    ]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    wanted, got = attend(q, k, v), attend(q, *rounded)
+    error = float((got - wanted).norm() / wanted.norm())
+    assert 0.02 < error < 0.04
+
+
+def test_log_probabilities_stay_near_those_of_float32(qwen: Path) -> None:
+    prompts = [prompt(row, 30) for row in range(8)]
+    wanted, found = (logits_of(make_runner(qwen, **options), prompts) for options in ({}, OPTIONS))
+    error = (wanted - found).abs()
+    assert 0 < error.mean() < 0.05
+    assert error.max() < 0.5, "spread of the log-probabilities: about 10"
+
+
+def test_the_bundled_model_answers_as_in_float32() -> None:
+    questions = ["What does the scheduler do?"]
+    chats = [
+        [{"role": "system", "content": tutor.DEFAULT_SYSTEM_PROMPT}, {"role": "user", "content": q}] for q in questions
+    ]
+    params = SamplingParams(temperature=0, max_tokens=40)
+    answers = [
+        [out.outputs[0].text for out in LLM(str(tutor.model_dir()), **o).chat(chats, params, False)]
+        for o in ({}, OPTIONS)
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_the_pool_counts_a_byte_a_number(qwen: Path) -> None:
+    config = ModelConfig.from_pretrained(qwen)
+    llm = LLM(str(qwen), device="cpu", load_tokenizer=False, num_blocks=10, block_size=4, **OPTIONS)
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    assert llm.info["kv_cache_dtype"] == "fp8"
+    assert llm.info["kv_bytes_per_token"] == per_token
+    assert llm.engine.runner.memory.kv_cache == 11 * 4 * per_token
+    assert LLM(str(qwen), device="cpu", load_tokenizer=False, num_blocks=1).info["kv_cache_dtype"] == "float32"
+
+
+def test_an_unknown_type_is_refused() -> None:
+    with pytest.raises(EngineError, match="kv_cache_dtype is 'int4': it must be auto or fp8"):
+        EngineConfig(kv_cache_dtype="int4")

@@ -1,0 +1,157 @@
+"""Pause, step, run until, slow motion: what the gate lets through, and that it says why it stopped."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.core.engine import Engine
+from engine.core.types import SamplingParams
+from engine.errors import InvalidRequest
+from tests.engine.test_scheduler_simulation import make_engine
+
+
+def steps_taken(engine: Engine, tries: int = 200) -> int:
+    """Run as the engine process does: only while the gate allows it."""
+    taken = 0
+    for _ in range(tries):
+        if engine.has_work and engine.gate.allows():
+            engine.step()
+            taken += 1
+    return taken
+
+
+def busy_engine(**options: object) -> Engine:
+    engine = make_engine(**options)  # type: ignore[arg-type]
+    for i in range(3):
+        engine.add_request([i, 1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True))
+    return engine
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_closed_gate_lets_exactly_n_steps_through(overlap: bool) -> None:
+    engine = busy_engine(overlap=overlap)
+    engine.step()
+    engine.gate.pause()
+    engine.drain()
+    step = engine.scheduler.step
+    assert steps_taken(engine) == 0
+    engine.gate.step(3)
+    assert steps_taken(engine) == 3
+    assert engine.scheduler.step == step + 3
+    assert not engine._flight, "a gated step is synchronous"
+    engine.gate.resume()
+    steps_taken(engine)
+    assert not engine.has_work
+
+
+def test_a_step_that_fails_is_one_of_those_let_through() -> None:
+    engine = busy_engine(rows=1)
+    engine.step()
+    engine.gate.step(1)
+
+    def fail(plan: object) -> None:
+        raise RuntimeError("the simulated device failed")
+
+    engine.runner.on_launch = fail  # type: ignore[attr-defined]
+    assert steps_taken(engine, 3) == 1
+
+
+@pytest.mark.parametrize(
+    ("event", "said"), [("finish", "finished: length"), ("admission", "was admitted"), ("hit", "tokens from the tree")]
+)
+def test_run_until_stops_after_the_step_in_which_it_happened_and_says_what(event: str, said: str) -> None:
+    engine = busy_engine()
+    engine.step()
+    engine.log.drain()
+    engine.gate.run_until(event)
+    if event != "finish":
+        steps_taken(engine, 3)
+        engine.add_request([0, 1, 2, 3, 9], SamplingParams(max_tokens=2))
+    taken = steps_taken(engine)
+    assert 0 < taken < 60
+    gates = [record for record in engine.log.drain() if record[2] == "gate"]
+    assert gates[-1][3] == "closed" and said in gates[-1][4]
+    assert steps_taken(engine) == 0
+
+
+def test_what_is_waited_for_is_told_and_so_is_its_end() -> None:
+    engine = busy_engine()
+
+    def told() -> list[str]:
+        return [record[4] for record in engine.log.drain() if record[2] == "gate"]
+
+    engine.gate.pause()
+    assert told() == ["paused"]
+    engine.gate.run_until("eviction")
+    engine.gate.run_until("hit")
+    assert told() == ["running until eviction", "running until hit"]
+    engine.gate.step(2)
+    engine.gate.step(1)
+    assert told() == ["stepping"]
+    engine.gate.run_until("slow", 1e9)
+    engine.gate.pause()
+    assert told() == ["running until slow", "paused"] and not engine.gate.allows()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("event", ["admission", "prefill", "finish"])
+def test_run_until_looks_at_what_happens_from_now_on_also_while_records_are_off(event: str, kept: bool) -> None:
+    engine = busy_engine()
+    engine.log.enabled = kept
+    engine.step()
+    engine.abort(1)  # all three have happened, and nobody has drained the log
+    engine.gate.run_until(event)
+    assert steps_taken(engine, 5) == 5
+    engine.add_request([7, 7], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert 0 < steps_taken(engine) <= 3 and engine.has_work
+
+
+def test_what_is_waited_for_between_two_steps_closes_the_gate_without_another() -> None:
+    engine = busy_engine()
+    engine.gate.run_until("finish")
+    engine.abort(1)
+    assert steps_taken(engine) == 0
+    engine.gate.settle()
+    assert [record[4] for record in engine.log.drain() if record[2] == "gate"][-1] == "r1 finished: abort"
+
+
+def test_run_until_preemption_and_eviction() -> None:
+    engine = make_engine(blocks=10, block_size=4, budget=64, watermark=0.0)
+    for i in range(3):
+        engine.add_request([i, 1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=20, ignore_eos=True))
+    engine.gate.run_until("preemption")
+    steps_taken(engine)
+    assert any(r.preemptions for r in engine.scheduler.waiting)
+
+
+def test_submissions_and_aborts_work_while_gated() -> None:
+    engine = busy_engine()
+    engine.gate.pause()
+    request = engine.add_request([9, 9], SamplingParams(max_tokens=3))
+    assert engine.abort(request.id) and engine.abort(1)
+    engine.check()
+    assert steps_taken(engine) == 0
+
+
+def test_slow_motion_stretches_a_step_in_proportion_to_its_real_duration() -> None:
+    engine = busy_engine(overlap=True)
+    engine.gate.set_pace(50)
+    engine.step()
+    assert engine.gate.stretch_s == pytest.approx(49 * engine.gate.last_wall_s) and engine.gate.last_wall_s > 0
+    engine.gate.set_pace(1)
+    assert engine.gate.stretch_s == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ("step", (0,)), ("step", ("x",)), ("step", (1.5,)), ("step", (True,)), ("run_until", ("sunrise",)),
+        ("run_until", ([],)), ("run_until", ("slow", "x")), ("run_until", ("slow", float("nan"))),
+        ("set_pace", (0.5,)), ("set_pace", (1e9,)), ("set_pace", ("x",)), ("set_pace", (float("nan"),)),
+    ],
+)  # fmt: skip
+def test_nonsense_is_refused(call: str, arguments: tuple[object, ...]) -> None:
+    engine = busy_engine()
+    with pytest.raises(InvalidRequest):
+        getattr(engine.gate, call)(*arguments)
+    assert engine.gate.state == "open" and engine.gate.pace == 1.0

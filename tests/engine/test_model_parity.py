@@ -1,0 +1,358 @@
+"""The decoder against transformers, on tiny random models of every architecture and every kind of rotary scaling.
+
+fp32: logits within 2e-5 of their largest magnitude. float64: the same greedy tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import ModelConfig, RopeConfig
+from engine.model import ops
+from engine.model.rope import attention_factor, inverse_frequencies, rope_table
+from engine.worker.cpu import CPURunner
+from tests.support.models import SMALL, SMALL_EXPERTS, VOCAB, Driver, make_request, make_runner, reference, save
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {}),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3-attention-bias": ("qwen3", {"attention_bias": True}),
+    "qwen3-one-kv-head": ("qwen3", {"num_key_value_heads": 1}),
+    "qwen3-yarn": ("qwen3", {"rope_parameters": YARN}),
+    "qwen2": ("qwen2", {"head_dim": 16}),
+    "qwen2-some-layers-windowed": (
+        "qwen2",
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-every-head-its-own-keys": ("llama", {"num_key_value_heads": 4}),
+    "llama3-rope": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-linear-rope": ("llama", {"rope_parameters": LINEAR}),
+    "llama-dynamic-rope": ("llama", {"rope_parameters": DYNAMIC}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-sliding-window": ("mistral", {"sliding_window": 11}),
+}
+PROMPT, REPLY = 37, 14
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """name -> (transformers model, directory), each made once."""
+    made: dict[str, tuple[Any, Path]] = {}
+
+    def get(name: str) -> tuple[Any, Path]:
+        if name not in made:
+            kind, overrides = MODELS[name]
+            model = reference(kind, **overrides)
+            made[name] = model, save(model, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+def prompt(seed: int = 0, length: int = PROMPT) -> list[int]:
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def their_logits(model: Any, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0]
+
+
+def our_logits(driver: Driver, request: Any, chunks: list[int]) -> torch.Tensor:
+    """Logits of every position, the prompt computed in chunks."""
+    rows = []
+    for count in chunks:
+        plan = driver.plan([(request, count, True)])
+        runner = driver.runner
+        with torch.inference_mode():
+            runner.apply(plan)
+            inputs = runner.build_inputs(plan)
+            inputs.meta.logit_rows = None
+            runner.attention.plan(inputs.meta)
+            hidden = runner.model.forward(inputs.token_ids, inputs.meta, runner.attention, runner.pool)
+            rows.append(runner.model.logits(hidden))
+    return torch.cat(rows)
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_those_of_transformers_whole_and_in_chunks(name: str, checkpoints: Any) -> None:
+    model, directory = checkpoints(name)
+    driver = Driver(make_runner(directory))
+    ids = prompt()
+    theirs = their_logits(model, ids)
+    assert_close(our_logits(driver, make_request(ids, 0), [PROMPT]), theirs)
+    assert_close(our_logits(driver, make_request(ids, 1), [1, 9, 4, 17, 5, 1]), theirs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_equal_those_of_transformers_in_float64(name: str, checkpoints: Any) -> None:
+    model, directory = checkpoints(name)
+    ids = prompt(1)
+    driver = Driver(make_runner(directory, "float64"))
+    ours = driver.generate(make_request(ids, 0), REPLY, chunk=10)
+    theirs = list(ids)
+    exact = type(model)(model.config).double().eval()
+    exact.load_state_dict(model.state_dict())
+    for _ in range(REPLY):
+        theirs.append(int(their_logits(exact, theirs)[-1].argmax()))
+    assert ours == theirs[PROMPT:]
+
+
+def _random_config(random: Any) -> dict[str, Any]:
+    """A config.json as a checkpoint may have it: fields that have defaults are there or not."""
+    kind = random.choice(["mistral", "mistral", "qwen2", "qwen3", "qwen3_moe", "llama"])
+    layers = random.choice([2, 3, 4])
+    raw = {**SMALL, "model_type": kind, "num_hidden_layers": layers, "num_key_value_heads": random.choice([1, 2, 4])}
+    if kind == "qwen3_moe":
+        raw |= {**SMALL_EXPERTS, "norm_topk_prob": random.random() < 0.5, "decoder_sparse_step": random.choice([1, 2])}
+    if kind == "qwen2":
+        raw["head_dim"] = 16
+    maybe: dict[str, Any] = {"tie_word_embeddings": True, "rms_norm_eps": 1e-4, "rope_theta": 5000.0}
+    if kind != "llama" and random.random() < 0.9:
+        raw["sliding_window"] = random.choice([None, 3, 9, 11, 20])
+    if kind.startswith("qwen"):
+        maybe |= {"use_sliding_window": True, "max_window_layers": random.choice([0, 1, layers, 28])}
+    if kind in ("qwen3", "llama", "qwen3_moe"):
+        maybe |= {"attention_bias": True}
+    if kind == "llama":
+        maybe |= {"mlp_bias": True}
+    maybe["rope_scaling"] = random.choice([None, {"type": "linear", "factor": 2.0}, YARN, LLAMA3])
+    raw |= {key: value for key, value in maybe.items() if random.random() < 0.6}
+    windowed = raw.get("sliding_window", 4096) and (kind == "mistral" or raw.get("use_sliding_window"))
+    if kind in ("mistral", "qwen2", "qwen3") and raw.get("sliding_window", 4096) and random.random() < 0.6:
+        kinds = ["full_attention", "sliding_attention"] if windowed else ["full_attention"]
+        raw["layer_types"] = [random.choice(kinds) for _ in range(layers)]
+    if kind == "qwen3_moe":
+        raw.pop("max_window_layers", None)
+    return raw
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_any_config_computes_what_transformers_does_beyond_the_window(seed: int, tmp_path: Path) -> None:
+    """In float64, from a config.json that transformers has not put in order before."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    raw = _random_config(Random(seed))
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    torch.manual_seed(seed)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), experts_implementation="eager")
+    theirs = theirs.double().eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.2 if "norm" in name else 0.1 if "bias" in name else 0.05))
+    theirs.save_pretrained(tmp_path, save_original_format=True)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    ids = prompt(seed)
+    ours = our_logits(Driver(make_runner(tmp_path, "float64")), make_request(ids, 0), [PROMPT])
+    expected = their_logits(theirs, ids).log_softmax(-1)
+    torch.testing.assert_close(ours.log_softmax(-1), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-some-layers-windowed", "mistral-sliding-window", "llama3-rope"])
+def test_a_batch_of_mixed_lengths_gives_each_request_what_it_gets_alone(name: str, checkpoints: Any) -> None:
+    _, directory = checkpoints(name)
+    prompts = [prompt(seed, length) for seed, length in enumerate((3, 37, 1, 20))]
+    alone = []
+    for ids in prompts:
+        alone.append(Driver(make_runner(directory, "float64")).generate(make_request(ids, 0), 8))
+    driver = Driver(make_runner(directory, "float64"))
+    requests = [make_request(ids, row) for row, ids in enumerate(prompts)]
+    driver.run([(requests[0], 3, True), (requests[1], 30, False)])
+    driver.run([(requests[0], 1, True), (requests[1], 7, True), (requests[2], 1, True)])  # a prompt of one token
+    driver.run([(requests[0], 1, True), (requests[1], 1, True), (requests[2], 1, True), (requests[3], 20, True)])
+    while any(len(request.output_ids) < 8 for request in requests):
+        driver.run([(request, 1, True) for request in requests if len(request.output_ids) < 8])
+    assert [request.output_ids for request in requests] == alone
+
+
+@pytest.mark.parametrize("cut", [1, 4, 7, 9])
+def test_a_cached_prefix_does_not_change_the_answer_wherever_it_is_cut(cut: int, checkpoints: Any) -> None:
+    """The suffix of a cached prefix is causal: it sees the prefix and itself up to each token, and no more."""
+    _, directory = checkpoints("qwen3")
+    driver = Driver(make_runner(directory, "float64"))
+    ids = prompt(3)
+    leader = make_request(ids, 0)
+    expected = driver.generate(leader, 8)
+    follower = make_request(ids, 1)
+    driver.share(follower, leader, cut)
+    assert follower.planned == cut * 4
+    assert driver.generate(follower, 8) == expected
+
+
+def test_a_token_the_host_has_not_seen_is_taken_from_the_device(checkpoints: Any) -> None:
+    _, directory = checkpoints("qwen3")
+    ids = prompt(4)
+    expected = Driver(make_runner(directory)).generate(make_request(ids, 0), 6)
+    driver = Driver(make_runner(directory))
+    request = make_request(ids, 0)
+    driver.run([(request, PROMPT, True)])
+    for _ in range(5):
+        driver.run([(request, 1, True)], unknown=True)
+    assert request.output_ids == expected
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("layout", [4, 5])
+def test_checkpoints_in_the_layouts_of_transformers_4_and_5_load(layout: int, shards: bool, tmp_path: Path) -> None:
+    """4: rope_theta and rope_scaling with `type`, torch_dtype; 5: rope_parameters, dtype. One file and several."""
+    model = reference("llama", rope_parameters=LLAMA3)
+    scaling = {("type" if key == "rope_type" else key): value for key, value in LLAMA3.items() if key != "rope_theta"}
+    old = {
+        "rope_parameters": None,
+        "dtype": None,
+        "rope_theta": LLAMA3["rope_theta"],
+        "rope_scaling": scaling,
+        "torch_dtype": "float32",
+    }
+    directory = save(model, tmp_path, shards, old if layout == 4 else None)
+    keys = json.loads((directory / "config.json").read_text())
+    assert ("rope_parameters" in keys, "rope_scaling" in keys) == ((False, True) if layout == 4 else (True, False))
+    assert len(list(directory.glob("*.safetensors"))) > 1 if shards else (directory / "model.safetensors").is_file()
+    ids = prompt()
+    ours = our_logits(Driver(make_runner(directory)), make_request(ids, 0), [PROMPT])
+    assert_close(ours, their_logits(model, ids))
+
+
+@pytest.mark.parametrize("dim", [2, 32, 64, 128])
+def test_inverse_frequencies_are_powers_of_theta(dim: int) -> None:
+    """inv_freq[i] == θ^(−2i/D) exactly, inv_freq[0] == 1."""
+    found = inverse_frequencies(RopeConfig(theta=1e6), dim)
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    assert torch.equal(found, 1.0 / (1e6**exponents))
+    assert found[0] == 1.0
+    assert len(found) == dim // 2
+
+
+@pytest.mark.parametrize("parameters", [YARN, YARN | {"mscale": 0.8, "mscale_all_dim": 0.5}, LLAMA3, LINEAR])
+def test_scaled_frequencies_equal_those_of_transformers_to_the_bit(parameters: dict[str, Any]) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(head_dim=64, max_position_embeddings=256, rope_parameters=dict(parameters))
+    theirs, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config)
+    fields = {key: value for key, value in parameters.items() if key not in ("rope_type", "rope_theta")}
+    original = fields.pop("original_max_position_embeddings", 256)
+    ours = RopeConfig(parameters["rope_type"], 10000.0, original_max_position=original, **fields)
+    assert torch.equal(inverse_frequencies(ours, 64), theirs)
+    assert attention_factor(ours) == factor
+    if parameters["rope_type"] == "yarn":
+        assert factor != 1.0
+
+
+def test_dynamic_scaling_beyond_the_original_context_equals_transformers_decoding_token_by_token() -> None:
+    model = reference("llama", rope_parameters=DYNAMIC, max_position_embeddings=32)
+    from transformers.cache_utils import DynamicCache
+
+    ids = prompt(5, 60)
+    cache, theirs = DynamicCache(), []
+    with torch.no_grad():
+        for token in ids:
+            theirs.append(model(torch.tensor([[token]]), past_key_values=cache).logits[0, 0])
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as directory:
+        runner = make_runner(save(model, Path(directory)))
+    assert runner.max_model_len == 64
+    assert_close(our_logits(Driver(runner), make_request(ids, 0), [60]), torch.stack(theirs))
+
+
+def test_rotation_is_half_split_and_norm_comes_before_it() -> None:
+    """Position 0 leaves heads as they are; elsewhere element i turns with element i + D/2."""
+    torch.manual_seed(0)
+    tokens, heads, kv_heads, dim = 3, 2, 1, 8
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim)
+    weight = torch.rand(heads + kv_heads, dim) + 0.5
+    table = rope_table(RopeConfig(theta=100.0), dim, 10, 10)
+    positions = torch.tensor([0, 3, 7])
+    k_cache, v_cache = torch.zeros(2, 2, 4, kv_heads, dim)
+    slots = torch.tensor([5, 1, 2])
+    q = ops.qk_norm_rope_store(qkv.clone(), weight, 1e-6, ops.rope_rows(table, positions), k_cache, v_cache, slots)
+    split = qkv.view(tokens, heads + 2 * kv_heads, dim)
+    normed = split[:, :3] * torch.rsqrt(split[:, :3].pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+    angle = positions[:, None, None] * inverse_frequencies(RopeConfig(theta=100.0), dim)
+    a, b = normed.chunk(2, -1)
+    expected = torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+    torch.testing.assert_close(q, expected[:, :2])
+    torch.testing.assert_close(k_cache.view(-1, 1, dim)[slots], expected[:, 2:])
+    assert torch.equal(v_cache.view(-1, 1, dim)[slots], split[:, 3:])
+    torch.testing.assert_close(q[0], normed[0, :2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 64), (5, 100), (2, 8, 64), (70, 1024)])
+def test_rms_norm_is_that_of_transformers_to_the_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    torch.manual_seed(0)
+    norm = Qwen3RMSNorm(shape[-1], 1e-6).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(shape[-1]))
+        x = (torch.randn(shape) * 5).to(dtype)
+        assert torch.equal(ops.rms_norm(x, norm.weight, 1e-6), norm(x))
+
+
+def test_logits_are_computed_for_sampled_rows_only(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, directory = checkpoints("qwen3")
+    runner = make_runner(directory)
+    seen = []
+    original = runner.sampler.sample
+    monkeypatch.setattr(runner.sampler, "sample", lambda rows, *rest: seen.append(len(rows)) or original(rows, *rest))
+    driver = Driver(runner)
+    requests = [make_request(prompt(seed), seed) for seed in range(3)]
+    driver.run([(requests[0], PROMPT, True), (requests[1], 10, False)])
+    driver.run([(requests[0], 1, True), (requests[1], PROMPT - 10, True), (requests[2], PROMPT, True)])
+    driver.run([(request, 1, True) for request in requests])
+    assert seen == [1, 3, 3]
+
+
+def test_the_configuration_counts_parameters_as_the_model_has_them(checkpoints: Any) -> None:
+    for name in ("qwen3", "qwen3-tied", "qwen2", "llama-biases"):
+        model, directory = checkpoints(name)
+        assert ModelConfig.from_pretrained(directory).num_parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-some-layers-windowed", "llama-biases", "mistral-sliding-window"])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_decode_steps_on_a_cpu_compute_what_the_decoder_does(name: str, count: int, checkpoints: Any) -> None:
+    """CPUDecode has its own arithmetic, in columns: the same logits, and the same keys and values."""
+    _, directory = checkpoints(name)
+    found = []
+    for plain in (False, True):
+        driver = Driver(make_runner(directory))
+        runner = driver.runner
+        assert isinstance(runner, CPURunner)
+        requests = [make_request(prompt(row, 5 + 9 * row), row) for row in range(count)]
+        for request in requests:
+            driver.run([(request, len(request.ids), True)])
+        plan = driver.plan([(request, 1, True) for request in requests])
+        with torch.inference_mode():
+            runner.apply(plan)
+            logits = runner.forward(plan, runner.build_inputs(plan))[0] if plain else runner.decode(plan)[0]
+        found.append((logits, torch.stack(runner.pool.keys), torch.stack(runner.pool.values)))
+    for ours, plainly in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plainly, rtol=0, atol=1e-5 * float(plainly.abs().max()))

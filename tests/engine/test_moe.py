@@ -1,0 +1,392 @@
+"""Mixtures of experts: Qwen3-MoE against transformers on tiny random models, the loader, the counts.
+
+fp32: logits within 2e-5 of their largest magnitude. float64: the same greedy tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.build import make_runner as choose_runner
+from engine.config import EngineConfig, ExpertsConfig, ModelConfig
+from engine.core.engine import Engine
+from engine.core.scheduler import SchedulerConfig
+from engine.core.types import SamplingParams
+from engine.errors import CheckpointError
+from engine.model import ops
+from engine.model.decoder import Decoder, DenseMLP
+from engine.model.experts import Experts
+from engine.model.weights import dummy_weights, load_weights
+from tests.engine.test_model_parity import PROMPT, assert_close, our_logits, prompt, their_logits
+from tests.support.models import VOCAB, Driver, make_request, make_runner, reference, save
+
+MODELS: dict[str, dict[str, Any]] = {
+    "as they come": {"norm_topk_prob": False},
+    "normalised": {"norm_topk_prob": True},
+    "every second layer": {"num_hidden_layers": 4, "decoder_sparse_step": 2, "norm_topk_prob": True},
+    "some layers dense": {"num_hidden_layers": 3, "mlp_only_layers": [0, 2], "tie_word_embeddings": True},
+    "one expert each": {"num_experts_per_tok": 1, "num_experts": 3, "attention_bias": True},
+    "all experts": {"num_experts_per_tok": 6, "norm_topk_prob": True},
+    "windows": {"use_sliding_window": True, "sliding_window": 9},
+}
+SPARSE_LAYERS = {"every second layer": [1, 3], "some layers dense": [1]}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """name -> (transformers model, directory), each made once."""
+    made: dict[str, tuple[Any, Path]] = {}
+
+    def get(name: str) -> tuple[Any, Path]:
+        if name not in made:
+            model = reference("qwen3_moe", **MODELS[name])
+            made[name] = model, save(model, tmp_path_factory.mktemp("moe"))
+        return made[name]
+
+    return get
+
+
+def loaded(directory: Path) -> Decoder:
+    config = ModelConfig.from_pretrained(directory)
+    model = Decoder(config, torch.float32, CPU, 16)
+    for slot in model.slots():
+        slot.view.fill_(torch.nan)
+    load_weights(model.slots(), directory, config.tie_word_embeddings)
+    return model
+
+
+def rewrite(directory: Path, change: Any) -> None:
+    """Change the tensors of a one-file checkpoint."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+# ---- the model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_those_of_transformers_whole_and_in_chunks(name: str, checkpoints: Any) -> None:
+    model, directory = checkpoints(name)
+    driver = Driver(make_runner(directory))
+    layers = driver.runner.model.layers
+    sparse = [i for i, layer in enumerate(layers) if isinstance(layer.mlp, Experts)]
+    assert sparse == SPARSE_LAYERS.get(name, list(range(len(layers))))
+    ids = prompt()
+    theirs = their_logits(model, ids)
+    assert_close(our_logits(driver, make_request(ids, 0), [PROMPT]), theirs)
+    assert_close(our_logits(driver, make_request(ids, 1), [1, 9, 4, 17, 5, 1]), theirs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_equal_those_of_transformers_in_float64(name: str, checkpoints: Any) -> None:
+    model, directory = checkpoints(name)
+    ids = prompt(1)
+    ours = Driver(make_runner(directory, "float64")).generate(make_request(ids, 0), 10, chunk=10)
+    theirs = list(ids)
+    exact = type(model)(model.config).double().eval()
+    exact.set_experts_implementation("eager")  # their fast one has no float64
+    exact.load_state_dict(model.state_dict())
+    for _ in range(10):
+        theirs.append(int(their_logits(exact, theirs)[-1].argmax()))
+    assert ours == theirs[PROMPT:]
+
+
+def test_in_bfloat16_logits_are_those_of_transformers_but_for_rounding(checkpoints: Any) -> None:
+    """With all experts of each token: with fewer, rounding may choose others."""
+    model, directory = checkpoints("all experts")
+    exact = their_logits(model, prompt())
+    driver = Driver(make_runner(directory, "bfloat16"))
+    ours = our_logits(driver, make_request(prompt(), 0), [PROMPT]).float()
+    half = type(model)(model.config).bfloat16().eval()
+    half.load_state_dict(model.state_dict())
+    theirs = their_logits(half, prompt()).float()
+    assert float((ours - exact).norm()) < 1.2 * float((theirs - exact).norm())
+
+
+def test_a_batch_of_mixed_lengths_gives_each_request_what_it_gets_alone(checkpoints: Any) -> None:
+    _, directory = checkpoints("every second layer")
+    prompts = [prompt(seed, length) for seed, length in enumerate((3, 37, 1, 20))]
+    alone = [Driver(make_runner(directory, "float64")).generate(make_request(ids, 0), 6) for ids in prompts]
+    driver = Driver(make_runner(directory, "float64"))
+    requests = [make_request(ids, row) for row, ids in enumerate(prompts)]
+    driver.run([(requests[1], 30, False)])  # nobody samples: the last layer gets no token
+    driver.run([(requests[0], 3, True), (requests[1], 7, True)])
+    driver.run([(requests[0], 1, True), (requests[1], 1, True), (requests[2], 1, True), (requests[3], 20, True)])
+    while any(len(request.output_ids) < 6 for request in requests):
+        driver.run([(request, 1, True) for request in requests if len(request.output_ids) < 6])
+    assert [request.output_ids for request in requests] == alone
+
+
+def test_no_schedule_changes_a_token(tmp_path: Path) -> None:
+    """The whole engine: chunks, preemption, shared prefixes and overlapping steps."""
+    model = reference("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[0], norm_topk_prob=True).double()
+    directory = save(model, tmp_path)
+    r = random.Random(0)
+    prefix = [r.randrange(3, VOCAB) for _ in range(18)]
+    wanted = [
+        (
+            prefix[: r.randrange(0, 19)] + [r.randrange(3, VOCAB) for _ in range(r.randrange(1, 12))],
+            SamplingParams(temperature=r.choice([0.0, 0.8]), top_p=r.choice([1.0, 0.9]), seed=i, max_tokens=12),
+        )
+        for i in range(10)
+    ]
+
+    def replies(together: bool, budget: int, blocks: int, overlap: bool) -> tuple[list[list[int]], int]:
+        sizes = {"num_blocks": blocks, "max_num_batched_tokens": budget}
+        runner = make_runner(directory, "float64", **sizes)
+        config = SchedulerConfig(budget, 8, 256, watermark=0.0)
+        engine = Engine(runner, config, overlap=overlap, prefix_caching=together, eos_ids=frozenset({2}))
+        requests = []
+        for ids, params in wanted:
+            requests.append(engine.add_request(ids, params))
+            while engine.has_work and not together:
+                engine.step()
+        while engine.has_work:
+            engine.step()
+            engine.check()
+        return [request.output_ids for request in requests], sum(request.preemptions for request in requests)
+
+    alone, _ = replies(together=False, budget=256, blocks=200, overlap=False)
+    assert replies(together=True, budget=64, blocks=200, overlap=True)[0] == alone
+    assert replies(together=True, budget=9, blocks=200, overlap=False)[0] == alone
+    squeezed, preemptions = replies(together=True, budget=64, blocks=14, overlap=True)
+    assert squeezed == alone
+    assert preemptions > 0
+
+
+# ---- the router
+
+
+def experts_of(count: int, per_token: int, normalised: bool, hidden: int = 4, inner: int = 3) -> Experts:
+    config = ExpertsConfig(count, per_token, inner, normalised, (True,))
+    experts = Experts(config, hidden, torch.float64, CPU, ops)
+    torch.manual_seed(0)
+    for slot in experts.slots(""):
+        slot.view.normal_()
+    return experts
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_a_token_gets_its_most_probable_experts_and_their_probabilities(normalised: bool) -> None:
+    experts = experts_of(5, 2, normalised)
+    experts.router.zero_()
+    experts.router[:, 0] = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])  # logits, of a token that is 1 there
+    weights, chosen = experts.route(torch.tensor([[1.0, 9, 9, 9], [-1.0, 9, 9, 9]], dtype=torch.float64))
+    assert chosen.tolist() == [[1, 3], [4, 0]]
+    total = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0], dtype=torch.float64).exp().sum()
+    first = torch.tensor([3.0, 2.0], dtype=torch.float64).exp() / (1 if normalised else total)
+    torch.testing.assert_close(weights[0], first / first.sum() if normalised else first)
+    assert (float(weights[1].sum()) == pytest.approx(1)) == normalised
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_experts_are_summed_with_their_weights(tokens: int) -> None:
+    """Token by token and expert by expert, as the formula has it; and each expert's tokens are counted."""
+    experts = experts_of(5, 3, False)
+    x = torch.randn(tokens, 4, dtype=torch.float64)
+    weights, chosen = experts.route(x)
+    expected = torch.zeros_like(x)
+    for t in range(tokens):
+        for weight, expert in zip(weights[t], chosen[t].tolist(), strict=True):
+            gate, up = (experts.gate_up[expert] @ x[t]).chunk(2)
+            expected[t] += weight * (experts.down[expert] @ (torch.nn.functional.silu(gate) * up))
+    torch.testing.assert_close(experts(x.clone()), expected)
+    assert experts.load.tolist() == [chosen.flatten().tolist().count(expert) for expert in range(5)]
+
+
+def test_a_token_that_is_not_a_number_spoils_no_other() -> None:
+    experts = experts_of(5, 2, True)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    expected = experts(x)
+    x[1] = torch.nan
+    found = experts(x)
+    torch.testing.assert_close(found[[0, 2]], expected[[0, 2]])
+    assert found[1].isnan().all()
+
+
+def test_the_load_of_the_experts_can_be_read_after_each_step(checkpoints: Any) -> None:
+    _, directory = checkpoints("some layers dense")
+    driver = Driver(make_runner(directory))
+    requests = [make_request(prompt(row, 9), row) for row in range(2)]
+    driver.run([(request, 9, True) for request in requests])
+    load = driver.result.expert_load
+    assert load is not None
+    assert [(layer, len(tokens), sum(tokens)) for layer, tokens in load] == [(1, 6, 18 * 2)]  # the other layer is dense
+    driver.runner._expert_load_due = math.inf
+    for _ in range(3):  # within a quarter of a second: told together, when it is over
+        driver.run([(request, 1, True) for request in requests])
+        assert driver.result.expert_load is None
+    driver.runner._expert_load_due = 0.0
+    driver.run([(request, 1, True) for request in requests])
+    assert driver.result.expert_load is not None
+    assert sum(driver.result.expert_load[0][1]) == 4 * 2 * 2
+
+
+# ---- the loader
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_experts_load_one_by_one_and_stacked(stacked: bool, shards: bool, tmp_path: Path) -> None:
+    model = reference("qwen3_moe", mlp_only_layers=[1])
+    ours = loaded(save(model, tmp_path, shards, stacked=stacked))
+    theirs = model.state_dict()
+    assert {slot.name for slot in ours.slots()} == set(theirs)
+    for slot in ours.slots():
+        assert torch.equal(slot.view, theirs[slot.name].expand_as(slot.view)), slot.name
+
+
+def test_published_config_fields_are_read_in_both_spellings(tmp_path: Path) -> None:
+    directory = save(reference("qwen3_moe"), tmp_path)
+    new = ModelConfig.from_pretrained(directory)
+    path = directory / "config.json"
+    raw = json.loads(path.read_text())
+    assert raw["num_local_experts"] == 6
+    raw["num_experts"] = raw.pop("num_local_experts")
+    del raw["architectures"]
+    path.write_text(json.dumps(raw))
+    assert ModelConfig.from_pretrained(directory) == new
+    assert new.experts == ExpertsConfig(6, 2, 40, False, (True, True))
+
+
+def test_missing_experts_are_named(tmp_path: Path) -> None:
+    directory = save(reference("qwen3_moe"), tmp_path)
+    rewrite(directory, lambda tensors: tensors.pop("model.layers.1.mlp.experts.4.up_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.1\.mlp\.experts\.4\.up_proj\.weight: use config"):
+        loaded(directory)
+
+
+def test_more_experts_than_the_config_says_are_named(tmp_path: Path) -> None:
+    directory = save(reference("qwen3_moe"), tmp_path, edit={"num_local_experts": 5})
+    with pytest.raises(CheckpointError, match=r"has .*experts\.5\.down_proj\.weight.*, unknown") as caught:
+        loaded(directory)
+    assert "mlp.gate.weight is [6, 64] and should be [5, 64]" in str(caught.value)
+
+
+def test_misshapen_experts_are_named_with_both_shapes(tmp_path: Path) -> None:
+    directory = save(reference("qwen3_moe"), tmp_path / "apart")
+    name = "model.layers.0.mlp.experts.2.down_proj.weight"
+    rewrite(directory, lambda tensors: tensors.update({name: torch.zeros(64, 39)}))
+    with pytest.raises(CheckpointError, match=r"experts\.2\.down_proj\.weight is \[64, 39\] and should be \[64, 40\]"):
+        loaded(directory)
+    directory = save(reference("qwen3_moe"), tmp_path / "stacked", edit={"num_local_experts": 5}, stacked=True)
+    with pytest.raises(CheckpointError, match=r"gate_up_proj is \[6, 80, 64\] and should be \[5, 80, 64\]"):
+        loaded(directory)
+
+
+def test_an_expert_given_twice_is_named(tmp_path: Path) -> None:
+    """Stacked and by itself: nobody could say which of the two is meant."""
+    directory = save(reference("qwen3_moe"), tmp_path, stacked=True)
+    extra = {"model.layers.0.mlp.experts.0.down_proj.weight": torch.zeros(64, 40)}
+    rewrite(directory, lambda tensors: tensors.update(extra))
+    with pytest.raises(CheckpointError, match=r"has model\.layers\.0\.mlp\.experts\.0\.down_proj\.weight, unknown"):
+        loaded(directory)
+
+
+def test_dummy_weights_fill_every_expert(checkpoints: Any) -> None:
+    _, directory = checkpoints("some layers dense")
+    model = Decoder(ModelConfig.from_pretrained(directory), torch.float32, CPU, 16)
+    for slot in model.slots():
+        slot.view.fill_(torch.nan)
+    dummy_weights(model.slots(), 0)
+    mlp = model.layers[1].mlp
+    assert isinstance(mlp, Experts)
+    for expert in (*mlp.gate_up, *mlp.down):
+        assert 0.017 < float(expert.std()) < 0.023
+    assert isinstance(model.layers[0].mlp, DenseMLP)
+    assert not any(slot.view.isnan().any() for slot in model.slots())
+
+
+# ---- the configuration
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_counted_as_the_model_has_them(name: str, checkpoints: Any) -> None:
+    model, directory = checkpoints(name)
+    config = ModelConfig.from_pretrained(directory)
+    assert config.num_parameters == sum(p.numel() for p in model.parameters())
+    assert config.experts is not None
+    idle = config.experts.count - config.experts.per_token
+    expert = 3 * config.hidden_size * config.experts.inner_size
+    assert config.num_parameters - config.active_parameters == idle * expert * sum(config.experts.layers)
+
+
+def test_a_dense_model_uses_all_of_its_parameters(tmp_path: Path) -> None:
+    config = ModelConfig.from_pretrained(save(reference("qwen3"), tmp_path))
+    assert config.experts is None
+    assert config.active_parameters == config.num_parameters
+
+
+def test_a_config_without_a_sparse_layer_is_a_dense_model(tmp_path: Path) -> None:
+    model = reference("qwen3_moe", mlp_only_layers=[0, 1])
+    directory = save(model, tmp_path)
+    assert ModelConfig.from_pretrained(directory).experts is None
+    ids = prompt()
+    assert_close(our_logits(Driver(make_runner(directory)), make_request(ids, 0), [PROMPT]), their_logits(model, ids))
+
+
+@pytest.mark.parametrize(
+    ("edit", "complaint"),
+    [
+        ({"num_local_experts": None}, "no field 'num_experts'"),
+        ({"num_experts_per_tok": 7}, "sends each token to 7 of 6 experts"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size = 0: it must be a whole number above 0"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
+        ({"mlp_only_layers": "0"}, "mlp_only_layers = '0': it must be a list"),
+    ],
+)
+def test_what_cannot_be_right_is_said(edit: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    directory = save(reference("qwen3_moe"), tmp_path, edit=edit)
+    with pytest.raises(CheckpointError, match=complaint):
+        ModelConfig.from_pretrained(directory)
+
+
+def test_the_published_30b_a3b_has_the_parameters_its_name_says(tmp_path: Path) -> None:
+    path = Path(__file__).resolve().parents[2] / "shared" / "qwen3" / "configs" / "Qwen3-30B-A3B.json"
+    if not path.is_file():
+        pytest.skip("../shared/qwen3 is not there")
+    (tmp_path / "config.json").write_text(path.read_text())
+    config = ModelConfig.from_pretrained(tmp_path)
+    assert config.num_parameters / 1e9 == pytest.approx(30.53, abs=0.01)
+    assert config.active_parameters / 1e9 == pytest.approx(3.35, abs=0.01)
+    assert config.experts == ExpertsConfig(128, 8, 768, True, (True,) * 48)
+
+
+def test_a_shape_that_the_copy_engine_cannot_read_runs_without_graphs(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels read rows that begin at multiples of 16 bytes; what does not fit takes the readable form."""
+    from engine.config import Limits
+    from engine.worker import runner
+
+    _, directory = checkpoints("normalised")
+    model = ModelConfig.from_pretrained(directory)
+    assert model.experts is not None
+    odd = replace(model, experts=replace(model.experts, inner_size=36))
+    limits = Limits(torch.device("cuda"), torch.bfloat16, torch.bfloat16, 8, 64, 256)
+    monkeypatch.setattr("engine.build.resolve", lambda config, model: limits)
+    monkeypatch.setattr(runner, "Runner", lambda *_: "plain")
+    assert choose_runner(odd, EngineConfig(device="cuda"), directory) == "plain"
+
+
+def test_padding_is_sent_to_no_expert() -> None:
+    experts = experts_of(5, 2, True)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    expected = experts(x[:3])
+    experts.load.zero_()
+    found = experts(x, torch.tensor([3], dtype=torch.int32))
+    torch.testing.assert_close(found[:3], expected)
+    assert not found[3].any()
+    assert int(experts.load.sum()) == 3 * 2

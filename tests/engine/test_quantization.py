@@ -1,0 +1,218 @@
+"""8-bit matrices: what rounding does is known, bounded, and the same on every path."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.build import make_runner as build_runner
+from engine.config import EngineConfig, ModelConfig
+from engine.core.types import SamplingParams
+from engine.errors import CheckpointError, EngineError
+from engine.llm import LLM
+from engine.model.decoder import Decoder
+from engine.model.linear import Fp8Weight, Int8Weight, embed, linear, quantise
+from engine.model.weights import dummy_weights, load_weights
+from engine.worker import limits
+from engine.worker.cpu import CPURunner
+from minitui import tutor
+from tests.support.models import Driver, make_request, make_runner, reference, save
+
+CPU = torch.device("cpu")
+OPTIONS = {"quantization": "int8"}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(reference("qwen3", tie_word_embeddings=True), tmp_path_factory.mktemp("qwen3"))
+
+
+def prompt(seed: int, length: int = 20) -> list[int]:
+    return torch.randint(3, 190, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def test_a_rounded_row_is_nowhere_further_off_than_half_a_step() -> None:
+    x = torch.randn(7, 33) * torch.logspace(-3, 3, 7)[:, None]
+    x[3] = 0
+    values, scale = quantise(x)
+    assert values.dtype == torch.int8
+    assert values.abs().amax(1).tolist() == [127, 127, 127, 0, 127, 127, 127]
+    assert ((values * scale[:, None] - x).abs() <= scale[:, None] / 2 * (1 + 1e-5)).all()
+
+
+def test_a_product_is_that_of_the_rounded_matrices() -> None:
+    weight, x, bias = Int8Weight.empty(5, 33, CPU), torch.randn(4, 33), torch.randn(5)
+    weight.copy_(torch.randn(5, 33).bfloat16())
+    values, scale = quantise(x)
+    wide = (weight.values.double() * weight.scale.double()[:, None]).t()
+    expected = (values.double() * scale.double()[:, None]) @ wide + bias
+    torch.testing.assert_close(linear(x, weight, bias).double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(embed(torch.tensor([4, 0]), weight), (weight.values * weight.scale[:, None])[[4, 0]])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_seen(bad: float) -> None:
+    weight, x = Int8Weight.empty(3, 8, CPU), torch.randn(2, 8)
+    weight.copy_(torch.randn(3, 8))
+    x[1, 5] = bad
+    product = linear(x, weight)
+    assert product[0].isfinite().all()
+    assert not product[1].isfinite().any()
+
+
+def test_a_checkpoint_is_rounded_tensor_by_tensor(directory: Path) -> None:
+    config = ModelConfig.from_pretrained(directory)
+    plain, small = (Decoder(config, torch.float32, CPU, 16, quantised=quantised) for quantised in (None, Int8Weight))
+    for model in (plain, small):
+        load_weights(model.slots(), directory, config.tie_word_embeddings)
+    assert small.nbytes < 0.32 * plain.nbytes
+    assert small.head is small.embedding
+    for ours, theirs in zip(small.slots(), plain.slots(), strict=True):
+        if isinstance(ours.view, Int8Weight):
+            values, scale = quantise(theirs.view)
+            assert torch.equal(ours.view.values, values), ours.name
+            assert torch.equal(ours.view.scale, scale), ours.name
+        else:
+            assert "norm" in ours.name
+            assert torch.equal(ours.view, theirs.view)
+
+
+def test_what_is_rounded_to_e4m3_keeps_three_bits_of_mantissa(directory: Path) -> None:
+    x = torch.randn(7, 64) * torch.logspace(-3, 3, 7)[:, None]
+    x[3] = 0
+    values, scale = Fp8Weight.rounded(x)
+    wide = values.float() * scale[:, None]
+    assert values.float().abs().amax(1).tolist() == [448, 448, 448, 0, 448, 448, 448]
+    assert ((wide - x).abs() <= (x.abs() / 16).clamp_min(scale[:, None] * 2**-10) * (1 + 1e-5)).all()
+    config = ModelConfig.from_pretrained(directory)
+    model = Decoder(config, torch.float32, CPU, 16, quantised=Fp8Weight)
+    load_weights(model.slots(), directory, config.tie_word_embeddings)
+    plain = Decoder(config, torch.float32, CPU, 16)
+    load_weights(plain.slots(), directory, config.tie_word_embeddings)
+    rows = embed(torch.tensor([4, 0, 198]), model.embedding)
+    assert rows.dtype == torch.bfloat16
+    torch.testing.assert_close(rows.float(), plain.embedding[[4, 0, 198]], rtol=0.08, atol=1e-3)
+    assert torch.equal(model.layers[1].mlp.down.scale, plain.layers[1].mlp.down.abs().amax(1) / 448)
+
+
+def test_an_output_matrix_that_contradicts_a_tied_embedding_is_still_noticed(tmp_path: Path) -> None:
+    checkpoint = save(reference("qwen3"), tmp_path, edit={"tie_word_embeddings": True})
+    config = ModelConfig.from_pretrained(checkpoint)
+    model = Decoder(config, torch.float32, CPU, 16, quantised=Int8Weight)
+    with pytest.raises(CheckpointError, match="differs from the embedding"):
+        load_weights(model.slots(), checkpoint, tied=True)
+
+
+def test_random_weights_are_those_of_the_other_types_rounded(directory: Path) -> None:
+    config = replace(ModelConfig.from_pretrained(directory), tie_word_embeddings=False)
+    plain, small = (Decoder(config, torch.float32, CPU, 16, quantised=quantised) for quantised in (None, Int8Weight))
+    dummy_weights(plain.slots(), 5)
+    dummy_weights(small.slots(), 5)
+    assert torch.equal(small.layers[1].mlp.down.values, quantise(plain.layers[1].mlp.down)[0])
+    assert torch.equal(small.head.values, quantise(plain.head)[0])
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_decode_steps_compute_what_the_decoder_does(count: int, directory: Path) -> None:
+    """CPUDecode works in columns, Decoder in rows. A difference of 1e-7 may round to the next of 127 steps."""
+    found = []
+    for plain in (False, True):
+        driver = Driver(make_runner(directory, **OPTIONS))
+        runner = driver.runner
+        assert isinstance(runner, CPURunner)
+        requests = [make_request(prompt(row, 5 + 9 * row), row) for row in range(count)]
+        for request in requests:
+            driver.run([(request, len(request.ids), True)])
+        plan = driver.plan([(request, 1, True) for request in requests])
+        with torch.inference_mode():
+            runner.apply(plan)
+            found.append(runner.forward(plan, runner.build_inputs(plan))[0] if plain else runner.decode(plan)[0])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0.01 * float(found[1].abs().max()))
+
+
+def test_log_probabilities_stay_near_those_of_float32(directory: Path) -> None:
+    found = []
+    for options in ({}, OPTIONS):
+        driver = Driver(make_runner(directory, **options))
+        plan = driver.plan([(make_request(prompt(row, 30), row), 30, True) for row in range(8)])
+        with torch.inference_mode():
+            driver.runner.apply(plan)
+            logits, _ = driver.runner.forward(plan, driver.runner.build_inputs(plan))
+        found.append(logits.log_softmax(-1))
+    error = (found[0] - found[1]).abs()
+    assert 0 < error.mean() < 0.05
+    assert error.max() < 0.5, "spread of the log-probabilities: about 10"
+
+
+def test_a_damaged_row_ends_only_its_own_request(tmp_path: Path) -> None:
+    directory = save(reference("qwen3"), tmp_path)
+    runner = make_runner(directory, **OPTIONS)
+    with torch.inference_mode():
+        runner.model.embedding.scale[198] = torch.nan
+    driver = Driver(runner)
+    requests = [make_request(prompt(0), 0), make_request([*prompt(1), 198], 1)]
+    driver.run([(requests[0], 20, True), (requests[1], 21, True)])
+    assert driver.result.bad == [1]
+    driver.run([(request, 1, True) for request in requests])
+    assert driver.result.bad == [1]
+    assert requests[0].output_ids == Driver(make_runner(directory, **OPTIONS)).generate(make_request(prompt(0), 0), 2)
+
+
+def test_the_bundled_model_answers_as_in_float32() -> None:
+    questions = ["What is a KV cache?", "What is paging?", "What does the scheduler do?"]
+    chats = [
+        [{"role": "system", "content": tutor.DEFAULT_SYSTEM_PROMPT}, {"role": "user", "content": q}] for q in questions
+    ]
+    params = SamplingParams(temperature=0, max_tokens=120)
+    plain, small = (
+        [out.outputs[0].text for out in LLM(str(tutor.model_dir()), quantization=q).chat(chats, params, False)]
+        for q in ("none", "int8")
+    )
+    assert plain == small
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "sentence"),
+    [
+        ("qwen3", {"quantization": "int4"}, "must be none, int8 or fp8"),
+        ("qwen3", {"quantization": "fp8"}, "run on a GPU only, and the device is cpu: use --quantization int8"),
+        ("qwen3", {"quantization": "int8", "dtype": "bfloat16"}, "the dtype is bfloat16: use float32"),
+        ("qwen3_moe", {"quantization": "int8"}, "has experts"),
+        ("qwen3", {"quantization": "int8", "tensor_parallel_size": 2}, "for one rank"),
+    ],
+)
+def test_what_cannot_be_rounded_is_refused_in_a_sentence(
+    kind: str, options: dict[str, str], sentence: str, tmp_path: Path
+) -> None:
+    checkpoint = save(reference(kind), tmp_path)
+    with pytest.raises(EngineError, match=sentence):
+        build_runner(ModelConfig.from_pretrained(checkpoint), EngineConfig(device="cpu", **options), checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "sentence"),
+    [
+        ({"dtype": "float16"}, {}, "come with bfloat16 activations, and the dtype is float16: use bfloat16"),
+        ({"tensor_parallel_size": 2}, {}, "fp8 weights are for one rank"),
+        ({}, {"intermediate_size": 96}, "need intermediate_size to be a multiple of 128, and it is 96"),
+        ({}, {"vocab_size": 199}, "a vocabulary that is a multiple of 16, and it has 199"),
+        ({"capability": (8, 9)}, {}, "compute capability 9.0, and Some GPU has 8.9"),
+        ({"triton": None}, {}, "need triton, which is not installed"),
+    ],
+)
+def test_where_fp8_weights_cannot_be_had_a_sentence_says_why(
+    options: dict[str, Any], changes: dict[str, int], sentence: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capability, triton = options.pop("capability", (9, 0)), options.pop("triton", object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.setattr(limits.importlib.util, "find_spec", lambda name: triton)
+    config = EngineConfig(quantization="fp8", **{"dtype": "bfloat16", **options})
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 160}
+    model = replace(ModelConfig.from_pretrained(directory), **{**sizes, **changes})
+    with pytest.raises(EngineError, match=sentence):
+        limits.check(config, model, torch.device("cuda"), config.dtype)

@@ -1,0 +1,269 @@
+"""A step as a whole: plans in, tokens out, and what stays between steps."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.worker.runner import CPU_KV_BYTES, Runner
+from tests.support.models import VOCAB, Driver, held, make_request, make_runner, reference, save
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(reference("qwen3"), tmp_path_factory.mktemp("runner"))
+
+
+@pytest.fixture
+def driver(directory: Path) -> Driver:
+    return Driver(make_runner(directory))
+
+
+def prompt(seed: int, length: int = 20) -> list[int]:
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def test_only_entries_that_sample_draw(driver: Driver) -> None:
+    requests = [make_request(prompt(i), i) for i in range(3)]
+    assert driver.run([(requests[0], 20, True), (requests[1], 5, False)])[1] == -1
+    assert driver.run([(requests[1], 5, False), (requests[2], 7, False)]) == [-1, -1]
+    drawn = driver.run([(requests[0], 1, True), (requests[1], 10, True), (requests[2], 13, True)])
+    assert min(drawn) >= 0
+    assert driver.result.bad == []
+
+
+def test_decodes_and_prefills_share_a_step_without_changing_each_other(directory: Path) -> None:
+    alone = [Driver(make_runner(directory, "float64")).generate(make_request(prompt(i), 0), 6) for i in range(3)]
+    driver = Driver(make_runner(directory, "float64"))
+    requests = [make_request(prompt(i), i) for i in range(3)]
+    driver.run([(requests[0], 20, True)])
+    driver.run([(requests[0], 1, True), (requests[1], 9, False)])
+    driver.run([(requests[0], 1, True), (requests[1], 11, True), (requests[2], 3, False)])
+    driver.run([(requests[0], 1, True), (requests[1], 1, True), (requests[2], 17, True)])
+    while any(len(request.output_ids) < 6 for request in requests):
+        driver.run([(request, 1, True) for request in requests if len(request.output_ids) < 6])
+    assert [request.output_ids for request in requests] == alone
+
+
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 7}
+
+
+def sampled(row: int, ids: list[int]) -> Any:
+    return make_request(ids, row, seed=7, **{key: value for key, value in SAMPLED.items() if key != "seed"})
+
+
+def test_a_seed_gives_the_same_tokens_alone_in_a_batch_in_chunks_and_after_a_cache_hit(directory: Path) -> None:
+    ids = prompt(5, 21)
+    expected = Driver(make_runner(directory, "float64")).generate(sampled(0, ids), 10)
+    assert len(set(expected)) > 4
+    driver = Driver(make_runner(directory, "float64"))
+    assert driver.generate(sampled(0, ids), 10, chunk=4) == expected
+    follower, leader = sampled(1, ids), make_request(ids, 2)
+    driver.run([(leader, 21, True)])
+    driver.share(follower, leader, 5)
+    others = [make_request(prompt(9 + row), row, seed=row, temperature=1.5) for row in (3, 4)]
+    driver.run([(others[0], 20, True), (others[1], 20, True), (follower, 1, True)])
+    for _ in range(9):
+        driver.run([(others[0], 1, True), (follower, 1, True), (others[1], 1, True)])
+    assert follower.output_ids == expected
+
+
+def test_a_seed_gives_the_same_tokens_after_a_preemption(directory: Path) -> None:
+    ids = prompt(6, 21)
+    expected = Driver(make_runner(directory, "float64")).generate(sampled(0, ids), 10)
+    driver = Driver(make_runner(directory, "float64"))
+    request = sampled(0, ids)
+    driver.generate(request, 5)
+    resumed = sampled(3, ids)  # its blocks are gone: everything is computed again, in another row
+    resumed.ids, resumed.id = list(request.ids), 99
+    driver.run([(make_request(prompt(1), 0), 20, True)])
+    assert driver.generate(resumed, 5, chunk=8) == expected
+
+
+def test_nan_in_one_request_ends_it_alone(directory: Path) -> None:
+    runner = make_runner(directory)
+    with torch.inference_mode():
+        runner.model.embedding[198] = torch.nan
+    driver = Driver(runner)
+    requests = [make_request(prompt(0), 0), make_request([*prompt(1), 198], 1), make_request(prompt(2), 2)]
+    driver.run([(requests[0], 20, True), (requests[1], 21, True), (requests[2], 20, True)])
+    assert driver.result.bad == [1]
+    first = [request.output_ids for request in (requests[0], requests[2])]
+    for _ in range(3):
+        driver.run([(request, 1, True) for request in requests])
+        assert driver.result.bad == [1]
+    clean = [Driver(make_runner(directory)).generate(make_request(prompt(i), 0), 4) for i in (0, 2)]
+    assert [requests[0].output_ids, requests[2].output_ids] == clean
+    assert [ids[:1] for ids in clean] == first
+    assert runner.pool.keys[0][0].isfinite().all(), "the null block stays finite"
+
+
+def test_blocks_that_held_nan_do_no_harm_to_their_next_owner(directory: Path) -> None:
+    runner = make_runner(directory)
+    expected = Driver(runner).generate(make_request(prompt(3), 0), 6)
+    with torch.inference_mode():
+        for cache in (*runner.pool.keys, *runner.pool.values):
+            cache[1:] = torch.nan
+    driver = Driver(runner)
+    one, two = make_request(prompt(3), 0), make_request(prompt(4, 3), 1)
+    driver.run([(one, 20, True), (two, 3, True)])
+    for _ in range(5):
+        driver.run([(one, 1, True), (two, 1, True)])
+    assert one.output_ids == expected
+    assert driver.result.bad == []
+
+
+def test_logprobs_are_reported_by_entry(directory: Path) -> None:
+    driver = Driver(make_runner(directory))
+    wanted: list[dict[str, Any]] = [{}, {"logprobs": 3}, {"logprobs": 0}]
+    requests = [make_request(prompt(i), i, **params) for i, params in enumerate(wanted)]
+    driver.run([(requests[0], 20, True), (requests[1], 5, False), (requests[2], 20, True)])
+    assert list(driver.result.logprobs) == [2]
+    driver.run([(requests[0], 1, True), (requests[1], 15, True), (requests[2], 1, True)])  # decodes are put first
+    assert sorted(driver.result.logprobs) == [1, 2]
+    greedy = driver.result.logprobs[2][0]
+    assert greedy.token_id == requests[1].ids[-1]
+    assert greedy.rank == 1
+    assert greedy.top[0] == (greedy.token_id, pytest.approx(greedy.logprob))
+    assert len(greedy.top) == 3
+    assert driver.result.logprobs[1][0].top == []
+
+
+@pytest.mark.parametrize("chunks", [[20], [7, 1, 12], [19, 1]])
+def test_prompt_logprobs_are_those_of_the_whole_prompt_however_chunked(directory: Path, chunks: list[int]) -> None:
+    model = reference("qwen3")
+    ids = prompt(8)
+    with torch.no_grad():
+        exact = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    driver = Driver(make_runner(directory))
+    request, other = make_request(ids, 0, prompt_logprobs=2), make_request(prompt(9), 1)
+    found = []
+    driver.run([(other, 20, True)])
+    for i, count in enumerate(chunks):
+        driver.run([(other, 1, True), (request, count, i == len(chunks) - 1)])
+        found += driver.result.prompt_logprobs.get(1, [])
+    assert [entry.token_id for entry in found] == ids[1:]
+    for position, entry in enumerate(found):
+        row = exact[position]
+        assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
+        assert entry.rank == int((row > row[entry.token_id]).sum()) + 1
+        assert [token for token, _ in entry.top] == row.topk(2).indices.tolist()
+    assert request.output_ids == [int(exact[-1].argmax())]
+    driver.run([(other, 1, True), (request, 1, True)])
+    assert driver.result.prompt_logprobs == {}
+
+
+def test_what_the_model_sees_has_the_types_kernels_rely_on(driver: Driver) -> None:
+    requests = [make_request(prompt(i), i) for i in range(2)]
+    for entries in ([(requests[0], 20, True)], [(requests[0], 1, True), (requests[1], 6, False)]):
+        plan = driver.plan(entries)
+        driver.runner.apply(plan)
+        inputs = driver.runner.build_inputs(plan)
+        meta = inputs.meta
+        assert {t.dtype for t in (meta.block_table, meta.seq_lens, meta.cu_seqlens_q)} == {torch.int32}
+        assert {t.dtype for t in (meta.positions, meta.slot_mapping, inputs.token_ids)} == {torch.int64}
+        requests[0].ids.append(5)
+    assert meta.cu_seqlens_q.tolist() == [0, 1, 7]
+    assert meta.seq_lens.tolist() == [21, 6]
+    assert meta.positions.tolist() == [20, *range(6)]
+    blocks = [requests[0].table[5], *[requests[1].table[i // 4] for i in range(6)]]
+    assert meta.slot_mapping.tolist() == [4 * block + p % 4 for block, p in zip(blocks, [20, *range(6)], strict=True)]
+    assert (meta.num_decodes, meta.max_q_len, meta.max_seq_len) == (1, 6, 21)
+    assert meta.logit_rows is not None
+    assert meta.logit_rows.tolist() == [0]
+
+
+def test_the_pool_and_the_table_never_move(driver: Driver) -> None:
+    runner = driver.runner
+    tensors = [runner.block_table, runner.last_token, *runner.pool.keys, *runner.pool.values]
+    before = [tensor.data_ptr() for tensor in tensors]
+    for row in range(3):
+        driver.generate(make_request(prompt(row), row), 5)
+    tensors = [runner.block_table, runner.last_token, *runner.pool.keys, *runner.pool.values]
+    assert [tensor.data_ptr() for tensor in tensors] == before
+
+
+def test_nothing_records_gradients(driver: Driver) -> None:
+    """Autograd left on keeps every step's activations alive through the pool."""
+    seen = []
+    sample = driver.runner.sample
+    driver.runner.sample = lambda *step: seen.append(step[2]) or sample(*step)  # type: ignore[method-assign]
+    driver.generate(make_request(prompt(0), 0), 3)
+    assert len(seen) == 3
+    assert all(logits.is_inference() and logits.grad_fn is None for logits in seen)
+    assert not any(cache.requires_grad for cache in driver.runner.pool.keys)
+
+
+def test_nothing_is_kept_of_requests_that_have_ended(directory: Path) -> None:
+    driver = Driver(make_runner(directory))
+
+    def serve(count: int) -> tuple[int, int]:
+        for i in range(count):
+            driver._next_block = 1 + 8 * (i % 8)
+            settings = {"presence_penalty": 0.5, "logit_bias": {5: 1.0}, "logprobs": 2} if i % 3 == 0 else {}
+            request = make_request(prompt(i, 6), i % 8, **settings)
+            request.id = 100_000 + driver.step
+            driver.generate(request, 2)
+        return held()
+
+    early = serve(60)
+    late = serve(240)
+    assert late[0] - early[0] < 60, f"{late[0] - early[0]} objects more after 240 requests"
+    assert late[1] - early[1] < 4 << 20, f"{late[1] - early[1]} bytes more after 240 requests"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs_on_a_cpu_close_to_fp32(directory: Path, dtype: str) -> None:
+    ids = prompt(2)
+    exact, half = Driver(make_runner(directory)), Driver(make_runner(directory, dtype))
+    logits = []
+    for driver in (exact, half):
+        plan = driver.plan([(make_request(ids, 0), 20, True)])
+        with torch.inference_mode():
+            driver.runner.apply(plan)
+            logits.append(driver.runner.forward(plan, driver.runner.build_inputs(plan))[0].float())
+    error = (logits[0] - logits[1]).abs().max() / logits[0].abs().max()
+    assert error < (0.05 if dtype == "bfloat16" else 0.01)
+    assert len(half.generate(make_request(ids, 1), 5)) == 5
+
+
+def test_the_pool_is_as_large_as_asked_and_bounded_by_default(directory: Path) -> None:
+    assert make_runner(directory, num_blocks=7).num_blocks == 8
+    assert make_runner(directory, num_blocks=None, kv_tokens=30).num_blocks == 9  # 8 blocks of 4, and the null block
+    default: Runner = make_runner(directory, num_blocks=None)
+    assert default.num_blocks - 1 == 16 * default.max_model_len / 4
+    assert default.pool.nbytes < CPU_KV_BYTES
+
+
+def test_the_cpu_leaves_a_core_to_others(directory: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        make_runner(directory, cpu_threads=None)
+        assert torch.get_num_threads() == max(1, (os.cpu_count() or 2) - 1)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_largest_batch_and_the_longest_sequence_fit(directory: Path) -> None:
+    driver = Driver(make_runner(directory, max_num_seqs=3, num_blocks=200))
+    longest = make_request(prompt(0, 255), 0)
+    requests = [longest, make_request(prompt(1), 1), make_request(prompt(2), 2)]
+    driver.run([(requests[0], 255, True), (requests[1], 20, True), (requests[2], 20, True)])
+    driver.run([(request, 1, True) for request in requests])
+    assert len(longest.ids) == driver.runner.max_model_len + 1
+    assert EngineConfig(max_num_seqs=3).max_num_seqs == driver.runner.max_rows
+
+
+@pytest.mark.parametrize("speculation,drawn", [("off", 4), ("prompt-lookup", 12)])
+def test_memory_is_measured_with_logits_for_every_token_that_a_step_may_draw(
+    directory: Path, speculation: str, drawn: int
+) -> None:
+    runner = make_runner(directory, max_num_seqs=4, speculation=speculation, speculative_tokens=2)
+    with torch.inference_mode():
+        assert runner._warm_up(30).shape == (drawn, VOCAB)
+        assert runner._warm_up(3).shape == (3, VOCAB)

@@ -1,0 +1,481 @@
+"""The real scheduler, allocator and tree under random load, over a simulated device that checks every slot it reads."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.core.engine import Engine
+from engine.core.scheduler import SchedulerConfig
+from engine.core.types import Request, SamplingParams, StepPlan
+from engine.errors import InvalidRequest
+from engine.trace.state import State
+from tests.support.simulation import SimulatedRunner, alone
+
+
+def make_engine(
+    blocks: int = 64, block_size: int = 4, budget: int = 32, rows: int = 8, overlap: bool = False, **options: object
+) -> Engine:
+    prefix_caching = bool(options.pop("prefix_caching", True))
+    runner = SimulatedRunner(blocks + 1, block_size, rows)
+    config = SchedulerConfig(budget, rows, max_model_len=4096, **options)  # type: ignore[arg-type]
+    return Engine(runner, config, overlap=overlap, prefix_caching=prefix_caching, eos_ids=frozenset({49}))
+
+
+def run(engine: Engine, limit: int = 100_000) -> None:
+    for _ in range(limit):
+        if not engine.has_work:
+            return
+        engine.step()
+    raise AssertionError("the engine did not come to an end")
+
+
+class Load:
+    """Random arrivals, shared prefixes, aborts and failing steps, reproducible from a seed."""
+
+    def __init__(self, seed: int, delay: int, failures: bool = False) -> None:
+        self.random = r = random.Random(seed)
+        blocks, size = r.choice([6, 9, 16, 40, 120]), r.choice([1, 2, 4, 16])
+        budget = r.choice([size, 2 * size, 16, 64, 512])
+        self.engine = make_engine(
+            blocks,
+            size,
+            budget,
+            r.choice([1, 3, 8, 32]),
+            policy=r.choice(["fcfs", "longest-prefix", "static"]),
+            chunked_prefill=r.random() < 0.85,
+        )
+        self.engine.delay = delay
+        self.capacity = blocks * size
+        self.prefixes = [[r.randrange(6) for _ in range(r.randrange(1, 40))] for _ in range(4)]
+        self.requests: list[Request] = []
+        self.aborted: set[int] = set()
+        self.failures = failures
+
+    def prompt(self) -> list[int]:
+        r = self.random
+        ids = list(r.choice(self.prefixes)) if r.random() < 0.8 else []
+        if self.requests and r.random() < 0.3:  # a later turn of an earlier conversation
+            ids = list(r.choice(self.requests).ids)
+        return (ids + [r.randrange(6) for _ in range(r.randrange(0, 12))])[: self.capacity] or [1]
+
+    def arrive(self) -> None:
+        params = SamplingParams(max_tokens=self.random.choice([1, 2, 5, 20, 60]), seed=self.random.randrange(100))
+        self.requests.append(self.engine.add_request(self.prompt(), params))
+
+    def run(self, steps: int = 300, check_every: int = 1) -> None:
+        engine, r = self.engine, self.random
+        state = State.from_snapshot(engine.snapshot())
+        engine.log.drain()
+        runner = engine.runner
+        assert isinstance(runner, SimulatedRunner)
+
+        def maybe_fail(plan: object) -> None:
+            if self.failures and r.random() < 0.03:
+                raise RuntimeError("the simulated device failed")
+
+        runner.on_launch = runner.on_wait = maybe_fail
+        arrivals = r.randrange(5, 60)
+        for n in range(20_000):
+            if arrivals and r.random() < 0.3:
+                self.arrive()
+                arrivals -= 1
+            if r.random() < 0.02 and self.requests:
+                victim = r.choice(self.requests)
+                if engine.abort(victim.id):
+                    self.aborted.add(victim.id)
+            engine.step()
+            state.apply_all(engine.log.drain())
+            if n % check_every == 0:
+                engine.check()
+                assert state.snapshot() == engine.snapshot()
+                pool = engine.cache.allocator
+                assert state.counts == [pool.num_free, pool.num_active, pool.num_shared, pool.num_cached]
+            if not arrivals and not engine.has_work:
+                break
+        else:
+            raise AssertionError("somebody starved")
+
+
+# Steps in flight when step() returns: 0 without overlap, 1 with it; 2 is what a pipeline would have.
+@pytest.mark.parametrize("delay", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(30))
+def test_any_schedule_gives_the_tokens_of_each_request_alone(seed: int, delay: int) -> None:
+    load = Load(seed, delay)
+    load.run()
+    for request in load.requests:
+        assert request.finish_reason in ("stop", "length", "abort")
+        got = request.output_ids
+        assert got == alone(request.ids[: request.prompt_len], request.seed, len(got), stop=request.stop_ids)
+        if request.id not in load.aborted and request.finish_reason == "length":
+            assert len(request.ids) == request.max_total
+        if request.finish_reason == "stop":
+            assert got[-1] in request.stop_ids
+    assert load.engine.cache.allocator.num_active == load.engine.cache.allocator.num_shared == 0
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(15))
+def test_a_failing_step_fails_its_requests_and_nothing_else(seed: int, delay: int) -> None:
+    load = Load(seed, delay, failures=True)
+    load.run()
+    for request in load.requests:
+        got = request.output_ids
+        assert got == alone(request.ids[: request.prompt_len], request.seed, len(got), stop=request.stop_ids)
+        assert request.finish_reason.split(":")[0] in ("stop", "length", "abort", "error")
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_replay_is_identical(seed: int) -> None:
+    logs = []
+    for _ in range(2):
+        load = Load(seed, delay=1, failures=True)
+        kept = []
+        append = load.engine.log.append
+        load.engine.log.append = lambda kind, *f, a=append, k=kept: (k.append((kind, *f)), a(kind, *f))[1]  # type: ignore
+        load.run(check_every=50)
+        logs.append([record for record in kept if record[0] not in ("time", "first")])
+    assert logs[0] == logs[1] and len(logs[0]) > 100
+
+
+def test_eight_requests_that_share_a_prefix_prefill_it_once() -> None:
+    engine = make_engine(blocks=256, block_size=16, budget=512)
+    prefix = [i % 40 for i in range(160)]
+    for i in range(8):
+        engine.add_request([*prefix, i, i + 1, i + 2], SamplingParams(max_tokens=3))
+    run(engine)
+    assert engine.runner.prefill_tokens == 160 + 8 * 3  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("steps_before", range(8))
+def test_an_aborted_leader_strands_no_follower(steps_before: int, overlap: bool) -> None:
+    engine = make_engine(blocks=256, block_size=16, budget=48, overlap=overlap)
+    prefix = [i % 40 for i in range(160)]
+    requests = [engine.add_request([*prefix, i, i + 1], SamplingParams(max_tokens=4, seed=i)) for i in range(8)]
+    for _ in range(steps_before):
+        engine.step()
+    engine.abort(requests[0].id)
+    run(engine)
+    engine.check()
+    for i, request in enumerate(requests[1:], 1):
+        assert request.output_ids == alone([*prefix, i, i + 1], i, 4, stop=frozenset({49}))
+    assert engine.runner.prefill_tokens <= 160 + 8 * 2 + 16  # type: ignore[attr-defined]
+
+
+def test_a_fully_cached_prompt_recomputes_at_most_a_block_and_frees_the_copy() -> None:
+    engine = make_engine(blocks=64, block_size=16)
+    prompt = [i % 30 for i in range(48)]  # ends at a block boundary
+    engine.add_request(prompt, SamplingParams(max_tokens=1))
+    run(engine)
+    before = engine.runner.prefill_tokens  # type: ignore[attr-defined]
+    second = engine.add_request(prompt, SamplingParams(max_tokens=8, seed=1))
+    engine.step()
+    assert engine.runner.prefill_tokens - before == 16  # type: ignore[attr-defined]
+    assert second.shared_blocks == 3, "its own copy of the last block was not exchanged for the tree's"
+    engine.check()
+    run(engine)
+    assert second.cached_tokens == 32
+
+
+def test_a_request_that_outgrows_the_pool_finishes_with_length() -> None:
+    engine = make_engine(blocks=4, block_size=4, budget=8)
+    request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=None, ignore_eos=True))
+    run(engine)
+    assert request.finish_reason == "length" and len(request.ids) == 17 and request.preemptions == 0
+
+
+def test_a_full_pool_preempts_the_youngest_and_resumes_it() -> None:
+    engine = make_engine(blocks=10, block_size=4, budget=64, watermark=0.0)
+    params = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
+    requests = [engine.add_request([i, 1, 2, 3, 4, 5, 6], params) for i in range(3)]
+    run(engine)
+    assert sum(r.preemptions for r in requests) > 0 and requests[0].preemptions == 0
+    for i, request in enumerate(requests):
+        assert request.output_ids == alone([i, 1, 2, 3, 4, 5, 6], 1, 20)
+
+
+def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers_and_blocks_nobody() -> None:
+    engine = make_engine(blocks=4, block_size=4)
+    with pytest.raises(InvalidRequest, match=r"17 tokens; this pool holds 16 \(4 blocks of 4\)"):
+        engine.add_request([1] * 17, SamplingParams())
+    with pytest.raises(InvalidRequest, match="empty"):
+        engine.add_request([], SamplingParams())
+    engine.add_request([1] * 16, SamplingParams(max_tokens=5))
+    run(engine)
+    engine.check()
+
+
+def test_a_prompt_longer_than_the_budget_is_chunked_and_decodes_go_on() -> None:
+    engine = make_engine(blocks=64, block_size=4, budget=16)
+    first = engine.add_request([1, 2], SamplingParams(max_tokens=40, ignore_eos=True))
+    engine.step()
+    engine.add_request([3] * 60, SamplingParams(max_tokens=2))
+    before = len(first.ids)
+    engine.log.drain()
+    for _ in range(4):
+        engine.step()
+    assert len(first.ids) == before + 4
+    assert [r[7] for r in engine.log.drain() if r[2] == "step"] == [16, 16, 16, 16], "not the whole budget, or more"
+
+
+def test_requests_that_reserve_max_tokens_they_do_not_use_do_not_fill_the_pool() -> None:
+    engine = make_engine(blocks=32, block_size=4, budget=64)
+    for i in range(4):
+        engine.add_request([i, 1, 2], SamplingParams(max_tokens=100, ignore_eos=True))
+    engine.step()
+    assert len(engine.scheduler.running) == 4
+
+
+def test_a_full_tree_never_blocks_admission() -> None:
+    engine = make_engine(blocks=8, block_size=4, budget=64)
+    for i in range(6):
+        engine.add_request([i] * 20, SamplingParams(max_tokens=4, ignore_eos=True))
+        run(engine)
+    engine.check()
+
+
+def test_the_last_sampled_token_is_not_published() -> None:
+    engine = make_engine(blocks=16, block_size=4)
+    request = engine.add_request([1, 2, 3, 4, 5], SamplingParams(max_tokens=3, ignore_eos=True))
+    run(engine)
+    assert len(request.ids) == 8  # two blocks of ids, but the KV of the last was never written
+    assert sum(len(n.blocks) for n in engine.cache.tree.nodes.values()) == 1
+
+
+def test_abort_while_waiting_in_flight_twice_and_unknown() -> None:
+    engine = make_engine(blocks=32, block_size=4, rows=1, overlap=True)
+    running = engine.add_request([1] * 6, SamplingParams(max_tokens=30, ignore_eos=True))
+    waiting = engine.add_request([2] * 6, SamplingParams(max_tokens=30))
+    for _ in range(3):
+        engine.step()
+    assert engine.abort(waiting.id) and not engine.abort(waiting.id)
+    assert engine.abort(running.id) and not engine.abort(12345)
+    run(engine)
+    engine.check()
+    assert engine.cache.allocator.num_active == 0
+
+
+def test_nothing_is_emitted_after_the_end_of_a_reply() -> None:
+    engine = make_engine(blocks=64, block_size=4, overlap=True)
+    requests = [engine.add_request([i, 3], SamplingParams(max_tokens=200, seed=i)) for i in range(6)]
+    seen: dict[int, list[int]] = {r.id: [] for r in requests}
+    ended: set[int] = set()
+    while engine.has_work:
+        for item in engine.step():
+            assert item.request.id not in ended
+            if item.token_id is not None:
+                seen[item.request.id].append(item.token_id)
+            if item.finish_reason:
+                ended.add(item.request.id)
+    assert ended == set(seen)
+    for request in requests:
+        assert seen[request.id] == request.output_ids
+        assert 49 not in request.output_ids[:-1]
+
+
+def test_a_request_with_nan_logits_ends_alone_and_its_blocks_are_not_shared() -> None:
+    engine = make_engine(blocks=64, block_size=4)
+    requests = [engine.add_request([i] * 9, SamplingParams(max_tokens=9, seed=i)) for i in range(3)]
+    engine.runner.bad_request = requests[1].id  # type: ignore[attr-defined]
+    run(engine)
+    assert requests[1].finish_reason.startswith("error") and requests[1].output_ids == []
+    assert requests[0].output_ids and requests[2].output_ids
+    assert all(1 not in key for n in engine.cache.tree.nodes.values() for key in n.keys)
+    engine.check()
+
+
+def test_a_miss_says_where_and_why() -> None:
+    engine = make_engine(blocks=8, block_size=4, budget=64)
+
+    def match_of(prompt: list[int]) -> tuple[object, ...]:
+        engine.log.drain()
+        engine.add_request(prompt, SamplingParams(max_tokens=1))
+        run(engine)
+        return next(r[4:7] for r in engine.log.drain() if r[2] == "match")
+
+    assert match_of([1, 2, 3, 4, 5, 6, 7, 8, 9]) == (0, "empty", 0)
+    assert match_of([1, 2, 3, 4, 5, 6, 0, 0, 0]) == (4, "differs", 6)
+    assert match_of([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]) == (8, "ends", 8)
+    assert match_of([1, 2, 3]) == (0, "short", 0)
+    assert match_of([1, 2, 3, 4, 5, 6, 7, 8, 9]) == (8, "whole", 8)
+    match_of([7] * 31)  # fills the pool
+    assert match_of([1, 2, 3, 4, 5, 6, 7, 8, 9])[1] == "evicted"
+    engine.clear_cache()
+    assert match_of([1, 2, 3, 4, 5, 6, 7, 8, 9]) == (0, "empty", 0), "after a clear nothing has been there before"
+
+
+def test_a_prompt_of_one_token_and_a_reply_of_one_token() -> None:
+    engine = make_engine()
+    request = engine.add_request([3], SamplingParams(max_tokens=1, seed=2))
+    run(engine)
+    assert request.output_ids == alone([3], 2, 1) and request.finish_reason in ("length", "stop")
+    engine.check()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_reply_may_stop_on_its_very_first_token(overlap: bool) -> None:
+    engine = make_engine(overlap=overlap)
+    first = alone([4, 5, 6, 7, 8], 3, 1)[0]
+    request = engine.add_request([4, 5, 6, 7, 8], SamplingParams(max_tokens=9, seed=3, stop_token_ids=(first,)))
+    other = engine.add_request([4, 5, 6, 7, 8, 9], SamplingParams(max_tokens=9, seed=4, ignore_eos=True))
+    run(engine)
+    assert request.output_ids == [first] and request.finish_reason == "stop"
+    assert len(other.output_ids) == 9
+    engine.check()
+
+
+def test_a_follower_that_arrives_while_the_leader_is_in_its_prompt_shares_what_is_computed_so_far() -> None:
+    engine = make_engine(blocks=256, block_size=4, budget=16)
+    prompt = [i % 40 for i in range(64)]
+    leader = engine.add_request(prompt, SamplingParams(max_tokens=2))
+    engine.step()
+    engine.step()
+    assert leader.planned == 32
+    follower = engine.add_request([*prompt, 1, 2], SamplingParams(max_tokens=2))
+    run(engine)
+    assert follower.cached_tokens == 64
+    assert engine.runner.prefill_tokens == 64 + 2  # type: ignore[attr-defined]
+
+
+def test_a_finished_request_leaves_its_row_only_to_work_launched_later() -> None:
+    """With a step in flight that still writes the row, the next request takes it over and reads only its own."""
+    engine = make_engine(rows=1, overlap=True)
+    requests = [engine.add_request([i, i], SamplingParams(max_tokens=3 + i, seed=i)) for i in range(6)]
+    run(engine)
+    for i, request in enumerate(requests):
+        assert request.output_ids == alone([i, i], i, 3 + i, stop=frozenset({49}))
+
+
+def test_rows_have_an_order_that_does_not_depend_on_hashes() -> None:
+    engine = make_engine(rows=8)
+    for i in range(8):
+        engine.add_request([i, 1], SamplingParams(max_tokens=9, ignore_eos=True))
+    engine.step()
+    plan = engine.scheduler.plan()
+    assert plan is not None and plan.rows.tolist() == list(range(8))
+
+
+def test_a_prompt_that_does_not_fit_beside_the_running_ones_waits_instead_of_thrashing() -> None:
+    engine = make_engine(blocks=20, block_size=4, budget=8)
+    first = engine.add_request([1] * 60, SamplingParams(max_tokens=2))
+    second = engine.add_request([2] * 60, SamplingParams(max_tokens=2))
+    run(engine)
+    assert first.preemptions == second.preemptions == 0
+    assert any(record[2] == "wait" and record[4].startswith("blocks") for record in engine.log.drain())
+
+
+def test_a_queue_that_is_full_refuses_with_the_number() -> None:
+    engine = make_engine(max_waiting=2)
+    for _ in range(2):
+        engine.add_request([1], SamplingParams())
+    with pytest.raises(InvalidRequest, match="2 requests are waiting"):
+        engine.add_request([1], SamplingParams(), group="a chat")
+    *_, record = engine.log.drain()
+    assert record[2:4] == ("refuse", "a chat") and "2 requests are waiting" in record[4]
+
+
+@pytest.mark.parametrize("with_a_stranger", [False, True])
+def test_who_shares_blocks_of_a_step_that_fails_later_is_requeued_and_answers_as_if_nothing_had_happened(
+    with_a_stranger: bool,
+) -> None:
+    """Step 0 fails when it is committed; step 1, which built on it, is in flight by then: its work is void."""
+    engine = make_engine(blocks=64, block_size=4, overlap=True)
+    runner = engine.runner
+    assert isinstance(runner, SimulatedRunner)
+
+    def fail_step_0(plan: object) -> None:
+        if plan.step == 0:  # type: ignore[attr-defined]
+            runner.slots[:] = -9  # and what it wrote is garbage
+            raise RuntimeError("the simulated device failed")
+
+    runner.on_wait = fail_step_0
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    leader = engine.add_request(prompt, SamplingParams(max_tokens=5, seed=1))
+    engine.step()
+    follower = engine.add_request([*prompt, 3], SamplingParams(max_tokens=6, seed=2, ignore_eos=True))
+    stranger = engine.add_request([9, 9], SamplingParams(max_tokens=1, seed=3)) if with_a_stranger else None
+    engine.step()
+    assert leader.finish_reason.startswith("error: RuntimeError")
+    assert follower.in_flight == 0 and any(record[2] == "requeue" for record in engine.log.drain())
+    engine.check()
+    run(engine)
+    assert follower.output_ids == alone([*prompt, 3], 2, 6) and follower.finish_reason == "length"
+    if stranger is not None:
+        assert stranger.output_ids == alone([9, 9], 3, 1)
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_block_begun_by_a_step_that_fails_and_filled_by_the_next_is_not_kept(aborted: bool) -> None:
+    """Chunks of 6 and blocks of 8: step 0 writes most of the first block, step 1 publishes it and is in flight."""
+    engine = make_engine(block_size=8, budget=6, overlap=True)
+    runner = engine.runner
+    assert isinstance(runner, SimulatedRunner)
+    prompt = list(range(1, 13))
+    leader = engine.add_request(prompt, SamplingParams(max_tokens=5, seed=1))
+
+    def fail_step_0(plan: StepPlan) -> None:
+        if plan.step == 0:
+            runner.slots[8:14] = -9  # of block 1: what it wrote is garbage
+            raise RuntimeError("the simulated device failed")
+
+    def abort_before_it_fails(plan: StepPlan) -> None:
+        if plan.step == 1 and aborted:
+            engine.abort(leader.id)
+
+    runner.on_wait, runner.on_launch = fail_step_0, abort_before_it_fails
+    engine.step()
+    engine.step()
+    assert leader.finish_reason == ("abort" if aborted else "error: RuntimeError: the simulated device failed")
+    engine.check()
+    heir = engine.add_request([*prompt, 3], SamplingParams(max_tokens=6, seed=2, ignore_eos=True))
+    run(engine)
+    assert heir.output_ids == alone([*prompt, 3], 2, 6)
+
+
+def test_a_row_that_sits_a_step_out_leaves_the_decoding_set_and_returns() -> None:
+    """Under a grammar a token must be seen before the next is drawn: with overlap, every other step."""
+
+    class Anything:
+        failed = ""
+
+        def advance(self, token: int) -> bool:
+            return False
+
+    engine = make_engine(overlap=True)
+    state = State.from_snapshot(engine.snapshot())
+    constrained = engine.add_request([1, 2, 3], SamplingParams(max_tokens=6, seed=1, ignore_eos=True))
+    constrained.grammar = Anything()
+    free = engine.add_request([4, 5, 6], SamplingParams(max_tokens=12, seed=2, ignore_eos=True))
+    for _ in range(40):
+        engine.step()
+        state.apply_all(engine.log.drain())
+        assert state.snapshot() == engine.snapshot()
+    assert constrained.output_ids == alone([1, 2, 3], 1, 6) and free.output_ids == alone([4, 5, 6], 2, 12)
+    assert engine.runner.steps < 20  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_reply_whose_grammar_cannot_be_followed_ends_with_that_error_and_the_others_go_on(overlap: bool) -> None:
+    class Breaking:
+        """As one whose mask is too costly after three tokens: what is drawn then means nothing."""
+
+        failed = ""
+        seen = 0
+
+        def advance(self, token: int) -> bool:
+            self.seen += 1
+            self.failed = "the grammar is too costly" if self.seen == 3 else ""
+            return False
+
+    engine = make_engine(overlap=overlap)
+    broken = engine.add_request([1, 2, 3], SamplingParams(max_tokens=6, seed=1, ignore_eos=True))
+    broken.grammar = Breaking()
+    free = engine.add_request([4, 5, 6], SamplingParams(max_tokens=12, seed=2, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    assert broken.output_ids == alone([1, 2, 3], 1, 6)[:3]
+    assert broken.finish_reason == "error: the grammar is too costly"
+    assert free.output_ids == alone([4, 5, 6], 2, 12)
+    engine.check()

@@ -1,0 +1,269 @@
+"""Loading checkpoints: what is streamed, and what is said of files that are not what they claim."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.config import EngineConfig, ModelConfig
+from engine.errors import CheckpointError, EngineError
+from engine.model.decoder import Decoder
+from engine.model.weights import dummy_weights, load_weights
+from engine.worker.runner import Runner
+from tests.support.models import Driver, make_request, make_runner, reference, save
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save(reference("qwen3"), tmp_path)
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
+    config = ModelConfig.from_pretrained(directory)
+    model = Decoder(config, dtype, CPU, 16)
+    for slot in model.slots():
+        slot.view.fill_(torch.nan)
+    load_weights(model.slots(), directory, config.tie_word_embeddings, **options)
+    return model
+
+
+def rewrite(directory: Path, change: Any) -> None:
+    """Change the tensors of a one-file checkpoint."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "mistral"])
+def test_every_parameter_is_filled_from_its_own_tensor(kind: str, shards: bool, tmp_path: Path) -> None:
+    biases = {"attention_bias": True, "mlp_bias": True} if kind == "llama" else {}
+    model = reference(kind, **biases, **({"head_dim": 16} if kind == "qwen2" else {}))
+    ours = load(save(model, tmp_path, shards))
+    theirs = model.state_dict()
+    assert {slot.name for slot in ours.slots()} == set(theirs)
+    for slot in ours.slots():
+        assert torch.equal(slot.view, theirs[slot.name].expand_as(slot.view)), slot.name
+
+
+def test_weights_are_cast_to_the_models_dtype(checkpoint: Path) -> None:
+    exact = load(checkpoint)
+    half = load(checkpoint, torch.bfloat16)
+    for one, other in zip(exact.slots(), half.slots(), strict=True):
+        assert torch.equal(one.view.bfloat16(), other.view)
+
+
+def test_progress_counts_every_byte(checkpoint: Path) -> None:
+    told: list[dict[str, Any]] = []
+    model = load(checkpoint, on_progress=told.append)
+    total = sum(slot.view[:1].nbytes if slot.repeated else slot.view.nbytes for slot in model.slots())
+    assert told[-1]["done"] == told[-1]["total"] == total
+    assert [news["done"] for news in told] == sorted(news["done"] for news in told)
+    assert all(news["stage"] == "weights" and "of" in news["text"] for news in told)
+
+
+def test_missing_tensors_are_named(checkpoint: Path) -> None:
+    rewrite(checkpoint, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1.mlp" in name])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors lacks model\.layers\.1\.mlp\.gate_proj\.weight, "):
+        load(checkpoint)
+
+
+def test_unexpected_tensors_are_named(checkpoint: Path) -> None:
+    rewrite(checkpoint, lambda tensors: tensors.update({"model.layers.0.self_attn.sinks": torch.zeros(4)}))
+    with pytest.raises(CheckpointError, match=r"has model\.layers\.0\.self_attn\.sinks, unknown to this architecture"):
+        load(checkpoint)
+
+
+def test_misshapen_tensors_are_named_with_both_shapes(checkpoint: Path) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    rewrite(checkpoint, lambda tensors: tensors.update({name: torch.zeros(32, 64), "model.norm.weight": torch.ones(1)}))
+    with pytest.raises(CheckpointError, match=r"k_proj\.weight is \[32, 64\] and should be \[64, 64\]") as caught:
+        load(checkpoint)
+    assert "model.norm.weight is [1] and should be [64]" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_tensors_of_another_kind_are_named(checkpoint: Path) -> None:
+    rewrite(checkpoint, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is of type I8"):
+        load(checkpoint)
+
+
+def test_everything_that_is_wrong_is_told_at_once_and_shortened(checkpoint: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if "layers" in name]:
+            tensors[name.replace("layers", "blocks")] = tensors.pop(name)
+
+    rewrite(checkpoint, change)
+    with pytest.raises(CheckpointError, match=r"lacks .* and \d+ more; it has .*blocks.* and \d+ more, unknown"):
+        load(checkpoint)
+
+
+def test_a_truncated_file_is_named(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a whole safetensors file .*download it"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"\xff" * 100, struct.pack("<Q", 10) + b"not json!!"])
+def test_a_corrupt_file_is_named(content: bytes, checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a whole safetensors file"):
+        load(checkpoint)
+
+
+def test_a_lying_header_is_named(checkpoint: Path) -> None:
+    """A header that promises more bytes, or a larger shape, than there are."""
+    path = checkpoint / "model.safetensors"
+    data = path.read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    honest = json.loads(data[8 : 8 + size])
+    for lie in ({"shape": [64, 1000]}, {"data_offsets": [0, 1 << 40]}, {"dtype": "F8_BOGUS"}):
+        header = json.loads(json.dumps(honest))
+        header["model.norm.weight"].update(lie)
+        encoded = json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data[8 + size :])
+        with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+            load(checkpoint)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    save(reference("qwen3"), tmp_path, shards=True)
+    second = sorted(tmp_path.glob("*.safetensors"))[1]
+    second.unlink()
+    with pytest.raises(CheckpointError, match=rf"of which {second.name} is missing: download the checkpoint again"):
+        load(tmp_path)
+
+
+def test_an_index_that_names_tensors_its_files_lack_is_seen_through(tmp_path: Path) -> None:
+    save(reference("qwen3"), tmp_path, shards=True)
+    first, *_ = sorted(tmp_path.glob("*.safetensors"))
+    tensors = load_file(first)
+    gone = sorted(tensors)[0]
+    tensors.pop(gone)
+    save_file(tensors, first)
+    with pytest.raises(CheckpointError, match=f"lacks {gone}"):
+        load(tmp_path)
+
+
+def test_a_broken_index_is_named(tmp_path: Path) -> None:
+    save(reference("qwen3"), tmp_path, shards=True)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"index\.json has no weight_map"):
+        load(tmp_path)
+
+
+def test_a_directory_without_safetensors_is_told_what_to_do(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"only pytorch_model\.bin: convert it to safetensors"):
+        load(checkpoint)
+    (checkpoint / "pytorch_model.bin").unlink()
+    with pytest.raises(CheckpointError, match="download the checkpoint again"):
+        load(checkpoint)
+
+
+def test_tied_embeddings_are_one_tensor(tmp_path: Path) -> None:
+    directory = save(reference("qwen3", tie_word_embeddings=True), tmp_path)
+    model = load(directory)
+    assert model.head is model.embedding
+    rewrite(directory, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] * 1}))
+    load(directory)  # a copy does no harm
+    rewrite(directory, lambda tensors: tensors["lm_head.weight"].add_(1))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight that differs .* tie_word_embeddings to false"):
+        load(directory)
+
+
+def test_rotary_frequencies_of_old_checkpoints_are_not_unexpected(checkpoint: Path) -> None:
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
+    rewrite(checkpoint, lambda tensors: tensors.update(extra))
+    load(checkpoint)
+
+
+def test_dummy_weights_are_random_with_norms_of_one(tmp_path: Path) -> None:
+    directory = save(reference("qwen3"), tmp_path)
+    config = ModelConfig.from_pretrained(directory)
+    models = [Decoder(config, torch.float32, CPU, 16) for _ in range(3)]
+    for model, seed in zip(models, (0, 0, 1), strict=True):
+        dummy_weights(model.slots(), seed)
+    for one, same, other in zip(*(model.slots() for model in models), strict=True):
+        assert torch.equal(one.view, same.view)
+        if "norm" in one.name:
+            assert (one.view == 1).all()
+        else:
+            assert not torch.equal(one.view, other.view)
+            assert 0.018 < float(one.view.std()) < 0.022
+
+
+def test_with_dummy_weights_only_the_config_is_read(tmp_path: Path) -> None:
+    directory = save(reference("qwen3"), tmp_path)
+    (directory / "model.safetensors").unlink()
+    config = ModelConfig.from_pretrained(directory)
+    runner = Runner(config, EngineConfig(device="cpu", dummy_weights=True, num_blocks=8, cpu_threads=1))
+    assert len(Driver(runner).generate(make_request([5, 6, 7], 0), 4)) == 4
+    with pytest.raises(EngineError, match="no model directory was given"):
+        Runner(config, EngineConfig(device="cpu", num_blocks=8, cpu_threads=1))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="/proc tells the peak of resident memory")
+def test_peak_memory_while_loading_stays_near_one_shard(tmp_path: Path) -> None:
+    """40 MB of weights in shards of 10: beyond the model itself, the process may grow by little more than a shard."""
+    model = reference("llama", hidden_size=512, intermediate_size=1408, num_hidden_layers=4, vocab_size=1000)
+    model.save_pretrained(tmp_path, max_shard_size="10MB")
+    code = f"""
+from pathlib import Path
+from engine.process.startup import import_torch
+import_torch()
+import torch
+from engine.config import ModelConfig
+from engine.model.decoder import Decoder
+from engine.model.weights import load_weights
+def memory(name):
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith(name))
+config = ModelConfig.from_pretrained({str(tmp_path)!r})
+model = Decoder(config, torch.float32, torch.device("cpu"), 16)
+for slot in model.slots():
+    slot.view.fill_(1)
+Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
+before = memory("VmRSS")
+load_weights(model.slots(), Path({str(tmp_path)!r}), False)
+print((memory("VmHWM") - before) / 1024, model.nbytes / 2**20)
+"""
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    grown, size = map(float, output.split())
+    assert size > 35
+    assert 0 < grown < 18, f"{grown:.0f} MiB for shards of 10 MB"
+
+
+def test_a_runner_reports_what_its_memory_holds(checkpoint: Path) -> None:
+    runner = make_runner(checkpoint, num_blocks=10)
+    config = runner.model_config
+    assert runner.num_blocks == 11
+    assert runner.memory.kv_cache == runner.pool.nbytes == 11 * 4 * config.kv_bytes_per_token(torch.float32)
+    assert abs(runner.memory.weights - config.num_parameters * 4) < 4096
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", 7, None, ["x"], "a/b.safetensors", "x.bin", "a\0.safetensors", ""]
+)
+def test_an_index_names_files_beside_it_and_nothing_else(name: Any, tmp_path: Path) -> None:
+    directory = save(reference("llama"), tmp_path / "m", shards=True)
+    shutil.copy(next(directory.glob("*.safetensors")), tmp_path / "model.safetensors")
+    index = directory / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = name
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"index\.json names .* no safetensors file beside it"):
+        load(directory)

@@ -1,0 +1,309 @@
+"""What a trace is exported to, opened by a parser of its format."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import io
+import json
+import re
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from markdown_it import MarkdownIt
+from typer.testing import CliRunner
+
+from engine.core.types import SamplingParams
+from engine.errors import EngineDead, EngineError
+from engine.trace.records import FIELDS
+from engine.trace.state import State
+from minitui.cli.main import app
+from minitui.cli.tail import Teller, tail_live, tail_trace, tail_watch
+from minitui.export import export
+from minitui.export.perfetto import DEVICE, HOST, REQUESTS
+from minitui.teaching.stage import sampling
+from minitui.trace.bundled import bundled
+from minitui.trace.reader import TraceError, TraceReader
+from minitui.trace.recorder import Recorder
+from minitui.viewmodel.model import View
+from tests.support.fake_client import ByteCodec, FakeSource
+from tests.support.golden import GOLDEN, INFO, make_engine, play
+
+
+@pytest.fixture(scope="module")
+def perfetto(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    path = export(GOLDEN, "perfetto", tmp_path_factory.mktemp("export") / "golden.json")
+    events = json.loads(path.read_text())["traceEvents"]
+    assert all(set(event) >= {"ph", "pid", "name"} for event in events)
+    return events
+
+
+def tracks(events: list[dict[str, Any]]) -> dict[tuple[int, int], list[dict[str, Any]]]:
+    out = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            out[event["pid"], event["tid"]].append(event)
+    return out
+
+
+def test_slices_of_a_track_nest_and_none_overlap(perfetto: list[dict[str, Any]]) -> None:
+    found = tracks(perfetto)
+    assert len([key for key in found if key[0] == REQUESTS]) > 20 and found[HOST, 1]
+    for key, slices in found.items():
+        stack: list[float] = []
+        before = -1.0
+        for piece in slices:  # in the file's order: by time, a parent before what it holds
+            begin, end = piece["ts"], piece["ts"] + piece["dur"]
+            assert piece["dur"] > 0 and begin >= before, f"{key}: {piece} is out of order"
+            before = begin
+            while stack and stack[-1] <= begin + 0.002:
+                stack.pop()
+            assert not stack or end <= stack[-1] + 0.002, f"{key}: {piece} reaches out of what holds it"
+            stack.append(end)
+
+
+def test_each_request_has_a_lane_from_its_submission_to_its_end(perfetto: list[dict[str, Any]]) -> None:
+    reader = TraceReader(GOLDEN)
+    records = list(reader.records())
+    submitted = {record[3]: record for record in records if record[2] == "submit"}
+    ended = {record[3]: record for record in records if record[2] == "finish"}
+    lanes = {key[1]: slices for key, slices in tracks(perfetto).items() if key[0] == REQUESTS}
+    names = {e["tid"]: e["args"]["name"] for e in perfetto if e["name"] == "thread_name" and e["pid"] == REQUESTS}
+    assert lanes.keys() == submitted.keys() == names.keys()
+    chunks = defaultdict(int)
+    for record in records:
+        if record[2] == "step":
+            for id, _, n, _ in record[4]:
+                chunks[id] += n
+    for id, slices in lanes.items():
+        whole = slices[0]
+        assert whole["name"] == names[id] and whole["args"]["prompt tokens"] == submitted[id][5]
+        if id in ended:
+            assert whole["args"]["end"] == ended[id][4] and whole["args"]["output tokens"] == ended[id][5]
+        drawn = sum(piece["args"]["tokens"] for piece in slices if piece["name"].startswith("prefill"))
+        assert drawn <= chunks[id]
+    total = sum(p["args"]["tokens"] for s in lanes.values() for p in s if p["name"].startswith("prefill"))
+    assert total > 0.8 * sum(chunks.values()), "a chunk is left out only where its request ended with it"
+
+
+def test_host_stages_are_in_order_and_apart_from_the_device(tmp_path: Path) -> None:
+    found = tracks(json.loads(export(GOLDEN, "perfetto", tmp_path / "a.json").read_text())["traceEvents"])
+    host = found[HOST, 1]
+    by_step: dict[int, list[str]] = defaultdict(list)
+    for piece in host:
+        by_step[piece["args"]["step"]].append(piece["name"])
+    order = ["plan", "launch", "wait for the device", "commit"]
+    assert len(by_step) > 100
+    for names in by_step.values():
+        assert names == [name for name in order if name in names]
+    assert (DEVICE, 1) not in found, "the simulated device does not tell its time, so nothing is drawn for it"
+
+
+async def test_the_device_is_drawn_where_its_time_is_known(tmp_path: Path) -> None:
+    from minitui.trace.recorder import Recorder
+
+    path = tmp_path / "device.trace"
+    recorder = Recorder(path)
+    source = FakeSource()
+    await source.start(lambda progress: None)
+    recorder.begin({"model": "m", "device": "gpu"}, await source.snapshot())
+    recorder.feed(
+        [
+            (1, 1.0, "submit", 1, "a", 8, 20),
+            (2, 1.001, "admit", 1, 0, "new"),
+            (3, 1.002, "alloc", 1, [1]),
+            (4, 1.003, "step", 0, [(1, 0, 8, True)], [], [], 8, 0),
+            (5, 1.006, "step", 1, [], [1], [], 1, 0),  # planned while step 0 runs
+            (6, 1.010, "comm", 0, 2, 1.5),
+            (7, 1.010, "time", 0, 100, 200, 300, 6.5, 6.0, "prefill"),
+            (8, 1.013, "time", 1, 5000, 200, 300, 3.0, 2.5, "decode"),  # planned longer than it can have been
+        ]
+    )
+    recorder.close()
+    found = tracks(json.loads(export(path, "perfetto").read_text())["traceEvents"])
+    assert [p["dur"] for p in found[DEVICE, 1]] == pytest.approx([6000, 2500])
+    host, device = found[HOST, 1], found[DEVICE, 1]
+    assert [piece["args"].get("exchange between ranks, ms") for piece in device] == [1.5, None]
+    plan = next(p for p in host if p["name"] == "plan" and p["args"]["step"] == 1)
+    assert device[0]["ts"] < plan["ts"] + plan["dur"] < device[0]["ts"] + device[0]["dur"], "while the step before ran"
+    for before, after in pairwise(host):
+        assert before["ts"] + before["dur"] <= after["ts"] + 0.002
+
+
+def test_a_real_gpu_works_while_the_host_plans_the_next_step(tmp_path: Path) -> None:
+    events = json.loads(export(bundled()["h200-8b"], "perfetto", tmp_path / "a.json").read_text())["traceEvents"]
+    found = tracks(events)
+    host, device = found[HOST, 1], found[DEVICE, 1]
+    for track in (host, device):
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 0.002 for a, b in pairwise(track)), "one thing at a time"
+    assert len([key for key in found if key[0] == REQUESTS]) == 64
+    planned = {piece["args"]["step"]: piece for piece in host if piece["name"] == "plan"}
+    worked = {piece["args"]["step"]: piece for piece in device}
+    assert planned.keys() == worked.keys() and len(worked) > 700
+    meanwhile = [
+        step for step, plan in planned.items()
+        if (before := worked.get(step - 1)) and plan["ts"] + plan["dur"] < before["ts"] + before["dur"]
+    ]  # fmt: skip
+    assert len(meanwhile) > 0.9 * len(planned), "the host is ahead of the device in nearly every step"
+
+
+def test_json_names_every_field_of_every_record(tmp_path: Path) -> None:
+    whole = json.loads(export(GOLDEN, "json", tmp_path / "a.json").read_text())
+    records = list(TraceReader(GOLDEN).records())
+    assert whole["complete"] and len(whole["records"]) == len(records)
+    for named, record in zip(whole["records"], records, strict=True):
+        assert named["seq"] == record[0] and set(named) == {"seq", "t", "kind", *FIELDS[named["kind"]]}
+
+
+def test_the_narration_tells_every_decision_and_counts_what_was_recorded(tmp_path: Path) -> None:
+    text = export(GOLDEN, "md", tmp_path / "a.md").read_text()
+    records = list(TraceReader(GOLDEN).records())
+    cached = sum(r[4] for r in records if r[2] == "match")
+    computed = sum(chunk[2] for r in records if r[2] == "step" for chunk in r[4])
+    assert f"| prompt tokens computed | {computed:,} |" in text
+    assert f"| prompt tokens from the cache | {cached:,} ({cached / (cached + computed):.0%}) |" in text
+    assert text.count("queues again") >= sum(1 for r in records if r[2] == "preempt")
+    assert "**first preemption" in text
+    parsed = MarkdownIt("commonmark").enable("table").parse(text)
+    assert next(token.tag for token in parsed if token.type == "heading_open") == "h1"
+    cells = {parsed[i + 1].content for i, token in enumerate(parsed) if token.type == "td_open"}
+    assert cells >= {f"r{record[3]}" for record in records if record[2] == "submit"}
+
+
+def test_the_narration_counts_what_was_cleared_apart_and_names_the_span_of_its_lines(tmp_path: Path) -> None:
+    head, *lines = (json.loads(line) for line in gzip.decompress(GOLDEN.read_bytes()).splitlines())
+    evicted = cleared = 0
+    for line in lines:
+        for row in line[2] if line[0] == "r" else ():
+            row[0] += 60.0 if row[0] > 0.6 else 0.0  # a pause
+            if row[1] == "evict":
+                if row[0] > 60:
+                    row[4], cleared = "cleared", cleared + row[3]
+                else:
+                    evicted += row[3]
+    one = [line for line in lines if line[0] != "k" or line[1] == 0]  # the others tell the times of the original
+    path = tmp_path / "cleared.trace"
+    path.write_bytes(
+        gzip.compress(b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in (head, *one)))
+    )
+    text = export(path, "md").read_text()
+    assert f"| blocks evicted | {evicted:,} |" in text and f"| blocks cleared | {cleared:,} |" in text
+    begin, end = map(float, re.findall(r"([\d.]+) s to ([\d.]+) s of the engine's clock", text)[0])
+    times = [float(t) for t in re.findall(r"^- ([\d.]+) s, ", text, re.MULTILINE)]
+    assert begin <= min(times) and max(times) <= end and end > 60
+
+
+def test_tail_tells_each_step_once_and_each_decision(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tail_trace(str(GOLDEN), print) == 0
+    out = capsys.readouterr().out
+    records = list(TraceReader(GOLDEN).records())
+    told: list[int] = []
+    for line in out.splitlines():
+        _, _, rest = line.partition(" s  ")
+        if rest.startswith("steps "):
+            first, last = rest.split("  ")[0].removeprefix("steps ").split(" to ")
+            told += range(int(first), int(last) + 1)
+        elif " tokens · " in rest and " of 24 tokens" in rest:
+            told.append(int(rest.split()[1]))
+    assert told == [r[3] for r in records if r[2] == "time"]
+    assert out.count("eviction:") == sum(1 for r in records if r[2] == "evict")
+    assert out.count("end of r") == sum(1 for r in records if r[2] == "finish")
+    assert out.isprintable() or "\x1b" not in out
+
+
+def test_lines_do_not_depend_on_how_records_arrive() -> None:
+    reader = TraceReader(GOLDEN)
+    records = list(reader.records())
+
+    def told(batch: int) -> list[str]:
+        view = View()
+        view.reset(reader.part(0).snapshot)
+        teller = Teller(view)
+        lines = []
+        for i in range(0, len(records), batch):
+            lines += [str(line) for line in teller.tell(records[i : i + batch])]
+        return lines + [str(line) for line in teller.rest()]
+
+    assert told(1) == told(7) == told(len(records))
+
+
+@pytest.fixture(scope="module")
+def with_a_gap(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recording from whose middle a third is missing: requests came, went and decoded meanwhile."""
+    engine = make_engine()
+    path = tmp_path_factory.mktemp("gap") / "gap.trace"
+    recorder = Recorder(path)
+    recorder.begin(INFO, engine.snapshot())
+    play(engine)
+    records = engine.log.drain()
+    third = len(records) // 3
+    recorder.feed(records[:third])
+    state = State.from_snapshot(make_engine().snapshot())
+    state.apply_all(records[: 2 * third])
+    recorder.resume(state.snapshot())
+    recorder.feed(records[2 * third :])
+    recorder.close()
+    return path
+
+
+def test_a_recording_with_a_gap_has_lanes_for_whoever_was_there_behind_it(with_a_gap: Path) -> None:
+    events = json.loads(export(with_a_gap, "perfetto").read_text())["traceEvents"]
+    named = {event["tid"] for event in events if event["name"] == "thread_name" and event["pid"] == REQUESTS}
+    ends = [event["args"]["end"] for event in events if "end" in event.get("args", {})]
+    assert len(ends) == len(named) and "ended while nothing was recorded" in ends
+    assert {event["tid"] for event in events if event["pid"] == REQUESTS and event["ph"] == "X"} == named
+
+
+def test_the_story_of_a_recording_goes_on_behind_a_gap(with_a_gap: Path) -> None:
+    told: list[str] = []
+    tail_trace(with_a_gap, told.append)
+    at = next(i for i, line in enumerate(told) if "records are missing here" in line)
+    assert len(told) - at > 50
+    story = export(with_a_gap, "md").read_text().split("## What happened")[1]
+    assert story.partition("records are missing here")[2].count("\n- ") > 30
+
+
+def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="perfetto, json, md"):
+        export(GOLDEN, "gif")
+    with pytest.raises(TraceError, match="cannot be written"):
+        export(GOLDEN, "json", tmp_path / "no" / "x.json")
+
+
+async def test_an_engine_is_told_live_and_a_server_is_watched() -> None:
+    lines: list[str] = []
+    questions = io.StringIO("hello\n\nand again\n")
+    source = FakeSource()
+    assert await tail_live(source, "short", sampling(20), questions, lines.append, lambda info: ByteCodec()) == 0
+    assert sum(line.startswith("answer: ") for line in lines) == 2 and source.closed
+    assert any("joins the queue" in line for line in lines) and any("end of r2" in line for line in lines)
+
+    lines.clear()
+    watched = FakeSource()
+    watching = asyncio.create_task(tail_watch(watched, lines.append, lambda info: ByteCodec()))
+    while not watched.info:
+        await asyncio.sleep(0.01)
+    async for _ in watched.submit(list(range(40)), SamplingParams(max_tokens=4, ignore_eos=True)):
+        pass
+    while not any("end of r1" in line for line in lines):
+        await asyncio.sleep(0.01)
+    watched.die("the server went away")
+    with pytest.raises(EngineDead, match="went away"):
+        await watching
+
+
+def test_the_commands_are_there(tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    listed = run(app, ["lesson"]).output
+    assert "minitui lesson 8   Radix cache" in listed and all(len(line) <= 80 for line in listed.splitlines())
+    assert "minitui demo fork  " in run(app, ["demo"]).output
+    told = run(app, ["tail", str(GOLDEN)])
+    assert told.exit_code == 0 and "eviction: " in told.output
+    out = tmp_path / "a.json"
+    exported = run(app, ["replay", str(GOLDEN), "--export", "perfetto", "--out", str(out)])
+    assert exported.output.strip() == str(out) and json.loads(out.read_text())["traceEvents"]
+    for wrong in (["lesson", "12"], ["replay", str(tmp_path / "none")], ["demo", "nothing"]):
+        assert isinstance(run(app, wrong).exception, EngineError), wrong

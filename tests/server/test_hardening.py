@@ -1,0 +1,405 @@
+"""What callers can do to the server, by mistake or on purpose, and what it does about it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from engine.errors import EngineError
+from engine.process.heartbeat import Condition
+from minitui.server.settings import Role, ServerSettings
+from tests.support.serving import Running, serving
+
+pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
+
+CHAT = "/v1/chat/completions"
+ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "What is paging?"}]}
+LONG: dict[str, Any] = {**ASK, "max_tokens": 3000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("server"), engine={"max_num_seqs": 2}, max_waiting=2, max_body=2 << 20,
+                 request_s=20.0, body_s=0.5) as running:  # fmt: skip
+        yield running
+
+
+def events(text: str) -> list[str]:
+    """The data of server-sent events, read as the specification has it: line by line."""
+    return [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+
+
+class Open:
+    """A streaming request held open by hand, on a socket of its own."""
+
+    def __init__(self, server: Running, body: dict[str, Any], path: str = CHAT, headers: str = "") -> None:
+        data = json.dumps(body).encode()
+        self.socket = socket.create_connection(("127.0.0.1", server.host.port), timeout=20)
+        self.socket.sendall(
+            f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}Content-Length: {len(data)}\r\n\r\n".encode() + data
+        )
+
+    def read_until(self, text: bytes) -> bytes:
+        got = b""
+        while text not in got:
+            piece = self.socket.recv(65536)
+            assert piece, f"the server ended the connection after {got!r}"
+            got += piece
+        return got
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+# ---- the plain endpoint
+
+
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "application/json; charset=utf-8"])
+def test_generate_takes_what_a_bare_curl_sends(server: Running, kind: str | None) -> None:
+    prompt = b'"<|im_start|>user\\nWhat is the KV cache?<|im_end|>\\n<|im_start|>assistant\\n"'
+    body = b'{"prompt": %s, "max_tokens": 6, "temperature": 0, "top_k": 5, "top_p": 0.9, "rep_penalty": 1.1}' % prompt
+    whole = server.http.post("/generate", content=body, headers={"content-type": kind} if kind else {})
+    assert whole.status_code == 200 and whole.json()["usage"]["completion_tokens"] == 6
+    streamed = server.http.post("/generate", content=body[:-1] + b', "stream": true}').text
+    data = events(streamed)
+    assert data[-1] == "[DONE]" and "".join(json.loads(d)["text"] for d in data[:-1]) == whole.json()["text"]
+    assert len(data) > 3
+
+
+def test_no_text_can_break_the_framing_or_forge_the_end(server: Running) -> None:
+    pytest.importorskip("llguidance", reason="the extra 'structured' is not installed")
+    text = "a\n\ndata: [DONE]\n\nb\r\n: \u2028[DONE]"
+    body = {**ASK, "stream": True, "max_tokens": 100, "guided_choice": [text]}
+    data = events(server.post(CHAT, body).text)
+    chunks = [json.loads(d) for d in data[:-1]]
+    assert data.count("[DONE]") == 1 and data[-1] == "[DONE]"
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == text
+
+
+# ---- limits
+
+
+def test_a_full_queue_is_a_429_that_says_when_to_come_back(server: Running) -> None:
+    server.post("/minitui/control", {"action": "pause"})
+    opened = [Open(server, {**ASK, "stream": True, "max_tokens": 2}) for _ in range(4)]
+    try:
+        server.wait_until(lambda: len(server.snapshot()["requests"]) == 4)
+        refused = server.post(CHAT, ASK)
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "queue_full"
+        assert server.get("/health").status_code == 200
+    finally:
+        server.post("/minitui/control", {"action": "resume"})
+    for one in opened:
+        assert b"[DONE]" in one.read_until(b"[DONE]")
+        one.close()
+    assert server.post(CHAT, {**ASK, "max_tokens": 2}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_caller_who_leaves_frees_everything_before_the_next_step(server: Running, stream: bool) -> None:
+    server.wait_idle()
+    running = Open(server, {**LONG, "stream": stream})
+    server.wait_until(lambda: any(r["state"] == "running" for r in server.snapshot()["requests"].values()))
+    server.post("/minitui/control", {"action": "pause"})
+    queued = Open(server, {**LONG, "stream": stream})
+    try:
+        server.wait_until(lambda: len(server.snapshot()["requests"]) == 2)
+        step = server.snapshot()["step"]
+        running.close()
+        queued.close()
+        server.wait_idle()
+        state = server.state()
+        assert state.step == step, "it took steps to notice"
+        assert sum(state.holders) == 0
+    finally:
+        server.post("/minitui/control", {"action": "resume"})
+
+
+def test_a_caller_who_leaves_while_others_are_served_is_gone_within_two_steps(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from minitui.server.generation import Reply
+
+    noticed: dict[int | None, int] = {}  # at which step the server saw that the caller had gone
+    ended: dict[int, int] = {}
+    close, observe = Reply.close, server.service.meters.observe
+
+    def watched_close(reply: Reply) -> None:
+        server.service.hub.pump()
+        for stream in reply.streams:
+            noticed.setdefault(stream.request_id, state.step if (state := server.service.hub.state) else -1)
+        close(reply)
+
+    def watched_observe(record: Any, state: Any) -> None:
+        if record[2] == "finish":
+            ended[record[3]] = state.step
+        observe(record, state)
+
+    monkeypatch.setattr(Reply, "close", watched_close)
+    monkeypatch.setattr(server.service.meters, "observe", watched_observe)
+    other = Open(server, {**LONG, "stream": False})
+    for stream in (True, False, True, False):
+        leaving = Open(server, {**LONG, "stream": stream})
+        server.wait_until(lambda: len(server.snapshot()["requests"]) == 2)
+        mine = max(map(int, server.snapshot()["requests"]))
+        leaving.close()
+        server.wait_until(lambda mine=mine: mine in ended)
+        assert 0 <= ended[mine] - noticed[mine] <= 2, f"{ended[mine] - noticed[mine]} steps"
+    other.close()
+    server.wait_idle()
+
+
+def test_a_reply_has_a_time_limit(server: Running, monkeypatch: Any) -> None:
+    monkeypatch.setattr(server.service, "settings", ServerSettings(request_s=0.4))
+    late = server.post(CHAT, LONG)
+    assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
+    data = events(server.post(CHAT, {**LONG, "stream": True}).text)
+    assert json.loads(data[-2])["error"]["code"] == "timeout" and data[-1] == "[DONE]"
+    server.wait_idle()
+
+
+def test_a_reader_who_stops_reading_is_given_up() -> None:
+    from minitui.server.sse import EventStream
+
+    ended: list[bool] = []
+    sent: list[int] = []
+
+    async def frames() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x" * 1000
+
+    async def send(message: Any) -> None:
+        sent.append(1)
+        if len(sent) > 5:
+            await asyncio.sleep(3600)  # as a full socket does
+
+    async def receive() -> Any:
+        await asyncio.sleep(3600)
+
+    async def main() -> float:
+        started = time.monotonic()
+        await EventStream(frames(), lambda: ended.append(True), stalled_s=0.2)({"type": "http"}, receive, send)
+        return time.monotonic() - started
+
+    assert asyncio.run(main()) < 2 and ended == [True] and len(sent) == 6
+
+
+def test_a_slow_watcher_loses_records_not_memory() -> None:
+    from minitui.server.broadcast import MAX_UNREAD, Watcher
+
+    watcher = Watcher()
+    for _ in range(100):
+        watcher.put(b"x" * (MAX_UNREAD // 10))
+        assert watcher._size <= MAX_UNREAD
+    assert watcher.dropped > 0
+
+
+# ---- keys
+
+
+def test_listening_beyond_the_loopback_needs_a_key_and_a_key_some_length() -> None:
+    for settings in ({"host": "0.0.0.0"}, {"host": "192.168.1.1"}, {"keys": {"short": Role.CHAT}}):
+        with pytest.raises(EngineError, match="key"):
+            ServerSettings(**settings)  # type: ignore[arg-type]
+    assert ServerSettings(host="::1").loopback and ServerSettings(host="localhost").loopback
+
+
+def test_every_path_wants_its_role(server: Running, monkeypatch: Any) -> None:
+    keys = {"watch-key-1": Role.WATCH, "chat-key-12": Role.CHAT, "control-key": Role.CONTROL}
+    monkeypatch.setattr(server.service, "settings", ServerSettings(keys=keys))
+    table = [
+        ("GET", "/health", None, Role.NOBODY), ("GET", "/ready", None, Role.NOBODY),
+        ("GET", "/metrics", None, Role.WATCH), ("GET", "/v1/models", None, Role.WATCH),
+        ("GET", "/minitui/info", None, Role.WATCH), ("GET", "/minitui/snapshot", None, Role.WATCH),
+        ("GET", "/openapi.json", None, Role.WATCH),
+        ("POST", "/generate", {"prompt": "x", "max_tokens": 1}, Role.CHAT),
+        ("POST", CHAT, {**ASK, "max_tokens": 1}, Role.CHAT),
+        ("POST", "/tokenize", {"prompt": "x"}, Role.CHAT),
+        ("POST", "/minitui/control", {"action": "resume"}, Role.CONTROL),
+    ]  # fmt: skip
+    bearers = [(None, Role.NOBODY), ("wrong-key-12", Role.NOBODY), ("watch-key-", Role.NOBODY), *keys.items()]
+    for method, path, body, needed in table:
+        for key, role in bearers:
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            answer = server.http.request(method, path, json=body, headers=headers)
+            expected = 200 if role >= needed else 401 if role == Role.NOBODY else 403
+            assert answer.status_code == expected, (path, key, answer.text)
+    info = server.get("/minitui/info", headers={"Authorization": "Bearer chat-key-12"}).json()
+    assert info["role"] == "chat" and "model_dir" not in info and "log_file" not in info
+
+
+@pytest.mark.parametrize("headers", [
+    {"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"},
+])  # fmt: skip
+def test_pages_from_elsewhere_cannot_reach_the_engine(server: Running, headers: dict[str, str]) -> None:
+    answer = server.http.post("/generate", content=b'{"prompt": "x", "max_tokens": 1}', headers=headers)
+    assert answer.status_code == 403
+    own = {"Origin": f"http://127.0.0.1:{server.host.port}", "Sec-Fetch-Site": "same-origin"}
+    assert server.http.post("/generate", content=b'{"prompt": "x", "max_tokens": 1}', headers=own).status_code == 200
+
+
+# ---- the truth about the engine
+
+
+def test_an_unforeseen_error_tells_a_caller_nothing_of_the_inside(server: Running, monkeypatch: Any) -> None:
+    async def broken(*_: Any) -> None:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(server.service, "check", broken)
+    answer = server.post(CHAT, ASK)
+    assert answer.status_code == 500 and "secret" not in answer.text
+    assert answer.json()["error"]["type"] == "server_error"
+    monkeypatch.undo()
+    assert server.service.open == 0, "the place in the queue was lost"
+
+
+def test_a_dead_engine_is_told_and_started_again(server: Running) -> None:
+    from engine.process.client import EngineClient
+
+    stream = Open(server, {**LONG, "stream": True})
+    stream.read_until(b"content")
+    began = server.service.hub.began
+    slept = EngineClient.restart
+
+    async def restart_when_asked(client: EngineClient) -> None:
+        await asyncio.to_thread(go_on.wait, 20)
+        await slept(client)
+
+    go_on = threading.Event()
+    EngineClient.restart = restart_when_asked  # type: ignore[method-assign]
+    try:
+        os.kill(server.service.client.pid or 0, signal.SIGKILL)
+        told = stream.read_until(b"[DONE]")
+        assert b"engine_dead" in told
+        server.wait_until(lambda: server.get("/health").status_code == 503)
+        assert server.get("/health").json()["status"] == "restarting"
+        assert server.get("/ready").status_code == 503
+        refused = server.post(CHAT, ASK)
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert server.get("/metrics").status_code == 200
+    finally:
+        EngineClient.restart = slept  # type: ignore[method-assign]
+        go_on.set()
+    server.wait_until(lambda: server.get("/ready").status_code == 200, 30)
+    assert server.service.hub.began == began + 1
+    assert server.post(CHAT, {**ASK, "max_tokens": 2}).status_code == 200
+    assert server.metric("minitui:engine_restarts_total") == 1
+    stream.close()
+
+
+def test_health_notices_an_engine_that_does_not_answer(server: Running) -> None:
+    pid = server.service.client.pid or 0
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        server.wait_until(lambda: server.get("/health").json()["status"] == "stalled", 45)
+        assert server.get("/health").status_code == 503 and server.get("/health").json()["silent_s"] >= 5
+        assert server.get("/ready").status_code == 503
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    server.wait_until(lambda: server.get("/ready").status_code == 200, 30)
+
+
+def test_health_tells_a_long_step_and_gives_up_only_after_a_minute(server: Running, monkeypatch: Any) -> None:
+    def working(seconds: float) -> tuple[int, dict[str, Any]]:
+        condition = Condition(task="step", task_s=seconds)
+        monkeypatch.setattr(type(server.service.client), "condition", property(lambda _: condition))
+        reply = server.get("/health")
+        return reply.status_code, reply.json()
+
+    assert "long" not in working(2.0)[1]
+    assert working(30.0) == (200, {"status": "ok", "open": 0, "long": "one step has taken 30 s so far"})
+    assert working(61.0)[0] == 503 and working(61.0)[1]["status"] == "busy"
+
+
+def test_tokenising_a_long_prompt_does_not_hold_up_health(server: Running) -> None:
+    text = "A radix tree stores the blocks of a prompt. " * 20_000
+    assert server.post("/tokenize", {"prompt": "warm"}).status_code == 200
+    worst: list[float] = []
+    done = threading.Event()
+
+    def poll() -> None:
+        import httpx
+
+        with httpx.Client(base_url=server.url) as http:
+            while not done.is_set():
+                started = time.perf_counter()
+                http.get("/health")
+                worst.append(time.perf_counter() - started)
+                time.sleep(0.002)
+
+    poller = threading.Thread(target=poll)
+    poller.start()
+    answer = server.post("/tokenize", {"prompt": text})
+    done.set()
+    poller.join()
+    assert answer.json()["count"] > 100_000
+    worst.sort()
+    p99 = worst[int(len(worst) * 0.99)]
+    assert len(worst) > 20 and p99 < 0.15, f"/health took {p99 * 1e3:.0f} ms at p99 of {len(worst)}"
+
+
+def test_sigterm_ends_server_and_engine_within_five_seconds(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "MINITUI_DATA": str(tmp_path)}
+    command = [sys.executable, "-m", "minitui", "serve", "--port", str(port), "--kv-blocks", "256"]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        while "is served at" not in (line := process.stderr.readline()):
+            assert line, "the server ended"
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) == 2, "the engine, and the process that renders templates"
+        stream = socket.create_connection(("127.0.0.1", port))
+        body = json.dumps({**LONG, "stream": True}).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        stream.sendall(head + body)
+        stream.recv(4096)
+        started = time.monotonic()
+        process.terminate()
+        assert process.wait(10) == 0
+        assert time.monotonic() - started < 5
+        assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+        told = b"".join(iter(lambda: stream.recv(65536), b""))
+        assert b"the server is stopping" in told, "a reply was cut off without a word"
+        stream.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system notices lost networks otherwise")
+def test_a_caller_whose_network_vanished_is_noticed_in_time() -> None:
+    from minitui.server.command import VANISHED_S, listen
+
+    with listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == VANISHED_S * 1000
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+def test_a_port_that_is_taken_is_one_sentence() -> None:
+    from minitui.server.command import listen
+
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EngineError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use; choose ano"):
+            listen("127.0.0.1", port)
+    with pytest.raises(EngineError, match=r"--host 'no\.such\.host\.invalid' is no address of this machine"):
+        listen("no.such.host.invalid", 0)

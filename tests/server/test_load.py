@@ -1,0 +1,164 @@
+"""The load generator, and the server under more load than it can take."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import EngineDead, InvalidRequest
+from minitui.bench.load import (
+    Limits,
+    Outcome,
+    _parser,
+    main,
+    measure,
+    poisson,
+    replay,
+    report,
+    run_load,
+    spread,
+    summarise,
+)
+from tests.support.serving import Running, serving
+
+WAITING, RUNNING = 12, 4
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    engine = {"max_num_seqs": RUNNING, "num_blocks": 96}
+    with serving(tmp_path_factory.mktemp("server"), engine=engine, max_waiting=WAITING) as running:
+        yield running
+
+
+def options(*arguments: str) -> Any:
+    return _parser().parse_args(["--url", "http://127.0.0.1:1", *arguments])
+
+
+def run(server: Running, *arguments: str) -> dict[str, Any]:
+    return asyncio.run(measure(_parser().parse_args(["--url", server.url, "--ignore-eos", "--json", *arguments])))
+
+
+def test_arrivals_are_those_of_a_poisson_process() -> None:
+    plan = poisson(options("--rate", "50", "--requests", "4000", "--seed", "3"), "m")
+    gaps = [b.at - a.at for a, b in itertools.pairwise(plan)]
+    assert statistics.mean(gaps) == pytest.approx(1 / 50, rel=0.1)
+    assert statistics.stdev(gaps) == pytest.approx(1 / 50, rel=0.1), "the distances are not exponential"
+    again = poisson(options("--rate", "50", "--requests", "4000", "--seed", "3"), "m")
+    assert [p.at for p in again] == [p.at for p in plan] and again[7].body == plan[7].body
+    assert {p.at for p in poisson(options("--rate", "inf"), "m")} == {0.0}
+
+
+def test_a_trace_is_replayed_at_its_times_with_its_shared_beginnings() -> None:
+    lines = ['{"t": 4, "words": 5, "prefix": "a", "prefix_words": 30, "max_tokens": 7}', "",
+             '{"t": 2, "words": 5, "prefix": "a"}', '{"t": 3, "messages": [{"role": "user", "content": "hi"}]}',
+             '{"t": 1, "prompt": "said"}']  # fmt: skip
+    plan = replay(lines, options("--speed", "2", "--trace", "x"), "m")
+    assert [p.at for p in plan] == [0.5, 1.0, 1.5, 2.0]
+    assert plan[0].body["prompt"] == "said" and plan[2].chat and plan[3].body["max_tokens"] == 7
+    first, second = plan[1].body["prompt"].split(), plan[3].body["prompt"].split()
+    assert first[:30] == second[:30] and first[30:] != second[30:] and len(first) == 35
+    for broken in ('{"t": "x"}', '{"words": 5}', "nonsense", '{"t": 1}'):
+        with pytest.raises(InvalidRequest, match="line 2"):
+            replay(['{"t": 0, "prompt": "x"}', broken], options("--trace", "x"), "m")
+
+
+def test_a_trace_of_hashed_blocks_has_texts_that_are_shared_where_the_hashes_are() -> None:
+    lines = ['{"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [7, 8]}',
+             '{"timestamp": 1500, "input_length": 1030, "output_length": 6, "hash_ids": [7, 9, 10]}']  # fmt: skip
+    first, second = replay(lines, options("--trace", "x"), "m")
+    assert (first.at, second.at, second.body["max_tokens"]) == (0.0, 1.5, 6)
+    one, two = first.body["prompt"].split(), second.body["prompt"].split()
+    assert (len(one), len(two)) == (700, 1030)
+    assert one[:512] == two[:512] and one[512:700] != two[512:700]
+    with pytest.raises(InvalidRequest, match="line 1"):
+        replay(['{"timestamp": 0, "hash_ids": [1]}'], options("--trace", "x"), "m")
+
+
+def test_figures_are_those_of_the_outcomes() -> None:
+    outcomes = [Outcome(sent=i, first=0.1, total=0.1 + 0.02 * 10, output_tokens=11, prompt_tokens=10) for i in range(9)]
+    outcomes.append(Outcome(sent=9.0, total=1.0, error="refused (429)"))
+    figures = summarise(outcomes, Limits(ttft_ms=150, tpot_ms=19))
+    assert figures["answered"] == 9 and figures["not_answered"] == {"refused (429)": 1} and figures["seconds"] == 10.0
+    assert figures["tpot_ms"]["p50"] == 20.0 and figures["within_limits"] == 0, "20 ms per token are over 19"
+    assert summarise(outcomes, Limits(ttft_ms=150, tpot_ms=21))["goodput_per_s"] == 0.9
+    assert summarise(outcomes, Limits(ttft_ms=99))["within_limits"] == 0
+    told = "\n".join(report(figures))
+    assert "cache use unknown" in told and "within the limits (ttft 150 ms, tpot 19 ms)" in told
+    assert spread([x / 1000 for x in range(1, 101)]) == {"mean": 50.5, "p50": 50, "p90": 90, "p99": 99, "max": 100}
+    assert spread([]) is None
+
+
+def test_a_run_against_a_server_tells_what_the_server_counts(server: Running) -> None:
+    before = {name: server.metric(f"vllm:{name}_total") for name in ("prompt_tokens", "generation_tokens")}
+    figures = run(server, "--requests", "10", "--rate", "50", "--shared-words", "60", "--output-tokens", "12")
+    assert figures["answered"] == 10 and figures["output_tokens"] == 120 and figures["model"] == "tutor"
+    server.wait_idle()
+    server.wait_until(lambda: server.metric("vllm:generation_tokens_total") - before["generation_tokens"] == 120)
+    server.wait_until(
+        lambda: server.metric("vllm:prompt_tokens_total") - before["prompt_tokens"] == figures["prompt_tokens"]
+    )
+    assert figures["cached_tokens"] > figures["prompt_tokens"] / 3, "the shared beginning was not found in the cache"
+    assert 0 < figures["ttft_ms"]["p50"] <= figures["e2e_ms"]["p50"] and figures["tpot_ms"]["p99"] > 0
+
+
+@pytest.mark.parametrize("times", [math.inf, 4], ids=["all at once", "four times what it can"])
+def test_overload_loses_no_request_without_a_sentence_and_bounds_the_wait(server: Running, times: float) -> None:
+    service, places, sent = server.service, RUNNING + WAITING, 120
+    most = 0
+    admitted = service.admit
+
+    def watched(sequences: int) -> Any:
+        nonlocal most
+        most = max(most, service.open)
+        return admitted(sequences)
+
+    full = run(server, "--requests", str(places), "--rate", "inf", "--output-tokens", "24")
+    assert full["answered"] == places
+    refused = server.metric("minitui:requests_refused_total")
+    rate = full["requests_per_s"] * times
+    service.admit = watched  # type: ignore[method-assign]
+    try:
+        asked = options("--requests", str(sent), "--rate", str(rate), "--output-tokens", "24", "--ignore-eos")
+        outcomes = asyncio.run(run_load(server.url, "", poisson(asked, "tutor"), 60))
+    finally:
+        del service.admit  # type: ignore[method-assign]
+    figures = summarise(outcomes, Limits())
+    assert figures["answered"] + figures["not_answered"].get("refused (429)", 0) == len(outcomes) == sent, figures
+    missed = [outcome for outcome in outcomes if outcome.error]
+    assert missed and all("16 is the limit: try again later" in outcome.detail for outcome in missed)
+    assert server.metric("minitui:requests_refused_total") == refused + len(missed)
+    assert figures["output_tokens"] == 24 * figures["answered"] and figures["answered"] >= places
+    assert most <= places
+    server.wait_idle()
+    server.call(service.client.call("check"))
+    # Whoever is taken waits for those before him, at most as many as there are places, however many were refused.
+    bound = full["e2e_ms"]["max"]
+    assert figures["e2e_ms"]["max"] < 3 * bound + 1000, f"{figures} though a full server takes {bound:.0f} ms"
+    print({key: figures[key] for key in ("answered", "not_answered", "seconds", "ttft_ms", "tpot_ms", "e2e_ms")})
+
+
+def test_the_command_prints_a_table_or_json(
+    server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"t": 0, "words": 4, "max_tokens": 3}\n{"t": 0.1, "words": 4, "max_tokens": 3}\n')
+    command = [sys.executable, "-m", "minitui", "bench", "--url", server.url, "--trace", str(trace)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "2 of 2 requests answered" in done.stdout and "first token" in done.stdout
+    assert main(["--url", server.url, "--trace", str(trace), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["answered"] == 2
+    with pytest.raises(EngineDead, match="cannot be reached"):
+        main(["--url", "http://127.0.0.1:9", "--requests", "1"])
+    with pytest.raises(InvalidRequest, match="rate"):
+        main(["--url", server.url, "--rate", "0"])

@@ -1,0 +1,295 @@
+"""Chats on servers of other makers, and what their Prometheus pages tell of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.types import SamplingParams
+from engine.errors import EngineDead, EngineError, InvalidRequest
+from minitui.bench.load import _parser, measure
+from minitui.chat.sessions import Chats, Sampling
+from minitui.chat.store import Store
+from minitui.tutor import model_dir
+from tests.support.fake_openai import FakeServer
+from tests.support.serving import Running
+
+pytest.importorskip("httpx", reason="the extra 'serve' is not installed")
+
+# Pages as the two servers write them, cut to a few lines of each kind.
+VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="Qwen/Qwen3-8B"} 7.0
+vllm:num_requests_running{engine="1",model_name="Qwen/Qwen3-8B"} 5.0
+vllm:num_requests_waiting{engine="0",model_name="Qwen/Qwen3-8B"} 2.0
+vllm:kv_cache_usage_perc{engine="0",model_name="Qwen/Qwen3-8B"} 0.5
+vllm:kv_cache_usage_perc{engine="1",model_name="Qwen/Qwen3-8B"} 0.25
+vllm:prefix_cache_queries_total{engine="0",model_name="Qwen/Qwen3-8B"} 40000.0
+vllm:prefix_cache_hits_total{engine="0",model_name="Qwen/Qwen3-8B"} 30000.0
+vllm:prompt_tokens_total{engine="0",model_name="Qwen/Qwen3-8B"} 40000.0
+vllm:generation_tokens_total{engine="0",model_name="Qwen/Qwen3-8B"} 9000.0
+vllm:time_to_first_token_seconds_bucket{engine="0",le="0.001",model_name="Qwen/Qwen3-8B"} 0.0
+vllm:time_to_first_token_seconds_count{engine="0",model_name="Qwen/Qwen3-8B"} 50.0
+vllm:time_to_first_token_seconds_sum{engine="0",model_name="Qwen/Qwen3-8B"} 2.5
+"""
+SGLANG = """# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{model_name="meta-llama/Llama-3.1-8B-Instruct"} 162.0
+sglang:num_queue_reqs{model_name="meta-llama/Llama-3.1-8B-Instruct"} 2826.0
+sglang:token_usage{model_name="meta-llama/Llama-3.1-8B-Instruct"} 0.28
+sglang:cache_hit_rate{model_name="meta-llama/Llama-3.1-8B-Instruct"} 0.007507552643049313
+sglang:gen_throughput{model_name="meta-llama/Llama-3.1-8B-Instruct"} 86.50814177726902
+sglang:prompt_tokens_total{model_name="meta-llama/Llama-3.1-8B-Instruct"} 8.128902e+06
+sglang:generation_tokens_total{model_name="meta-llama/Llama-3.1-8B-Instruct"} 7.557572e+06
+sglang:time_to_first_token_seconds_sum{model_name="meta-llama/Llama-3.1-8B-Instruct"} 2.3518979474117756e+06
+sglang:time_to_first_token_seconds_count{model_name="meta-llama/Llama-3.1-8B-Instruct"} 11008.0
+"""
+
+
+def unknown(vitals: Any) -> list[str]:
+    """Names of what a server does not tell."""
+    return [name for name, value in vars(vitals).items() if value is None]
+
+
+def test_the_names_of_vllm_and_sglang_are_both_known() -> None:
+    from minitui.sources.server_metrics import read_page
+
+    vllm = read_page(VLLM)
+    assert (vllm.running, vllm.waiting, vllm.cache_use, vllm.hit_rate) == (12, 2, 0.375, 0.75)
+    assert vllm.ttft_mean_s == 0.05 and unknown(vllm) == ["tokens_per_s"]
+    later = read_page(VLLM.replace("9000.0", "9500.0"), vllm, 2.0)
+    assert later.tokens_per_s == 250 and unknown(later) == []
+    sglang = read_page(SGLANG)
+    assert (sglang.running, sglang.waiting, sglang.cache_use) == (162, 2826, 0.28)
+    assert sglang.hit_rate == pytest.approx(0.0075, abs=1e-4) and unknown(sglang) == []
+
+
+def test_ranks_and_priorities_of_one_engine_are_counted_once() -> None:
+    from minitui.sources.server_metrics import read_page
+
+    def running(tp: int, dp: int, priority: str, value: int) -> str:
+        labels = f'dp_rank="{dp}",model_name="m {{x}}",pp_rank="0",priority="{priority}",tp_rank="{tp}"'
+        return f"sglang:num_running_reqs{{{labels}}} {value}.0"
+
+    ranks = [running(tp, dp, "", 14 + dp) for tp in (0, 1) for dp in (0, 1)]
+    assert read_page("\n".join([*ranks, running(0, 0, "-1", 9), running(0, 0, "0", 5)])).running == 14 + 15
+
+
+def test_what_a_server_does_not_tell_is_unknown_and_not_zero() -> None:
+    from minitui.sources.server_metrics import Vitals, read_page
+
+    running = "vllm:num_requests_running"
+    for page in ("", "nonsense", f"{running} NaN", f"{running} +Inf", f"{running}{{}} x", "{} 5"):
+        assert len(unknown(read_page(page))) == 8
+    assert "running unknown" in Vitals().describe() and "0" not in Vitals().describe()
+    assert "running 12  waiting 2  KV in use 38%  prefix hits 75%" in read_page(VLLM).describe()
+
+
+@pytest.mark.parametrize(
+    ("status", "page", "said"),
+    [(404, "", "its /metrics answers 404"), (200, "python_info 1", "no name that is known"), (200, VLLM, "")],
+)
+async def test_a_server_whose_page_tells_nothing_is_said_to(status: int, page: str, said: str) -> None:
+    import httpx
+
+    from minitui.sources.server_metrics import Pulse
+
+    answer = httpx.MockTransport(lambda request: httpx.Response(status, text=page))
+    async with httpx.AsyncClient(transport=answer, base_url="http://m") as http:
+        pulse = Pulse(http)
+        await pulse.ask()
+    assert (said in pulse.mute) and bool(pulse.mute) == bool(said) and not pulse.trouble
+
+
+def test_ids_of_texts_keep_a_conversation() -> None:
+    from minitui.chat.sessions import continue_prompt
+    from minitui.sources.openai import TextCodec
+
+    codec = TextCodec()
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "hi <assistant> <end>"}]
+    prompt = codec.apply_chat_template(messages)
+    assert codec.messages(prompt) == messages
+    kept = [*prompt, codec.intern("The "), codec.intern("answer")]
+    rendered = codec.apply_chat_template(
+        [*messages, {"role": "assistant", "content": "The answer"}, {"role": "user", "content": "more"}]
+    )
+    following = continue_prompt(rendered, kept, codec)
+    assert following.diverges_at is None and following.ids[: len(kept)] == kept
+    assert codec.messages(following.ids)[2] == {"role": "assistant", "content": "The answer"}
+
+
+async def two_turns(url: str, model: str = "") -> tuple[Any, Any]:
+    """A chat of two turns on a server."""
+    from minitui.sources.openai import ForeignSource
+
+    source = ForeignSource(url, model=model)
+    await source.start(lambda progress: None)
+    chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=30))
+    chats.use(source.codec)
+    chat = chats.new("Answer briefly.")
+    for question in ("What is the KV cache?", "What is prefill?"):
+        chats.send(chat, question)
+        assert chat._task is not None
+        await asyncio.wait_for(chat._task, 60)
+    assert [m.state for m in chat.messages] == ["done"] * 4, [m.error for m in chat.messages]
+    return source, chat
+
+
+async def test_a_chat_through_the_openai_endpoints_of_our_own_server(server: Running) -> None:
+    source, chat = await two_turns(server.url)
+    assert "key" in chat.messages[1].text and chat.messages[3].metrics["prompt_tokens"] > 20
+    async with asyncio.timeout(10):
+        while not source.vitals.hit_rate or source.vitals.running != 0:  # the page may still be that of before
+            await asyncio.sleep(0.1)
+    assert source.vitals.cache_use == 0
+    prompt = source.codec.apply_chat_template([{"role": "user", "content": "x"}])
+    long = source.submit(prompt, SamplingParams(max_tokens=3000))
+    async for _ in long:
+        long.cancel()
+    assert long.finish_reason == "abort"
+    await asyncio.to_thread(server.wait_idle)
+    with pytest.raises(InvalidRequest, match="pause"):
+        await source.control("pause")
+    with pytest.raises(EngineError, match="state"):
+        await source.snapshot()
+    await source.close()
+
+
+async def test_a_chat_on_such_a_server_is_kept_and_goes_on_another_day(tmp_path: Path) -> None:
+    from minitui.sources.openai import ForeignSource
+
+    fake = await FakeServer().start()
+    for question in ("first?", "second?"):
+        source, store = ForeignSource(fake.url), Store(tmp_path / "chats.sqlite")
+        await source.start(lambda progress: None)
+        chats = Chats(source, store)
+        chats.use(source.codec)
+        chat = chats.sessions[0] if chats.restore() else chats.new("Answer briefly.")
+        chats.send(chat, question)
+        assert chat._task is not None
+        await asyncio.wait_for(chat._task, 10)
+        await source.close()
+        store.close()
+    said = [message["content"] for message in fake.asked[-1]["messages"]]
+    assert said == ["Answer briefly.", "first?", "one two three", "second?"]
+    await fake.kill()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "text", "error"),
+    [
+        (("half \ud83d", " of it"), "half ? of it", ""),
+        (("odd ", ["parts"]), "odd ", "no OpenAI-compatible server does"),
+    ],
+    ids=["half a surrogate pair", "content that is no text"],
+)
+async def test_whatever_a_server_sends_the_answer_ends_and_is_kept(
+    tmp_path: Path, pieces: tuple[Any, ...], text: str, error: str
+) -> None:
+    from minitui.sources.openai import ForeignSource
+
+    fake = await FakeServer().start()
+    fake.pieces = pieces
+    source, store = ForeignSource(fake.url), Store(tmp_path / "chats.sqlite")
+    await source.start(lambda progress: None)
+    chats = Chats(source, store)
+    chats.use(source.codec)
+    chat = chats.new("")
+    chats.send(chat, "first?")
+    assert chat._task is not None
+    await asyncio.wait_for(chat._task, 2)
+    kept = store.load(chat.id)
+    assert kept is not None and kept.messages[-1].text == text and error in kept.messages[-1].error
+    assert kept.messages[-1].state == ("error" if error else "done")
+    await source.close()
+    await fake.kill()
+
+
+async def test_a_wrong_model_and_a_server_that_is_not_there_are_sentences(server: Running) -> None:
+    from minitui.sources.openai import ForeignSource
+
+    for url, model, said in [(server.url, "gpt-9", "has no model"), ("http://127.0.0.1:9", "", "cannot be reached")]:
+        source = ForeignSource(url, model=model)
+        with pytest.raises(EngineError, match=said):
+            await source.start(lambda progress: None)
+        with pytest.raises(EngineDead):
+            await source.ready()
+        await source.close()
+
+
+async def test_the_application_chats_and_tells_the_vitals_in_a_line(server: Running) -> None:
+    from minitui.settings import Settings
+    from minitui.sources.openai import ForeignSource
+    from minitui.tui.openai_app import ForeignApp
+
+    source = ForeignSource(server.url)
+    chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=30))
+    app = ForeignApp(source, chats, Settings(), system="Answer briefly.", known_questions=[], speaker="model")
+    async with app.run_test(size=(120, 36)) as pilot:
+
+        async def until(true: Any) -> None:
+            for _ in range(300):
+                if true():
+                    return
+                await pilot.pause(0.05)
+            raise AssertionError("it did not happen in time")
+
+        await until(lambda: source.info)
+        app.ask_question("What is the KV cache?")
+        await until(lambda: app.session.messages and not app.session.busy)
+        assert app.session.state == "done", app.session.messages[-1].error
+        panel = app.screen.query_one("#rail ServerVitals")
+        await until(lambda: "KV in use 0 %" in panel.text and server.url in panel.text)
+        assert panel.text.count("unknown") <= 2 and not app.story
+        await pilot.resize_terminal(80, 24)
+        await until(lambda: "KV in use 0%" in app.story)
+        app.switch_mode("inspect")
+        await pilot.pause()
+        assert app.current_mode == "chat"
+        app.action_do("gate")
+        await pilot.pause(0.1)
+        assert app.is_running
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_a_chat_on_transformers_own_server(tmp_path: Path) -> None:
+    for package in ("transformers", "accelerate"):
+        pytest.importorskip(package, reason=f"transformers serve needs {package} (extra 'dev')")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(Path(sys.executable).with_name("transformers")), "serve", "--host", "127.0.0.1", "--port", str(port),
+               "--device", "cpu"]  # fmt: skip
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 150
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            said = (tmp_path / "log").read_text()[-2000:]
+            if process.poll() is not None and "Missing dependencies" in said:
+                pytest.skip("transformers serve is not installed whole")
+            assert process.poll() is None and time.monotonic() < deadline, said
+            await asyncio.sleep(0.3)
+        source, chat = await two_turns(f"http://127.0.0.1:{port}", model=str(model_dir()))
+        assert "key" in chat.messages[1].text and len(chat.messages[3].text) > 5
+        assert source.vitals.running is None, "what this server does not tell was made up"
+        load = _parser().parse_args(["--url", source.url, "--model", str(model_dir()), "--chat", "--requests", "3"])
+        load.output_tokens, load.prompt_words, load.json = 8, 5, True
+        figures = await measure(load)
+        assert figures["answered"] == 3 and figures["output_tokens"] >= 3 and figures["ttft_ms"]["p50"] > 0, figures
+        await source.close()
+    finally:
+        process.kill()
+        process.wait()

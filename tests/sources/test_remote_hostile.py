@@ -1,0 +1,333 @@
+"""Servers that send too much, too slowly, or what contradicts itself: each ends in a sentence, and nothing is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import tracemalloc
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from engine.core.types import SamplingParams
+from engine.errors import EngineError
+from tests.support.serving import Running
+
+httpx = pytest.importorskip("httpx", reason="the extra 'serve' is not installed")
+
+Script = Callable[[asyncio.StreamWriter], Awaitable[None]]
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@contextlib.asynccontextmanager
+async def hostile(*, get: Script | None = None, post: Script | None = None) -> AsyncIterator[str]:
+    """A server whose answers these scripts write; without one for GET it lists the model "m"."""
+
+    async def models(writer: asyncio.StreamWriter) -> None:
+        body = json.dumps({"data": [{"id": "m"}]}).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                asked = head.startswith(b"POST")
+                script = post if asked else get
+                if asked:
+                    length = next(x for x in head.lower().split(b"\r\n") if x.startswith(b"content-length"))
+                    await reader.readexactly(int(length.split(b":")[1]))
+                await (script or models)(writer)
+                await writer.drain()
+                if script is not None:
+                    break
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def endless(start: bytes, piece: bytes, every: float = 0.0) -> Script:
+    """Writes `start`, then `piece` for ever."""
+
+    async def write(writer: asyncio.StreamWriter) -> None:
+        writer.write(start)
+        while True:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(every)
+
+    return write
+
+
+def once(data: bytes) -> Script:
+    async def write(writer: asyncio.StreamWriter) -> None:
+        writer.write(data)
+
+    return write
+
+
+def compressed(size: int) -> bytes:
+    body = gzip.compress(bytes(size))
+    return b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+DEEP = b"[" * 100_000
+WIDE = b'{"data": [' + b"[]," * 2_000_000 + b"[]]}"
+
+
+def whole(body: bytes) -> bytes:
+    return HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (once(compressed(100 << 20)), "compresses its answer"),
+        (endless(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", chunk(bytes(1 << 16))), "more than 8 MiB"),
+        (once(HEAD + b"Content-Length: 99999999999\r\n\r\n" + bytes(9 << 20)), "more than 8 MiB"),
+        (endless(HEAD + b"X-Long: ", b"x" * 65536), "was lost|cannot be reached"),
+        (endless(HEAD, b"X-Many: x\r\n" * 1000), "was lost|cannot be reached"),
+        (endless(HEAD, b"X: y\r\n", every=0.02), "no complete head within 0.5 s"),
+        (endless(b"", b"HTTP/1.1 103 Early Hints\r\n\r\n", every=0.001), "no complete head within 0.5 s"),
+        (once(whole(DEEP)), "no JSON"),
+        (once(whole(WIDE)), "of 2,000,005 parts"),
+        (once(whole(b'{"data": 3}')), "odd"),
+    ],
+    ids=["gzip", "body", "announced length", "line", "head", "slow head", "hints", "deep", "wide", "odd"],
+)
+async def test_a_body_or_head_beyond_its_bounds_is_a_sentence(
+    script: Script, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from minitui.sources.openai import ForeignSource
+
+    if "no complete head" in said:
+        monkeypatch.setattr("minitui.sources.http.SILENCE_S", 0.5)
+        monkeypatch.setattr("minitui.sources.http.CONNECT_S", 0.5)
+    monkeypatch.setattr("minitui.sources.http.MAX_VALUES", 1_000_000)
+    async with hostile(get=script) as url:
+        source = ForeignSource(url)
+        tracemalloc.start()
+        try:
+            with pytest.raises(EngineError, match=said):
+                await asyncio.wait_for(source.start(lambda progress: None), 30)
+            assert tracemalloc.get_traced_memory()[1] < 120 << 20
+        finally:
+            tracemalloc.stop()
+            await source.close()
+
+
+async def test_a_body_that_drips_ends_at_its_time() -> None:
+    from minitui.sources.bounds import Bounds, Excess
+    from minitui.sources.http import open_client
+
+    drip = endless(HEAD + b"Content-Length: 1000000\r\n\r\n", b"x", every=0.01)
+    async with hostile(get=drip) as url, open_client(url) as client:
+        with pytest.raises(Excess, match=r"only [\d,]+ bytes in 0.3 s"):
+            await asyncio.wait_for(client.get("/", extensions=Bounds(seconds=0.3).extension()), 30)
+
+
+CONTENT = b'data: {"choices": [{"delta": {"content": "%s"}}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("piece", "said"),
+    [
+        (b"data: " + b"x" * 65536, "an event of more than 8 MiB"),
+        (b"x" * 65536, "an event of more than 8 MiB"),
+        (b"data:\n" * 8192, "an event of more than 8 MiB"),
+        (CONTENT % b"a" * 1000, "characters in 2,001 pieces"),
+        (CONTENT % (b"a" * 30_000), "characters in 34 pieces"),
+        (b'data: {"error": {"message": "%s"}}\n\n' % (b"no" * 100_000), "^(no){1000}$"),
+        (b'data: {"choices": 7}\n\n', "no OpenAI-compatible server"),
+    ],
+    ids=["data", "line", "event", "pieces", "characters", "long error", "odd"],
+)
+async def test_an_answer_beyond_its_bounds_ends_with_a_sentence(
+    piece: bytes, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from minitui.sources.openai import ForeignSource
+
+    monkeypatch.setattr("minitui.sources.http.MAX_PIECES", 2_000)
+    monkeypatch.setattr("minitui.sources.http.MAX_CHARACTERS", 1_000_000)
+    async with hostile(post=endless(OK, chunk(piece))) as url:
+        source = ForeignSource(url)
+        await source.start(lambda progress: None)
+        stream = source.submit(source.codec.apply_chat_template([{"role": "user", "content": "Q"}]), SamplingParams())
+        with pytest.raises(EngineError, match=said):
+            async with asyncio.timeout(60):
+                async for _ in stream:
+                    pass
+        await source.close()
+
+
+async def test_comments_alone_are_no_answer() -> None:
+    from minitui.sources.bounds import RECORDS
+    from minitui.sources.http import open_client, server_events
+
+    async with (
+        hostile(get=endless(OK, chunk(b": wait\n\n"), every=0.01)) as url,
+        open_client(url) as client,
+        client.stream("GET", "/", extensions=RECORDS.extension()) as response,
+    ):
+        with pytest.raises(EngineError, match=r"no event for 0.3 s"):
+            async for _ in server_events(response, quiet_s=0.3):
+                pass
+
+
+async def test_a_flood_leaves_the_loop_its_turns_and_can_be_left() -> None:
+    from minitui.sources.openai import ForeignSource
+
+    async with hostile(post=endless(OK, chunk(CONTENT % b"a" * 1000))) as url:
+        source = ForeignSource(url)
+        await source.start(lambda progress: None)
+        stream = source.submit(source.codec.apply_chat_template([{"role": "user", "content": "Q"}]), SamplingParams())
+        await stream.started()
+        for _ in range(50):  # what the application does meanwhile
+            await asyncio.wait_for(asyncio.sleep(0.001), 5)
+        stream.cancel()
+        await asyncio.wait_for(source.close(), 5)
+        assert stream._task.done()
+
+
+async def test_bench_takes_no_flood_for_an_answer() -> None:
+    from minitui.bench.load import Planned, send
+    from minitui.sources.http import open_client
+
+    odd = b'data: {"usage": {"completion_tokens": "7"}, "choices": 3}\n\n'
+    for piece, said in ((b"x" * 65536, "more than 8 MiB"), (odd, "no OpenAI")):
+        async with hostile(post=endless(OK, chunk(piece))) as url, open_client(url) as client:
+            outcome = await asyncio.wait_for(send(client, Planned(0.0, {}, True), 0.0), 60)
+            assert said in outcome.detail and outcome.error
+
+
+# ---- telemetry
+
+
+STEP = [2, 0.1, "step", 0, [], [], [], 1, 0]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        None, {}, 7, "records", [7], [[]], [[1]], [["1", 0.0, "settle", 0]], [[10**30, 0.0, "settle", 0]],
+        [[1, "now", "settle", 0]], [[1, 0.0, "settle", -5]], [[1, 0.0, "settle", 10**30]], [[1, 0.0, "settle", True]],
+        [[1, 0.0, "novel", 0]], [[1, 0.0, ["settle"], 0]], [[1, 0.0, "settle"]], [[1, 0.0, "settle", 0, 0]],
+        [[1, 0.0, "alloc", 1, "blocks"]], [[1, 0.0, "alloc", 1, [10**12]]], [[1, 0.0, "alloc", 1, [-1]]],
+        [[1, float("nan"), "settle", 0]], [[1, 0.0, "pace", float("inf")]], [[1, 0.0, "wait", 1, "x" * 5000]],
+        [[1, 0.0, "experts", 1, [[0, [1] * 70_000]]]], [STEP, STEP], [[2, 0.1, "step", 0, [[1, 2]], [], [], 1, 0]],
+        [[1, 0.0, "match", 1, 8, "whole", 8, "of"]],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_records_that_are_none_are_refused(event: Any) -> None:
+    from minitui.sources import remote_checks
+
+    with pytest.raises(remote_checks.Refused) as refused:
+        remote_checks.records(event)
+    assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_blocks", 10**12), ("num_blocks", -1), ("num_blocks", "many"), ("block_size", 0), ("block_size", 10**30),
+        ("vocab_size", 1.5), ("model", 7), ("model", "x" * 10_000), ("tokenizer_files", ["a"]), ("began", None),
+        ("generation", {"temperature": {"deep": []}}), ("max_model_len", -3), ("device", []),
+    ],
+)  # fmt: skip
+def test_facts_that_are_none_are_refused(field: str, value: Any) -> None:
+    from minitui.sources import remote_checks
+
+    facts = {"model": "m", "began": "a.1", "tokenizer_files": {}, "num_blocks": 64, "block_size": 16}
+    assert remote_checks.info(dict(facts)) == facts
+    with pytest.raises(remote_checks.Refused, match=field):
+        remote_checks.info({**facts, field: value})
+
+
+def test_figures_that_are_none_do_not_reach_the_line_under_an_answer() -> None:
+    from minitui.chat.sessions import Message, describe_answer
+    from minitui.sources.remote_checks import metrics
+
+    odd: list[Any] = ["x", -1, 10**30, float("nan"), None, [], {}, True]
+    names = ("output_tokens", "cached_tokens", "prompt_tokens", "ttft_ms", "decode_tok_s", "match", "drafted_tokens")
+    for value in odd:
+        told = metrics({**dict.fromkeys(names, value), "unknown": value, "diverged": value, "replica": value})
+        assert describe_answer(Message("assistant", state="done", metrics={**told, "finish": "stop"}))
+        assert "unknown" not in told and "replica" not in told
+    assert metrics("none") == {}
+
+
+@pytest.fixture
+async def source(server: Running, tmp_path: Any) -> AsyncIterator[Any]:
+    from minitui.sources.remote import RemoteSource
+
+    source = RemoteSource(server.url, cache=tmp_path)
+    await source.start(lambda progress: None)
+    yield source
+    await source.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "said"),
+    [
+        ("finish", (10**9, "stop", 3), "there is no request"),
+        ("insert", (5, 5, 10**9, [], [], -1), "there is no request"),
+        ("evict", (0, 1, "room"), "no leaf"),
+        ("settle", (10**30,), "out of range"),
+        ("step", (10**6, [], [], [], 0, 0), "does not follow"),
+    ],
+)
+async def test_records_that_contradict_the_state_end_the_watching_with_a_sentence(
+    source: Any, kind: str, fields: tuple[Any, ...], said: str
+) -> None:
+    from minitui.sources.remote_checks import Refused
+    from minitui.viewmodel.model import View
+    from minitui.viewmodel.updater import Feed
+
+    feed, deaths = Feed(source, View()), list[str]()
+    source.on_death(deaths.append)
+    await feed.sync()
+    feed.pump()
+    seq = source._watch_state.state.seq + 1 - source._offset
+    try:
+        source._take("", json.loads(json.dumps([[seq, 1e6, kind, *fields]])))
+    except Refused as error:  # as its reader does
+        source._refuse(error)
+    feed.pump()
+    assert len(deaths) == 1 and said in deaths[0] and source.url in deaths[0] and source.connection == deaths[0]
+    assert not source.backlog and source.drain_records() == []
+
+
+async def test_a_snapshot_of_an_absurd_pool_is_refused_before_memory_is_taken(
+    source: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = (await source.http.get("/minitui/snapshot")).json()
+    answer = httpx.Response(200, json={**told, "num_blocks": 10**12}, request=httpx.Request("GET", source.url))
+
+    async def ask(*_: Any, **__: Any) -> Any:
+        return answer
+
+    monkeypatch.setattr(source, "_ask", ask)
+    with pytest.raises(EngineError, match=r"num_blocks.*out of range|pool has"):
+        await source.snapshot()
+    assert "cannot be shown" in source.error
+
+
+async def test_requests_without_end_are_refused(source: Any) -> None:
+    from minitui.sources.remote_checks import MOST_REQUESTS, Refused, Watch
+
+    watch = Watch(await source.snapshot())
+    seq, youngest = watch.state.seq, max(watch.state.requests, default=10**6)
+    with pytest.raises(Refused, match="more than 65,536 requests"):
+        for n in range(1, MOST_REQUESTS + 2):
+            watch.take((seq + n, 0.0, "submit", youngest + n, "g", 8, 9))

@@ -1,0 +1,228 @@
+"""A trace played back: the same picture as live, with the clock in the viewer's hands."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engine.core.types import SamplingParams
+from engine.errors import InvalidRequest
+from engine.trace.records import Record
+from engine.trace.state import State
+from minitui.sources.replay import ReplaySource
+from minitui.trace.reader import TraceReader
+from minitui.viewmodel.model import View
+from minitui.viewmodel.updater import Feed
+from tests.support.golden import GOLDEN, make_engine, play, timeless
+
+
+class Player:
+    """A replay, the feed and view that an application has, and a clock that is moved by hand."""
+
+    def __init__(self, path: Path = GOLDEN, speed: float = 1.0) -> None:
+        self.now = 0.0
+        self.source = ReplaySource(path, speed, clock=lambda: self.now)
+        self.view = View()
+        self.feed = Feed(self.source, self.view, clock=lambda: self.now)
+        self.records: list[Record] = []
+
+    async def start(self) -> Player:
+        await self.source.start(lambda progress: None)
+        await self.feed.sync()
+        return self
+
+    async def run(self, seconds: float, frame: float = 0.05) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now += frame
+            await self.frame()
+
+    async def frame(self) -> None:
+        if self.feed.pump():
+            await self.feed.sync()
+            self.feed.pump()
+        self.view.frame(self.now)
+
+    async def seek(self, step: int) -> None:
+        await self.source.control("seek", step=step)
+        self.feed.restart()
+        await self.feed.sync()
+        await self.frame()
+
+    @property
+    def state(self) -> State:
+        return self.view.live.state
+
+
+def essence(state: State) -> dict[str, object]:
+    """The state without its numbering, which a replay counts anew, and without what the viewer controls."""
+    snapshot = timeless(state.snapshot())
+    for name in ("seq", "gate", "pace"):
+        del snapshot[name]
+    order = sorted((node["last_used"], id) for id, node in snapshot["nodes"].items())
+    for rank, (_, id) in enumerate(order):
+        snapshot["nodes"][id]["last_used"] = rank
+    return snapshot
+
+
+async def test_the_fold_of_a_replay_is_the_state_of_the_engine() -> None:
+    engine = make_engine()
+    play(engine)
+    player = await Player().start()
+    await player.run(player.source.trace.seconds + 1)
+    assert player.source.ended and not player.view.dropped
+    assert timeless(player.state.snapshot()) == timeless(engine.snapshot())
+
+
+async def test_it_plays_at_the_speed_asked_for() -> None:
+    seconds = TraceReader(GOLDEN).seconds
+    for speed in (0.5, 1.0, 4.0):
+        player = await Player(speed=speed).start()
+        await player.run(seconds / speed / 2)
+        half = player.source.played
+        assert half == pytest.approx(seconds / 2, abs=0.1 * speed)
+        await player.run(seconds / speed / 2 + 0.1)
+        assert player.source.ended
+    assert player.view.pace_text == "", "faster is not slow motion"
+
+
+async def test_slower_than_the_engine_is_slow_motion_and_says_so() -> None:
+    player = await Player(speed=0.1).start()
+    await player.run(2.0)
+    assert player.state.pace == 10 and "10" in player.view.pace_text
+    await player.source.control("pace", factor=2)
+    await player.run(0.2)
+    assert player.state.pace == 2
+    for factor in (0, -1, 1e9):
+        for verb in ("speed", "pace"):
+            with pytest.raises(InvalidRequest):
+                await player.source.control(verb, factor=factor)
+
+
+async def test_paused_it_stands_and_steps_one_by_one() -> None:
+    player = await Player(speed=1.0).start()
+    await player.run(0.3)
+    await player.source.control("pause")
+    await player.run(0.1)
+    stood = player.state.step
+    await player.run(5.0)
+    assert player.state.step == stood and player.state.gate == "closed"
+    for expected in (stood + 1, stood + 2):
+        await player.source.control("step", n=1)
+        await player.run(0.1)
+        assert player.state.step == expected
+        assert essence(player.state) == essence(player.source.trace.state_at(expected))
+    await player.source.control("step", n=10)
+    await player.run(0.1)
+    assert player.state.step == stood + 12
+    await player.source.control("resume")
+    await player.run(0.2)
+    assert player.state.gate == "open" and player.state.step > stood + 12
+
+
+@pytest.mark.parametrize("event", ["preemption", "eviction", "hit", "finish", "admission", "prefill"])
+async def test_it_runs_until_something_happens_and_says_what(event: str) -> None:
+    player = await Player().start()
+    await player.source.control("run_until", predicate={"event": event})
+    await player.run(0.2)
+    assert player.state.gate == "closed" and player.view.gate_reason
+    kinds = {
+        "preemption": "preempt", "eviction": "evict", "hit": "match", "finish": "finish", "admission": "admit",
+        "prefill": "step",
+    }  # fmt: skip
+    trace, first = player.source.trace, None
+    last_step = -1
+    for record in trace.records():
+        last_step = record[3] if record[2] == "step" else last_step
+        if record[2] == kinds[event] and (event not in ("hit", "prefill") or record[4]):
+            planning = record[2] not in ("finish", "step")
+            first = last_step + planning
+            break
+    assert player.state.step == first
+
+
+@pytest.mark.parametrize("order", [(100, 20, 139, 0, 57, 58), (139, 138, 1)])
+async def test_seeking_shows_exactly_that_step_and_its_history(order: tuple[int, ...]) -> None:
+    player = await Player().start()
+    await player.source.control("pause")
+    for step in order:
+        await player.seek(step)
+        assert player.state.step == step
+        assert essence(player.state) == essence(player.source.trace.state_at(step))
+        assert player.view.steps.first <= max(0, step - 50) and not player.view.gap and not player.view.dropped
+        assert player.state.gate == "closed"
+    await player.source.control("resume")
+    await player.run(0.2)
+    assert player.state.step > order[-1]
+
+
+async def test_a_reader_who_is_not_told_of_a_jump_notices_it() -> None:
+    player = await Player().start()
+    await player.run(0.4)
+    await player.source.control("pause")
+    for step in (100, 20):
+        await player.source.control("seek", step=step)
+        await player.frame()
+        await player.frame()
+        assert essence(player.state) == essence(player.source.trace.state_at(step))
+    assert player.view.dropped
+
+
+async def test_rates_are_those_of_the_engine_at_any_speed() -> None:
+    rates = []
+    for speed in (1.0, 5.0):
+        player = await Player(speed=speed).start()
+        await player.run(player.source.trace.seconds / speed + 0.3, frame=0.01)
+        view = player.view
+        rates.append(sum(view.rates.at("decode", b) for b in range(view.rates.bucket + 1)) / view.rates._now)
+    assert rates[0] == pytest.approx(rates[1], rel=0.3), "the trace is a second long, and a frame is left over"
+
+
+async def test_a_recording_takes_no_questions() -> None:
+    player = await Player().start()
+    with pytest.raises(InvalidRequest, match="recording"):
+        player.source.submit([1], SamplingParams())
+    with pytest.raises(InvalidRequest, match="recording"):
+        await player.source.control("clear_cache")
+    await player.source.restart(lambda progress: None)
+    await player.source.close()
+
+
+async def test_bookmarks_are_places_to_go_to(tmp_path: Path) -> None:
+    path = tmp_path / "a.trace"
+    shutil.copy(GOLDEN, path)
+    player = await Player(path).start()
+    await player.source.control("pause")
+    await player.seek(30)
+    player.source.bookmark("here it stalls")
+    await player.seek(0)
+    steps: list[int] = []
+    while (mark := player.source.next_bookmark(1)) is not None:
+        await player.seek(mark[0])
+        steps.append(mark[0])
+    assert 30 in steps and steps == sorted(steps)
+    assert player.source.next_bookmark(-1) is not None
+
+
+async def test_a_trace_without_its_end_plays_as_far_as_it_goes(tmp_path: Path) -> None:
+    path = tmp_path / "cut.trace"
+    path.write_bytes(GOLDEN.read_bytes()[:-4000])
+    player = await Player(path).start()
+    await player.run(player.source.trace.seconds + 0.5)
+    assert player.source.ended and player.state.step > 80
+
+
+@pytest.mark.parametrize("speed", [0.02, 1.0])
+async def test_after_a_seek_in_slow_motion_or_paused_speeds_are_those_of_the_engine(speed: float) -> None:
+    player = await Player(speed=1.0).start()
+    await player.run(player.source.trace.seconds + 1)
+    expected = {lane.id: lane.tok_s for lane in player.view.lanes.ended if lane.tok_s}
+    player = await Player(speed=speed).start()
+    if speed == 1.0:
+        await player.source.control("pause")
+    await player.seek(player.source.trace.last_step)
+    found = {lane.id: lane.tok_s for lane in player.view.lanes.ended if lane.tok_s}
+    assert found == pytest.approx(expected, rel=0.05) and expected
+    assert (player.state.gate == "closed") == (speed == 1.0) and player.state.pace == max(1.0, 1 / speed)

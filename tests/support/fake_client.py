@@ -1,0 +1,291 @@
+"""A Source in this process: the real scheduler, cache, tree and records, over a device that answers from a script.
+
+So the application's tests see true records and true metrics in milliseconds, without weights and without a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from engine.core.engine import Engine
+from engine.core.scheduler import SchedulerConfig
+from engine.core.types import Request, SamplingParams, StepPlan, StepResult
+from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.process.heartbeat import Condition
+from engine.text.output import Delta, OutputProcessor
+from engine.trace.records import Record
+
+START, END, VOCABULARY = 256, 257, 258
+
+
+class ByteCodec:
+    """A tokenizer whose tokens are bytes, with a template in the manner of Qwen's."""
+
+    special_ids = frozenset({START, END})
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        parts, run = [], bytearray()
+        for token in [*ids, START]:
+            if token < 256:
+                run.append(token)
+                continue
+            parts.append(run.decode("utf-8", "replace"))
+            run.clear()
+            if not skip_special_tokens:
+                parts.append("<start>" if token == START else "<end>")
+        return "".join(parts[:-1] if not skip_special_tokens else parts)
+
+    def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
+        ids: list[int] = []
+        for m in messages:
+            content = m["content"]
+            if m["role"] == "assistant" and "</think>" in content:  # as Qwen3's template does
+                content = content.partition("</think>")[2].lstrip("\n")
+            ids += [START, *f"{m['role']}\n{content}".encode(), END, 10]
+        return ids + ([START, *b"assistant\n"] if add_generation_prompt else [])
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> ByteStream:
+        return ByteStream()
+
+
+class ByteStream:
+    """Holds back bytes that may be the beginning of a character."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def push(self, ids: list[int]) -> str:
+        self._held += bytes(i for i in ids if i < 256)
+        try:
+            text = self._held.decode()
+        except UnicodeDecodeError:
+            return ""
+        self._held.clear()
+        return text
+
+    def flush(self) -> str:
+        text = self._held.decode("utf-8", "replace")
+        self._held.clear()
+        return text
+
+
+class ScriptedRunner:
+    """Draws the tokens of `answer(prompt text)`, then the end token."""
+
+    vocab_size = VOCABULARY
+    synchronous = True
+
+    def __init__(self, num_blocks: int, block_size: int, answer: Callable[[str], str]) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self._answer = answer
+        self._codec = ByteCodec()
+        self.fail_next = False
+
+    def launch(self, plan: StepPlan) -> ScriptedRunner._Launched:
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("the device stumbled")
+        drawn = [self._next(r) if samples else -1 for r, samples in zip(plan.requests, plan.samples, strict=True)]
+        return self._Launched(StepResult(drawn))
+
+    def _next(self, request: Request) -> int:
+        script = [*self._answer(self._codec.decode(request.ids[: request.prompt_len])).encode(), END]
+        at = len(request.ids) - request.prompt_len
+        return script[at % len(script)] if request.params.ignore_eos else script[min(at, len(script) - 1)]
+
+    class _Launched:
+        def __init__(self, result: StepResult) -> None:
+            self.result = result
+
+        def wait(self) -> StepResult:
+            return self.result
+
+
+class FakeStream:
+    def __init__(self, source: FakeSource) -> None:
+        self.source = source
+        self.request: Request | None = None
+        self.refusal: EngineError | None = None
+        self.news: asyncio.Queue[Delta | EngineError] = asyncio.Queue()
+        self.ended = False
+
+    async def started(self) -> int:
+        if self.refusal:
+            raise self.refusal
+        assert self.request is not None
+        return self.request.id
+
+    async def _iterate(self) -> AsyncIterator[Delta]:
+        while not self.ended:
+            item = await self.news.get()
+            if isinstance(item, EngineError):
+                raise item
+            self.ended = bool(item.finish_reason)
+            yield item
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self._iterate()
+
+    def cancel(self) -> None:
+        self.source.abort(self)
+
+
+class FakeSource:
+    """See the module. `speed`: seconds a step takes; `answer` is given the prompt as text.
+
+    Unless it `loads_at_once` it is loading until the test sets `loaded`.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[str], str] = lambda prompt: "A **block table** maps positions to blocks.",
+        num_blocks: int = 257,
+        speed: float = 0.0,
+        start_error: str = "",
+        loads_at_once: bool = True,
+        max_num_seqs: int = 16,
+    ) -> None:
+        self.runner = ScriptedRunner(num_blocks, 16, answer)
+        self.speed, self.start_error = speed, start_error
+        self.loaded = asyncio.Event()
+        if loads_at_once:
+            self.loaded.set()
+        self.max_num_seqs = max_num_seqs
+        self.info: dict[str, Any] = {}
+        self.error: str | None = None
+        self.condition = Condition()
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.records: deque[Record] = deque()
+        self.closed = False
+        self.log_file = "fake.log"
+        self._callbacks: list[Callable[[str], None]] = []
+        self._is_ready = asyncio.Event()
+
+    async def start(self, on_progress: Callable[[dict[str, Any]], None]) -> None:
+        on_progress({"stage": "weights", "done": 1, "total": 4, "text": "loading weights"})
+        await self.loaded.wait()
+        if self.start_error:
+            self.error = self.start_error
+            self._is_ready.set()
+            raise EngineError(self.start_error)
+        self.engine = Engine(
+            self.runner,
+            SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=self.max_num_seqs, max_model_len=4096),
+            eos_ids=frozenset({END}),
+        )
+        self.outputs = OutputProcessor(ByteCodec(), self.engine.log)
+        self.streams: dict[int, FakeStream] = {}
+        self.error = None
+        self.info = {
+            "model": "scripted",
+            "device": "cpu",
+            "dtype": "float32",
+            "num_blocks": self.runner.num_blocks - 1,
+            "block_size": 16,
+            "max_model_len": 4096,
+            "vocab_size": VOCABULARY,
+            "model_dir": "",
+            "generation": {"temperature": 0.0},
+        }
+        self._is_ready.set()
+        self._loop = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        while self.error is None:
+            if not (self.engine.has_work and self.engine.gate.allows()):
+                self._flush()
+                await asyncio.sleep(0.002)
+                continue
+            self.take_step()
+            await asyncio.sleep(self.speed)
+
+    def take_step(self) -> None:
+        """One step of the engine; its tokens go to the streams."""
+        deltas, stopped = self.outputs.process(self.engine.step())
+        for request_id in stopped:
+            self.engine.abort(request_id, "stop")
+        for delta in deltas:
+            self.streams[delta.request_id].news.put_nowait(delta)
+        self._flush()
+
+    def _flush(self) -> None:
+        self.records.extend(self.engine.log.drain())
+
+    async def ready(self) -> None:
+        await self._is_ready.wait()
+        if self.error:
+            raise EngineDead(self.error)
+
+    def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> FakeStream:
+        if self.error:
+            raise EngineDead(self.error)
+        stream = FakeStream(self)
+        try:
+            stream.request = self.engine.add_request(ids, params, group)
+        except InvalidRequest as refusal:
+            stream.refusal = refusal
+            stream.news.put_nowait(refusal)
+            return stream
+        self.outputs.open(stream.request)
+        self.streams[stream.request.id] = stream
+        return stream
+
+    def abort(self, stream: FakeStream) -> None:
+        if stream.request is None or stream.ended:
+            return
+        delta = self.outputs.close(stream.request.id, "abort")
+        self.engine.abort(stream.request.id)
+        if delta is not None:
+            stream.news.put_nowait(delta)
+
+    async def control(self, verb: str, **arguments: Any) -> Any:
+        self.calls.append((verb, arguments))
+        if self.error or not self.info:
+            raise EngineDead(self.error or "the engine is still loading")
+        gate = self.engine.gate
+        if verb == "run_until":
+            gate.run_until(arguments["predicate"]["event"], arguments["predicate"].get("ms", 0.0))
+        elif verb == "clear_cache":
+            return self.engine.clear_cache()
+        elif verb == "records":
+            self.engine.log.enabled = arguments["enabled"]
+        else:
+            {
+                "pause": gate.pause,
+                "resume": gate.resume,
+                "step": gate.step,
+                "pace": lambda factor: gate.set_pace(factor),
+            }[verb](**arguments)
+        return None
+
+    async def snapshot(self) -> dict[str, Any]:
+        self._flush()
+        return self.engine.snapshot()
+
+    def drain_records(self) -> list[Record]:
+        records = list(self.records)
+        self.records.clear()
+        return records
+
+    def on_death(self, callback: Callable[[str], None]) -> None:
+        self._callbacks.append(callback)
+
+    def die(self, sentence: str = "the engine process ended by signal SIGKILL") -> None:
+        """As if its process had been killed."""
+        self.error = sentence
+        for stream in self.streams.values():
+            if not stream.ended:
+                stream.news.put_nowait(EngineDead(sentence))
+        for callback in self._callbacks:
+            callback(sentence)
+
+    async def restart(self, on_progress: Callable[[dict[str, Any]], None]) -> None:
+        self.start_error, self.condition = "", Condition()
+        await self.start(on_progress)
+
+    async def close(self) -> None:
+        self.closed = True
+        self.error = self.error or "the engine was closed"

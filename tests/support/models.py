@@ -1,0 +1,194 @@
+"""Tiny random checkpoints, made by transformers itself, and plans to run them with."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine import build
+from engine.config import EngineConfig, ModelConfig
+from engine.core.types import Request, SamplingParams, StepPlan
+from engine.worker.runner import Runner
+
+VOCAB = 199  # odd, and no multiple of anything
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # not hidden_size / heads
+    "max_position_embeddings": 256,
+    "initializer_range": 0.08,  # wide enough that logits are apart
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+SMALL_EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+
+
+def reference(kind: str, seed: int = 0, **overrides: Any) -> Any:
+    """A randomly initialised transformers model in fp32: kind is "qwen3", "qwen2", "llama", "mistral" or "qwen3_moe".
+
+    Norms and biases are randomised too: transformers leaves them at 1 and 0, where mistakes do not show.
+    """
+    import transformers
+
+    names = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral", "qwen3_moe": "Qwen3Moe"}
+    name, experts = names[kind], SMALL_EXPERTS if kind == "qwen3_moe" else {}
+    fields = {**SMALL, **experts, "tie_word_embeddings": False, **overrides}
+    config = getattr(transformers, f"{name}Config")(**fields)
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            elif "bias" in parameter_name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def save(
+    model: Any, directory: Path, shards: bool = False, edit: dict[str, Any] | None = None, stacked: bool = False
+) -> Path:
+    """Write a checkpoint (in two or more files if `shards`), with changes to its config.json (None: remove).
+
+    `stacked`: a layer's experts as one tensor, as transformers 5 holds them; else each by itself, as it publishes them.
+    """
+    model.save_pretrained(directory, max_shard_size="150KB" if shards else "5GB", save_original_format=not stacked)
+    if edit:
+        path = directory / "config.json"
+        config = json.loads(path.read_text())
+        for key, value in edit.items():
+            config.pop(key, None)
+            if value is not None:
+                config[key] = value
+        path.write_text(json.dumps(config))
+    return directory
+
+
+def make_runner(directory: Path, dtype: str = "float32", **options: Any) -> Runner:
+    """A CPU runner over a checkpoint, with a pool of 64 blocks of 4 tokens unless told otherwise."""
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": dtype,
+        "block_size": 4,
+        "num_blocks": 64,
+        "max_num_seqs": 8,
+        "cpu_threads": 1,
+        **options,
+    }
+    config = EngineConfig(model=str(directory), **settings)
+    return build.make_runner(ModelConfig.from_pretrained(directory), config, directory)
+
+
+def make_request(ids: list[int], row: int, seed: int = 0, **params: Any) -> Request:
+    """A running request in `row`."""
+    params.setdefault("temperature", 0.0)
+    sampling = SamplingParams(**params)
+    return Request(
+        row, list(ids), sampling, seed, 1 << 20, frozenset({2, *sampling.stop_token_ids}), prompt_len=len(ids), row=row
+    )
+
+
+class Driver:
+    """Hands a runner plans as a scheduler would, without one: blocks are dealt out in order, nothing is freed."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.step = 0
+        self._next_block = 1
+        self._joined: set[int] = set()
+        self._dealt: list[tuple[int, int, int]] = []
+
+    def reserve(self, request: Request, tokens: int) -> None:
+        """Blocks for the first `tokens` tokens of the request."""
+        while len(request.table) * self.runner.block_size < tokens:
+            self._dealt.append((request.row, len(request.table), self._next_block))
+            request.table.append(self._next_block)
+            self._next_block += 1
+
+    def share(self, request: Request, leader: Request, blocks: int) -> None:
+        """The request's first blocks are the leader's, as after a prefix hit."""
+        for column, block in enumerate(leader.table[:blocks]):
+            self._dealt.append((request.row, column, block))
+            request.table.append(block)
+        request.planned = blocks * self.runner.block_size
+
+    def plan(self, entries: list[tuple[Request, int, bool]], unknown: bool = False) -> StepPlan:
+        """One step of (request, tokens, samples); those with one token known to sample are the decodes, and come first.
+
+        `unknown`: decodes take the token their row drew last, as if the host had not seen it yet.
+        """
+        entries = sorted(entries, key=lambda entry: not _decodes(entry[0], entry[1]))
+        joins = [request for request, _, _ in entries if request.id not in self._joined]
+        self._joined.update(request.id for request in joins)
+        tokens: list[int] = []
+        for request, count, _ in entries:
+            self.reserve(request, request.planned + count)
+            if unknown and _decodes(request, count):
+                tokens.append(-1)
+            else:
+                tokens += request.ids[request.planned : request.planned + count]
+        dealt, self._dealt = np.array(self._dealt, dtype=np.int32).reshape(-1, 3), []
+        plan = StepPlan(
+            step=self.step,
+            rows=np.array([request.row for request, _, _ in entries], dtype=np.int32),
+            starts=np.array([request.planned for request, _, _ in entries], dtype=np.int32),
+            q_lens=np.array([count for _, count, _ in entries], dtype=np.int32),
+            samples=np.array([samples for _, _, samples in entries], dtype=bool),
+            token_ids=np.array(tokens, dtype=np.int32),
+            num_decodes=sum(_decodes(request, count) for request, count, _ in entries),
+            table_rows=dealt[:, 0],
+            table_columns=dealt[:, 1],
+            table_blocks=dealt[:, 2],
+            joins=joins,
+            requests=[request for request, _, _ in entries],
+            epochs=[request.epoch for request, _, _ in entries],
+        )
+        for request, count, _ in entries:
+            request.planned += count
+        self.step += 1
+        return plan
+
+    def run(self, entries: list[tuple[Request, int, bool]], unknown: bool = False) -> list[int]:
+        """Plan, launch, wait and append what was drawn; the drawn ids, in the order of `entries`."""
+        plan = self.plan(entries, unknown)
+        result = self.runner.launch(plan).wait()
+        drawn = {}
+        for request, token in zip(plan.requests, result.ids, strict=True):
+            drawn[request.id] = token
+            if token >= 0:
+                request.ids.append(token)
+        self.result = result
+        return [drawn[request.id] for request, _, _ in entries]
+
+    def generate(self, request: Request, tokens: int, chunk: int = 1 << 30) -> list[int]:
+        """Prefill in chunks, then decode alone."""
+        known = len(request.ids)
+        while request.planned < known:
+            left = known - request.planned
+            self.run([(request, min(chunk, left), left <= chunk)])
+        for _ in range(tokens - 1):
+            self.run([(request, 1, True)])
+        return request.output_ids
+
+
+def _decodes(request: Request, count: int) -> bool:
+    return count == 1 and request.planned >= request.prompt_len
+
+
+def held() -> tuple[int, int]:
+    """What this process holds: objects that can hold others, tensors among them, and bytes of resident memory."""
+    import psutil
+
+    gc.collect()
+    return len(gc.get_objects()), psutil.Process().memory_info().rss

@@ -1,0 +1,105 @@
+"""A whole server for tests: uvicorn and an engine process over the bundled model, in a thread of the test's process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.trace.state import State
+from minitui.server.settings import ServerSettings
+from minitui.tutor import model_dir
+
+if TYPE_CHECKING:
+    from minitui.server.command import Host
+
+
+class Running:
+    """A server that is up. `get`, `post`: HTTP; `snapshot`: what the engine itself says."""
+
+    def __init__(self, host: Host, thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> None:
+        self.host, self.thread, self.loop = host, thread, loop
+        self.service = host.service
+        self.url = host.url
+        import httpx
+
+        self.http = httpx.Client(base_url=self.url, timeout=30)
+
+    def get(self, path: str, **options: Any) -> Any:
+        return self.http.get(path, **options)
+
+    def post(self, path: str, body: Any, **options: Any) -> Any:
+        return self.http.post(path, json=body, **options)
+
+    def call(self, work: Any) -> Any:
+        """Run a coroutine on the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
+
+    def snapshot(self) -> dict[str, Any]:
+        return self.call(self.service.client.snapshot())
+
+    def wait_until(self, condition: Any, seconds: float = 5.0, what: str = "") -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, what or "it did not happen in time"
+            time.sleep(0.01)
+
+    def wait_idle(self) -> None:
+        """Until no request holds anything, here and in the engine."""
+        self.wait_until(lambda: self.service.open == 0, what="a place in the queue was not given back")
+        self.wait_until(lambda: not self.snapshot()["requests"], what="the engine still works for somebody")
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's values, over its labels."""
+        lines = self.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
+
+    def state(self) -> State:
+        return State.from_snapshot(self.snapshot())
+
+
+@contextlib.contextmanager
+def serving(directory: Path, engine: dict[str, Any] | None = None, **settings: Any) -> Iterator[Running]:
+    """A server on a free port of the loopback. Skips the test where the extra is missing."""
+    for package in ("fastapi", "uvicorn", "httpx"):
+        pytest.importorskip(package, reason="the extra 'serve' is not installed")
+    from minitui.server.command import Host
+
+    options = {"model": str(model_dir()), "device": "cpu", "num_blocks": 512, "max_num_seqs": 8, "cpu_threads": 1}
+    config = EngineConfig(**{**options, **(engine or {})})  # type: ignore[arg-type]
+    settings = {"port": 0, "served_name": "tutor", "drain_s": 0.3, **settings}
+    ready = threading.Event()
+    box: dict[str, Any] = {}
+
+    async def main() -> None:
+        box["host"] = host = Host(config, ServerSettings(**settings), directory / "engine.log")
+        box["loop"] = asyncio.get_running_loop()
+        await host.run(ready.set)
+
+    def run() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            box["error"] = error
+        ready.set()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert ready.wait(60), "the server did not come up"
+    if "error" in box:
+        raise box["error"]
+    running = Running(box["host"], thread, box["loop"])
+    try:
+        yield running
+    finally:
+        running.http.close()
+        running.host.stop()
+        thread.join(15)
+        assert not thread.is_alive(), "the server did not go"

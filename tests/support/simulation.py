@@ -1,0 +1,124 @@
+"""A device that runs no model but keeps an honest KV cache: the scheduler's tests drive the real engine with it.
+
+Every slot remembers which token at which position was written to it. Before a token is "drawn", the whole context is
+read back through the block table, and any slot that does not hold what it should raises. The token drawn is a hash of
+that context, so two runs agree exactly if and only if every request always read its own tokens.
+
+With `echo` it is a model that likes to repeat: three times of four it goes on as the context did when its last two
+tokens last stood together. Which of a request's drafts are right is then as good as random, and the same in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from engine.core.types import StepPlan, StepResult
+
+
+class SimulatedRunner:
+    synchronous = True
+
+    def __init__(
+        self, num_blocks: int, block_size: int, max_rows: int, vocab_size: int = 50, max_blocks: int = 4096,
+        echo: bool = False,
+    ) -> None:  # fmt: skip
+        self.echo = echo
+        self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
+        self.table = np.full((max_rows, max_blocks), -1, np.int64)
+        self.last_token = np.full(max_rows, -1, np.int64)
+        self.slots = np.full((num_blocks * block_size, 2), -1, np.int64)  # (position, token) written last
+        self.context_hash: dict[int, int] = {}
+        self.tokens_computed = 0
+        self.prefill_tokens = 0
+        self.steps = 0
+        self.on_launch: Callable[[StepPlan], None] | None = None
+        self.on_wait: Callable[[StepPlan], None] | None = None
+        self.bad_request: int | None = None
+
+    def launch(self, plan: StepPlan) -> SimulatedLaunch:
+        if self.on_launch:
+            self.on_launch(plan)
+        self.steps += 1
+        self.tokens_computed += plan.num_tokens
+        self.prefill_tokens += plan.num_tokens - plan.num_decodes
+        self.table[plan.table_rows, plan.table_columns] = plan.table_blocks
+        # Every layer stores all KV of the step before attention reads any.
+        at = 0
+        known: list[np.ndarray] = []
+        for row, start, n in zip(plan.rows, plan.starts, plan.q_lens, strict=True):
+            ids = plan.token_ids[at : at + n].astype(np.int64)
+            ids[ids < 0] = self.last_token[row]
+            assert (ids >= 0).all(), "a row took a token that was never drawn"
+            positions = np.arange(start, start + n)
+            slots = self._slots(row, positions)
+            assert (slots >= self.block_size).all(), "a step wrote to the null block"
+            self.slots[slots, 0], self.slots[slots, 1] = positions, ids
+            known.append(ids)
+            at += n
+        drawn = [-1] * len(plan.rows)
+        bad = []
+        checked: dict[int, list[int]] = {}
+        for i, (row, start, n) in enumerate(zip(plan.rows, plan.starts, plan.q_lens, strict=True)):
+            end = int(start + n)
+            read = self.slots[self._slots(row, np.arange(end))]
+            assert (read[:, 0] == np.arange(end)).all(), f"row {row} read another position's KV"
+            request = plan.requests[i]
+            have = min(end, len(request.ids))
+            assert read[:have, 1].tolist() == request.ids[:have], f"r{request.id} read another request's KV"
+            if plan.num_decodes <= i < plan.num_decoding:
+                checked[i] = [self._draw(read[: start + j + 1, 1], request.seed) for j in range(n)]
+                if self.bad_request == request.id:
+                    checked[i][-1] = -1
+            elif plan.samples[i]:
+                drawn[i] = self._draw(read[:, 1], request.seed)
+                self.last_token[row] = drawn[i]
+                if self.bad_request == request.id:
+                    bad.append(i)
+        return SimulatedLaunch(self, plan, StepResult(drawn, bad=bad, checked=checked))
+
+    def _draw(self, context: np.ndarray, seed: int) -> int:
+        return token_after(context, seed, self.vocab_size, self.echo)
+
+    def _slots(self, row: int, positions: np.ndarray) -> np.ndarray:
+        return self.table[row, positions // self.block_size] * self.block_size + positions % self.block_size
+
+
+class SimulatedLaunch:
+    def __init__(self, runner: SimulatedRunner, plan: StepPlan, result: StepResult) -> None:
+        self.runner, self.plan, self.result = runner, plan, result
+
+    def wait(self) -> StepResult:
+        if self.runner.on_wait:
+            self.runner.on_wait(self.plan)
+        return self.result
+
+
+WEIGHTS = np.arange(1, 8193) * 2654435761 % 1000003  # of a token in the hash, by its position
+
+
+def token_after(context: np.ndarray, seed: int, vocab_size: int, echo: bool = False) -> int:
+    """The simulated model: the next token is a hash of all before it, or what that hash says is repeated."""
+    digest = int((context + 7) @ WEIGHTS[: len(context)]) + seed * 7919
+    if echo:
+        digest = digest * 0x9E3779B97F4A7C15 % 2**64 >> 20
+        before = np.flatnonzero((context[:-2] == context[-2:-1]) & (context[1:-1] == context[-1:]))
+        if len(before) and digest // vocab_size % 4:
+            return int(context[before[-1] + 2])
+        if digest // vocab_size % 16:  # few words, so that two of them meet again
+            return digest % 6
+    return digest % vocab_size
+
+
+def alone(
+    prompt: list[int], seed: int, n: int, vocab_size: int = 50, stop: frozenset[int] = frozenset(), echo: bool = False
+) -> list[int]:
+    """What a request draws when nothing else runs."""
+    ids = np.empty(len(prompt) + n, np.int64)
+    ids[: len(prompt)] = prompt
+    for end in range(len(prompt), len(ids)):
+        ids[end] = token_after(ids[:end], seed, vocab_size, echo)
+        if ids[end] in stop:
+            return ids[len(prompt) : end + 1].tolist()
+    return ids[len(prompt) :].tolist()

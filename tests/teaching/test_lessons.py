@@ -1,0 +1,401 @@
+"""Lessons run to their end unattended, tell what happened, fit a small screen, and point at code that exists."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.scheduler import SchedulerConfig
+from engine.errors import EngineError
+from minitui.chat.model_choice import choose_model, load_codec
+from minitui.chat.sessions import Chats
+from minitui.cli.main import engine_config
+from minitui.settings import Settings
+from minitui.sources.base import LiveSource
+from minitui.teaching.lessons import LESSONS, lesson
+from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, find_code, fresh, paragraphs
+from minitui.teaching.lessons.plain import tell_alone
+from minitui.teaching.stage import Stage, sampling
+from minitui.tui.lessons_app import LessonApp
+from minitui.tui.screens.lessons import CodePanel, CodeScreen, LessonScreen, Reading, broken, page_lines
+from minitui.viewmodel.model import View
+from minitui.viewmodel.updater import Feed
+from tests.support.driving import press, until
+from tests.support.fake_client import ByteCodec, FakeSource
+
+RIGHT = {  # what each experiment must prove, by lesson and page title
+    (0, "One question, step by step"): "5: the prompt's step draws the first token",
+    (1, "Reading weights is what costs"): "several times as long as one token of the prompt",
+    (2, "What a token costs"): "4,096 bytes: 4 KiB",
+    (2, "Two tables"): "mixed: each took what was free when it needed one",
+    (2, "Four states"): "the full ones stay as cache, until somebody needs room",
+    (3, "From position to slot"): "those of every token so far",
+    (3, "Causal, also after a hit"): "everything cached, and itself",
+    (4, "Chance without dice"): "the same, token for token",
+    (5, "Joining and leaving"): "40: as many as the longest takes",
+    (5, "A long prompt"): "61",
+    (5, "Waiting, with a reason"): "in the step after one of the others has ended",
+    (6, "Byte by byte"): "nothing yet",
+    (6, "Stop strings"): "no, the reply ends before it, unless it is asked for",
+    (7, "Somebody hangs up"): "at once, or one",
+    (8, "The same beginning, another question"): "what comes after the last whole block that both have in common",
+    (8, "All at the same time"): "once",
+    (8, "What goes, and when"): "B's: it was used longest ago",
+    (9, "A ladder of sizes"): "the one of 8",
+}
+
+
+class Taught:
+    """What came out of a lesson's experiments and questions."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Seen] = {}
+        self.answers: list[str] = []
+
+
+async def teach(one: Lesson, source: LiveSource) -> Taught:
+    chats = Chats(source, sampling=sampling(40))
+    chats.use(load_codec(source.info))
+    feed = Feed(source, View())
+    await feed.sync()
+    assert chats.codec is not None
+    feed.view.ids_to_text = chats.codec.decode
+    stage = Stage(source, chats, feed, choose_model(None).system, lambda text: None, beat=0.0)
+    taught = Taught()
+    for page in one.pages:
+        if page.run is not None:
+            await fresh(stage)
+            taught.seen[page.title] = await page.run(stage)
+    await fresh(stage)
+    await one.close(stage)
+    stage.view.frame(time.monotonic())
+    taught.answers = [check.answer(stage) for check in one.checks]
+    assert not feed.dropped
+    return taught
+
+
+async def teach_all(log: Path) -> dict[int, Taught | Exception]:
+    """Every lesson in one process, each in an engine with its own options."""
+
+    def config(one: Lesson) -> Any:
+        options = {"kv_blocks": None, "no_prefix_caching": False, **one.options}
+        return engine_config(model=choose_model(None).name, **options)
+
+    source = LiveSource(config(LESSONS[0]), log, "tutor")
+    await source.start(lambda progress: None)
+    taught: dict[int, Taught | Exception] = {}
+    try:
+        for one in LESSONS:
+            await source.reconfigure(config(one))
+            try:
+                taught[one.number] = await teach(one, source)
+            except Exception as error:
+                taught[one.number] = error
+    finally:
+        await source.close()
+    return taught
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Taught | Exception]:
+    return asyncio.run(teach_all(tmp_path_factory.mktemp("engine") / "engine.log"))
+
+
+@pytest.fixture
+def outcome(taught: dict[int, Taught | Exception]) -> Callable[[int], Taught]:
+    def of(number: int) -> Taught:
+        found = taught[number]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return of
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_it_runs_to_its_end_and_proves_what_it_teaches(number: int, outcome: Callable[[int], Taught]) -> None:
+    result = outcome(number)
+    for page in lesson(number).pages:
+        if page.predict is None:
+            continue
+        seen = result.seen[page.title]
+        assert seen.answer is not None, f"{page.title}: the experiment decided nothing: {seen.text}"
+        assert page.predict.choices[seen.answer] == RIGHT.get((number, page.title), "MLP"), seen.text
+    assert len(result.answers) == 3 and all(len(answer) > 0 for answer in result.answers)
+
+
+def test_the_radix_lesson_counts_the_share_that_was_saved(outcome: Callable[[int], Taught]) -> None:
+    text = outcome(8).seen["All at the same time"].text
+    total, computed, cached = (
+        int(re.search(pattern, text)[1].replace(",", ""))  # type: ignore[index]
+        for pattern in (r"of ([\d,]+) prompt tokens", r"computed ([\d,]+)", r"shared ([\d,]+)")
+    )
+    assert computed + cached == total
+    assert f"{cached / total:.0%} of the prefill saved" in text and cached / total > 0.5
+
+
+def test_the_radix_lesson_tells_why_a_hit_ended_and_what_an_eviction_was_for(outcome: Callable[[int], Taught]) -> None:
+    seen = outcome(8).seen
+    assert "all that can be shared" in seen["The same beginning, another question"].text
+    text = seen["What goes, and when"].text
+    needed, free = (int(re.search(p, text)[1]) for p in (r"needs (\d+)", r"only (\d+) were"))  # type: ignore[index]
+    out = [(int(n), whose) for n, whose in re.findall(r"(\d+) of ([AB])'s blocks", text)]
+    assert needed - free == sum(n for n, _ in out), text
+    assert [whose for _, whose in out] == ["B", "A"], "A's only when all of B's is gone"
+
+
+def test_the_figures_in_the_text_are_those_of_the_pool_on_screen(outcome: Callable[[int], Taught]) -> None:
+    blocks = lesson(2).options["kv_blocks"]
+    text = " ".join(page.text for page in lesson(2).pages)
+    assert f"here {blocks}." in text and f"of these {blocks}, none" in text and f"pool of {16 * blocks}," in text
+    assert int(SchedulerConfig().watermark * blocks) == 0 and 16 * blocks == 4 * 192
+    assert f"pool of {blocks} blocks" in outcome(2).seen["What a token costs"].text
+
+
+@pytest.mark.parametrize("one", LESSONS, ids=lambda one: one.name)
+def test_every_page_fits_a_screen_of_80_by_24_before_it_is_run(one: Lesson) -> None:
+    reading = Reading(one)
+    for at in range(len(one.pages)):
+        reading.at = at
+        lines = page_lines(reading, 76)
+        assert len(lines) <= 20, f"{one.name}, {one.pages[at].title}: {len(lines)} lines"
+        assert all(len(text) <= 76 for text, _ in lines)
+    reading.at, reading.standing = len(one.pages), True
+    for question, check in enumerate(one.checks):
+        reading.question = question
+        room = 20 - (4 if check.panel == "step" else 1 if check.panel == "occupancy" else 9)
+        assert len(page_lines(reading, 76)) - 1 <= room, f"{one.name}: the questions beside {check.panel}"
+
+
+@pytest.mark.parametrize("one", LESSONS, ids=lambda one: one.name)
+def test_every_reference_to_code_is_there(one: Lesson) -> None:
+    references = [page.code for page in one.pages if page.code]
+    assert len(references) >= 3, "each lesson shows the code where it happens"
+    for reference in references:
+        code = find_code(reference)
+        name = reference.partition(":")[2].rpartition(".")[2]
+        assert code.lines and (not name or name in " ".join(code.lines[:3])), reference
+
+
+def test_lessons_and_their_code_load_neither_torch_nor_textual() -> None:
+    program = (
+        "import sys; from minitui.teaching.lessons import LESSONS; import minitui.teaching.lessons.plain;"
+        "from minitui.teaching.lessons.page import find_code;"
+        "[find_code(page.code) for one in LESSONS for page in one.pages if page.code];"
+        "assert 'torch' not in sys.modules and 'textual' not in sys.modules, 'loaded'"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_code_that_is_not_there_is_told() -> None:
+    with pytest.raises(EngineError, match="no Nobody"):
+        find_code("engine.core.engine:Nobody")
+    with pytest.raises(EngineError, match="no module"):
+        find_code("engine.nowhere:Nobody")
+    with pytest.raises(EngineError, match="no lesson 10"):
+        lesson(10)
+
+
+def test_paragraphs_keep_tables_and_wrap_the_rest() -> None:
+    lines = paragraphs("\n    One two three four.\n    Five.\n\n      a   first column of a table that is long\n", 24)
+    assert lines == ["One two three four.", "Five.", "", "  a   first column of a", "      table that is long"]
+
+
+# ---- on the screen
+
+
+async def greet(stage: Stage) -> Seen:
+    """An experiment for a scripted engine."""
+    session = stage.chat("short", max_tokens=20, whole=True)
+    stage.show(session)
+    await stage.ask(session, "hello")
+    await stage.step(3, seconds=1.0)
+    return Seen(f"the engine stands at step {stage.state().step}", 1)
+
+
+async def stumble(stage: Stage) -> Seen:
+    raise EngineError("the experiment was not possible")
+
+
+SMALL = Lesson(
+    3, "Test", "Does it work?",
+    (
+        Page("First", "\nSome text.\n"),
+        Page("Second", "\nMore text.\n", "step", "engine.core.engine:Engine", greet, Prediction("What?", ("this", "that"))),
+        Page("Third", "\nThis fails.\n", "tree", "", stumble),
+    ),
+    greet,
+    (
+        Check("How many?", "lanes", "the lanes.", lambda stage: f"{len(stage.state().requests)} request"),
+        Check("Which?", "tree", "the tree.", lambda stage: "that"),
+        Check("Why?", "events", "the events.", lambda stage: "because"),
+    ),
+)  # fmt: skip
+
+
+class Classroom:
+    def __init__(self, size: tuple[int, int], loaded: bool = True) -> None:
+        self.source = FakeSource(loads_at_once=loaded)
+        self.restarts: list[dict[str, Any]] = []
+        chats = Chats(self.source, sampling=sampling(20))
+        self.app = LessonApp(
+            self.source, chats, Settings(), system="short", load_codec=lambda info: ByteCodec(), lesson=SMALL,
+            restart=self.restart,
+        )  # fmt: skip
+        self.running = self.app.run_test(size=size)
+
+    async def restart(self, options: dict[str, Any]) -> None:
+        self.restarts.append(options)
+
+    async def __aenter__(self) -> Classroom:
+        self.pilot = await self.running.__aenter__()
+        if self.source.loaded.is_set():
+            await self.up()
+        return self
+
+    async def up(self) -> None:
+        """Wait for the engine."""
+        self.source.loaded.set()
+        await self.until(lambda: self.screen.stage is not None)
+        assert self.app.stage is not None
+        self.app.stage.beat = 0.0
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self.running.__aexit__(*error)
+
+    @property
+    def screen(self) -> LessonScreen:
+        screen = self.app.screen
+        assert isinstance(screen, LessonScreen)
+        return screen
+
+    @property
+    def reading(self) -> Reading:
+        assert self.screen.reading is not None
+        return self.screen.reading
+
+    async def until(self, true: Callable[[], Any]) -> None:
+        await until(self.pilot, true)
+
+    async def press(self, *keys: str) -> None:
+        await press(self.pilot, *keys)
+
+    def text(self) -> str:
+        strips = self.app.screen._compositor.render_strips()
+        return "\n".join("".join(segment.text for segment in strip) for strip in strips)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (140, 40)])
+async def test_a_lesson_is_read_predicted_run_and_answered(size: tuple[int, int]) -> None:
+    async with Classroom(size) as room:
+        assert "L3 Test · 1 of 4" in room.text() and "Some text." in room.text()
+        await room.press("right")
+        assert "Predict: What?" in room.text() and "Enter runs it." in room.text()
+        await room.press("b")
+        assert room.reading.said == {1: 1} and "→ b) that" in room.text()
+        await room.press("enter")
+        await room.until(lambda: 1 in room.reading.seen)
+        assert "the engine stands at step" in room.text() and "of 256 tokens" in room.text(), "text and panel"
+        assert "You said b" in room.text(), "whether it was right"
+        await room.press("a")
+        assert room.reading.said == {1: 1}, "what was said before stands"
+        await room.press("r")
+        await room.until(lambda: 1 in room.reading.seen and not room.reading.running)
+        await room.press("right", "enter")
+        await room.until(lambda: 2 in room.reading.failed)
+        assert "was not possible" in room.text()
+        await room.press("right")
+        await room.until(lambda: room.reading.standing)
+        assert "See the lanes." in room.text() and "Batch lanes" in room.text()
+        await room.press("enter")
+        assert "1 request" in room.text()
+        await room.press("tab", "enter", "tab", "enter")
+        assert "because" in room.text() and len(room.reading.revealed) == 3
+        await room.press("right", "left", "left", "left", "left", "left")
+        assert room.reading.at == 0
+
+
+async def test_a_lesson_is_read_while_its_engine_starts() -> None:
+    async with Classroom((80, 24), loaded=False) as room:
+        await room.until(lambda: "Some text." in room.text())
+        await room.press("right", "b", "enter")
+        assert "The engine is being started; then enter runs it." in room.text()
+        assert not room.reading.running and room.reading.said == {1: 1}
+        await room.press("v")
+        await room.until(lambda: isinstance(room.app.screen, CodeScreen))
+        room.source.loaded.set()
+        await room.until(lambda: room.app.stage is not None)
+        assert isinstance(room.app.screen, CodeScreen), "nothing is taken from the reader"
+        await room.press("escape")
+        await room.up()
+        assert room.reading.at == 1 and "Enter runs it." in room.text()
+        await room.press("enter")
+        await room.until(lambda: 1 in room.reading.seen)
+        assert "You said b" in room.text()
+    async with Classroom((80, 24), loaded=False) as room:
+        await room.press("right", "right", "right")
+        assert "The engine is being started." in room.text()
+        await room.up()
+        await room.until(lambda: room.reading.standing)
+
+
+def test_long_lines_of_code_go_on_below() -> None:
+    line = "    return 2 * self.num_layers * self.num_kv_heads * self.head_dim"
+    assert broken(line, 80) == [line]
+    pieces = broken(line, 40)
+    assert len(pieces) == 3 and all(len(piece) <= 40 for piece in pieces)
+    assert " ".join(pieces).split() == line.split() and pieces[1].startswith(" " * 12)
+    assert broken("", 40) == [""]
+
+
+async def test_the_code_opens_and_closes_and_the_lesson_can_be_changed() -> None:
+    async with Classroom((80, 24)) as room:
+        await room.press("right", "v")
+        assert isinstance(room.app.screen, CodeScreen)
+        await room.until(lambda: "engine/core/engine.py" in room.text())
+        assert "class Engine:" in room.text()
+        panel = room.app.screen.query_one(CodePanel)
+        await room.press("down", "down")
+        assert panel.top == 2
+        await room.press("escape")
+        assert isinstance(room.app.screen, LessonScreen)
+        await room.press("2")
+        assert not isinstance(room.app.screen, LessonScreen)
+        await room.press("0")
+        room.app.run_worker(room.app._change(LESSONS[8]))
+        await room.until(lambda: room.restarts and room.reading.lesson is LESSONS[8])
+        assert room.restarts == [LESSONS[8].options] and "L8 Radix cache · 1 of" in room.text()
+
+
+async def test_leaving_a_page_stops_its_experiment() -> None:
+    async with Classroom((80, 24)) as room:
+        assert room.app.stage is not None
+        room.app.stage.beat = 1.0
+        await room.press("right", "enter", "left")
+        assert not room.reading.running
+        await room.pilot.pause(0.3)
+        assert room.reading.at == 0 and 1 not in room.reading.seen
+
+
+async def test_a_lesson_is_told_as_lines() -> None:
+    lines: list[str] = []
+    assert (
+        await tell_alone(
+            SMALL_WITHOUT_FAILURE, FakeSource(), "short", sampling(20), lines.append, lambda i: ByteCodec()
+        )
+        == 0
+    )
+    text = "\n".join(lines)
+    assert "Predict: What?" in text and "It was b) that" in text and "Answer: 1 request" in text
+    assert "engine/core/engine.py" in text and "\x1b" not in text
+
+
+SMALL_WITHOUT_FAILURE = Lesson(SMALL.number, SMALL.title, SMALL.question, SMALL.pages[:2], greet, SMALL.checks)

@@ -1,0 +1,244 @@
+"""Every demo runs to its end unattended, reaches its moment, and tells only figures that its records bear out."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.trace.records import Packet, Record
+from minitui.chat.model_choice import choose_model, load_codec
+from minitui.chat.sessions import Chats
+from minitui.cli.main import engine_config
+from minitui.sources.base import LiveSource
+from minitui.teaching.demo import tell_plainly
+from minitui.teaching.scenarios import DEMOS, LENGTHS, Demo
+from minitui.teaching.stage import Stage, sampling
+from minitui.trace.reader import TraceReader
+from minitui.trace.recorder import RecordingSource
+from minitui.viewmodel.model import View
+from minitui.viewmodel.updater import Feed
+from tests.support.fake_client import ByteCodec, FakeSource
+
+
+class Heard(LiveSource):
+    """A live engine whose records are kept, those of each engine in a list of their own."""
+
+    runs: list[list[Record]]
+
+    async def reconfigure(self, config: Any) -> None:
+        await super().reconfigure(config)
+        self.runs.append([])
+
+    def drain_packets(self) -> list[Packet]:
+        packets = super().drain_packets()
+        self.runs[-1] += [record for packet in packets for record in packet.records()]
+        return packets
+
+
+class Told:
+    """What a demo said, and the records of its engines."""
+
+    def __init__(self, said: list[str], runs: list[list[Record]]) -> None:
+        self.said, self.runs = said, runs
+        self.text = "\n".join(said)
+
+    def of(self, kind: str, run: int = -1) -> list[Record]:
+        return [record for record in self.runs[run] if record[2] == kind]
+
+    def computed(self, run: int = -1) -> int:
+        return sum(chunk[2] for record in self.of("step", run) for chunk in record[4])
+
+
+def config(**options: Any) -> Any:
+    return engine_config(model=choose_model(None).name, **{"kv_blocks": None, "no_prefix_caching": False, **options})
+
+
+async def play_all(log: Path) -> dict[str, Told | Exception]:
+    """Every demo, one after the other, in one engine process."""
+    choice = choose_model(None)
+    source = Heard(config(), log, choice.label)
+    source.runs = [[]]
+    await source.start(lambda progress: None)
+    played: dict[str, Told | Exception] = {}
+    try:
+        for name, demo in DEMOS.items():
+            await source.reconfigure(config(**demo.options))
+            source.runs = [[]]
+            try:
+                played[name] = await play(demo, source)
+            except Exception as error:
+                played[name] = error
+    finally:
+        await source.close()
+    return played
+
+
+async def play(demo: Demo, source: Heard) -> Told:
+    async def restart(changes: dict[str, Any]) -> None:
+        await source.reconfigure(config(**{**demo.options, **changes}))
+
+    chats = Chats(source, sampling=sampling(demo.max_tokens))
+    chats.use(load_codec(source.info))
+    feed = Feed(source, View())
+    await feed.sync()
+    said: list[str] = []
+    stage = Stage(source, chats, feed, choose_model(None).system, said.append, restart=restart, beat=0.0)
+    await demo.play(stage)
+    stage.state()
+    assert not feed.dropped
+    return Told(said, list(source.runs))
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Told | Exception]:
+    return asyncio.run(play_all(tmp_path_factory.mktemp("engine") / "engine.log"))
+
+
+@pytest.fixture
+def hear(played: dict[str, Told | Exception]) -> Callable[[str], Told]:
+    def told(name: str) -> Told:
+        outcome = played[name]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return told
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_it_runs_to_its_end_and_fits_a_small_screen(name: str, hear: Callable[[str], Told]) -> None:
+    told = hear(name)
+    assert len(told.said) >= 3
+    for text in told.said:
+        assert len(text) < 500 and all(len(line) < 78 for line in text.split("\n")[1:] if line.startswith("   "))
+
+
+def test_shared_prefix_is_computed_once(hear: Callable[[str], Told]) -> None:
+    told = hear("shared-prefix")
+    prompts = sum(record[5] for record in told.of("submit"))
+    cached = sum(record[4] for record in told.of("match"))
+    assert told.computed() + cached == prompts
+    assert f"{prompts} tokens together: {cached} came from the cache, {told.computed()} were computed" in told.text
+    assert cached / prompts > 0.6
+
+
+def test_the_cache_bars_count_what_was_computed(hear: Callable[[str], Told]) -> None:
+    told = hear("cache")
+    assert len(told.runs) == 2
+    without, with_cache = told.computed(0), told.computed(1)
+    arrivals = [[record[5] for record in told.of("submit", run)] for run in (0, 1)]
+    assert arrivals[0] == arrivals[1] and sum(arrivals[0]) == without
+    assert f"{without:,} tokens computed" in told.text and f"{with_cache:,} computed" in told.text
+    shared = sum(record[4] for record in told.of("match", 1))
+    assert f"{shared:,} shared" in told.text and f"{shared / without:.0%} of the prefill saved" in told.text
+    assert with_cache + shared == without and with_cache < without / 3
+    off, on = (line.count("█") for line in told.said[-1].split("\n")[1:3])
+    assert on / off == pytest.approx(with_cache / without, abs=0.04)
+    first_step = told.of("step", 1)[0]
+    assert len(first_step[4]) == 6, "all six share in the step that computes the first"
+
+
+def test_a_long_paste_is_spread_over_steps_that_also_decode(hear: Callable[[str], Told]) -> None:
+    told = hear("chunked-prefill")
+    budget = DEMOS["chunked-prefill"].options["max_num_batched_tokens"]
+    at_once, chunked = (max(record[7] for record in told.of("step", run)) for run in (0, 1))
+    assert at_once > 5 * budget >= chunked * 5
+    paste = max(told.of("submit", 1), key=lambda record: record[5])[3]
+    mixed = [record for record in told.of("step", 1) if any(chunk[0] == paste for chunk in record[4])]
+    assert len(mixed) > 5 and f"{len(mixed)} chunks" in told.text
+    assert all(record[7] > sum(chunk[2] for chunk in record[4]) for record in mixed), "the writers go on in each"
+
+
+def test_the_victim_is_the_least_recently_used(hear: Callable[[str], Told]) -> None:
+    told = hear("eviction")
+    assert "Predict" in told.text
+    assert re.search(r"Blocks left the tree: \d+ of Bravo", told.text), told.text
+    assert "the order was Bravo, Charlie, Alpha" in told.text and "evicted at step" in told.said[-1]
+    assert f"{told.of('evict')[0][4]} of Bravo" in told.text
+
+
+def test_the_youngest_gives_way_and_finishes_all_the_same(hear: Callable[[str], Told]) -> None:
+    told = hear("preemption")
+    victim = told.of("preempt")[0]
+    youngest = max(record[3] for record in told.of("submit"))
+    assert victim[3] == youngest and f"r{youngest}, the youngest" in told.text
+    assert [record[5] for record in told.of("finish")] == [120] * 4
+    assert any(record[3] == youngest and record[5] == "resumed" for record in told.of("admit"))
+    for id, times in Counter(record[3] for record in told.of("preempt")).items():
+        assert f"r{id} {'once' if times == 1 else f'{times} times'}" in told.said[-1], "everybody who gave way is named"
+
+
+def test_forks_share_all_but_their_last_blocks(hear: Callable[[str], Told]) -> None:
+    told = hear("fork")
+    tables = [line.split("|") for line in next(t for t in told.said if "four block tables" in t).split("\n")[1:]]
+    assert len(tables) == 4
+    assert len({left.split("  ")[-1] for left, _ in tables}) == 1, "the same blocks before the bar"
+    own = [block for _, right in tables for block in right.split()]
+    assert len(own) == len(set(own)) >= 4, "and nobody else's after it"
+
+
+def test_continuous_batching_takes_fewer_steps(hear: Callable[[str], Told]) -> None:
+    told = hear("batching")
+    static, continuous = (len(told.of("step", run)) for run in (0, 1))
+    assert static == max(LENGTHS[:4]) + max(LENGTHS[4:]) > continuous
+    assert f"{static} steps" in told.text and f"{continuous} steps" in told.text
+    for run in (0, 1):
+        assert sum(record[5] for record in told.of("finish", run)) == sum(LENGTHS)
+
+
+async def test_a_demo_is_told_as_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    demo = DEMOS["shared-prefix"]
+    source = FakeSource(num_blocks=200)
+    system = "You explain inference engines, in blocks of sixteen."
+    assert await tell_plainly(demo, source, system, sampling(24), load=lambda info: ByteCodec()) == 0
+    out = capsys.readouterr().out
+    assert "The moment:" in out and "\x1b" not in out and re.match(r" +\d+\.\d s  ", out)
+    assert source.closed
+
+
+async def test_a_recorded_demo_knows_its_chats_in_the_files_of_all_its_engines(tmp_path: Path) -> None:
+    class Changeable(FakeSource):
+        async def reconfigure(self, config: object) -> None:
+            await self.restart(lambda progress: None)
+
+    async def twice(stage: Stage) -> None:
+        for change in (False, True):
+            if change:
+                await stage.other_engine()
+            chat = stage.chat(title=f"engine {1 + change}")
+            await stage.ask(chat, "What is a block?")
+            await stage.answers([chat])
+
+    source = RecordingSource(Changeable(), tmp_path / "demo.trace")
+    await tell_plainly(
+        Demo("two engines", twice, 8), source, "Answer.", sampling(8), load=lambda info: ByteCodec(),
+        restart=source.reconfigure,
+    )  # fmt: skip
+    for name, chat in (("demo.trace", "1 engine 1"), ("demo.2.trace", "2 engine 2")):
+        reader = TraceReader(tmp_path / name)
+        asked = [record[4] for record in reader.records() if record[2] == "submit"]
+        assert [reader.names.get(group) for group in asked] == [chat]
+
+
+def test_speculation_draws_the_same_answer_in_a_fraction_of_the_steps(hear: Callable[[str], Told]) -> None:
+    told = hear("speculation")
+    assert not told.of("draft", 0) and len(told.runs) == 2
+    lengths = [[record[5] for record in told.of("finish", run)] for run in (0, 1)]
+    assert lengths[0] == lengths[1] and lengths[0][0] == lengths[0][1], "the second answer is not the first"
+    steps = [
+        sum(record[3] >= first for record in told.of("step", run))
+        for run in (0, 1)
+        for first in [next(r[3] for r in told.of("step", run) if r[4] and r[4][0][0] == 2)]
+    ]
+    assert steps[1] < steps[0] / 4 and steps[0] == lengths[0][1]
+    drafts = [draft for record in told.of("accept") for draft in record[4] if draft[0] == 2]
+    drafted, accepted = sum(draft[1] for draft in drafts), sum(draft[2] for draft in drafts)
+    assert f"{steps[0]} steps, " in told.text and f"{steps[1]} steps, " in told.text
+    assert f"{accepted} of {drafted} guessed tokens were right" in told.text
+    assert steps[1] + accepted == lengths[1][1]

@@ -1,0 +1,264 @@
+"""What a recording keeps: everything, in order, readable from any keyframe on and when it was cut off."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+
+from engine.core.types import SamplingParams
+from engine.trace.state import State
+from minitui.dev.make_trace import Traffic, arrivals, record_run
+from minitui.trace.reader import LONGEST_PAUSE, PlayClock, TraceError, TraceReader
+from minitui.trace.recorder import Recorder, RecordingSource
+from tests.support.fake_client import FakeSource
+from tests.support.golden import GOLDEN, INFO, make_engine, play, timeless, untimed
+
+
+@pytest.fixture(scope="module")
+def golden() -> TraceReader:
+    return TraceReader(GOLDEN)
+
+
+def test_the_scheduler_decides_as_it_did_when_the_golden_trace_was_recorded(golden: TraceReader) -> None:
+    engine = make_engine()
+    play(engine)
+    now = [untimed(record) for record in engine.log.drain()]
+    then = [untimed(record) for record in golden.records()]
+    for a, b in zip(now, then, strict=False):
+        assert a == b, "a decision has changed: if that is meant, write the golden trace anew (python -m tests.support.golden)"
+    assert len(now) == len(then)
+    kinds = {record[2] for record in then}
+    assert {"evict", "preempt", "match", "split", "extend", "wait", "finish", "hold"} <= kinds, (
+        "it must show everything"
+    )
+
+
+def test_the_fold_of_a_trace_is_the_state_of_the_engine(golden: TraceReader) -> None:
+    engine = make_engine()
+    play(engine)
+    assert timeless(golden.final_state().snapshot()) == timeless(engine.snapshot())
+
+
+def test_every_step_can_be_found_and_equals_a_fold_from_the_beginning(golden: TraceReader) -> None:
+    assert len(golden.keyframes) >= 3
+    state = golden.part(0).state
+    expected: dict[int, object] = {}
+    for record in golden.records():
+        state.apply(record)
+        if record[2] == "time":
+            expected[record[3]] = state.snapshot()
+    assert golden.last_step == max(expected)
+    for step, snapshot in expected.items():
+        assert golden.state_at(step).snapshot() == snapshot, f"step {step}"
+
+
+def test_a_trace_is_small(golden: TraceReader) -> None:
+    records = sum(1 for _ in golden.records())
+    assert GOLDEN.stat().st_size / records < 40, "bytes a record, keyframes included"
+
+
+def record_golden(path: Path, keyframe_every: int = 300) -> State:
+    engine = make_engine()
+    recorder = Recorder(path, decode=lambda token: f"<{token}>".encode(), keyframe_every=keyframe_every)
+    recorder.begin(INFO, engine.snapshot())
+    play(engine)
+    recorder.feed(engine.log.drain())
+    recorder.close()
+    return State.from_snapshot(engine.snapshot())
+
+
+def test_a_trace_cut_off_anywhere_is_read_up_to_there(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.trace"
+    record_golden(whole)
+    data = whole.read_bytes()
+    all_records = [untimed(record) for record in TraceReader(whole).records()]
+    seen = []
+    for length in range(len(data) // 7, len(data), len(data) // 7):
+        cut = tmp_path / "cut.trace"
+        cut.write_bytes(data[:length])
+        reader = TraceReader(cut)
+        records = [untimed(record) for record in reader.records()]
+        assert records == all_records[: len(records)]
+        assert not reader.complete or len(records) == len(all_records)
+        reader.final_state()
+        seen.append(len(records))
+    assert seen == sorted(seen) and seen[-1] > len(all_records) // 2
+    assert TraceReader(whole).complete
+
+
+def test_a_damaged_end_does_not_hide_the_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "damaged.trace"
+    record_golden(path)
+    data = path.read_bytes()
+    whole = [untimed(record) for record in TraceReader(path).records()]
+    rng = random.Random(3)
+    for _ in range(60):  # wherever it begins, and whatever stands there: it may decompress to something
+        start = rng.randrange(len(data) * 3 // 5, len(data))
+        path.write_bytes(data[:start] + rng.choice((b"\x00\xff", b"\x11", b"~q0")) * 400)
+        reader = TraceReader(path)
+        records = [untimed(record) for record in reader.records()]
+        assert len(records) > 200
+        assert records == whole[: len(records)]
+        reader.final_state()
+
+
+def test_what_is_no_trace_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    with pytest.raises(TraceError, match="cannot be read"):
+        TraceReader(path)
+    path.write_text("hello")
+    with pytest.raises(TraceError, match="no minitui trace"):
+        TraceReader(path)
+    path.write_bytes(gzip.compress(b'{"a": 1}\n'))
+    with pytest.raises(TraceError, match="no header"):
+        TraceReader(path)
+    path.write_bytes(gzip.compress(json.dumps({"minitui_trace": 99, "info": {}}).encode() + b"\n"))
+    with pytest.raises(TraceError, match="version 99"):
+        TraceReader(path)
+    path.write_bytes(b"")
+    with pytest.raises(TraceError):
+        TraceReader(path)
+    with pytest.raises(TraceError, match="cannot be written"):
+        Recorder(tmp_path / "no" / "such" / "directory")
+
+
+def test_the_words_of_tokens_travel_with_the_trace_and_random_ones_are_called_random(tmp_path: Path) -> None:
+    path = tmp_path / "a.trace"
+    record_golden(path)
+    reader = TraceReader(path)
+    node = next(iter(n for n in reader.final_state().nodes.values() if n.ids))
+    assert reader.decode(node.ids[:2]) == f"<{node.ids[0]}><{node.ids[1]}>"
+    engine = make_engine()
+    recorder = Recorder(path)
+    recorder.begin({**INFO, "dummy_weights": True}, engine.snapshot())
+    recorder.close()
+    assert "random" in TraceReader(path).decode([1, 2, 3])
+
+
+def test_bookmarks_mark_the_first_of_each_kind_and_can_be_added(tmp_path: Path) -> None:
+    path = tmp_path / "a.trace"
+    record_golden(path)
+    reader = TraceReader(path)
+    assert {text.split(":")[0] for _, text in reader.bookmarks} >= {"first hit", "first eviction", "first preemption"}
+    step, text = next(mark for mark in reader.bookmarks if "preemption" in mark[1])
+    before, after = reader.state_at(step - 1), reader.state_at(step)
+    request = int(text.split(": r")[1].split()[0])
+    assert before.requests[request].state == "running" and after.requests[request].state != "running"
+    reader.add_bookmark(11, "here")
+    again = TraceReader(path)
+    assert (11, "here") in again.bookmarks and again.complete
+    assert [untimed(r) for r in again.records()] == [untimed(r) for r in reader.records()]
+
+
+def test_after_a_gap_nothing_is_written_until_a_snapshot_comes(tmp_path: Path) -> None:
+    engine = make_engine()
+    recorder = Recorder(tmp_path / "gap.trace")
+    recorder.begin(INFO, engine.snapshot())
+    play(engine)
+    records = engine.log.drain()
+    recorder.feed(records[:100])
+    recorder.feed(records[150:200])
+    assert recorder.waits_for_snapshot
+    state = State.from_snapshot(make_engine().snapshot())
+    state.apply_all(records[:200])
+    recorder.resume(state.snapshot())
+    recorder.feed(records[190:])  # what the snapshot knows already is skipped
+    recorder.close()
+    reader = TraceReader(tmp_path / "gap.trace")
+    assert [r[0] for r in reader.records()] == [*range(1, 101), *range(201, len(records) + 1)]
+    assert reader.final_state().snapshot() == engine.snapshot()
+
+
+def test_play_leaves_out_slow_motion_and_long_pauses() -> None:
+    clock = PlayClock(0.0, 0.0, State(8, 4, 16, 4))
+    due = [
+        clock.tell(record)
+        for record in (
+            (1, 60.0, "submit", 1, "", 4, 8),  # nothing to do for a minute
+            (2, 60.1, "pace", 10.0),
+            (3, 60.1, "step", 0, [], [], [], 1, 0),
+            (4, 60.2, "time", 0, 1, 1, 1, 100.0, None, "decode"),  # 0.1 s of work, stretched by 0.9 s
+            (5, 61.1, "step", 1, [], [], [], 1, 0),
+            (6, 61.2, "time", 1, 1, 1, 1, 100.0, None, "decode"),
+        )
+    ]
+    assert due == pytest.approx([LONGEST_PAUSE, 1.1, 1.1, 1.2, 1.2, 1.3])
+
+
+async def test_any_source_can_be_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "run.trace"
+    source = RecordingSource(FakeSource(), path)
+    await source.start(lambda progress: None)
+    stream = source.submit(list(range(60)), SamplingParams(max_tokens=5, ignore_eos=True), group="a")
+    drains = cycle([source.drain_records, source.drain_packets])  # whichever way they are asked for
+    async for _ in stream:
+        next(drains)()
+    expected = await source.source.snapshot()
+    source.name_groups({"a": "1 paging"})
+    await source.close()
+    reader = TraceReader(path)
+    assert reader.complete and reader.info["num_blocks"] == 256 and reader.names == {"a": "1 paging"}
+    assert reader.final_state().snapshot() == expected
+
+
+async def test_a_disk_that_fails_ends_the_recording_and_not_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(writer: object, line: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    source = RecordingSource(FakeSource(), tmp_path / "run.trace")
+    monkeypatch.setattr("minitui.trace.recorder._Writer._line", full)
+    await source.start(lambda progress: None)
+    stream = source.submit(list(range(60)), SamplingParams(max_tokens=5, ignore_eos=True), group="a")
+    async for _ in stream:
+        source.drain_records()
+    await source.close()
+    assert "No space left on device" in source.recording_error
+
+
+async def test_an_engine_put_in_the_place_of_another_gets_a_file_of_its_own(tmp_path: Path) -> None:
+    class Changeable(FakeSource):
+        async def reconfigure(self, config: object) -> None:
+            await self.restart(lambda progress: None)
+
+    source = RecordingSource(Changeable(), tmp_path / "run.trace")
+    await source.start(lambda progress: None)
+    for change in (False, True):
+        source.name_groups({"a": "1 paging"})
+        if change:
+            await source.reconfigure(None)
+        async for _ in source.submit(list(range(60)), SamplingParams(max_tokens=5, ignore_eos=True)):
+            source.drain_records()
+    await source.close()
+    for name in ("run.trace", "run.2.trace"):
+        reader = TraceReader(tmp_path / name)
+        assert reader.complete and next(reader.records())[0] == 1 and reader.last_step == 4
+        assert reader.names == {"a": "1 paging"}, "chats outlive an engine, and so do their names"
+
+
+def test_a_run_of_many_requests_is_recorded_without_a_screen(tmp_path: Path) -> None:
+    path = tmp_path / "many.trace"
+    engine = make_engine()
+    traffic = Traffic(requests=24, arrivals_s=0.3, prefix=12, prompt=(4, 20), reply=(4, 12), seed=3)
+    due = arrivals(traffic, vocab_size=50, max_len=120)
+    assert due == arrivals(traffic, 50, 120)
+    recorder = record_run(engine, INFO, due, path)
+    reader = TraceReader(path)
+    assert reader.complete and recorder.steps == sum(1 for r in reader.records() if r[2] == "step")
+    ended = [r for r in reader.records() if r[2] == "finish"]
+    assert len(ended) == 24 and all(r[4] == "length" for r in ended)
+    assert any(r[2] == "match" and r[4] > 0 for r in reader.records()), "beginnings are shared"
+    assert "random" in reader.decode([1]) and reader.names["user 3"] == "user 3"
+
+
+def test_a_recording_whose_last_bytes_find_no_room_says_so() -> None:
+    recorder = Recorder("/dev/full")
+    recorder.begin({"model": "m"}, State(num_blocks=3, block_size=16, budget=8, max_num_seqs=1).snapshot(), t=1.0)
+    with pytest.raises(TraceError, match="No space left"):
+        recorder.close()

@@ -1,0 +1,913 @@
+"""The chat screen, driven like a user drives it, over the scripted source."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from textual import events
+from textual.pilot import Pilot
+from textual.widgets import OptionList
+
+from engine.process.heartbeat import Condition
+from engine.trace.state import CACHED
+from minitui.chat.sessions import Chats, Message
+from minitui.chat.store import Store
+from minitui.settings import Settings
+from minitui.teaching.stage import Stage
+from minitui.tui import theme
+from minitui.tui.app import MinituiApp
+from minitui.tui.screens.chat import ChatScreen
+from minitui.tui.screens.dialogs import ChoiceDialog, DeathDialog, TextDialog
+from minitui.tui.screens.help import ABOUT, HelpScreen, reflow
+from minitui.tui.screens.inspect import InspectScreen
+from minitui.tui.screens.keys import keys_here
+from minitui.tui.widgets.base import LinePanel
+from minitui.tui.widgets.block_map import BlockMap
+from minitui.tui.widgets.block_table import BlockTable
+from minitui.tui.widgets.chrome import SessionStrip, StatusBar, TopBar
+from minitui.tui.widgets.prompt import Prompt
+from minitui.tui.widgets.tree import RadixTree
+from tests.support.driving import drawn, press, settled, type_text, until
+from tests.support.fake_client import ByteCodec, FakeSource
+
+SYSTEM = "You explain inference engines. " * 3
+KNOWN = ["What is a block table?", "What is a radix tree?", "Why is decode slow?"]
+
+
+@contextlib.asynccontextmanager
+async def running(
+    source: FakeSource | None = None, size: tuple[int, int] = (120, 36), store: Store | None = None, **settings: Any
+) -> AsyncIterator[tuple[MinituiApp, Pilot[Any], ChatScreen]]:
+    source = source or FakeSource()
+    app = MinituiApp(
+        source,
+        Chats(source, store),
+        Settings(**settings),
+        system=SYSTEM,
+        known_questions=KNOWN,
+        speaker="tutor",
+        load_codec=lambda info: ByteCodec(),
+    )
+    try:
+        with patch("minitui.tui.screens.chat.TEXT_EVERY", 0.0):  # every frame has the text of its moment
+            async with app.run_test(size=size) as pilot:
+                screen = app.screen
+                assert isinstance(screen, ChatScreen)
+                yield app, pilot, screen
+    finally:
+        theme.use_ascii(False)
+
+
+async def ask(app: MinituiApp, pilot: Pilot[Any], text: str) -> None:
+    session = app.session
+    assert app.screen.query_one(Prompt).has_focus, "letters would be keys"
+    await type_text(pilot, text)
+    await press(pilot, "enter")
+    await until(pilot, lambda: session.messages and not session.busy)
+
+
+async def test_a_question_is_answered_and_its_figures_stand_under_it():
+    async with running() as (app, pilot, screen):
+        await until(pilot, lambda: app.progress is None)
+        await ask(app, pilot, "What is a block table?")
+        text = screen.transcript.text
+        assert "you      What is a block table?" in text
+        assert "tutor    A block table maps positions to blocks." in text  # Markdown's stars are gone
+        assert "prompt tokens from cache" in text
+        assert "first token" in text
+        assert "block table ✓" in screen.query_one(SessionStrip).text
+
+
+async def test_a_question_typed_while_the_engine_loads_is_answered_when_it_is_there():
+    source = FakeSource(loads_at_once=False)
+    async with running(source) as (app, pilot, screen):
+        await type_text(pilot, "early")
+        await press(pilot, "enter")
+        assert "waits for the engine" in screen.query_one(SessionStrip).text
+        source.loaded.set()
+        await until(pilot, lambda: not app.session.busy)
+        assert app.session.state == "done"
+
+
+async def test_what_is_asked_of_the_engine_while_it_loads_is_done_when_it_is_there():
+    source = FakeSource(loads_at_once=False)
+    async with running(source) as (app, pilot, _screen):
+        app.submit("/slow 20")
+        app.submit("/pause")
+        app.submit("early")
+        await _said(app, pilot, "as soon as it is up")
+        assert app.pace == 1 and not source.info
+        source.loaded.set()
+        await until(pilot, lambda: app.pace == 20 and app.gated)
+        await asyncio.sleep(0.05)
+        assert app.session.busy and not app.session.messages[-1].text
+        app.submit("/pause")
+        app.submit("/slow 1")
+        await until(pilot, lambda: not app.session.busy)
+
+
+async def test_a_dialog_stands_before_the_dimmed_picture_which_costs_little_meanwhile():
+    async with running(size=(120, 36)) as (app, pilot, _screen):
+        await ask(app, pilot, "What is a block table?")
+        await press(pilot, "escape", "2")
+        await press(pilot, "u")
+        assert isinstance(app.screen, ChoiceDialog)
+        below = app.screen_stack[-2]
+        painted = below._frames
+
+        def drawn(*words: str) -> bool:
+            picture = app.export_screenshot().replace("&#160;", " ")
+            return all(word in picture for word in words)
+
+        await until(pilot, lambda: drawn("Run until", "Batch lanes"))
+        frames = app._frames
+        for _ in range(10):
+            app._frame()
+        assert below._frames <= painted + 1 + (app._frames - frames) // app.settings.fps
+        await press(pilot, "escape")
+        await until(pilot, lambda: below._frames > painted)
+
+
+async def test_a_second_chat_with_the_same_system_prompt_shows_tokens_from_the_cache():
+    async with running() as (app, pilot, screen):
+        await ask(app, pilot, "What is a block table?")
+        await press(pilot, "escape", "o")
+        assert len(app.chats.sessions) == 2
+        await ask(app, pilot, "And what is a radix tree?")
+        shared = 1 + len(f"system\n{SYSTEM.strip()}")
+        cached = app.session.messages[-1].metrics["cached_tokens"]
+        assert cached >= shared // 16 * 16
+        assert f"{cached} of " in screen.transcript.text.replace("\n", " ")
+
+
+async def test_one_key_replays_the_system_prompt_in_a_new_chat_and_tells_the_hit():
+    async with running() as (app, pilot, screen):
+        await until(pilot, lambda: app.progress is None)
+        await press(pilot, "escape", "r")  # in an empty chat it asks there first
+        await until(pilot, lambda: not any(s.busy for s in app.chats.sessions))
+        assert len(app.chats.sessions) == 2
+        metrics = app.session.messages[-1].metrics
+        assert metrics["cached_tokens"] > 0
+        note = " ".join(screen.transcript.text.split())
+        assert (
+            f"replayed: {metrics['cached_tokens']} of {metrics['prompt_tokens']} prompt tokens came from the cache"
+            in note
+        )
+
+
+async def test_completion_offers_what_the_model_knows():
+    async with running() as (_app, pilot, screen):
+        await type_text(pilot, "what is a r")
+        assert screen.completions.display
+        assert screen.prompt.suggestion == "adix tree?"
+        await press(pilot, "tab")
+        assert screen.prompt.text == "What is a radix tree?"
+        assert not screen.completions.display
+        screen.prompt.put("")
+        await type_text(pilot, "decode")  # in the middle of a question
+        await press(pilot, "down", "enter")
+        assert screen.prompt.text == "Why is decode slow?"
+
+
+async def test_right_takes_the_ghost_text():
+    async with running() as (_app, pilot, screen):
+        await type_text(pilot, "why")
+        await press(pilot, "right")
+        assert screen.prompt.text.lower() == "why is decode slow?"
+
+
+async def test_ctrl_j_breaks_the_line_and_up_brings_back_what_was_asked():
+    async with running() as (app, pilot, screen):
+        await type_text(pilot, "one")
+        await press(pilot, "ctrl+j")
+        await type_text(pilot, "two")
+        assert screen.prompt.text == "one\ntwo"
+        await press(pilot, "enter")
+        await until(pilot, lambda: not app.session.busy)
+        assert app.session.messages[0].text == "one\ntwo"
+        await press(pilot, "up")
+        assert screen.prompt.text == "one\ntwo"
+
+
+async def test_letters_act_only_outside_the_prompt_and_the_footer_says_which():
+    async with running() as (app, pilot, screen):
+        await until(pilot, lambda: screen.query_one(StatusBar).text.startswith(" TYPING "))
+        await type_text(pilot, "of")
+        assert len(app.chats.sessions) == 1
+        await press(pilot, "escape", "escape")  # the list, then the prompt
+        assert screen.query_one(StatusBar).text.startswith(" KEYS ")
+        await press(pilot, "o")
+        assert len(app.chats.sessions) == 2
+
+
+async def test_escape_cancels_the_answer_before_it_leaves_the_prompt():
+    async with running(FakeSource(lambda prompt: "y" * 3000, speed=0.002)) as (app, pilot, screen):
+        await type_text(pilot, "go on")
+        await press(pilot, "enter")
+        await until(pilot, lambda: app.session.messages[-1].text)
+        await press(pilot, "escape")
+        await until(pilot, lambda: not app.session.busy)
+        assert app.session.state == "cancelled"
+        assert screen.prompt.has_focus
+        assert "cancelled" in screen.transcript.text
+
+
+@pytest.mark.parametrize("key", ["ctrl+g", "f8"])
+async def test_a_key_leaves_the_prompt_while_the_answer_goes_on(key):
+    keys = {"keys": key} if key != "ctrl+g" else {}
+    async with running(FakeSource(lambda prompt: "y" * 3000, speed=0.002), size=(80, 24), keys=keys) as parts:
+        app, pilot, screen = parts
+        await type_text(pilot, "go on")
+        await press(pilot, "enter")
+        await until(pilot, lambda: app.session.messages[-1].text)
+        footer = screen.query_one(StatusBar)
+        assert f"esc cancel  {key} keys  / commands" in footer.text
+        await press(pilot, key)
+        await until(pilot, lambda: footer.text.startswith(" KEYS "))
+        assert app.session.busy
+        await press(pilot, "2")
+        assert app.current_mode == "inspect"
+        assert app.session.busy
+        await press(pilot, "1", "escape")
+        await until(pilot, lambda: app.session.state == "cancelled")
+
+
+async def test_inspect_and_back_leads_to_keys_whichever_way_one_went():
+    async with running() as (app, pilot, screen):
+        await until(pilot, lambda: app.progress is None)
+        await press(pilot, "escape", "2", "1")
+        assert screen.transcript.has_focus
+        for command in ("/inspect", "/lecture"):
+            app.focus_prompt(command)
+            await press(pilot, "enter")
+            assert app.current_mode == command[1:]
+            await press(pilot, "1")
+            assert app.current_mode == "chat"
+            assert screen.transcript.has_focus
+
+
+async def test_a_click_on_a_tab_shows_its_screen_from_within_the_prompt():
+    async with running(FakeSource(lambda prompt: "y" * 3000, speed=0.002)) as (app, pilot, screen):
+        await type_text(pilot, "go on")
+        await press(pilot, "enter")
+        await until(pilot, lambda: app.session.messages[-1].text)
+        for mode, label in (("lecture", "3 Lecture"), ("inspect", "2 Inspect"), ("chat", "1 Chat")):
+            bar = app.screen.query_one(TopBar)
+            await until(pilot, lambda bar=bar, label=label: label in bar.text)
+            await pilot.click(bar, offset=(bar.text.index(label) + 3, 0))
+            await until(pilot, lambda mode=mode: app.current_mode == mode)
+        assert app.session.state != "cancelled"
+        assert screen.transcript.has_focus
+
+
+async def test_in_the_chats_the_footer_has_hints_and_figures_only_when_the_picture_is_late():
+    async with running(size=(80, 24)) as (app, pilot, screen):
+        await until(pilot, lambda: app.progress is None)
+        footer = screen.query_one(StatusBar)
+        await until(pilot, lambda: "ctrl+j new line" in footer.text)
+        assert "/ commands  tab complete" in footer.text
+        assert "steps/frame" not in footer.text
+        app.view.dropped = 3
+        await until(pilot, lambda: "3 dropped" in footer.text)
+        app.view.dropped = 0
+        app.commands.run("inspect")
+        await until(pilot, lambda: any("0 dropped" in bar.text for bar in app.screen.query(StatusBar)))
+
+
+async def test_with_no_request_there_is_nothing_to_step():
+    source = FakeSource()
+    async with running(source) as (app, pilot, _screen):
+        await until(pilot, lambda: app.progress is None)
+        await press(pilot, "escape", "n", "N")
+        await until(pilot, lambda: len(app._notifications) == 2)
+        assert [n.message for n in app._notifications] == ["nothing to step: no request is running"] * 2
+        assert "step" not in [verb for verb, _ in source.calls]
+
+
+@pytest.mark.parametrize("cached", [None, 32])
+async def test_a_replay_on_a_server_that_does_not_tell_its_cache_use_says_so(cached):
+    async with running() as (app, pilot, _screen):
+        await until(pilot, lambda: app.progress is None)
+        session = app.session
+        app.replays.append(session.id)
+        answer = Message("assistant", "x", "done", metrics={"cached_tokens": cached, "prompt_tokens": 40})
+        session.messages += [Message("user", "why"), answer]
+        app.chats.on_end(session)
+        assert ("does not tell" in session.note) == (cached is None)
+        assert ("32 of 40" in session.note) == (cached is not None)
+
+
+async def test_a_fork_and_one_prompt_to_all_chats():
+    async with running() as (app, pilot, screen):
+        await ask(app, pilot, "What is a block table?")
+        await press(pilot, "escape", "f")
+        assert "fork of 1" in app.session.title
+        assert "forked from 1" in screen.transcript.text or await _shown(pilot, screen, "forked from 1")
+        await type_text(pilot, "/all and again")
+        await press(pilot, "enter")
+        await until(pilot, lambda: not any(s.busy for s in app.chats.sessions))
+        assert [s.messages[-2].text for s in app.chats.sessions] == ["and again"] * 2
+        assert all(s.messages[-1].metrics["cached_tokens"] > 100 for s in app.chats.sessions)
+
+
+async def _shown(pilot: Pilot[Any], screen: ChatScreen, text: str) -> bool:
+    await until(pilot, lambda: text in screen.transcript.text)
+    return True
+
+
+async def test_rename_system_prompt_and_close_by_slash_commands():
+    async with running() as (app, pilot, _screen):
+        for command in ("/rename paging", "/system Be brief.", "/new other", "/1"):
+            await type_text(pilot, command)
+            await press(pilot, "escape")  # the list of commands
+            app.focus_prompt(command)
+            await press(pilot, "enter")
+        assert [(s.title, s.system) for s in app.chats.sessions] == [("paging", "Be brief."), ("other", SYSTEM)]
+        assert app.session is app.chats.sessions[0]
+        for command in ("/²", "/go ²", "/" + "1" * 5000, "/step ²", "/attach ~nobody-at-all/x", "/export a\0b"):
+            app.submit(command)
+        for words in ("no command /²", "chats 1 to 2; '²'", "no command /11", "a number of steps", "user", "zero byte"):
+            await _said(app, pilot, words)
+        assert max(len(n.message) for n in app._notifications) < 500
+        app.commands.run("close")
+        assert [s.title for s in app.chats.sessions] == ["other"]
+        app.commands.run("close")  # the last one makes room for a new one
+        assert [s.title for s in app.chats.sessions] == ["new chat"]
+
+
+async def test_keys_pressed_twice_at_once_close_and_open_once():
+    async with running() as (app, _pilot, screen):
+        for opened, closed in ("e", "escape"), ("e", "enter"), ("colon", "escape"):
+            screen.transcript.focus()
+            await settled()
+            for key, screens in (opened, 2), (closed, 1):
+                for _ in range(2):
+                    app.post_message(events.Key(key, None))
+                await settled()
+                assert len(app.screen_stack) == screens, key
+
+
+async def test_dialogs_ask_and_escape_leaves_everything_as_it_was():
+    async with running() as (app, pilot, _screen):
+        await press(pilot, "escape", "e")
+        assert isinstance(app.screen, TextDialog)
+        await type_text(pilot, "mine")
+        await press(pilot, "escape")
+        assert app.session.title == "new chat"
+        await press(pilot, "e")
+        app.screen.query_one("Prompt").put("mine")
+        await press(pilot, "enter")
+        assert app.session.title == "mine"
+        await press(pilot, "a")
+        assert isinstance(app.screen, ChoiceDialog)
+        await type_text(pilot, "slow")
+        await press(pilot, "enter")
+        await until(pilot, lambda: app.session.messages and not app.session.busy)
+        assert app.session.messages[0].text == "Why is decode slow?"
+
+
+async def test_every_command_is_in_the_help_with_its_key_and_in_the_palette():
+    from minitui.tui.actions import key_label, offered
+
+    async with running(size=(120, 60)) as (app, pilot, _screen):
+        await press(pilot, "escape", "question_mark")
+        assert isinstance(app.screen, HelpScreen)
+        text = "\n".join(str(s.render()) for s in app.screen.query("Static"))
+        assert "[keys]" in text
+        for action in offered():
+            assert action.id in text
+            assert not action.slash or f"/{action.slash}" in text
+            assert not action.key or key_label(action.key) in text
+        await press(pilot, "escape", "colon")
+        assert isinstance(app.screen, ChoiceDialog)
+        await type_text(pilot, "fork this")
+        app.chats.send(app.session, "x")
+        await until(pilot, lambda: not app.session.busy)
+        await press(pilot, "enter")
+        assert len(app.chats.sessions) == 2
+
+
+def test_what_stands_in_two_columns_goes_on_in_its_second():
+    text = "One sentence\nof two lines.\n\n  up, down   to choose a line of it\n             and the next\n  q   quit"
+    assert reflow(text, 26).split("\n") == [
+        "One sentence of two lines.",
+        "",
+        "  up, down   to choose a",
+        "             line of it",
+        "             and the next",
+        "  q   quit",
+    ]
+    for about in ABOUT.values():
+        assert all(len(line) <= 60 for line in reflow(about, 60).split("\n"))
+        assert reflow(about, 60).split() == about.split()
+
+
+async def test_a_click_takes_what_was_clicked_also_if_typing_has_changed_the_list_meanwhile():
+    async with running() as (app, pilot, _screen):
+        taken: list[str] = []
+        app.choose("Which?", [(name, "") for name in ("ash", "beech", "cedar", "oak")], taken.append)
+        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
+        options = app.screen.query_one(OptionList)
+        options.highlighted = 3
+        options.action_select()  # posts a message
+        app.screen._fill("ash")
+        await until(pilot, lambda: taken)
+        assert taken == ["oak"]
+
+
+async def test_letters_answer_a_demos_prediction_and_are_keys_again_afterwards():
+    async with running() as (app, pilot, _screen):
+        await press(pilot, "escape")
+        app.asking = stage = Stage(app.source, app.chats, app.feed, "", lambda text: None, keys=True)
+        asked = asyncio.create_task(stage.predict("Whose blocks go first?", ["Alpha", "Bravo"]))
+        await until(pilot, lambda: stage.asks == 2)
+        assert "Press a b; space gives more time." in stage.said[-1]
+        await press(pilot, "u")
+        await _said(app, pilot, "the demo drives the engine")
+        assert not app.gated and stage.asks == 2, "nothing has been shown"
+        await press(pilot, "b")
+        await asyncio.wait_for(asked, 3)
+        assert stage.verdict(1) == "You said b, and so it is. " and stage.verdict(0) == "You said b; it is a. "
+        await press(pilot, "e")
+        assert isinstance(app.screen, TextDialog), "e renames, as ever"
+
+
+async def test_a_demo_waits_while_it_is_held_and_nobody_else_steps_its_engine():
+    async with running() as (app, pilot, _screen):
+        await press(pilot, "escape")
+        held = lambda: app.feed.frozen  # noqa: E731
+        app.asking = stage = Stage(app.source, app.chats, app.feed, "", lambda text: None, held=held, keys=True)
+        await press(pilot, "p")
+        assert app.feed.frozen and not app.gated, "p means: wait"
+        reading = asyncio.create_task(stage.pause(0.05))
+        await press(pilot, "n", "N", "less_than_sign")
+        await asyncio.sleep(0.15)
+        assert not reading.done() and not [verb for verb, _ in app.source.calls if verb in ("step", "pace", "pause")]
+        await press(pilot, "p")
+        await asyncio.wait_for(reading, 3)
+
+
+async def test_keys_of_panel_and_screen_are_in_the_help_and_in_the_palette():
+    async with running(size=(120, 60), keys={"tree.search": "f9"}) as (app, pilot, _screen):
+        await press(pilot, "escape", "2")
+        for panel in app.screen.query(LinePanel):
+            if panel.focusable:
+                panel.focus()
+                await until(pilot, lambda panel=panel: app.focused is panel)
+                told = {b.id for here in keys_here(app) for b in here.bindings}
+                assert told >= {b.id for b in [*type(panel).BINDINGS, *InspectScreen.BINDINGS]}
+        app.screen.query_one(RadixTree).focus()
+        await press(pilot, "question_mark")
+        text = "\n".join(str(s.render()) for s in app.screen.query("Static"))
+        assert "The panel with the focus: Radix tree" in text and "tree.search f9 " in text
+        for binding in [*RadixTree.BINDINGS, *InspectScreen.BINDINGS]:
+            assert re.search(rf"{re.escape(binding.id)} +\S+ +{re.escape(binding.description)}", text), binding.id
+        await press(pilot, "escape", "colon")
+        await type_text(pilot, "another way")
+        await press(pilot, "enter")
+        await until(pilot, lambda: app.screen.query_one(BlockMap).mode == "owner")
+
+
+async def test_gate_step_pace_and_run_until_reach_the_engine():
+    source = FakeSource(lambda prompt: "y" * 400, speed=0.001)
+    async with running(source) as (app, pilot, screen):
+        await until(pilot, lambda: app.progress is None)
+        app.submit("go")
+        await until(pilot, lambda: app.session.messages[-1].text)
+        await press(pilot, "escape")  # cancels
+        app.submit("again")
+        app.screen.set_focus(None)
+        await press(pilot, "p")
+        await until(pilot, lambda: app.gated)
+        assert "PAUSED" in screen.query_one(TopBar).text
+        step = app.view.live.state.step
+        await press(pilot, "n")
+        await until(pilot, lambda: app.view.live.state.step == step + 1)
+        await press(pilot, "N")
+        await until(pilot, lambda: app.view.live.state.step == step + 11)
+        await press(pilot, "less_than_sign")
+        await until(pilot, lambda: app.pace == 2)
+        await press(pilot, "less_than_sign")
+        await until(pilot, lambda: app.pace == 5)
+        await press(pilot, "greater_than_sign")
+        await until(pilot, lambda: app.pace == 2)
+        assert "slow motion" in screen.query_one(TopBar).text
+        app.commands.run_slash("/until eviction")
+        await until(pilot, lambda: "RUNNING until the next eviction" in screen.query_one(TopBar).text)
+        app.commands.run_slash("/until finish")
+        await until(pilot, lambda: not app.session.busy)
+        await until(pilot, lambda: "PAUSED at step" in screen.query_one(TopBar).text)
+        await press(pilot, "p")
+        await until(pilot, lambda: not app.gated)
+        verbs = [verb for verb, _ in source.calls]
+        assert verbs == ["pause", "step", "step", "pace", "pace", "pace", "run_until", "run_until", "resume"]
+
+
+async def test_the_chat_screen_shows_its_own_chat_whatever_is_selected_elsewhere():
+    async with running() as (app, pilot, _screen):
+        await until(pilot, lambda: app.progress is None)
+        await ask(app, pilot, "What is a block table?")
+        other = app.view.requests_of(app.session.id)[-1]
+        await press(pilot, "escape", "o")
+        await ask(app, pilot, "What is a radix tree?")
+        await until(pilot, lambda: app.view.requests_of(app.session.id))
+        own = app.view.requests_of(app.session.id)[-1]
+        await press(pilot, "escape", "2")
+        app.view.select("request", other)
+        await until(pilot, lambda: f"r{other}" in app.screen.query_one(BlockTable).text)
+        await press(pilot, "1")
+        await until(pilot, lambda: isinstance(app.screen, ChatScreen))
+        await until(pilot, lambda: f"r{own}" in app.screen.query_one(BlockTable).text)
+        assert app.view.subject() == own
+        await press(pilot, "2")
+        await until(pilot, lambda: f"r{other}" in app.screen.query_one(BlockTable).text)
+
+
+async def test_freezing_stops_the_picture_not_the_engine():
+    async with running(FakeSource(lambda prompt: "y" * 300, speed=0.001)) as (app, pilot, screen):
+        await until(pilot, lambda: app.progress is None)
+        await press(pilot, "escape", "space")
+        assert app.feed.frozen
+        app.submit("go")
+        await until(pilot, lambda: not app.session.busy)  # the engine ran
+        assert app.view.live.state.step <= 0
+        assert app.feed.steps_behind >= 300
+        assert "steps behind" in screen.query_one(TopBar).text
+        await press(pilot, "space")
+        await until(pilot, lambda: app.feed.backlog == 0)
+        assert app.view.live.state.step >= 300
+        assert app.feed.dropped == 0
+
+
+async def test_the_engines_death_is_told_and_one_key_starts_it_again():
+    source = FakeSource(lambda prompt: "y" * 2000, speed=0.002)
+    async with running(source) as (app, pilot, screen):
+        app.submit("go")
+        await until(pilot, lambda: app.session.messages[-1].text)
+        source.die("the engine process ended by signal SIGKILL")
+        await until(pilot, lambda: isinstance(app.screen, DeathDialog))
+        assert "SIGKILL" in "".join(str(s.render()) for s in app.screen.query("Static"))
+        await until(pilot, lambda: "SIGKILL" in screen.transcript.text)
+        await press(pilot, "r")
+        await until(pilot, lambda: app.progress is None and source.error is None)
+        app.commands.run("retry")
+        await until(pilot, lambda: app.session.messages[-1].text)
+        assert app.view.live.state.step >= 0  # the panels live again, too
+
+
+def hung(source):
+    source.condition = Condition("step", 9.0, 6.0, "the engine's process 7 has given no sign of life for 6 s")
+
+
+async def test_an_engine_that_hangs_is_told_until_it_answers_again():
+    source = FakeSource()
+    async with running(source) as (app, pilot, screen):
+        hung(source)
+        await until(pilot, lambda: isinstance(app.screen, DeathDialog))
+        assert "no sign of life for 6 s" in "".join(str(s.render()) for s in app.screen.query("Static"))
+        source.condition = Condition()
+        await until(pilot, lambda: app.screen is screen)
+        hung(source)
+        await until(pilot, lambda: isinstance(app.screen, DeathDialog))
+        await press(pilot, "escape")
+        await until(pilot, lambda: "does not answer" in screen.query_one(TopBar).text)
+        assert app.screen is screen, "it was closed: it does not come again by itself"
+        app.submit("/restart")
+        await until(pilot, lambda: app.progress is None and not source.condition.hung)
+        await until(pilot, lambda: "does not answer" not in screen.query_one(TopBar).text)
+        assert app.screen is screen
+
+
+async def test_escape_then_q_quits_while_the_engine_hangs():
+    source = FakeSource(lambda prompt: "y" * 2000, speed=0.002)
+    async with running(source) as (app, pilot, screen):
+        app.submit("go")
+        await until(pilot, lambda: app.session.messages[-1].text)
+        source.abort = lambda stream: None  # nothing is acknowledged any more
+        hung(source)
+        await until(pilot, lambda: isinstance(app.screen, DeathDialog))
+        await press(pilot, "escape")
+        await until(pilot, lambda: app.screen is screen and not screen.prompt.has_focus)
+        await press(pilot, "q")
+        await until(pilot, lambda: app._exit)
+    assert source.closed
+    assert app.session.messages[-1].state == "cancelled"
+
+
+async def test_an_answer_cancelled_twice_ends_without_the_engines_word():
+    source = FakeSource(lambda prompt: "y" * 2000, speed=0.002)
+    async with running(source) as (app, pilot, _screen):
+        app.submit("go")
+        await until(pilot, lambda: app.session.messages[-1].text)
+        source.abort = lambda stream: None
+        await press(pilot, "escape")
+        assert app.session.busy
+        await press(pilot, "escape")
+        await until(pilot, lambda: not app.session.busy)
+        assert app.session.messages[-1].state == "cancelled"
+
+
+async def test_a_hung_engine_that_dies_is_told_as_dead():
+    source = FakeSource()
+    async with running(source) as (app, pilot, _screen):
+        hung(source)
+        await until(pilot, lambda: isinstance(app.screen, DeathDialog))
+        source.condition = Condition()
+        source.die("the engine process ended by signal SIGKILL")
+        await until(pilot, lambda: "SIGKILL" in "".join(str(s.render()) for s in app.screen.query("Static")))
+        assert not app.screen.hang
+        await press(pilot, "q")
+    assert app.return_code == 1
+
+
+async def test_a_step_that_takes_long_is_told_as_that_and_the_engine_can_be_restarted():
+    source = FakeSource()
+    async with running(source) as (app, pilot, screen):
+        source.condition = Condition("step", 12.0)
+        await until(pilot, lambda: "one step has taken 12 s so far" in screen.query_one(TopBar).text)
+        assert app.screen is screen
+        app.submit("/restart")
+        await until(pilot, lambda: not source.condition.long)
+
+
+async def test_an_engine_that_cannot_start_says_why():
+    async with running(FakeSource(start_error="there is not enough memory for this model")) as (app, pilot, _screen):
+        await until(pilot, lambda: isinstance(app.screen, DeathDialog))
+        assert "not enough memory" in "".join(str(s.render()) for s in app.screen.query("Static"))
+        await press(pilot, "q")
+    assert app.return_code == 1
+
+
+@pytest.mark.parametrize("size", [(80, 24), (99, 30), (100, 30), (160, 48), (200, 60)])
+async def test_the_screen_fits_every_size_and_keeps_what_matters(size):
+    async with running(size=size) as (app, pilot, screen):
+        await ask(app, pilot, "What is a block table?")
+        assert screen.has_class("-wide") == (size[0] >= 100)
+        assert bool(screen.query_one("#rail").display) == (size[0] >= 100)
+        assert bool(screen.query_one("#glance").display) == (size[0] < 100)
+        assert screen.transcript.size.height >= 8
+        assert screen.prompt.region.bottom <= size[1] - 1
+        assert max(len(line) for line in screen.transcript.text.splitlines()) <= screen.transcript.size.width
+        for panel in screen.query("LinePanel"):
+            if (
+                panel.display
+                and panel.region.height
+                and all(a.display for a in panel.ancestors_with_self if hasattr(a, "display"))
+            ):
+                assert panel.region.right <= size[0]
+
+
+async def test_titles_use_the_room_there_is_and_what_is_cut_has_dots():
+    titles = [f"chat number {number} of many" for number in range(1, 13)]
+    async with running(size=(80, 30)) as (app, pilot, screen):
+        app.chats.rename(app.session, titles[0])
+        for title in titles[1:]:
+            app.chats.new("", title)
+        everything, strip = list(app.chats.sessions), screen.query_one(SessionStrip)
+        for columns, count in itertools.product((80, 120, 160), (2, 7, 12)):
+            await pilot.resize_terminal(columns, 30)
+            await until(pilot, lambda: strip.size.width == columns)  # noqa: B023 (it is asked now)
+            app.chats.sessions[:] = everything[:count]
+            for number in (1, count):
+                app.select_session(everything[number - 1])
+                strip.paint(app.view)
+                line = strip.render_line(0).text.rstrip()
+                assert f" {number} {titles[number - 1][:9]}" in line and line.endswith("+ new")
+                hidden = sum(int(n) for n in re.findall(r"(\d+) more", line))
+                entries = [n for n in range(1, count + 1) if f" {n} " in line]
+                assert len(entries) + hidden >= count and (columns < 120 or not hidden), line
+                for title in re.findall(r"\d+ (chat.*?) *(?=  | [^ \w]|$)", line):
+                    assert title in titles or (title[-1] == "…" and len(title) > 6), f"{title!r} is cut without a sign"
+                assert line.count("…") == 0 or len(line) > columns - 24, "letters are left out while there is room"
+
+
+@pytest.mark.parametrize("name", ["minitui-dark", "minitui-light", "minitui-projector"])
+async def test_every_theme_draws_the_chat(name):
+    async with running(theme=name) as (app, pilot, screen):
+        await ask(app, pilot, "What is a block table?")
+        assert app.theme == name
+        ink = {
+            segment.style.color.name
+            for segment in screen.transcript.render_line(2)
+            if segment.style and segment.style.color
+        }
+        assert ink <= set(theme.COLOURS[name].values())
+
+
+async def test_ascii_mode_draws_only_ascii():
+    """Prompt and dialogs, whose frames Textual draws, too."""
+    async with running(ascii=True) as (app, pilot, screen):
+        await ask(app, pilot, "What is a block table?")
+        for bar in screen.query("Bar"):
+            assert bar.text.isascii(), bar.text  # type: ignore[attr-defined]
+        await press(pilot, "escape")
+        for key in ("", "e"):
+            if key:
+                await press(pilot, key)
+            shown = "\n".join(strip.text for strip in app.screen._compositor.render_strips())
+            assert not set(shown) & set("╭╮╰╯│─▌▊▎…"), shown
+        await press(pilot, "escape", "question_mark")
+        assert isinstance(app.screen, HelpScreen)
+        shown = "\n".join(strip.text for strip in app.screen._compositor.render_strips())
+        assert shown.isascii() and "esc closes" in shown
+
+
+async def test_a_key_can_be_remapped_by_its_id():
+    async with running(keys={"new": "f8"}) as (app, pilot, _screen):
+        await press(pilot, "escape", "o")
+        assert len(app.chats.sessions) == 1
+        await press(pilot, "f8")
+        assert len(app.chats.sessions) == 2
+
+
+async def test_every_binding_has_an_id_and_a_tooltip():
+    from textual.binding import Binding
+
+    for binding in MinituiApp.BINDINGS:
+        assert isinstance(binding, Binding)
+        assert binding.id
+        assert binding.tooltip
+
+
+async def test_leaving_keeps_the_answer_as_far_as_it_is(tmp_path: Path):
+    path = tmp_path / "chats.sqlite"
+    async with running(FakeSource(lambda prompt: "y" * 3000, speed=0.002), store=Store(path)) as (app, pilot, _screen):
+        app.submit("go on")
+        await until(pilot, lambda: app.session.messages[-1].text)
+        await press(pilot, "escape")
+        app.submit("once more")
+        await until(pilot, lambda: app.session.messages[-1].text)
+        app.commands.run("quit")
+    [kept] = Store(path).open_chats()
+    assert [m.state for m in kept.messages] == ["done", "cancelled", "done", "cancelled"]
+    assert kept.messages[-1].text.startswith("y")
+
+
+async def test_thinking_is_folded_and_unfolds():
+    async with running(FakeSource(lambda prompt: "<think>first this, then that</think>\n\nSo: yes.")) as (
+        app,
+        pilot,
+        screen,
+    ):
+        await ask(app, pilot, "why")
+        assert "thought for 4 words" in screen.transcript.text
+        assert "then that" not in screen.transcript.text
+        await press(pilot, "escape", "t")
+        await until(pilot, lambda: "then that" in screen.transcript.text)
+        assert "So: yes." in screen.transcript.text
+    async with running() as (app, pilot, _screen):
+        await ask(app, pilot, "why")
+        app.commands.run("think")
+        await _said(app, pilot, "answers at once")
+
+
+async def test_a_chat_that_is_not_shown_costs_the_screen_nothing():
+    async with running(FakeSource(lambda prompt: "y" * 500, speed=0.001)) as (app, pilot, screen):
+        app.submit("go")
+        await press(pilot, "escape")
+        app.select_session(app.chats.new(SYSTEM))
+        await drawn(pilot)
+        before = screen.transcript.text
+        await until(pilot, lambda: app.chats.sessions[0].state in ("done", "cancelled"))
+        assert screen.transcript.text == before
+        app.select_session(app.chats.sessions[0])
+        await until(pilot, lambda: "go" in screen.transcript.text)
+
+
+async def test_unknown_commands_and_wrong_arguments_are_sentences():
+    async with running() as (app, pilot, _screen):
+        for command, words in (
+            ("/nonsense", "no command"),
+            ("/slow fast", "factor"),
+            ("/go 9", "chats 1 to 1"),
+            ("/theme pink", "no theme"),
+            ("/until never", "admission"),
+            ("/set temperature hot", "temperature"),
+            ("/s", "may be"),
+            ("/step x", "number"),
+        ):
+            app.submit(command)
+            await pilot.pause()
+            shown = [n.message for n in app._notifications]
+            assert any(words in message for message in shown), (command, shown)
+
+
+async def _said(app: MinituiApp, pilot: Pilot[Any], words: str) -> None:
+    await until(pilot, lambda: any(words in n.message for n in app._notifications))
+
+
+async def test_the_last_question_is_edited_and_asked_in_its_place(tmp_path: Path):
+    async with running(store=Store(tmp_path / "chats.sqlite")) as (app, pilot, _screen):
+        await ask(app, pilot, "What is a block?")
+        await ask(app, pilot, "And why?")
+        await press(pilot, "escape", "E")
+        assert isinstance(app.screen, TextDialog)
+        await press(pilot, *"ever", "enter")
+        await until(pilot, lambda: not app.session.busy)
+        asked = [m.text for m in app.session.messages if m.role == "user"]
+        assert asked == ["What is a block?", "And why?ever"]
+        assert len(app.session.messages) == 4
+        kept = app.chats.store.load(app.session.id)
+        assert [m.text for m in kept.messages] == [m.text for m in app.session.messages]
+
+
+async def test_a_closed_chat_is_found_by_its_words_and_comes_back(tmp_path: Path):
+    async with running(store=Store(tmp_path / "chats.sqlite")) as (app, pilot, _screen):
+        await ask(app, pilot, "Tell me of walruses")
+        first = app.session.id
+        app.submit("/close")
+        app.submit("/search walrus")
+        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
+        await press(pilot, "enter")
+        await until(pilot, lambda: app.session.id == first)
+        assert [s.id for s in app.chats.sessions].count(first) == 1
+        await press(pilot, "i")
+        await ask(app, pilot, "And now?")
+        assert len(app.session.messages) == 4
+        app.submit("/search walrus")
+        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
+        await press(pilot, "enter")
+        await until(pilot, lambda: not isinstance(app.screen, ChoiceDialog))
+        assert [s.id for s in app.chats.sessions].count(first) == 1, "one that is open is only shown"
+        app.submit("/search nothing-of-the-kind")
+        await _said(app, pilot, "no chat holds")
+
+
+async def test_messages_and_code_are_copied_and_files_attached(tmp_path: Path):
+    async with running() as (app, pilot, screen):
+        app.session.messages += [Message("user", "Show"), Message("assistant", "So:\n```python\nx = 1\n```\ndone")]
+        app.submit("/copy")
+        assert app.clipboard == "So:\n```python\nx = 1\n```\ndone"
+        app.submit("/copy code")
+        assert app.clipboard == "x = 1"
+        app.submit("/pick")
+        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
+        await press(pilot, "down", "down", "enter")
+        await until(pilot, lambda: app.clipboard == "Show")
+        path = tmp_path / "a.json"
+        app.submit(f"/export {path}")
+        assert '"content": "Show"' in path.read_text()
+        notes = tmp_path / "notes.txt"
+        notes.write_text("two\nlines\n")
+        app.submit(f"/attach {notes}")
+        await until(pilot, lambda: screen.prompt.text == "notes.txt:\n```\ntwo\nlines\n```\n")
+        assert screen.prompt.has_focus
+
+
+async def test_one_key_starts_over():
+    source = FakeSource()
+    async with running(source) as (app, pilot, _screen):
+        await ask(app, pilot, "What is a block?")
+        assert app.view.live.state.counts[CACHED] > 0
+        await press(pilot, "escape", "p")
+        await until(pilot, lambda: app.gated)
+        app.ask_question("And another?")
+        await until(pilot, lambda: app.view.live.state.requests)
+        await press(pilot, "3", "X")
+        await _said(app, pilot, "as at the beginning")
+        state = app.view.live.state
+        assert not app.gated and not state.requests and state.counts[CACHED] == 0
+        assert not app.view.lanes.lanes, "the history begins anew"
+        assert app.session.messages[-1].state == "cancelled", "chats stay"
+
+
+async def test_what_makes_the_engine_go_on_and_a_question_lead_back_from_the_past():
+    async with running(FakeSource(lambda prompt: "y" * 2000, speed=0.002), size=(80, 24)) as (app, pilot, _screen):
+        await ask_paused(app, pilot)
+        for keys in (["end"], ["p"], ["p", "N"], ["u", "enter"]):
+            await press(pilot, "comma", "comma")
+            assert app.view.travel_text and " end now " in app.screen.query_one(StatusBar).text
+            if keys[-1] == "N":
+                await press(pilot, keys.pop(0))  # pausing leaves the past as it is
+                assert app.view.travel_text
+            await press(pilot, *keys)
+            assert not app.view.travel_text, keys
+        await press(pilot, "comma")
+        assert app.view.travel_text
+        app.submit("/all and you?")
+        app.submit("/new")
+        app.submit("And you?")
+        assert not app.view.travel_text
+
+
+async def ask_paused(app: MinituiApp, pilot: Pilot[Any]) -> None:
+    app.submit("go on")
+    await until(pilot, lambda: len(app.session.messages[-1].text) > 20)
+    await press(pilot, "ctrl+g", "3", "p")
+    await until(pilot, lambda: app.gated)
+
+
+async def test_a_terminal_that_becomes_narrow_at_once_is_no_trouble():
+    async with running() as (_app, pilot, screen):
+        for columns in (43, 120, 44, 240, 42):
+            await pilot.resize_terminal(columns, 10)
+            await settled()
+        assert screen.prompt.size.width > 20

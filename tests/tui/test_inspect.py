@@ -1,0 +1,305 @@
+"""The inspect screen as a reader uses it, over the stress source."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from minitui.dev.simulator import CLASSROOM, SMALL, Load
+from minitui.dev.simulator_app import LiveStress, StressApp, measure
+from minitui.dev.simulator_process import StressProcess
+from minitui.tui.screens.inspect import InspectScreen
+from minitui.tui.theme import use_ascii
+from minitui.tui.widgets.block_map import BlockMap
+from minitui.tui.widgets.details import Details
+from minitui.tui.widgets.events import Events
+from minitui.tui.widgets.lanes import BatchLanes
+from minitui.tui.widgets.timings import StepTimings
+from minitui.tui.widgets.tree import RadixTree
+from minitui.viewmodel.model import View
+
+SNAPSHOTS = Path(__file__).parent / "snapshots"
+
+
+class Steady(LiveStress):
+    """Time passes by the test's word, not by the clock's."""
+
+    def drain_records(self):
+        return self.stress.drain()
+
+
+@pytest.fixture
+def clock():
+    """The application's clock: it moves with the frames and not by itself."""
+    return {"t": 1000.0}
+
+
+@asynccontextmanager
+async def opened(load: Load, size: tuple[int, int], clock: dict[str, float], warm_up: float = 4.0):
+    """The app at this size, and its pilot, after a second of frames."""
+    app = StressApp(Steady(load, warm_up), fps=0, clock=lambda: clock["t"])
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        await frames(app, pilot, clock, 20)
+        while not app.source.stress.scheduler.running:
+            await frames(app, pilot, clock)
+        yield app, pilot
+
+
+async def frames(app: StressApp, pilot, clock: dict[str, float], n: int = 1) -> None:
+    for _ in range(n):
+        clock["t"] += 0.05
+        app.source.stress.run(0.05)
+        app.tick()
+    await pilot.pause()
+
+
+def lines(app: StressApp) -> list[str]:
+    return [strip.text for strip in app.screen._compositor.render_strips()]
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 36), (160, 48), (200, 60)])
+async def test_every_size_shows_the_pool_the_step_and_panels(size, clock):
+    async with opened(SMALL, size, clock) as (app, _):
+        screen = lines(app)
+        assert len(screen) == size[1] and all(len(line) == size[0] for line in screen)
+        text = "\n".join(screen)
+        for word in ("active", "shared", "cached", "free", "KV blocks", " of 128 tokens"):
+            assert word in text, word
+        titles = [name for name in ("Radix tree", "Batch lanes", "Timings", "Events", "Block table") if name in text]
+        assert len(titles) == (0 if size == (80, 24) else 5)
+        assert (" 0 dropped" if size[0] < 100 else "backlog 0 · 0 dropped") in screen[-1]
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 36), (200, 60)])
+@pytest.mark.parametrize("ascii_only", [False, True])
+async def test_the_screen_looks_as_it_did(size, ascii_only, clock):
+    """Readable pictures in tests/snapshots; UPDATE_SNAPSHOTS=1 writes them anew."""
+    use_ascii(ascii_only)
+    try:
+        async with opened(SMALL, size, clock) as (app, _):
+            text = "\n".join(line.rstrip() for line in lines(app)) + "\n"
+    finally:
+        use_ascii(False)
+    assert not ascii_only or text.isascii(), sorted({c for c in text if not c.isascii()})
+    path = SNAPSHOTS / f"inspect-{size[0]}x{size[1]}{'-ascii' if ascii_only else ''}.txt"
+    if os.environ.get("UPDATE_SNAPSHOTS"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8"), f"{path.name} differs: look, then UPDATE_SNAPSHOTS=1"
+
+
+async def test_tab_goes_through_the_panels_and_on_a_small_screen_shows_one_at_a_time(clock):
+    async with opened(SMALL, (80, 24), clock) as (app, pilot):
+        screen = app.screen
+        assert isinstance(screen, InspectScreen) and screen.single
+        seen = []
+        for _ in range(7):
+            await frames(app, pilot, clock)
+            shown = [name for name in screen.PANELS if screen.query_one(f"#{name}").region.area]
+            assert shown == [screen.current] and app.focused.id == screen.current
+            seen.append(screen.current)
+            await pilot.press("tab")
+        assert seen == ["map", "table", "lanes", "tree", "timings", "events", "map"]
+        await pilot.press("shift+tab")
+        assert screen.current == "map"
+
+
+async def test_z_shows_a_panel_alone_and_brings_the_others_back(clock):
+    async with opened(SMALL, (140, 40), clock) as (app, pilot):
+        screen = app.screen
+        tree = screen.query_one(RadixTree)
+        small = tree.size
+        tree.focus()
+        await pilot.press("z")
+        await frames(app, pilot, clock)
+        assert tree.size.width == 140 and tree.size.height > small.height
+        assert not screen.query_one(BlockMap).region.area
+        text = "\n".join(lines(app))
+        assert "KV pool" in text and "of 128 tokens" in text, "the pool and the step stay in sight"
+        await pilot.press("z")
+        await frames(app, pilot, clock)
+        assert tree.size == small and screen.query_one(BlockMap).region.area
+
+
+async def test_a_selection_made_in_one_panel_is_seen_in_the_others(clock):
+    async with opened(CLASSROOM, (160, 48), clock) as (app, pilot):
+        screen, view = app.screen, app.view
+        lanes = screen.query_one(BatchLanes)
+        lanes.focus()
+        for _ in range(40):
+            await pilot.press("down")
+            if view.selection.id in view.live.state.requests:
+                break
+        id = view.selection.id
+        request = view.live.state.requests[id]
+        app.tick()
+        await pilot.pause()
+
+        def lit(panel) -> list[str]:
+            shown = [run for row in panel.drawn_rows for run in row]
+            return [text for text, words in shown if "select" in words.split() or "accent" in words]
+
+        assert any(f"r{id}" in text for text in lit(lanes))
+        assert any(f"r{id}" in text for text in lit(screen.query_one("#table")))
+        block_map = screen.query_one(BlockMap)
+        marked = sum(len(t) for row in block_map.drawn_rows[2:-1] for t, words in row if words == "accent on select")
+        assert marked == len(request.table) * block_map.grid.cell or block_map.grid.k > 1
+        if request.node:
+            screen.query_one(RadixTree).focus()
+            app.tick()
+            await pilot.pause()
+            path = [node.id for node in view.live.state.path(request.node)]
+            assert set(path) <= set(screen.query_one(RadixTree).nodes), "the selected path is pinned"
+        await pilot.press("escape")
+        assert view.selection is None
+
+
+async def test_enter_tells_the_story_and_escape_closes_it(clock):
+    async with opened(SMALL, (120, 36), clock) as (app, pilot):
+        screen = app.screen
+        details = screen.query_one(Details)
+        for panel in [name for name in screen.PANELS if name not in screen.absent]:
+            screen.query_one(f"#{panel}").focus()
+            await pilot.press("down", "enter")
+            await frames(app, pilot, clock)
+            assert details.display, panel
+            assert details.text.splitlines()[0].startswith("╭─ "), panel
+            assert app.focused is details
+            await pilot.press("escape")
+            await frames(app, pilot, clock)
+            assert not details.display and app.focused.id == panel
+
+
+async def test_c_changes_what_colours_mean(clock):
+    async with opened(SMALL, (120, 36), clock) as (app, pilot):
+        for mode in ("owner", "age", "refcount", "state"):
+            await pilot.press("c")
+            await frames(app, pilot, clock)
+            assert f"colour by {mode} · c" in "\n".join(lines(app))
+
+
+async def test_tree_search_takes_the_letters_that_are_keys_elsewhere(clock):
+    async with opened(CLASSROOM, (120, 36), clock) as (app, pilot):
+        tree = app.screen.query_one(RadixTree)
+        tree.focus()
+        await pilot.press("slash", *"poems")
+        await frames(app, pilot, clock)
+        assert tree.search == "poems" and tree.typing
+        assert all("poems" in line for line in tree.text.splitlines()[2:3])
+        await pilot.press("enter", "escape")
+        assert tree.search == ""
+
+
+async def test_the_gate_freezing_and_travelling_show_in_the_picture(clock):
+    async with opened(SMALL, (120, 36), clock) as (app, pilot):
+        await pilot.press("p")
+        await frames(app, pilot, clock)
+        gated = app.view.steps.last
+        assert f"PAUSED at step {gated:,}" in lines(app)[0]
+        assert f"step {gated:,}  " in "\n".join(lines(app)), "the bar is exactly this step"
+        await pilot.press("n")
+        await frames(app, pilot, clock)
+        assert app.view.steps.last == gated + 1
+        await pilot.press("comma", "comma")
+        await frames(app, pilot, clock)
+        assert f"PAST step {gated - 1:,}, 2 back" in lines(app)[0]
+        await pilot.press("full_stop", "full_stop", "p")
+        await frames(app, pilot, clock, 4)
+        assert "PAST" not in lines(app)[0] and "PAUSED" not in lines(app)[0]
+        await pilot.press("space")
+        await frames(app, pilot, clock, 12)  # panels that are painted less often catch up with the last picture
+        before = lines(app)[1:-1]
+        await frames(app, pilot, clock, 20)
+        assert "FROZEN" in lines(app)[0] and "steps behind" in lines(app)[0]
+        assert lines(app)[1:-1] == before, "a frozen picture does not move"
+        await pilot.press("space")
+        await frames(app, pilot, clock)
+        assert "FROZEN" not in lines(app)[0] and app.feed.backlog == 0
+
+
+async def test_keys_reach_the_steps_of_the_lanes_and_the_slowest_step(clock):
+    async with opened(CLASSROOM, (140, 40), clock) as (app, pilot):
+        screen, view = app.screen, app.view
+        lanes = screen.query_one(BatchLanes)
+        lanes.focus()
+        await pilot.press("left", "left")
+        assert view.selection.kind == "step" and view.selection.id == view.horizon - lanes.k
+        assert f"step {view.selection.id:,}" in screen.query_one("#step").text or not app.tick()
+        k = lanes.k
+        await pilot.press("left_square_bracket")
+        assert lanes.k < k
+        await pilot.press("pageup")
+        assert lanes.back > 0
+        await pilot.press("end")
+        assert lanes.back == 0 and lanes.fixed_k is None
+        timings = screen.query_one(StepTimings)
+        timings.focus()
+        await pilot.press("enter")
+        assert view.selection.id == view.timings.slowest.step
+        assert f"Step {view.timings.slowest.step:,} · " in screen.query_one(Details).text
+        await pilot.press("escape")
+        events = screen.query_one(Events)
+        events.focus()
+        await pilot.press("f")
+        await frames(app, pilot, clock)
+        assert "show hits and misses" in events.text
+
+
+async def test_clicks_select_what_they_hit(clock):
+    async with opened(SMALL, (160, 48), clock) as (app, pilot):
+        view, block_map = app.view, app.screen.query_one(BlockMap)
+        g = block_map.grid
+        row, column = divmod(20, g.per_row)
+        row *= 2 if block_map._spread() else 1
+        head = len(block_map.drawn_rows) - 2 - g.rows
+        await pilot.click(block_map, offset=(2 + column * (g.cell + g.gap), 1 + head + row))
+        assert (view.selection.kind, view.selection.id) == ("block", 21)
+        tree = app.screen.query_one(RadixTree)
+        await pilot.click(tree, offset=(10, 3))
+        assert (view.selection.kind, view.selection.id) == ("node", tree.nodes[1])
+
+
+async def test_the_screen_survives_every_size_and_theme(clock):
+    async with opened(SMALL, (160, 48), clock) as (app, pilot):
+        for size in ((80, 24), (40, 10), (100, 32), (99, 40), (220, 70), (60, 24)):
+            await pilot.resize_terminal(*size)
+            await frames(app, pilot, clock, 3)
+            assert len(lines(app)) == size[1] and len(lines(app)[0]) == size[0]
+        for _ in range(3):
+            await pilot.press("T")
+            await frames(app, pilot, clock, 2)
+
+
+@pytest.mark.slow
+def test_the_cost_of_the_screen_can_be_measured():
+    figures = measure("small", (80, 24), fps=20.0, seconds=2.0, settle=0.3)
+    assert figures["size"] == "80x24" and figures["drawn_per_s"] > 0
+    assert 0 < figures["cpu_percent"] < 100 and figures["kb_per_s"] > 0
+    assert figures["dropped"] == 0 and figures["blocks"] == 64
+    assert figures["keys"] > 0 and 0 < figures["key_ms_p50"] < 2000, "colours, and panels behind tab"
+
+
+async def test_records_come_from_another_process_without_a_gap_and_with_their_words():
+    source = StressProcess("small", warm_up=1.0, ahead=0.5)
+    try:
+        view = View()
+        view.reset(await source.snapshot())
+        begins, end = view.live.state.step, time.monotonic() + 20
+        while view.live.state.step < begins + 200 and time.monotonic() < end:
+            view.fold(source.drain_records(), time.monotonic())
+            time.sleep(0.02)
+        assert view.live.state.step >= begins + 200 and not view.gap, "some were made ahead, the others not"
+        assert any("block" in source.decode(node.ids) for node in view.live.state.nodes.values())
+        assert source.names and source.made
+        source.gate()
+        while view.live.state.gate == "open" and time.monotonic() < end:
+            view.fold(source.drain_records(), time.monotonic())
+            time.sleep(0.02)
+        assert view.live.state.gate == "closed"
+    finally:
+        source.close()
+    assert source._process.returncode is not None

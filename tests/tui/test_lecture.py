@@ -1,0 +1,254 @@
+"""The lecture screen, the sentences it tells, and the questions it asks."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from engine.trace.state import State
+from minitui.dev.simulator import SMALL, Load, Stress
+from minitui.dev.simulator_app import LiveStress, StressApp
+from minitui.tui.screens.lecture import LectureScreen
+from minitui.tui.widgets.why import Why
+from minitui.viewmodel.model import View
+from minitui.viewmodel.narrate import moment, narrate
+from minitui.viewmodel.predict import question_about
+
+SNAPSHOTS = Path(__file__).parent / "snapshots"
+TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
+
+
+def told(load: Load, steps: int, seed: int = 0):
+    """Each step's sentence, told when the picture stands at it, with the records of the step."""
+    stress = Stress(Load(**{**{f: getattr(load, f) for f in load.__slots__}, "seed": seed}))
+    view = View()
+    view.ids_to_text = stress.words.decode
+    view.reset(State(load.blocks + 1, load.block_size, load.budget, load.rows).snapshot())
+    stress.gate(True)
+    for _ in range(steps):
+        stress.run_steps(1)
+        records = stress.drain()
+        view.fold(records, stress.now)
+        view.frame(stress.now)
+        yield stress, view, records, narrate(view, view.steps.last)
+
+
+def test_each_sentence_says_what_the_records_say():
+    seen = set()
+    for _stress, view, records, text in told(TIGHT, 500, seed=3):
+        kinds = {record[2] for record in records}
+        seen |= kinds
+        step = next(record for record in records if record[2] == "step")
+        prefills = {chunk[0]: chunk for chunk in step[4]}
+        decodes = step[7] - sum(chunk[2] for chunk in step[4])
+        matches = {record[3]: record for record in records if record[2] == "match"}
+        for record in records:
+            if record[2] == "admit" and record[3] in prefills and sum(r[2] == "admit" for r in records) <= 3:
+                verb = "runs again after its preemption" if record[5] == "resumed" else "joins"
+                assert f"r{record[3]} {verb}" in text
+                match = matches.get(record[3])
+                if match is not None and match[4] > 0:
+                    assert f"the first {match[4]:,} of its" in text
+                n = prefills[record[3]][2]
+                assert re.search(rf"\b{n:,} (tokens )?are computed|only one is computed", text), (n, text)
+            elif record[2] == "preempt":
+                assert f"So r{record[3]}, the youngest, gives back its {record[5]} block" in text
+                assert record[4] in text
+            elif record[2] == "finish":
+                assert f"r{record[3]} " in text and f"after {record[5]:,} token" in text
+            elif record[2] == "wait":
+                assert f"r{record[3]} has to wait: {record[4]}" in text
+        evicted = sum(record[4] for record in records if record[2] == "evict")
+        if evicted:
+            assert f"To make room, {evicted} block{'s' if evicted > 1 else ''} that nobody held" in text
+        if decodes == 1:
+            assert "decodes one token" in text
+        elif decodes:
+            assert "decode one token each" in text
+        decisions = kinds & {"admit", "evict", "preempt", "finish", "wait", "match"}
+        assert moment(view, step[3]) == bool(prefills or decisions)
+    assert {"preempt", "evict", "finish", "wait", "match"} <= seen, "the load must show everything"
+
+
+def test_who_begins_a_block_is_told_at_the_gate():
+    for stress, _view, records, text in told(SMALL, 300):
+        step = next(record for record in records if record[2] == "step")
+        if step[4] or not any(record[2] == "alloc" for record in records):
+            continue
+        alloc = next(record for record in records if record[2] == "alloc")
+        if len(stress.scheduler.running) == 1:
+            assert text.startswith(f"r{alloc[3]} decodes one token, the first in a new block, {alloc[4][0]}.")
+            return
+    pytest.fail("no request began a block by itself")
+
+
+def test_a_prefix_that_is_still_being_computed_is_told():
+    load = Load(blocks=200, chats=2, rows=4, budget=512, context=480, reply=(20, 30), system_repeat=8, paste=0.0)
+    stress = Stress(load)
+    stress._people[1].ids = list(stress._people[0].ids)  # the same system prompt
+    stress._speaking = [(0.0, 0), (0.0, 1)]
+    view = View()
+    view.ids_to_text = stress.words.decode
+    view.reset(State(load.blocks + 1, 16, load.budget, load.rows).snapshot())
+    texts = []
+    for _ in range(12):
+        stress.run_steps(1)
+        view.fold(stress.drain(), stress.now)
+        view.frame(stress.now)
+        texts.append(narrate(view, view.steps.last))
+    assert texts[0].count("joins") == 2 and "r2 joins: the first 160 of its" in texts[0]
+    assert any("being computed by r1" in text for text in texts), texts
+
+
+def test_nothing_is_said_of_a_step_that_is_not_known():
+    assert narrate(View(), 0) == "" and not moment(View(), 3)
+
+
+def test_the_right_answer_is_among_the_choices_of_every_question():
+    kinds = set()
+    for _stress, view, records, _text in told(TIGHT, 500, seed=3):
+        step = view.steps.last
+        if not {record[2] for record in records} & {"admit", "evict", "preempt"}:
+            assert question_about(view, step) is None
+            continue
+        if step < 3 or not view.travel_to(step - 1):
+            continue
+        question = question_about(view, step)
+        view.present()
+        if question is None:
+            continue
+        right = question.choices[question.answer]
+        assert 2 <= len(question.choices) <= 3 and len(set(question.choices)) == len(question.choices)
+        preempted = [record[3] for record in records if record[2] == "preempt"]
+        evicted = [record[3] for record in records if record[2] == "evict"]
+        if preempted:
+            assert right == f"r{preempted[0]}"
+            kinds.add("preempt")
+        elif "has to go?" in question.text:
+            assert evicted
+            kinds.add("evict")
+        else:
+            taken = next(record for record in records if record[2] == "step")
+            admitted = next(record[3] for record in records if record[2] == "admit")
+            assert right == f"{next(chunk[2] for chunk in taken[4] if chunk[0] == admitted):,}"
+            kinds.add("admit")
+    assert kinds == {"preempt", "evict", "admit"}
+
+
+# ---- the screen
+
+
+class Steady(LiveStress):
+    """Time passes by the test's word, not by the clock's."""
+
+    def drain_records(self):
+        return self.stress.drain()
+
+
+@asynccontextmanager
+async def opened(size: tuple[int, int]):
+    clock = {"t": 1000.0}
+    app = StressApp(Steady(SMALL, 3.0), fps=0, clock=lambda: clock["t"])
+
+    async def frames(n: int = 1) -> None:
+        for _ in range(n):
+            clock["t"] += 0.05
+            app.source.stress.run(0.05)
+            app.tick()
+        await pilot.pause()
+
+    async with app.run_test(size=size) as pilot:
+        await pilot.press("3")
+        await pilot.pause()
+        await frames(10)
+        yield app, pilot, frames
+
+
+def lines(app: StressApp) -> list[str]:
+    return [strip.text for strip in app.screen._compositor.render_strips()]
+
+
+async def until(app, pilot, frames, kind: str) -> None:
+    for _ in range(400):
+        await pilot.press("n")
+        await frames()
+        if any(event.kind == kind for event in app.view.events.of_step(app.view.horizon)):
+            return
+    pytest.fail(f"no {kind} in 400 steps")
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 36), (200, 60)])
+async def test_the_screen_is_complete_at_its_size(size):
+    async with opened(size) as (app, pilot, frames):
+        await until(app, pilot, frames, "hit")
+        text = "\n".join(line.rstrip() for line in lines(app)) + "\n"
+        assert all(len(line) == size[0] for line in lines(app)) and len(lines(app)) == size[1]
+        sentence = narrate(app.view, app.view.horizon)
+        shown = " ".join(app.screen.query_one(Why).text.replace("│", " ").split())
+        assert sentence in shown
+        for word in ("KV blocks", "Radix tree", " of 128 tokens", "PAUSED at step", "n next"):
+            assert word in text
+        path = SNAPSHOTS / f"lecture-{size[0]}x{size[1]}.txt"
+        if os.environ.get("UPDATE_SNAPSHOTS"):
+            path.write_text(text, encoding="utf-8")
+        assert text == path.read_text(encoding="utf-8"), f"{path.name} differs: look, then UPDATE_SNAPSHOTS=1"
+
+
+async def test_a_remote_steps_forward_and_back_and_its_other_keys_do_no_harm():
+    async with opened((80, 24)) as (app, pilot, frames):
+        await pilot.press("pagedown")
+        await frames()
+        at = app.view.steps.last
+        assert app.view.gate_text == f"PAUSED at step {at:,}"
+        await pilot.press("pagedown", "pagedown")
+        await frames()
+        assert app.view.steps.last == at + 2
+        await pilot.press("pageup")
+        await frames()
+        assert app.view.horizon == at + 1 and narrate(app.view, at + 1)
+        assert f"Why · step {at + 1:,}" in "\n".join(lines(app))
+        await pilot.press("pagedown")
+        await frames()
+        assert app.view.horizon == at + 2 and not app.view.travel_text, "forward in time before forward in steps"
+        before = (app.view.steps.last, app.view.live.state.snapshot(), app.screen)
+        await pilot.press("f5", "escape", "full_stop", "escape")
+        await frames()
+        assert (app.view.steps.last, app.view.live.state.snapshot(), app.screen) == before
+        assert isinstance(app.screen, LectureScreen)
+
+
+async def test_predict_asks_before_it_shows():
+    async with opened((100, 34)) as (app, pilot, frames):
+        await pilot.press("n", "d")
+        await frames()
+        why = app.screen.query_one(Why)
+        for _ in range(400):
+            before = app.view.horizon
+            await pilot.press("n")
+            await frames()
+            if why.question is not None:
+                break
+            assert app.view.horizon == before + 1, "a step without a question is shown at once"
+        question = why.question
+        assert question is not None and app.view.horizon == question.step - 1
+        text = "\n".join(lines(app))
+        assert "Predict" in text and "n reveals" in text
+        assert f"step {question.step - 1:,}  " in text, "the step is not given away"
+        await pilot.press("n")
+        await frames()
+        assert why.question is None and app.view.horizon == question.step
+        assert narrate(app.view, question.step)[:30] in " ".join(why.text.replace("│", " ").split())
+
+
+async def test_while_the_engine_runs_the_sentence_is_of_the_last_step_that_did_more():
+    async with opened((100, 34)) as (app, _, frames):
+        await frames(40)
+        title = lines(app)[1]
+        step = int(re.search(r"step ([\d,]+)", title).group(1).replace(",", ""))
+        newest = next(at for at in range(app.view.steps.last, -1, -1) if moment(app.view, at))
+        assert step == newest
+        assert "steps ago" in title or "now" in title

@@ -1,0 +1,137 @@
+"""A picture that stands is of one moment: no two panels of it say different things."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minitui.trace.bundled import bundled
+from minitui.trace.reader import TraceReader
+from minitui.tui.replay_app import ReplayApp, replay_app
+from minitui.tui.widgets.base import LinePanel
+from minitui.tui.widgets.block_table import _with_ends
+from minitui.viewmodel.events import Events
+from minitui.viewmodel.lanes import Lanes
+from minitui.viewmodel.model import View
+from minitui.viewmodel.predict import question_about, unasked
+from minitui.viewmodel.timing import summarise
+from minitui.viewmodel.tree import eviction_order
+from tests.support.driving import press, until
+from tests.support.golden import GOLDEN
+
+
+def shown_panels(app: Any) -> list[LinePanel]:
+    return [
+        panel for panel in app.screen.query(LinePanel)
+        if panel.id != "details" and panel.size.area and all(node.display for node in panel.ancestors_with_self)
+    ]  # fmt: skip
+
+
+def moment_of(view: View) -> tuple[int, int]:
+    return view.board.state.seq, view.version
+
+
+async def act(app: ReplayApp, pilot: Any, rng: random.Random) -> None:
+    key = rng.choice(("space", "p", "n", "N", "comma", "full_stop", "end", "2", "3", "play", "play", "seek", "select"))
+    if key == "seek":
+        await app.seek(rng.randrange(app.replay.trace.last_step + 1))
+    elif key == "select":
+        state = app.view.board.state
+        kind, ids = rng.choice((("request", list(state.requests)), ("node", list(state.nodes)), ("block", [1, 7, 30])))
+        app.view.select(kind, rng.choice(ids) if ids else None) if ids else app.view.select(None)
+    elif key == "play":
+        await pilot.pause(0.02)
+    else:
+        await press(pilot, key)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("size", [(80, 24), (140, 44)])
+async def test_all_panels_of_a_picture_that_stands_are_painted_from_one_moment(
+    size: tuple[int, int], seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    painted: dict[LinePanel, tuple[int, int]] = {}
+    paint = LinePanel.paint
+
+    def noted(self: LinePanel, view: View) -> int:
+        painted[self] = moment_of(view)
+        return paint(self, view)
+
+    monkeypatch.setattr(LinePanel, "paint", noted)
+    shutil.copy(GOLDEN, tmp_path / "a.trace")
+    app = replay_app(str(tmp_path / "a.trace"), speed=0.3)
+    rng, stood = random.Random(seed), set()
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: app.feed.live and app.replay.step > 3)
+        for i in range(30):
+            await (press(pilot, "space") if i in (0, 4) else act(app, pilot, rng))
+            await pilot.pause()
+            app._frame()
+            view = app.view
+            if not view.still:
+                continue
+            stood.add((view.frozen, view.exact))
+            panels = shown_panels(app)
+            assert len(panels) > 3
+            assert {painted[panel] for panel in panels} == {moment_of(view)}
+            order = eviction_order(view.board.state)
+            assert [view.tree.rank(node) for node in order] == list(range(1, len(order) + 1))
+            assert view.timings == summarise(view.steps, view.first_tokens, view.horizon, view.board.state.seq)
+    assert len(stood) > 1, f"it must stand in more ways than {stood}"
+
+
+def test_a_selected_block_is_never_left_out_of_a_long_table() -> None:
+    for n in range(1, 60):
+        for room in range(1, 30):
+            for across in (1, 3, 8):
+                for at in (None, *range(0, n, 3)):
+                    shown = _with_ends(n, room, across, at)
+                    assert len(shown) <= room
+                    assert at is None or at in shown, (n, room, across, at)
+                    blocks = [item for item in shown if item >= 0]
+                    assert blocks == sorted(set(blocks))
+                    if room >= 5:
+                        assert len(blocks) - sum(item for item in shown if item < 0) == n
+
+
+@pytest.mark.parametrize("path", [GOLDEN, *bundled().values()], ids=lambda path: path.stem)
+def test_a_step_that_is_gone_to_is_the_step_that_is_shown(path: Path) -> None:
+    reader = TraceReader(path)
+    for step in range(reader.first_step + 2, reader.last_step + 1, 7):
+        assert reader.state_at(step).step == step
+    assert reader.locate(reader.last_step)[0] == len(reader.keyframes) - 1
+
+
+def test_a_pause_does_not_vanish_from_what_a_request_waited() -> None:
+    lanes, events = Lanes(), Events()
+    lanes.fold((1, 10.0, "submit", 5, "", 30, 60), 1.0)
+    admit = (2, 70.003, "admit", 5, 0, "new")
+    lanes.fold(admit, 1.003)
+    events.fold(admit, 3)
+    view = View()
+    view.lanes, view.events = lanes, events
+    text = view.event_text(events.items[0])
+    assert "waited 3 ms and 60.0 s while paused or slowed" in text
+
+
+def test_with_prediction_no_eviction_passes_without_a_question_or_a_word() -> None:
+    reader = TraceReader(GOLDEN)
+    view = View()
+    view.reset(reader.part(0).snapshot)
+    records = list(reader.records())
+    view.fold(records)
+    decided, words = set(), set()
+    for event in view.events.items:
+        if event.kind in ("evict", "preempt"):
+            decided.add(event.step)
+    for step in sorted(decided):
+        if view.travel_to(step - 1):
+            question, why = question_about(view, step), unasked(view, step)
+            assert (question is None) == bool(why), step
+            words.add(why)
+        view.present()
+    assert len(words) > 1

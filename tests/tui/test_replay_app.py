@@ -1,0 +1,188 @@
+"""The application over a recording, and its picture."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import struct
+import xml.etree.ElementTree as ElementTree
+import zlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+
+from engine.errors import EngineError
+from minitui.cli.launch import run_export
+from minitui.export import png
+from minitui.export.png import find_browser
+from minitui.export.svg import screen_svg
+from minitui.teaching.demo import DEMOS, play_in_app
+from minitui.trace.reader import TraceError
+from minitui.tui.replay_app import ReplayApp, replay_app, shortened
+from minitui.viewmodel.narrate import narrate
+from tests.support.driving import press, until
+from tests.support.golden import GOLDEN, random_trace
+
+
+def text_of(app: Any) -> str:
+    return "\n".join("".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips())
+
+
+@pytest.fixture
+async def playing(tmp_path: Path) -> AsyncIterator[tuple[ReplayApp, Pilot[Any]]]:
+    path = tmp_path / "a.trace"
+    shutil.copy(GOLDEN, path)
+    app = replay_app(str(path), speed=0.2)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await until(pilot, lambda: app.feed.live and app.replay.step > 3)
+        yield app, pilot
+
+
+async def test_a_recording_plays_stands_steps_and_jumps(playing: tuple[ReplayApp, Pilot[Any]]) -> None:
+    app, pilot = playing
+    assert "REPLAY ×0.2" in text_of(app) and "simulation" in text_of(app)
+    await press(pilot, "p")
+    stood = app.replay.step
+    await pilot.pause(0.1)
+    assert app.replay.step == stood and "REPLAY stands" in text_of(app) and "PAUSED" in text_of(app)
+    await press(pilot, "n")
+    await until(pilot, lambda: app.replay.step == stood + 1 == app.view.live.state.step)
+    assert app.story == narrate(app.view, stood + 1) != ""
+    await press(pilot, "right_parenthesis")
+    await until(pilot, lambda: app.replay.step == stood + 8 and not app.feed.backlog)
+    assert app.view.live.state.step == stood + 8 and not app.feed.dropped
+    await press(pilot, "left_parenthesis")
+    await until(pilot, lambda: app.replay.step == stood + 1)
+    await press(pilot, "greater_than_sign", "greater_than_sign")
+    assert app.replay.speed == 1.0
+    await press(pilot, "less_than_sign")
+    assert app.replay.speed == 0.5
+
+
+async def test_bookmarks_are_visited_and_kept(playing: tuple[ReplayApp, Pilot[Any]]) -> None:
+    app, pilot = playing
+    await press(pilot, "p")
+    marks = app.replay.trace.bookmarks
+    following = next(step for step, _ in marks if step > app.replay.step)
+    await press(pilot, "right_curly_bracket")
+    await until(pilot, lambda: app.replay.step == following)
+    await press(pilot, "m")
+    await press(pilot, *"stall", "enter")
+    await until(pilot, lambda: (following, "stall") in app.replay.trace.bookmarks)
+    await press(pilot, "g")
+    await press(pilot, *"100", "enter")
+    await until(pilot, lambda: app.replay.step == 100)
+    await press(pilot, "g")
+    await press(pilot, *"9999", "enter")
+    assert app.replay.step == 100, "there is no such step: it stays"
+    assert app.view.live.state.step == 100
+    assert app.view.steps.get(60) is not None, "after a jump the panels have a history"
+
+
+async def test_it_takes_no_questions(playing: tuple[ReplayApp, Pilot[Any]]) -> None:
+    app, pilot = playing
+    for key in ("1", "o", "r", "slash"):
+        await press(pilot, key)
+        assert app.current_mode == "inspect" and len(app.chats.sessions) == 1
+    assert {n.message for n in app._notifications} == {
+        "this is a recording: it has no chats; `minitui chat` starts an engine"
+    }
+    app.submit("hello")
+    await until(pilot, lambda: app.chats.sessions[0].state == "error")
+    assert "recording" in app.chats.sessions[0].messages[-1].error
+    shown = text_of(app)
+    assert "1 Chat" not in shown and "r replay" not in shown and "3 lecture" in shown
+
+
+async def test_random_text_is_said_to_be_random(tmp_path: Path) -> None:
+    app = replay_app(str(random_trace(tmp_path / "a.trace")), speed=0.2)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await until(pilot, lambda: app.feed.live and app.replay.step > 6 and app.story)
+        assert "its text is random and not shown" in text_of(app)
+        await press(pilot, "p")
+        assert "random text, not shown" in text_of(app), "in the tree"
+        await press(pilot, "3")
+        assert app.story == "" and "REPLAY stands" in text_of(app) and "Why" in text_of(app)
+        await app.seek(130)
+        await until(pilot, lambda: app.view.steps.last == 130)
+        await press(pilot, "X")
+        await until(pilot, lambda: not app.gated and app.view.steps.last < 130)
+
+
+def test_of_a_long_narration_whole_sentences_are_shown() -> None:
+    told = "r1 joins: all 20 tokens are computed. " * 30
+    short = shortened(told, 76, 4)
+    assert short.endswith("computed. … (3 tells more)") and len(wrap(short, 76)) == 4
+    assert shortened("r1 decodes one token.", 76, 4) == "r1 decodes one token."
+
+
+async def test_a_screen_of_a_recording_is_a_picture_without_a_network() -> None:
+    svg = await screen_svg(str(GOLDEN), 40, (120, 36))
+    root = ElementTree.fromstring(svg)
+    assert root.tag.endswith("svg")
+    text = "".join(root.itertext()).replace("\xa0", " ")
+    assert "Radix tree" in text and re.search(r"step 40 of 139", text)
+    assert "http" not in svg.replace("http://www.w3.org", "") and "monospace" in svg
+
+
+@pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed")
+def test_a_picture_of_a_recording_is_drawn_by_the_browser(tmp_path: Path) -> None:
+    path = run_export(GOLDEN, "png", tmp_path / "a.png", 40, "80x24", "light")
+    data = path.read_bytes()
+    chunks, at = [], 8
+    while at < len(data):
+        (length,) = struct.unpack_from(">I", data, at)
+        kind, body = data[at + 4 : at + 8], data[at + 8 : at + 8 + length]
+        assert struct.unpack_from(">I", data, at + 8 + length) == (zlib.crc32(kind + body),)
+        chunks.append((kind, body))
+        at += 12 + length
+    assert data.startswith(b"\x89PNG\r\n\x1a\n") and chunks[0][0] == b"IHDR" and chunks[-1] == (b"IEND", b"")
+    width, height, depth, colours = struct.unpack_from(">IIBB", chunks[0][1])
+    assert 1200 < width < 1800 and 700 < height < 1200 and (depth, colours) in {(8, 2), (8, 6)}
+    pixels = zlib.decompress(b"".join(body for kind, body in chunks if kind == b"IDAT"))
+    assert len(pixels) == height * (1 + width * {2: 3, 6: 4}[colours]) and len(set(pixels)) > 20
+
+
+def test_a_png_without_a_browser_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(png, "BROWSERS", ("chromium", str(tmp_path / "chrome")))
+    with pytest.raises(TraceError, match=r"headless Chromium.*install one, or use --export svg"):
+        run_export(GOLDEN, "png", tmp_path / "a.png", None, "80x24", None)
+    broken = tmp_path / "chrome"
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.chmod(0o755)
+    with pytest.raises(TraceError, match="exit code 3"):
+        png.write_png('<svg viewBox="0 0 10 10"/>', tmp_path / "a.png")
+
+
+def test_exports_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="columns x rows"):
+        run_export(GOLDEN, "svg", tmp_path / "a.svg", None, "huge", None)
+    with pytest.raises(TraceError, match="there are perfetto"):
+        run_export(GOLDEN, "pdf", None, None, "120x36", None)
+    with pytest.raises(TraceError, match="cannot be read"):
+        run_export(tmp_path / "none.trace", "json", None, None, "120x36", None)
+
+
+async def test_a_demo_plays_in_the_application() -> None:
+    from minitui.chat.sessions import Chats
+    from minitui.settings import Settings
+    from minitui.teaching.stage import sampling
+    from minitui.tui.app import MinituiApp
+    from tests.support.fake_client import ByteCodec, FakeSource
+
+    demo = DEMOS["shared-prefix"]
+    source = FakeSource(num_blocks=200)
+    system = "You explain inference engines, in blocks of sixteen."
+    app = MinituiApp(
+        source, Chats(source, sampling=sampling(24)), Settings(), system=system,
+        load_codec=lambda info: ByteCodec(), script=lambda app: play_in_app(demo, app, None, 0.0),
+    )  # fmt: skip
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: "q to quit" in app.story)
+        assert "saved" in app.story and "q to quit" in text_of(app).replace("\n", " ")
+        assert len(app.chats.sessions) == 4

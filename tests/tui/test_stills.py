@@ -1,0 +1,113 @@
+"""What the Chat screen and the Lesson screen look like, in three sizes: the pictures stand in tests/snapshots."""
+
+from __future__ import annotations
+
+import pytest
+
+from minitui.chat.sessions import Chats
+from minitui.settings import Settings
+from minitui.teaching.lessons import lesson
+from minitui.teaching.stage import sampling
+from minitui.tui.app import MinituiApp
+from minitui.tui.lessons_app import LessonApp
+from minitui.tui.screens.lessons import LessonScreen
+from tests.support.driving import settled
+from tests.support.fake_client import ByteCodec
+from tests.support.stills import SIZES, Album, Clock, StillSource, until
+
+SYSTEM = "You are a patient teacher. You answer briefly, and explain how inference engines work."
+ANSWERS = {
+    "KV cache": "The keys and values of all tokens so far, kept so that they need not be computed again.",
+    "batch": "<think>\nThe user asks about batches. A step serves several requests at once, and reads the weights "
+    "once for all of them.\n</think>\n\nA **batch** is what one step computes together:\n\n- the next token of every "
+    "request that decodes\n- a piece of a prompt, if one has come\n\nThe weights are read once for all.",
+    "position": "Divide by the size of a block:\n\n```python\ndef slot(table: list[int], position: int) -> int:\n"
+    '    """Where the keys of a token lie."""\n'
+    "    return table[position // 16] * 16 + position % 16  # a long line of code goes on below\n"
+    "```\n\nNothing is copied when a request grows.",
+}
+QUESTIONS = ["What is a KV cache?", "What is a batch?", "How do I find the block of a position?"]
+
+
+def answer(prompt: str) -> str:
+    question = prompt.rpartition("user\n")[2]
+    return next(text for word, text in ANSWERS.items() if word in question)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+async def test_chats_look_as_they_did(size: tuple[int, int]) -> None:
+    clock = Clock()
+    with clock.everywhere():
+        source = StillSource(clock, answer=answer)
+        app = MinituiApp(
+            source, Chats(source), Settings(), system=SYSTEM, known_questions=QUESTIONS, speaker="tutor",
+            load_codec=lambda info: ByteCodec(),
+        )  # fmt: skip
+        async with app.run_test(size=size) as pilot:
+            await until(app, lambda: app.progress is None and app.feed.live)
+
+            async def ask(text: str) -> None:
+                app.ask_question(text)
+                await until(app, lambda: app.session.request in source.engine.scheduler.requests)
+
+            album = Album("chat", size, app, clock)
+            await album.take("an empty chat")
+            await ask(QUESTIONS[0])
+            await source.steps()
+            await album.take("an answer, and where its tokens lie", rest=0.5)
+            app.commands.run("new")
+            app.chats.sessions[0].title = "KV cache"
+            await ask(QUESTIONS[2])
+            await source.steps(30)
+            app.commands.run("new")
+            await ask(QUESTIONS[1])
+            await source.steps(200)
+            text = await album.take("three chats; an answer is written behind folded thinking")
+            assert "thought for" in text and "tok/s" in text
+            app.commands.run("previous")
+            await source.steps()
+            text = await album.take("a block of code", rest=0.5)
+            assert "return table[" in text
+            app.commands.run("palette")
+            await settled()
+            await pilot.press(*"fork")
+            await album.take("the commands with a word")
+            await pilot.press("escape")
+        album.compare()
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+async def test_lessons_look_as_they_did(size: tuple[int, int]) -> None:
+    clock = Clock()
+    with clock.everywhere():
+        source = StillSource(clock, by_hand=False, num_blocks=129, answer=lambda prompt: ANSWERS["KV cache"])
+        app = LessonApp(
+            source, Chats(source, sampling=sampling(60)), Settings(), system=SYSTEM, lesson=lesson(8),
+            load_codec=lambda info: ByteCodec(), restart=None,
+        )  # fmt: skip
+        async with app.run_test(size=size) as pilot:
+            screen = app.screen
+            assert isinstance(screen, LessonScreen)
+            await until(app, lambda: screen.stage is not None)
+            reading, stage = screen.reading, app.stage
+            assert reading is not None and stage is not None
+            stage.beat = 0.0
+            album = Album("lesson", size, app, clock)
+            await album.take("the first page")
+            await pilot.press("right", "right")
+            await album.take("a prediction is asked")
+            await pilot.press("a")
+            await album.take("and one is made")
+            await pilot.press("enter")
+            await until(app, lambda: reading.at in reading.seen)
+            text = await album.take("the verdict, with the panel")
+            assert "You said a; it is b." in text
+            await pilot.press("right", "enter")
+            await until(app, lambda: reading.at in reading.seen)
+            await album.take("a page with bars, and nothing predicted")
+            await pilot.press("right", "right", "right")
+            await until(app, lambda: reading.standing)
+            await album.take("the closing questions")
+            await pilot.press("enter")
+            await album.take("one is answered")
+        album.compare()

@@ -1,0 +1,858 @@
+"""Screen == model: what each panel shows is compared with the view, over sequences of real records."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from rich.color import ColorSystem
+
+from engine.trace.state import ACTIVE, CACHED, FREE, SHARED
+from minitui.dev import panel as alone
+from minitui.dev.panel import Alone, stress_view
+from minitui.dev.simulator import CLASSROOM, LARGE, SMALL, Load
+from minitui.tui import sixteen, theme
+from minitui.tui.theme import ASCII, COLOURS, UNICODE, Palette, contrast, palette, use_ascii
+from minitui.tui.widgets.base import LinePanel
+from minitui.tui.widgets.block_map import MODES, BlockMap, grid
+from minitui.tui.widgets.block_table import BlockTable
+from minitui.tui.widgets.events import Events
+from minitui.tui.widgets.experts import ExpertMap
+from minitui.tui.widgets.first_token import FirstTokens
+from minitui.tui.widgets.lanes import BatchLanes
+from minitui.tui.widgets.occupancy import Occupancy, shares
+from minitui.tui.widgets.origin import PromptOrigin
+from minitui.tui.widgets.rows import cells, cut, fit, ms, plain
+from minitui.tui.widgets.step_bar import StepBar
+from minitui.tui.widgets.timings import StepTimings
+from minitui.tui.widgets.tree import RadixTree
+from minitui.tui.widgets.vitals import Vitals, vitals
+from minitui.tui.widgets.why import Why
+from minitui.viewmodel.lanes import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED
+from minitui.viewmodel.model import View
+from minitui.viewmodel.story import tell
+from minitui.viewmodel.timing import why_slow
+
+PANELS = (
+    BlockMap, BlockTable, BatchLanes, RadixTree, StepTimings, Events, StepBar, Vitals, Occupancy, PromptOrigin,
+    ExpertMap,
+)  # fmt: skip
+TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
+SNAPSHOTS = Path(__file__).parent / "snapshots"
+
+
+@pytest.fixture(autouse=True)
+def unicode_again():
+    yield
+    use_ascii(False)
+
+
+def styled(strip) -> list[tuple[str, object]]:
+    """Each cell of a strip with its style."""
+    return [(character, segment.style) for segment in strip for character in segment.text]
+
+
+def body(panel: LinePanel, view: View, width: int, height: int) -> list[str]:
+    """The panel's rows as text, without its frame."""
+    return [plain(row) for row in panel.picture(view, width, height).rows]
+
+
+# ---- what holds for every panel
+
+
+SHAPES = [(30, 4), (40, 10), (77, 1), (80, 2), (80, 20), (123, 37), (200, 60)]
+SHAPES += [(4, 9), (5, 2), (8, 5), (9, 1), (14, 7), (23, 2), (40, 3)]  # a terminal that is being resized
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.__name__)
+@pytest.mark.parametrize("load", [SMALL, TIGHT], ids=["small", "tight"])
+def test_every_row_has_exactly_the_width_of_the_panel(panel, load):
+    _, view = stress_view(load, 3.0, 30)
+    empty = View()
+    for ascii_only in (False, True):
+        use_ascii(ascii_only)
+        for width, height in SHAPES:
+            for shown in (view, empty):
+                widget = panel()
+                rows = widget.drawn(shown, width, height)
+                assert len(rows) == height
+                for row in rows:
+                    assert sum(cells(text) for text, _ in row) == width, plain(row)
+                if ascii_only:
+                    assert all(plain(row).isascii() for row in rows), [plain(r) for r in rows if not plain(r).isascii()]
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.__name__)
+async def test_what_is_on_the_screen_is_what_a_fresh_panel_would_show(panel):
+    """Only rows that changed are drawn; after any number of frames the lines drawn must be those of a whole picture."""
+    app = Alone(panel, SMALL, warm_up=2.0, fps=0)
+    async with app.run_test(size=(90, 24)) as pilot:
+        widget, drawn = app.panel, {}
+        refresh = LinePanel.refresh
+
+        def recording(self, *regions, **options):
+            if not regions:
+                drawn.update({y: styled(self.render_line(y)) for y in range(self.size.height)})
+            for region in regions:
+                for y in range(region.y, region.bottom):
+                    new = styled(self.render_line(y))
+                    drawn[y] = drawn[y][: region.x] + new[region.x : region.right] + drawn[y][region.right :]
+            return refresh(self, *regions, **options)
+
+        widget.refresh = recording.__get__(widget)
+        changes = 0
+        for frame in range(60):
+            app.stress.run(0.05)
+            app.view.fold(app.stress.drain(), app.stress.now)
+            app.view.frame(app.stress.now)
+            if frame == 30:
+                app.view.select("request", app.view.subject())
+            changes += widget.paint(app.view)
+            if frame == 0:
+                drawn.update({y: styled(widget.render_line(y)) for y in range(widget.size.height)})
+            if frame % 10 == 9:
+                whole = [plain(row) for row in widget.drawn_rows]
+                fresh = [[(c, words) for text, words in row for c in text] for row in widget.drawn_rows]
+                style = palette(app).style
+                expected = [[(character, style(words)) for character, words in row] for row in fresh]
+                assert [drawn[y] for y in range(len(fresh))] == expected
+                await pilot.pause()
+                screen = [line.text for line in app.screen._compositor.render_strips()]
+                x, y = widget.region.offset
+                assert [line[x : x + widget.size.width] for line in screen[y : y + len(whole)]] == whole
+        assert changes > 0
+        await pilot.resize_terminal(70, 20)
+        await pilot.pause()
+        assert [plain(row) for row in widget.drawn_rows] == [
+            widget.render_line(y).text for y in range(widget.size.height)
+        ]
+        assert len(widget.drawn_rows) == widget.size.height
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.__name__)
+def test_every_text_has_a_contrast_of_four_and_a_half_in_every_theme(panel):
+    for load, seconds in ((SMALL, 4.0), (TIGHT, 2.0)):
+        stress, view = stress_view(load, seconds, 20)
+        for selected in (None, view.subject()):
+            view.select("request" if selected is not None else None, selected)
+            for exact in (False, True):
+                stress.gate(exact)
+                view.fold(stress.drain(), stress.now)
+                view.frame(stress.now)
+                widget = panel()
+                rows = widget.drawn(view, 118, 30)
+                for row in rows:
+                    for text, words in row:
+                        if re.search(r"[A-Za-z0-9]", text):
+                            for name, colours in COLOURS.items():
+                                ink, ground, _, _ = Palette.parts(words)
+                                ratio = contrast(colours[ink], colours[ground])
+                                assert ratio >= 4.5, f"{name}: {words!r} {ratio:.2f} for {text!r}"
+
+
+def test_fit_and_cut_count_cells_not_characters():
+    assert fit("abc", 5) == "abc  " and fit("abcdef", 4) == "abc…"
+    assert cells("注意力") == 6 and cells(fit("注意力 heads", 6)) == 6
+    assert cells(cut("注意力", 3)) == 3
+    assert cells("é·…█─✓") == 6
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("panel", [*PANELS, FirstTokens, Why], ids=lambda panel: panel.__name__)
+async def test_each_widget_runs_alone(panel, monkeypatch):
+    started = []
+    monkeypatch.setattr(alone, "run_alone", started.append)
+    runpy.run_module(panel.__module__, run_name="__main__")
+    assert [one.__name__ for one in started] == [panel.__name__]
+    app = Alone(started[0], SMALL, warm_up=1.0, fps=0)
+    async with app.run_test(size=(80, 20)) as pilot:
+        app.tick()
+        for key in ("space", "n", "t", "a", "a"):
+            await pilot.press(key)
+            app.tick()
+        assert app.panel.text.strip()
+        assert app.view.gate_text
+
+
+async def test_without_colour_no_meaning_is_lost(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    app = Alone(BlockMap, SMALL, warm_up=3.0, fps=0)
+    async with app.run_test(size=(90, 24)) as pilot:
+        app.tick()
+        await pilot.pause()
+        strips = app.screen._compositor.render_strips()
+        seen = {glyph for strip in strips for glyph in strip.text if glyph in "·░▓█"}
+        assert {"·", "░"} <= seen
+        for strip in strips:
+            for segment in strip:
+                colour = segment.style.color.triplet if segment.style and segment.style.color else None
+                assert colour is None or colour.red == colour.green == colour.blue, segment
+
+
+# ---- the block map
+
+
+def test_occupancy_bars_are_exact_and_nothing_that_exists_vanishes():
+    for counts in ((1000, 1, 0, 3), (0, 5, 5, 5), (44000, 0, 0, 0), (1, 43000, 2, 997), (3, 3, 3, 3)):
+        for width in (4, 10, 60, 133):
+            bar = shares(counts, width)
+            assert sum(bar.values()) == width
+            for code, cells_given in bar.items():
+                assert (cells_given > 0) == (counts[code] > 0) or width < 4
+                if width > 40:
+                    assert abs(cells_given - counts[code] * width / sum(counts)) < 4
+
+
+def test_the_legends_counts_sum_to_the_allocators():
+    stress, view = stress_view(CLASSROOM, 3.0, 30)
+    text = body(Occupancy(), view, 100, 1)[0]
+    counts = {word: int(n.replace(",", "")) for word, n in re.findall(r"(active|shared|cached|free) ([\d,]+)", text)}
+    allocator = stress.cache.allocator
+    assert counts == {
+        "active": allocator.num_active, "shared": allocator.num_shared, "cached": allocator.num_cached,
+        "free": allocator.num_free,
+    }  # fmt: skip
+    assert sum(counts.values()) == allocator.total
+
+
+@pytest.mark.parametrize(
+    ("load", "size"), [(SMALL, (60, 14)), (SMALL, (90, 20)), (TIGHT, (38, 10)), (CLASSROOM, (100, 20))]
+)
+def test_each_cell_of_the_map_is_the_state_of_its_block(load, size):
+    stress, view = stress_view(load, 0.5)
+    widget = BlockMap()
+    seen = set()
+    for _ in range(40):
+        stress.run(0.1)
+        view.fold(stress.drain(), stress.now)
+        view.frame(stress.now)
+        rows = body(widget, view, *size)
+        g = widget.grid
+        assert g.k == 1 and g.blocks == load.blocks
+        lines = -(-g.cells // g.per_row)
+        apart = 2 if widget._spread() else 1
+        head = len(rows) - (lines * apart - apart + 1)
+        filling = {r.table[r.planned // 16] for r in stress.scheduler.running if r.planned % 16}
+        for block in range(1, load.blocks + 1):
+            y, x = divmod(block - 1, g.per_row)
+            start = x * (g.cell + g.gap)
+            cell = rows[head + y * apart][start : start + g.cell]
+            assert widget.block_at(start, y * apart) == block
+            allocator = stress.cache.allocator
+            holders = allocator.holders(block)
+            glyph = "▓" if holders > 1 else "█" if holders else "░" if allocator.in_tree(block) else "·"
+            if block in filling and holders == 1:
+                glyph = "▄"
+            assert cell == glyph * g.cell, f"block {block}"
+            seen.add(glyph)
+    assert len(seen) >= 4
+
+
+def test_with_more_blocks_than_cells_a_cell_shows_the_majority():
+    _, view = stress_view(CLASSROOM, 4.0, 20)
+    widget = BlockMap()
+    rows = body(widget, view, 40, 8)
+    g = widget.grid
+    assert g.k > 1
+    assert f"1 cell = {g.k} blocks" in widget.picture(view, 40, 8).title
+    head = len(rows) - -(-g.cells // g.per_row)
+    glyphs = {FREE: "·", ACTIVE: "█", SHARED: "▓", CACHED: "░"}
+    codes = view.board.codes[1:].tolist()
+    for cell in range(g.cells):
+        inside = codes[cell * g.k : (cell + 1) * g.k]
+        y, x = divmod(cell, g.per_row)
+        shown = next(code for code, glyph in glyphs.items() if glyph == rows[head + y][x])
+        assert inside.count(shown) == max(inside.count(code) for code in glyphs), f"cell {cell}"
+
+
+def test_a_large_pool_that_is_hardly_used_shows_the_part_that_is():
+    stress, view = stress_view(Load(blocks=4096, chats=2, reply=(20, 60), think=0.1, paste=0.0), 2.0, 10)
+    widget = BlockMap()
+    rows = body(widget, view, 72, 12)
+    g = widget.grid
+    allocator = stress.cache.allocator
+    last = max(b for b in range(1, 4097) if allocator.holders(b) or allocator.in_tree(b))
+    assert g.k == 1 and last <= g.blocks < 4096
+    assert f"first {g.blocks:,} of 4,096, the others are free" in widget.picture(view, 72, 12).title
+    below_the_bar = "".join(rows[1:])
+    in_use = 4096 - allocator.num_free
+    assert sum(below_the_bar.count(glyph) for glyph in "░▓█▄") == in_use * g.cell
+
+
+def test_44_000_blocks_2_000_nodes_and_256_requests_are_shown_truly():
+    stress, view = stress_view(replace(LARGE, step_ms=2.0), 4.0, 20)
+    allocator = stress.cache.allocator
+    assert len(stress.cache.tree.nodes) > 2000 and len(stress.scheduler.running) > 200
+    assert view.board.counts == (
+        allocator.num_free, allocator.num_active, allocator.num_shared, allocator.num_cached,
+    )  # fmt: skip
+    widget = BlockMap()
+    rows = body(widget, view, 90, 20)
+    g = widget.grid
+    assert g.blocks == 44_000 and g.cells <= 90 * 20
+    head = len(rows) - -(-g.cells // g.per_row)
+    glyphs = "·█▓░"
+    for cell in range(0, g.cells, 7):
+        inside = [
+            SHARED if allocator.holders(b) > 1 else ACTIVE if allocator.holders(b) else
+            CACHED if allocator.in_tree(b) else FREE
+            for b in range(1 + cell * g.k, min(44_000, (cell + 1) * g.k) + 1)
+        ]  # fmt: skip
+        y, x = divmod(cell, g.per_row)
+        assert inside.count(glyphs.index(rows[head + y][x])) == max(map(inside.count, range(4)))
+    tree = body(RadixTree(), view, 70, 30)
+    hidden = int(re.search(r"\+([\d,]+) nodes", tree[-1]).group(1).replace(",", ""))
+    assert hidden + len(tree) - 2 == len(stress.cache.tree.nodes) - 1
+    evictable = int(re.search(r"([\d,]+) tokens evictable", tree[-1]).group(1).replace(",", ""))
+    assert evictable == allocator.num_cached * 16
+
+
+def test_zoom_shows_one_block_a_cell_around_the_cursor():
+    _, view = stress_view(CLASSROOM, 3.0, 10)
+    widget = BlockMap()
+    body(widget, view, 40, 8)
+    widget.view = view
+    view.select("block", 300)
+    widget.repaint = lambda: None
+    widget.action_open()
+    body(widget, view, 40, 8)
+    assert widget.grid.k == 1 and widget.grid.first <= 300 < widget.grid.first + widget.grid.blocks
+    assert widget.cursor_cell(view) == 300 - widget.grid.first
+    widget.action_unzoom()
+    body(widget, view, 40, 8)
+    assert widget.grid.k > 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_way_to_colour_has_glyphs_that_say_it_without_colour(mode):
+    stress, view = stress_view(CLASSROOM, 3.0, 30)
+    widget = BlockMap()
+    widget.mode = mode
+    rows = body(widget, view, 100, 20)
+    g = widget.grid
+    head = len(rows) - -(-g.cells // g.per_row)
+    allocator = stress.cache.allocator
+    by_block = {b: rows[head + (b - 1) // g.per_row][(b - 1) % g.per_row * (g.cell + g.gap)] for b in range(1, 641)}
+    names = {r.id: view.group_name(r.group).split(" ")[0] for r in stress.scheduler.requests.values()}
+    for block, glyph in by_block.items():
+        holders = allocator.holders(block)
+        if mode == "refs":
+            expected = min(holders, 9) if holders else None
+            assert glyph == (str(expected) if expected else "░" if allocator.in_tree(block) else "·")
+        elif mode == "owner" and holders == 1:
+            owner = next(r.id for r in stress.scheduler.requests.values() if block in r.table)
+            assert glyph == names[owner]
+        elif mode == "age" and (holders or allocator.in_tree(block)):
+            age = view.engine_now - view.board.changed[block]
+            assert int(glyph) == sum(age > limit for limit in (1, 5, 15, 60, 300))
+
+
+@pytest.mark.parametrize("ascii_only", [False, True], ids=["unicode", "ascii"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_glyph_of_the_map_stands_in_a_legend_or_is_counted_there(mode, ascii_only):
+    use_ascii(ascii_only)
+    _, view = stress_view(CLASSROOM, 3.0, 30)
+    for width, frame in ((34, "box"), (56, "box"), (56, "none"), (100, "box"), (200, "none")):
+        widget = BlockMap(frame=frame)
+        widget.mode = mode
+        picture = widget.picture(view, width, 16)
+        rows = [plain(row) for row in picture.rows]
+        first = len(rows) - -(-widget.grid.cells // widget.grid.per_row)
+        legend = rows[1] + "  " + "".join(text for text, _ in picture.legend)
+        told = {word.split(" ")[0] for word in re.split(r"  +", legend)}
+        told |= set("23456789") if "2-9" in told else set()
+        missing = set("".join(rows[first:])) - {" "} - told - ({theme.glyphs().filling} if mode == "state" else set())
+        more = re.search(r"\+(\d+) more", legend)
+        assert len(missing) <= (int(more[1]) if more else 0), (width, frame, missing, legend)
+        assert all(cells(row) <= width for row in rows)
+        assert width < 100 or frame == "none" or not missing
+
+
+def test_the_roomiest_grid_that_fits_is_taken():
+    assert (grid(64, 80, 10).cell, grid(64, 80, 10).gap) == (2, 2)
+    assert grid(640, 60, 12).k == 1
+    assert grid(44_000, 90, 20).k == 25
+    for blocks in (1, 7, 64, 640, 5000):
+        for width, height in ((10, 1), (33, 4), (120, 30)):
+            g = grid(blocks, width, height)
+            assert g.per_row * (g.cell + g.gap) - g.gap <= width
+            assert -(-g.cells // g.per_row) <= height
+            assert g.cells * g.k >= blocks
+
+
+# ---- the other panels
+
+
+def test_the_block_table_lists_the_requests_blocks_in_order():
+    stress, view = stress_view(SMALL, 2.0, 10)
+    for _ in range(30):
+        while not stress.scheduler.running:
+            stress.run_steps(1)
+        stress.run_steps(7)
+        view.fold(stress.drain(), stress.now)
+        view.frame(stress.now)
+        if not stress.scheduler.running:
+            continue
+        request = max(stress.scheduler.running, key=lambda r: r.id)
+        assert view.subject() == request.id
+        rows = body(BlockTable(), view, 76, 40)
+        assert rows[0].startswith(f"r{request.id} ")
+        assert f"{len(request.table)} blocks for {request.planned:,} tokens" in rows[0]
+        logical = [int(n) for row in rows[1::3] for n in row.split()]
+        physical = [int(n) for row in rows[2::3] for n in row.split()]
+        assert logical == list(range(len(request.table))) and physical == request.table
+        marks = " ".join(rows[3::3])
+        if request.planned % 16:
+            assert f"{request.planned % 16}/16" in marks
+        allocator = stress.cache.allocator
+        assert marks.count("×") == sum(allocator.holders(b) > 1 for b in request.table[: request.planned // 16])
+
+
+def test_with_few_lines_each_row_of_chips_says_which_logical_block_it_begins_with():
+    stress, view = stress_view(Load(blocks=400, chats=1, reply=(900, 1000), think=0.01, paste=0.0), 3.2, 10)
+    table = stress.scheduler.running[0].table
+    across = (40 - len("12→ ")) // 6
+    assert 10 < len(table) < 100
+    rows = body(BlockTable(), view, 40, 2 + 2 * -(-len(table) // across))[2:]  # the heading has two rows
+    starts = [re.match(r" *(\d+)→ +([\d ]+)", row) for row in rows if "→" in row]
+    assert [int(found[1]) for found in starts] == list(range(0, len(table), across))
+    assert [int(n) for found in starts for n in found[2].split()] == table
+    assert all(row.strip() for row in rows if row), "no row without a word"
+
+
+def test_a_long_block_table_shows_both_ends_and_how_many_lie_between():
+    stress, view = stress_view(Load(blocks=400, chats=1, reply=(900, 1000), think=0.01, paste=0.0), 3.2, 10)
+    request = stress.scheduler.running[0]
+    rows = body(BlockTable(), view, 60, 4)
+    chips = re.findall(r"\+?\d+", rows[2])
+    left_out = next(int(chip) for chip in chips if chip.startswith("+"))
+    shown = [int(chip) for chip in chips if not chip.startswith("+")]
+    assert len(shown) + left_out == len(request.table) > 20
+    head = chips.index(f"+{left_out}")
+    assert shown == request.table[:head] + request.table[len(request.table) - len(shown) + head :]
+
+
+def test_lanes_show_the_codes_of_their_requests_under_stable_rows():
+    marks = {NOTHING: " ", QUEUED: "·", DECODING: "─", PREFILLING: "█", FINISHED: "■", PREEMPTED: "×"}
+    stress, view = stress_view(TIGHT, 0.2)
+    widget = BatchLanes()
+    places: dict[int, tuple[int, int]] = {}
+    seen, named = set(), set()
+    for _ in range(60):
+        stress.run(0.05)
+        view.fold(stress.drain(), stress.now)
+        view.frame(stress.now)
+        rows = body(widget, view, 80, 16)
+        k = widget.k
+        for i, slot in enumerate(widget.slots):
+            for id in slot:
+                before = places.get(id, (k, i))
+                assert before == (k, i) or before[0] != k, f"r{id} moved at the same scale"
+            codes = [NOTHING] * widget.columns
+            for id in slot:
+                lane = view.lanes.lanes[id].columns(widget.first_step, k, widget.columns, view.horizon)
+                codes = [max(a, b) for a, b in zip(codes, lane, strict=True)]
+            text = rows[2 + i]
+            cells = list(text[widget.label :])
+            for id in slot[:-1]:  # where there is room, those that ended before are named behind their ends
+                at = (view.lanes.lanes[id].finish_step - widget.first_step) // k + 1
+                if at > 0 and "".join(cells[at:]).startswith(f"r{id} "):
+                    assert set(codes[at : at + len(str(id)) + 1]) == {NOTHING}
+                    cells[at : at + len(str(id)) + 1] = " " * (len(str(id)) + 1)
+                    named.add(id)
+            assert "".join(cells) == "".join(marks[code] for code in codes).ljust(80 - widget.label)
+            seen |= set(codes)
+            others = f" +{len(slot) - 1}" if len(slot) > 1 else ""
+            assert not slot or text[: widget.label].rstrip() == f"r{slot[-1]}{others}"
+        places = {id: (k, i) for i, slot in enumerate(widget.slots) for id in slot}
+        shown = {id for slot in widget.slots for id in slot}
+        last = view.lanes.ended_since(widget.first_step)
+        hidden = [lane for lane in [*last, *view.lanes.active.values()] if lane.id not in shown]
+        told = re.findall(r"([\d,]+) (?:decoding|prefilling|waiting|done)", rows[-1])
+        assert sum(int(n.replace(",", "")) for n in told) == len(hidden)
+        title = widget.picture(view, 80, 16).note[0][0]
+        assert title == ("1 column = 1 step" if k == 1 else f"1 column = {k} steps")
+    assert seen == set(marks)
+    assert named, "nobody was named in the row of another, so this tests little"
+
+
+def test_a_row_goes_by_the_name_of_the_request_that_is_selected_in_it():
+    _, view = stress_view(TIGHT, 3.0)
+    widget = BatchLanes()
+    body(widget, view, 80, 8)
+    slot = next(slot for slot in widget.slots if len(slot) > 2)
+    view.select("request", slot[0])
+    view.frame(view._now)
+    row = body(widget, view, 80, 8)[2 + widget.slots.index(slot)]
+    assert row.startswith(f"r{slot[0]} +{len(slot) - 1} ")
+
+
+def test_the_default_span_of_the_lanes_is_at_least_ten_seconds():
+    _, view = stress_view(CLASSROOM, 14.0, 100)
+    widget = BatchLanes()
+    body(widget, view, 100, 20)
+    first, last = view.steps.get(max(widget.first_step, 0)), view.steps.get(view.horizon)
+    assert last.t - first.t >= 10.0
+    assert widget.k * widget.columns < 4 * (view.horizon - view.steps.since(last.t - 10.0, last.step))
+
+
+def test_the_tree_shows_each_nodes_tokens_users_savings_and_rank():
+    stress, view = stress_view(CLASSROOM, 4.0, 40)
+    widget = RadixTree()
+    view.tree.refresh(view.board, 1e9)
+    picture = view.tree.picture(view.board, view.decode, 1000)
+    nodes = stress.cache.tree.nodes
+    assert {row.node for row in picture.rows} == set(nodes) - {0}
+    rows = body(widget, view, 90, len(picture.rows) + 2)
+    stress.drain()
+    stress.cache.tree.evict(stress.cache.allocator.num_cached, "test")
+    went = [record[3] for record in stress.drain() if record[2] == "evict"]
+    depth_of = {0: -1}
+    for shown, text in zip(picture.rows, rows[1:], strict=False):
+        node = view.board.state.nodes[shown.node]
+        depth_of[shown.node] = depth_of[node.parent] + 1
+        assert shown.depth == depth_of[shown.node]
+        assert f"{len(node.ids):,}" in text
+        assert ("●" in text) == (node.users > 0) or node.id in view.board.state.pending.values()
+        assert shown.users == node.users
+        assert shown.saved == int(view.board.saved[node.blocks].sum())
+        assert shown.rank == (went.index(node.id) + 1 if node.id in went else 0)
+    siblings = [row for row in picture.rows if row.depth == 0]
+    assert [row.saved for row in siblings] == sorted((row.saved for row in siblings), reverse=True)
+
+
+def test_a_nodes_text_begins_where_it_diverges_and_says_who_speaks():
+    _, view = stress_view(CLASSROOM, 4.0, 40)
+    tops = [node for node in view.board.state.nodes.values() if node.id and node.parent == 0]
+    assert len(tops) > 1
+    for node in tops:
+        role, text = view.tree.text(view.board.state, node, view.decode)
+        assert role == "sys"
+        assert not text.startswith("…You"), "all system prompts begin with 'You': that is no difference"
+        assert text.startswith("…")
+    for node in view.board.state.nodes.values():
+        if node.id and node.parent:
+            role, text = view.tree.text(view.board.state, node, view.decode)
+            assert role in ("sys", "usr", "ast") and "<|" not in text
+
+
+def test_tree_search_and_folding():
+    _, view = stress_view(CLASSROOM, 4.0, 40)
+    everything = view.tree.picture(view.board, view.decode, 1000, everything=True)
+    assert len(everything.rows) == len(view.board.state.nodes) - 1
+    found = view.tree.picture(view.board, view.decode, 5, search="haiku")
+    assert 0 < len(found.rows) < len(everything.rows)
+    parents = {view.board.state.nodes[row.node].parent for row in found.rows}
+    leaves = [row for row in found.rows if row.node not in parents]
+    assert all("haiku" in row.text.lower() for row in leaves)
+    parent = next(row.node for row in everything.rows if row.has_children)
+    view.tree.folded.add(parent)
+    folded = view.tree.picture(view.board, view.decode, 1000, everything=True)
+    below = {n.id for n in view.board.state.nodes.values() if any(a.id == parent for a in view.board.state.path(n.id))}
+    assert {row.node for row in everything.rows} - {row.node for row in folded.rows} == below - {parent}
+
+
+def test_no_node_is_missing_between_two_orderings():
+    """The order is kept for a while; nodes that came, went or were split meanwhile must be shown all the same."""
+    stress, view = stress_view(SMALL, 0.5, 5)
+    for step in range(500):
+        stress.run_steps(1)
+        view.fold(stress.drain(), stress.now)
+        if step % 50 == 0:
+            view.tree.refresh(view.board, 0.0, force=True)
+        picture = view.tree.picture(view.board, view.decode, 1000)
+        assert {row.node for row in picture.rows} == set(stress.cache.tree.nodes) - {0}
+        assert picture.hidden_nodes == 0
+        few = view.tree.picture(view.board, view.decode, 3)
+        assert len(few.rows) == min(3, picture.nodes) and few.hidden_nodes == picture.nodes - len(few.rows)
+
+
+def test_the_selected_path_is_always_among_the_rows():
+    _, view = stress_view(CLASSROOM, 4.0, 40)
+    for node in list(view.board.state.nodes.values())[1:]:
+        view.select("node", node.id)
+        picture = view.tree.picture(view.board, view.decode, 3, set(view.links.nodes))
+        assert {n.id for n in view.board.state.path(node.id)} <= {row.node for row in picture.rows} or len(
+            list(view.board.state.path(node.id))
+        ) > 3
+
+
+def test_the_step_bar_at_the_gate_is_exactly_the_step():
+    stress, view = stress_view(TIGHT, 1.0, 10)
+    stress.gate(True)
+    for _ in range(120):
+        stress.run_steps(1)
+        view.fold(stress.drain(), stress.now)
+        view.frame(stress.now)
+        row = view.steps.get(view.steps.last)
+        text, bar = StepBar().picture(view, 120, 2).rows
+        assert plain(text).startswith(f"step {row.step:,}  {row.tokens:,} of {TIGHT.budget:,} tokens")
+        widths = {}
+        for piece, words in bar:
+            widths[words] = widths.get(words, 0) + len(piece)
+        if row.decodes:
+            assert f"D×{row.decodes}" in plain(bar)
+        for request, _start, n, _samples in row.chunks:
+            if n * 120 / TIGHT.budget > len(f"r{request} +{n}"):
+                assert f"r{request} +{n}" in plain(bar), plain(bar)
+        prefill = sum(len(piece) for piece, words in bar if "prefill" in words)
+        assert abs(prefill - row.prefill_tokens * 120 / TIGHT.budget) <= 8
+        assert ("╱" in plain(bar)) == (row.tokens < TIGHT.budget) or widths.get("faint", 0) < 2
+
+
+def test_while_running_the_step_bar_is_the_mean_with_the_peak_marked():
+    stress, view = stress_view(CLASSROOM, 4.0, 40)
+    peaks = 0
+    for _ in range(60):
+        stress.run(0.05)
+        view.fold(stress.drain(), stress.now)
+        view.frame(stress.now)
+        frame = view.last_frame
+        if frame.count < 2:
+            continue
+        text, bar = (plain(row) for row in StepBar().picture(view, 120, 2).rows)
+        assert text.startswith(f"mean of {frame.count} steps  {frame.tokens:,.0f} of 512 tokens")
+        assert f"last: step {frame.last:,} = " in text
+        if f"peak {frame.peak_tokens:,}" in bar:
+            peaks += 1
+            assert abs(bar.index("▲") - frame.peak_tokens / 512 * 120) <= 8
+    assert peaks > 3
+
+
+def test_timings_show_the_summarys_figures():
+    _, view = stress_view(CLASSROOM, 6.0, 60)
+    rows = body(StepTimings(), view, 90, 8)
+    kinds = (("decode only", "decode"), ("mixed", "mixed"), ("prefill only", "prefill"))
+    for row, (label, name) in zip(rows[1:4], kinds, strict=True):
+        stats = getattr(view.timings, name)
+        assert row.startswith(label)
+        figures = row[13:34].split()
+        if stats.steps:
+            assert [float(f) for f in figures] == pytest.approx([stats.p50, stats.p99, stats.worst], abs=0.06)
+            assert f"{100 * stats.share:.0f} %" in row
+        else:
+            assert figures == ["–"] * 3
+    slowest = view.timings.slowest
+    assert f"step {slowest.step:,}" in rows[4] and "prefill tokens" in rows[4]
+    first = view.timings.first_token
+    assert "= queue" in rows[5] and f"r{first.request}" in rows[5]
+    assert rows[6].startswith("host") and rows[7].startswith("device") and "% busy" in rows[7]
+
+
+def test_where_it_is_narrow_the_step_tells_every_figure_of_what_it_computes():
+    for seconds in (1.0, 2.0, 3.0, 4.0):
+        _, view = stress_view(SMALL, seconds, 30)
+        step = next(s for s in range(view.steps.last, -1, -1) if view.steps.get(s).chunks)
+        view.select("step", step)
+        row = view.steps.get(step)
+        told = body(StepBar(), view, 48, 2)[0]
+        assert f"{row.tokens:,} of 128" in told and f"prefill {row.chunks[0][2]}" in told, told
+
+
+def test_where_it_is_narrow_the_parts_of_a_first_token_and_the_reason_of_a_slow_step_are_whole():
+    _, view = stress_view(CLASSROOM, 6.0, 60)
+    t = view.timings
+    assert t.first_token is not None
+    for queue, told in ((1.25, "queue 1.2 + "), (251.0, "queue 251 + "), (12_510.0, "queue 12,510 + ")):
+        first = replace(t.first_token, queue_ms=queue, prefill_ms=20.4, sample_ms=0.04)
+        view.timings = replace(t, first_token=first)
+        row = body(StepTimings(), view, 56, 8)[5]
+        assert told in row and row.rstrip().endswith("sample 0.0") and row.startswith("first")
+    slowest = body(StepTimings(), view, 56, 8)[4]
+    assert slowest.rstrip().endswith(why_slow(t.slowest, t).partition(": ")[2])
+
+
+def test_timings_and_vitals_show_what_ranks_exchange():
+    stress, view = stress_view(CLASSROOM, 3.0, 30)
+    assert view.timings.ranks == 1 and not any(row.startswith("ranks") for row in body(StepTimings(), view, 90, 9))
+    append = stress.log.append
+
+    def with_exchange(kind, *fields):
+        if kind == "time":
+            append("comm", fields[0], 4, 0.25 * fields[4])
+        return append(kind, *fields)
+
+    stress.log.append = with_exchange
+    for _ in range(150):
+        stress.run(0.1)
+        view.fold(stress.drain(), stress.now)
+    view.frame(stress.now)
+    t = view.timings
+    assert t.ranks == 4 and t.comm_share == pytest.approx(0.25)
+    for height in (7, 9):
+        (row,) = (row for row in body(StepTimings(), view, 90, height) if row.startswith("ranks"))
+        told = f"4, exchanging 25 % of the time: {ms(t.comm_ms)} ms of a step, waiting included"
+        assert row.split() == ["ranks", *told.split()]
+    assert body(StepTimings(), view, 90, 9)[8].startswith("device")
+    (step,) = (vital for vital in vitals(view, 10) if vital.label == "step")
+    assert step.units[0] == "ms median, 25 % exchange"
+    story = tell(view, "step", view.steps.last - 2)
+    assert any(label == "exchange" and "between 4 ranks" in text for label, text in story.lines)
+
+
+def test_events_are_the_newest_first_each_with_its_step_kind_and_words():
+    _, view = stress_view(TIGHT, 3.0, 30)
+    widget = Events()
+    rows = body(widget, view, 110, 20)
+    newest = list(view.events.items)[::-1][:20]
+    for row, event in zip(rows, newest, strict=True):
+        step, kind = row.split()[:2]
+        assert int(step.replace(",", "")) == max(event.step, 0) and kind == event.kind
+        assert row.split(maxsplit=2)[2].rstrip(" …") in view.event_text(event)
+    widget.filter = 2
+    assert {row.split()[1] for row in body(widget, view, 110, 20)} <= {"evict", "preempt"}
+    view.select("request", view.subject())
+    widget.filter = 4
+    body(widget, view, 110, 20)
+    assert widget.shown and all(event.request == view.subject() for event in widget.shown)
+
+
+def test_an_event_is_told_to_its_last_word_also_where_the_panel_is_narrow():
+    _, view = stress_view(TIGHT, 3.0, 30)
+    for width in (37, 56, 110):
+        widget = Events()
+        rows = body(widget, view, width, 24)
+        told = " ".join(" ".join(rows).split())
+        for event in widget.shown[:-1]:  # the last may end with the panel
+            assert view.event_text(event, short=width < 50) in told
+    last = next(y for y, event in enumerate(widget._at) if event is widget.shown[-1])
+    widget.clicked(view, 0, last)
+    assert widget.chosen == widget.shown[-1].seq
+
+
+def test_vitals_show_the_rates_and_the_pool():
+    stress, view = stress_view(CLASSROOM, 5.0, 50)
+    head = body(Vitals(), view, 200, 2)[0]
+    assert f"decode   {view.rates.per_second('decode'):,.0f} tok/s" in head
+    running = sum(r.state.value == "running" for r in stress.scheduler.requests.values())
+    assert f"running  {running:,} +{len(stress.scheduler.waiting)} waiting" in head
+    allocator = stress.cache.allocator
+    used = 100 * (allocator.total - allocator.num_free) / allocator.total
+    held = 100 * (allocator.num_active + allocator.num_shared) / allocator.total
+    assert f"pool     {used:,.0f} % used, {held:.0f} % held" in head
+    cached, prefill = view.rates.total("cached", 30), view.rates.total("prefill", 30)
+    assert f"hit rate {100 * cached / (cached + prefill):.1f} %" in head
+
+
+def test_the_prompts_origin_is_its_match():
+    stress, view = stress_view(SMALL, 1.0, 10)
+    checked = 0
+    for _ in range(100):
+        stress.run_steps(3)
+        view.fold(stress.drain(), stress.now)
+        view.frame(stress.now)
+        running = [r for r in stress.scheduler.running if r.planned >= r.prompt_len]
+        if running:
+            request = max(running, key=lambda r: r.id)
+            rows = body(PromptOrigin(), view, 60, 3)
+            computed = request.prompt_len - request.cached_tokens
+            assert rows[1].startswith(f"{request.cached_tokens:,} from the tree · {computed:,} computed")
+            found, made = rows[0].count("█"), rows[0].count("▒")
+            assert found + made == 60 and found == round(60 * request.cached_tokens / request.prompt_len)
+            checked += 1
+    assert checked > 20
+
+
+# ---- looks
+
+
+def test_one_glyph_for_every_meaning_and_an_ascii_one_too():
+    states = ("free", "cached", "shared", "active", "filling")
+    lanes = ("queued", "decode", "prefill", "finished", "preempted")
+    tree = ("in_use", "evictable", "pending")
+    for glyphs in (UNICODE, ASCII):
+        for names in (states, lanes, tree):
+            for a, b in combinations(names, 2):
+                assert getattr(glyphs, a) != getattr(glyphs, b), (a, b)
+    assert "".join(getattr(UNICODE, name) for name in states) == "·░▓█▄"
+    assert "".join(getattr(ASCII, name) for name in states) == ".oS#+"
+    assert all(getattr(ASCII, name).isascii() for name in ASCII.__slots__)
+
+
+# Machado, Oliveira and Fernandes 2009, severity 1.0, in linear RGB.
+DEFICIENCIES = {
+    "protan": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "deutan": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+    "tritan": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+}
+
+
+def seen_as(colour: str, matrix: tuple[tuple[float, ...], ...]) -> tuple[float, float, float]:
+    """A colour in CIE Lab as somebody with this deficiency sees it."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    r, g, b = (max(0.0, min(1.0, sum(m * c for m, c in zip(row, linear, strict=True)))) for row in matrix)
+    x = (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.9505
+    y = 0.2126 * r + 0.7152 * g + 0.0722 * b
+    z = (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.089
+    f = [v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116 for v in (x, y, z)]
+    return 116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])
+
+
+@pytest.mark.parametrize("name", sorted(COLOURS))
+@pytest.mark.parametrize("deficiency", sorted(DEFICIENCIES))
+def test_states_stay_apart_for_colour_blind_eyes(name, deficiency):
+    colours, matrix = COLOURS[name], DEFICIENCIES[deficiency]
+    for group in (("free", "cached", "shared", "active"), ("decode", "prefill", "hit")):
+        for a, b in combinations(group, 2):
+            one, other = seen_as(colours[a], matrix), seen_as(colours[b], matrix)
+            distance = sum((p - q) ** 2 for p, q in zip(one, other, strict=True)) ** 0.5
+            assert distance >= 10, f"{a} and {b} are {distance:.1f} apart"
+
+
+def test_blocks_stand_out_from_the_ground():
+    for name, colours in COLOURS.items():
+        for state in ("cached", "shared", "active"):
+            assert contrast(colours[state], colours["ground"]) >= 3, f"{name}: {state}"
+            assert contrast(colours[f"{state}-glow"], colours[state]) >= 1.5, f"{name}: {state} must glow"
+
+
+def test_every_theme_has_every_colour():
+    names = [set(colours) for colours in COLOURS.values()]
+    assert names[0] == names[1] == names[2]
+    assert {theme.name for theme in theme.THEMES} == set(COLOURS)
+
+
+def test_a_terminal_of_sixteen_colours_has_themes_of_its_own():
+    try:
+        own = {one.name: dict(one.variables) for one in theme.themes_for("standard")}
+        assert palette().style("decode").color.downgrade(ColorSystem.STANDARD).number == 10
+        for name, colours in own.items():
+            assert set(colours) == set(COLOURS[name]) and set(colours.values()) <= set(sixteen.ANSI)
+            for ink in "ink dim accent decode prefill running waiting hit pool bad good".split():  # noqa: SIM905
+                assert contrast(colours[ink], colours["ground"]) >= 3, f"{name}: {ink}"
+            for group in (("free", "cached", "shared", "active"), ("decode", "prefill", "hit", "pool", "dim")):
+                assert len({colours[one] for one in group}) == len(group), f"{name}: {group}"
+    finally:
+        assert theme.themes_for("truecolor") is theme.THEMES
+    assert palette().style("decode").color.name == COLOURS["minitui-dark"]["decode"]
+
+
+# ---- text snapshots
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.__name__)
+def test_panels_look_as_they_did(panel):
+    """Readable pictures in tests/snapshots; UPDATE_SNAPSHOTS=1 writes them anew."""
+    _, view = stress_view(SMALL, 4.0, 80)
+    if panel is ExpertMap:
+        load = [(layer, [(7 * layer + 13 * expert) ** 2 % 97 for expert in range(64)]) for layer in range(24)]
+        view.experts.fold((0, 1.0, "experts", 0, load))
+    path = SNAPSHOTS / f"{panel.__name__}.txt"
+    parts = []
+    for width, height in ((80, 19), (60, 12), (100, 24)):
+        if panel in (Vitals, Occupancy):
+            height = 2
+        elif panel in (StepBar, PromptOrigin):
+            height = 5
+        parts.append("\n".join(plain(row).rstrip() for row in panel().drawn(view, width, height)))
+    text = "\n\n".join(parts) + "\n"
+    if os.environ.get("UPDATE_SNAPSHOTS"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8"), f"{path.name} differs: look, then UPDATE_SNAPSHOTS=1"

@@ -1,0 +1,206 @@
+"""The bundled model: what is shipped, what it was trained on, and that its weights still answer."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from engine.core.types import SamplingParams
+from engine.llm import LLM
+from engine.text.tokenizer import Tokenizer
+from minitui.dev.tutor.dataset import (
+    NEAR_DUPLICATE,
+    NO_MORE,
+    NOT_CAUGHT,
+    Check,
+    HeldOut,
+    load_checks,
+    load_items,
+    load_words,
+    word_set,
+)
+from minitui.dev.tutor.scoring import judge
+from minitui.dev.tutor.wordings import Damage, Wordings
+from minitui.tutor import DEFAULT_SYSTEM_PROMPT, known_questions, model_dir
+
+MEGABYTE = 1024 * 1024
+BLOCK_SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(str(model_dir()), device="cpu", num_blocks=2048)
+
+
+def ask(llm: LLM, chats: list[list[dict[str, str]]]) -> list[tuple[str, str]]:
+    """Greedy answers with their finish reasons."""
+    outputs = llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=300), use_tqdm=False)
+    return [(output.outputs[0].text, output.outputs[0].finish_reason) for output in outputs]
+
+
+def first_turn(question: str, system: str = DEFAULT_SYSTEM_PROMPT) -> list[dict[str, str]]:
+    return [{"role": "system", "content": system}, {"role": "user", "content": question}]
+
+
+def test_the_model_is_complete_and_small():
+    names = {path.name for path in model_dir().iterdir()}
+    assert {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "known_questions.json",
+        "README.md",
+    } <= names
+    assert sum(path.stat().st_size for path in model_dir().iterdir()) <= 16 * MEGABYTE
+
+
+def test_the_config_is_a_qwen3_with_room_for_long_chats():
+    config = json.loads((model_dir() / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    assert config["tie_word_embeddings"] is True
+    assert config["max_position_embeddings"] >= 2048
+
+
+def test_the_default_system_prompt_fills_more_than_three_blocks():
+    tokenizer = Tokenizer(model_dir())
+    assert len(tokenizer.encode(DEFAULT_SYSTEM_PROMPT)) > 3 * BLOCK_SIZE
+
+
+def test_a_turn_starts_with_all_of_the_one_before():
+    tokenizer = Tokenizer(model_dir())
+    chat = first_turn("What is a token?")
+    before = tokenizer.apply_chat_template(chat)
+    reply = "A token is a piece of text."
+    chat += [{"role": "assistant", "content": reply}, {"role": "user", "content": "why?"}]
+    after = tokenizer.apply_chat_template(chat)
+    continued = [*before, *tokenizer.encode(reply), *tokenizer.encode("<|im_end|>\n", allow_special=True)]
+    assert after[: len(continued)] == continued
+
+
+def test_the_corpus_knows_at_least_200_questions_about_engines():
+    items = [item for item in load_items().values() if item.kind in ("engine", "app")]
+    assert len({item.question for item in items}) == len({item.answer for item in items}) == len(items) >= 200
+
+
+def test_no_answer_holds_a_control_token():
+    assert not [item.id for item in load_items().values() if "<|" in item.answer]
+
+
+def test_each_check_accepts_the_answer_it_asks_for():
+    items = load_items()
+    checks = [check for check in load_checks() if check.tier in ("near", "far")]
+    assert not [check.question for check in checks if judge(check, items[check.id].answer) != "right"]
+
+
+def test_the_evaluation_has_two_tiers_of_at_least_60():
+    tiers = [check.tier for check in load_checks()]
+    assert min(tiers.count("near"), tiers.count("far")) >= 60
+    assert {"outside", "garbled"} <= set(tiers)
+
+
+def test_no_generated_wording_is_near_a_held_out_question():
+    items, checks = load_items(), load_checks()
+    wordings = Wordings(items, load_words(), HeldOut([check.question for check in checks]), Damage(typo=0.0))
+    held = [word_set(check.question) for check in checks]
+    rng = random.Random(5)
+    for _ in range(300):
+        item = items[rng.choice(list(items))]
+        for text in (wordings.draw(item, rng)[0], wordings.plain(item, rng), wordings.not_caught(rng)):
+            words = word_set(text)
+            if text not in ("asdf", item.question):
+                assert all(len(words & other) < NEAR_DUPLICATE * len(words | other) for other in held), text
+
+
+def test_no_canonical_question_is_held_out():
+    held_out = HeldOut([check.question for check in load_checks()])
+    assert not [item.question for item in load_items().values() if held_out.too_near(item.question)]
+
+
+def test_the_near_duplicate_filter_finds_a_changed_word_and_passes_other_words():
+    held_out = HeldOut(["how can the cache shrink by letting heads share keys and values?"])
+    assert held_out.too_near("How can the cache shrink by letting heads share keys and queries")
+    assert not held_out.too_near("how do heads share keys and values")
+
+
+def test_known_questions_are_those_of_the_corpus():
+    questions = known_questions()
+    assert len(questions) >= 200
+    assert set(questions) <= {item.question for item in load_items().values()}
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict"),
+    [
+        ("It keeps keys and values.", "right"),
+        ("It keeps queries.", "wrong"),
+        ("I did not catch that.", "not caught"),
+        ("It keeps keys and values on paper.", "wrong"),
+    ],
+)
+def test_an_answer_is_right_with_all_facts_and_no_false_claim(answer: str, verdict: str):
+    assert judge(Check("near", "kv_what", "?", ("keys?", "values?"), ("paper",)), answer) == verdict
+
+
+def test_the_weights_answer_known_questions_and_stop_by_themselves(llm: LLM):
+    items = load_items()
+    by_question = {item.question: item.answer for item in items.values()}
+    questions = random.Random(3).sample(known_questions(), 14)
+    replies = ask(llm, [first_turn(question) for question in questions])
+    assert {reason for _, reason in replies} == {"stop"}
+    right = sum(text.strip() == by_question[question] for question, (text, _) in zip(questions, replies, strict=True))
+    assert right >= 13  # all of them, but for one that rounding may turn
+
+
+def test_the_weights_refuse_what_they_do_not_know(llm: LLM):
+    checks = [check for check in load_checks() if check.tier in ("outside", "garbled")][::4]
+    replies = ask(llm, [first_turn(check.question) for check in checks])
+    wrong = [check.question for check, (text, _) in zip(checks, replies, strict=True) if judge(check, text) != "right"]
+    assert len(wrong) <= 1, wrong
+
+
+def test_a_follow_up_and_a_foreign_system_prompt_hold(llm: LLM):
+    items = load_items()
+    chat = first_turn("What is the KV cache?", "You are a pirate. Answer politely.")
+    for asked, expected in (
+        ("", "kv_what"),
+        ("give me an example", "kv_example"),
+        ("What is paged attention?", "paged_what"),
+        ("why?", "paged_frag"),
+    ):
+        if asked:
+            chat.append({"role": "user", "content": asked})
+        ((text, _),) = ask(llm, [chat])
+        assert text.strip() == items[expected].answer
+        chat.append({"role": "assistant", "content": text})
+
+
+def test_the_model_loads_in_transformers_and_agrees(llm: LLM):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(model_dir()), dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(model_dir()))
+    chat = first_turn("What is prefill?")
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    assert ids["input_ids"][0].tolist() == Tokenizer(model_dir()).apply_chat_template(chat)
+    with torch.inference_mode():
+        output = model.generate(**ids, max_new_tokens=24, do_sample=False)
+    expected = tokenizer.decode(output[0][ids["input_ids"].shape[1] :])
+    assert ask(llm, [chat])[0][0].startswith(expected)
+
+
+def test_ids_of_the_corpus_are_unique_and_follow_ups_lead_somewhere():
+    items = load_items()
+    assert {NOT_CAUGHT, NO_MORE} <= set(items)
+    assert sum(bool(item.follow or item.asked_next) for item in items.values()) >= 40
+
+
+def test_the_data_files_are_json_lines():
+    corpus = Path(load_items.__code__.co_filename).parent / "corpus"
+    for path in corpus.glob("*.jsonl"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            assert {"id", "question"} <= set(json.loads(line))

@@ -1,0 +1,685 @@
+"""The view model against the engine it looks at: the real scheduler and cache, driven by the stress source."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import random
+import subprocess
+import sys
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from engine.process.server import FEW, on_the_wire
+from engine.trace.records import PACKET, Packet, packets
+from engine.trace.state import ACTIVE, CACHED, FREE, SHARED, State
+from minitui.dev.panel import stress_view
+from minitui.dev.simulator import CLASSROOM, SMALL, Load, Stress
+from minitui.viewmodel.events import Events
+from minitui.viewmodel.history import BUCKET, FirstTokens, Rates, Steps
+from minitui.viewmodel.lanes import DECODING, FINISHED, NOTHING, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
+from minitui.viewmodel.model import EMPTY, Board, View
+from minitui.viewmodel.story import tell
+from minitui.viewmodel.timing import summarise, why_slow
+from minitui.viewmodel.tree import eviction_order
+from minitui.viewmodel.updater import GIVE_WAY, Feed
+
+# A pool so tight that requests are preempted, and a budget so small that prompts are chunked.
+TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
+
+
+def followed(load: Load, steps: int, seed: int = 0) -> tuple[Stress, View, list]:
+    """A stress source run step by step, the view that followed it, and all records."""
+    stress = Stress(Load(**{**{f: getattr(load, f) for f in load.__slots__}, "seed": seed}))
+    view = View()
+    view.ids_to_text = stress.words.decode
+    view.reset(State(load.blocks + 1, load.block_size, load.budget, load.rows).snapshot())
+    records = []
+    for _ in range(steps):
+        stress.run_steps(1)
+        batch = stress.drain()
+        records += batch
+        view.fold(batch, stress.now)
+    view.frame(stress.now)
+    return stress, view, records
+
+
+def test_the_view_loads_without_textual_and_without_torch():
+    modules = "minitui.viewmodel.model, minitui.viewmodel.story, minitui.dev.simulator, minitui.viewmodel.updater"
+    code = f"import sys, {modules}; print([m for m in ('textual', 'torch', 'typer') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("load", [SMALL, CLASSROOM, TIGHT])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_counts_codes_and_tables_are_the_allocators(load, seed):
+    stress, view, _ = followed(load, 400, seed)
+    allocator = stress.cache.allocator
+    stress.cache.check(stress.scheduler.requests.values())
+    assert view.board.counts == (
+        allocator.num_free, allocator.num_active, allocator.num_shared, allocator.num_cached,
+    )  # fmt: skip
+    codes = view.board.codes
+    for block in range(1, load.blocks + 1):
+        holders = allocator.holders(block)
+        state = SHARED if holders > 1 else ACTIVE if holders else CACHED if allocator.in_tree(block) else FREE
+        assert codes[block] == state
+    for request in stress.scheduler.requests.values():
+        assert view.board.state.requests[request.id].table == request.table
+        assert view.board.state.computed(view.board.state.requests[request.id]) == request.planned
+    filling = {r.table[r.planned // 16] for r in stress.scheduler.running if r.planned % 16}
+    assert set(view.board.filling()) == filling
+
+
+def test_a_gap_stops_the_fold_until_a_snapshot_and_what_is_known_is_skipped():
+    stress, view, _ = followed(SMALL, 50)
+    stress.run_steps(5)
+    lost = stress.drain()
+    stress.run_steps(5)
+    later = stress.drain()
+    before = view.live.state.snapshot()
+    view.fold(later)
+    assert view.gap and view.dropped == len(lost)
+    assert view.live.state.snapshot() == before, "records after a gap must not be applied"
+    view.fold(later)
+    assert view.dropped == len(lost), "the same gap is counted once"
+    state = State.from_snapshot(before)
+    state.apply_all(lost)
+    view.reset(state.snapshot())
+    view.fold(lost[-3:] + later)  # an overlap with the snapshot
+    state.apply_all(later)
+    assert not view.gap
+    assert view.live.state.snapshot() == state.snapshot()
+
+
+def test_lanes_tell_what_every_request_did_in_every_step():
+    _, view, records = followed(TIGHT, 500, seed=3)
+    assert any(record[2] == "preempt" for record in records), "the load must preempt, or this tests little"
+    truth: dict[int, dict[int, int]] = {}
+    waiting, decoding, step = set(), set(), -1
+
+    def mark(request: int, at: int, code: int) -> None:
+        lane = truth.setdefault(request, {})
+        lane[at] = max(lane.get(at, NOTHING), code)
+
+    for _seq, _t, kind, *fields in records:
+        if kind == "submit":
+            waiting.add(fields[0])
+        elif kind == "admit":
+            waiting.discard(fields[0])
+        elif kind == "preempt":
+            mark(fields[0], step + 1, PREEMPTED)
+            decoding.discard(fields[0])
+            waiting.add(fields[0])
+        elif kind == "finish":
+            mark(fields[0], step, FINISHED)
+            decoding.discard(fields[0])
+        elif kind == "step":
+            step = fields[0]
+            decoding = (decoding | set(fields[2])) - set(fields[3])
+            for request in decoding:
+                mark(request, step, DECODING)
+            for request in waiting:
+                mark(request, step, QUEUED)
+            for chunk in fields[1]:
+                mark(chunk[0], step, PREFILLING)
+    for request, lane in view.lanes.lanes.items():
+        codes = lane.columns(0, 1, step + 1, step)
+        assert codes == [truth[request].get(at, NOTHING) for at in range(step + 1)], f"r{request}"
+        # In columns of several steps, what is rare wins.
+        for k in (2, 7):
+            columns = lane.columns(0, k, -(-(step + 1) // k), step)
+            assert columns == [max(codes[at : at + k]) for at in range(0, step + 1, k)]
+    assert {id for id, lane in view.lanes.active.items()} == set(view.live.state.requests)
+
+
+def test_preemption_beats_finish_beats_prefill_beats_decode_beats_waiting():
+    lane = Lane(1, "", 10, 0.0, 0)
+    for code, at in ((QUEUED, 0), (DECODING, 1), (PREFILLING, 2), (FINISHED, 3), (PREEMPTED, 4)):
+        lane.spans.append([code, at, at])
+    assert lane.columns(0, 2, 2, 10) == [DECODING, FINISHED]
+    assert lane.columns(0, 3, 2, 10) == [PREFILLING, PREEMPTED]
+    assert lane.columns(0, 5, 1, 10) == [PREEMPTED]
+    assert lane.columns(0, 5, 1, 1) == [DECODING], "what comes after the picture is not shown"
+
+
+def test_steps_are_kept_exactly_in_a_ring():
+    _, view, records = followed(TIGHT, 300)
+    small = Steps(capacity=64)
+    plans = {}
+    for record in records:
+        if record[2] == "step":
+            small.planned(record)
+            plans[record[3]] = record
+        elif record[2] == "time":
+            small.timed(record)
+    for steps, first in ((view.steps, 0), (small, small.last - 63)):
+        assert steps.first == first
+        for step in range(first, steps.last + 1):
+            row = steps.get(step)
+            record = plans[step]
+            assert (row.tokens, row.waiting, row.chunks) == (record[7], record[8], record[4])
+            assert row.decodes + row.prefill_tokens == row.tokens
+            assert row.wall_ms > 0 and row.device_ms > 0
+        assert steps.get(first - 1) is None
+        assert steps.get(steps.last + 1) is None
+    assert small.column("tokens")[small.indices(0, 10**9)].tolist() == [
+        plans[step][7] for step in range(small.first, small.last + 1)
+    ]
+
+
+def test_a_frame_sums_up_its_steps_and_marks_the_peak():
+    stress, view = stress_view(CLASSROOM, 2.0, 8)
+    for _ in range(6):
+        first = view.steps.last + 1
+        stress.run(0.05)
+        records = stress.drain()
+        view.fold(records, stress.now)
+        view.frame(stress.now)
+        plans = [record for record in records if record[2] == "step"]
+        if not plans:
+            continue
+        tokens = [plan[7] for plan in plans]
+        frame = view.last_frame
+        assert (frame.count, frame.first, frame.last) == (len(plans), first, first + len(plans) - 1)
+        assert view.steps_per_frame == len(plans)
+        assert frame.tokens == pytest.approx(sum(tokens) / len(tokens))
+        assert frame.decodes + frame.prefill_tokens == pytest.approx(frame.tokens)
+        assert frame.peak_tokens == max(tokens)
+        assert tokens[frame.peak_step - first] == max(tokens)
+        assert frame.chunks == pytest.approx(sum(len(plan[4]) for plan in plans) / len(plans))
+    view.frame(stress.now)
+    assert view.steps_per_frame == 0, "a frame without steps says so"
+    assert view.last_frame.count > 0, "but keeps the last picture"
+
+
+def test_timings_are_numpys_percentiles_of_each_kind():
+    _, view, records = followed(CLASSROOM, 900)
+    view._timings_at = (-1e9, -1)
+    view.frame(view._now + 10)
+    plans = {record[3]: record for record in records if record[2] == "step"}
+    times = {record[3]: record for record in records if record[2] == "time"}
+    begin = plans[view.steps.last][1] - 10.0
+    walls: dict[str, list[float]] = {"decode": [], "mixed": [], "prefill": []}
+    for step, plan in plans.items():
+        if plan[1] >= begin:
+            walls[times[step][9]].append(times[step][7])
+    total = sum(sum(some) for some in walls.values())
+    for kind, some in walls.items():
+        stats = getattr(view.timings, kind)
+        assert stats.steps == len(some)
+        if some:
+            assert stats.p50 == pytest.approx(np.percentile(some, 50))
+            assert stats.p99 == pytest.approx(np.percentile(some, 99))
+            assert stats.worst == max(some)
+            assert stats.share == pytest.approx(sum(some) / total)
+    worst = max(wall for some in walls.values() for wall in some)
+    assert view.timings.slowest.wall_ms == worst
+    firsts = [record for record in records if record[2] == "first"]
+    assert view.timings.first_token.request == firsts[-1][3]
+    assert view.timings.first_token.total_ms == pytest.approx(sum(firsts[-1][4:7]))
+
+
+def test_a_slow_step_is_explained_by_its_prefill():
+    _, view, _ = followed(CLASSROOM, 900)
+    view._timings_at = (-1e9, -1)
+    view.frame(view._now + 10)
+    slow = max(
+        (view.steps.get(step) for step in range(view.steps.last)), key=lambda row: row.prefill_tokens
+    )
+    excess = slow.wall_ms - view.timings.decode.p50
+    assert why_slow(slow, view.timings) == f"+{excess:.1f} ms: {slow.prefill_tokens:,} prefill tokens"
+    decode = next(row for step in range(view.steps.last, 0, -1) if not (row := view.steps.get(step)).chunks)
+    assert "prefill tokens" not in why_slow(decode, view.timings)
+
+
+def test_a_refusal_names_the_chat_for_there_is_no_request():
+    view = View()
+    view.group_names = {"a45ce471": "3 paging"}
+    events = Events()
+    events.fold((1, 0.0, "refuse", "a45ce471", "the prompt has 8,766 tokens"), 0)
+    assert view.event_text(events.items[-1], short=True) == "chat 3 paging · the prompt has 8,766 tokens"
+
+
+def test_the_median_of_two_first_tokens_lies_between_them():
+    firsts = FirstTokens()
+    for seq, prefill_ms in enumerate((60.0, 12.0)):
+        firsts.fold((seq, 0.0, "first", seq, 1.0, prefill_ms, 1.0))
+    assert summarise(Steps(), firsts, 0, 99).median_first_ms == pytest.approx(38.0)
+    assert summarise(Steps(), FirstTokens(), 0, 99).median_first_ms is None
+
+
+def test_a_slow_step_that_only_decodes_is_explained_by_what_the_records_tell():
+    def explained(rows: int, rest: float, host_us: int = 100) -> str:
+        steps, t = Steps(), 0.0
+        for step in range(21):
+            last = step == 20
+            t += rest if last else 0.001
+            n, wall = (rows, 20.0) if last else (4, 5.0)
+            steps.planned((step, t, "step", step, [], [], [], n, 0))
+            t += wall / 1e3
+            host = host_us if last else 100
+            steps.timed((step + 1, t, "time", step, host, 0, 0, wall, wall - host / 1e3, "decode"))
+        return why_slow(steps.get(20), summarise(steps, FirstTokens(), 20, 99))
+
+    assert explained(9, 0.001) == "+15.0 ms: 9 rows, usually 4"
+    assert explained(4, 2.5) == "+15.0 ms: first after 2.5 s of rest"
+    assert explained(4, 0.001, host_us=15_000) == "+15.0 ms: host 15.0 ms, not 0.8"
+    assert explained(4, 0.001) == "+15.0 ms: 4 rows as usual, no prefill"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_order_of_eviction_is_the_trees_own(seed):
+    stress, view, _ = followed(CLASSROOM, 700 + 50 * seed, seed)
+    expected = eviction_order(view.live.state)
+    assert expected, "nothing is evictable: this would test nothing"
+    stress.drain()
+    stress.cache.tree.evict(stress.cache.allocator.num_cached, "test")
+    went = [record[3] for record in stress.drain() if record[2] == "evict"]
+    assert went == expected
+
+
+def test_tokens_saved_are_exactly_those_of_the_matches():
+    roomy = Load(blocks=4000, chats=6, rows=8, budget=256, context=512, reply=(20, 60), turns=3, think=0.05)
+    _, view, records = followed(roomy, 600)
+    assert not any(record[2] == "evict" for record in records)
+    matched = sum(record[4] for record in records if record[2] == "match")
+    assert matched > 0
+    assert view.board.saved.sum() == matched
+    assert sum(view.board.saved_by(node) for node in view.board.state.nodes.values()) == matched
+
+
+@pytest.mark.parametrize("load", [SMALL, TIGHT])
+def test_the_view_at_step_k_is_the_state_at_step_k(load):
+    stress = Stress(load)
+    view = View()
+    view.reset(State(load.blocks + 1, load.block_size, load.budget, load.rows).snapshot())
+    view.past.every = 300
+    states = {}
+    for _ in range(600):
+        stress.run_steps(1)
+        view.fold(stress.drain(), stress.now)
+        states[view.steps.last] = (view.live.state.snapshot(), view.live.saved.copy())
+    view.frame(stress.now)
+    steps = list(states)[:-1]
+    random.Random(0).shuffle(steps)
+    for step in steps[:40]:
+        assert view.travel_to(step)
+        assert view.horizon == step and view.exact
+        assert view.board.state.snapshot() == states[step][0]
+        assert (view.board.saved == states[step][1]).all()
+        assert view.travel_text == f"PAST step {step:,}, {view.steps.last - step:,} back"
+    at = view.horizon
+    assert view.travel(-1) and view.horizon == at - 1
+    assert view.travel(1) and view.horizon == at
+    stress.run_steps(3)
+    view.fold(stress.drain(), stress.now)
+    view.frame(stress.now)
+    assert view.horizon == at, "the picture of the past stands while the engine goes on"
+    assert not view.travel_to(10**9), "there is nothing after the present"
+    assert view.board is view.live and view.travel_text == ""
+    assert not view.travel_to(-5), "nor before the beginning"
+
+
+def test_history_is_bounded_and_says_where_it_begins():
+    stress = Stress(SMALL)
+    view = View()
+    view.reset(State(65, 16, SMALL.budget, SMALL.rows).snapshot())
+    view.past.every, view.past.kept = 200, 600
+    import minitui.viewmodel.time_travel as travel
+
+    kept_seconds, travel.KEYFRAME_SECONDS = travel.KEYFRAME_SECONDS, 0.0
+    try:
+        for _ in range(900):
+            stress.run_steps(1)
+            view.fold(stress.drain(), stress.now)
+    finally:
+        travel.KEYFRAME_SECONDS = kept_seconds
+    view.frame(stress.now)
+    total = view.live.state.seq
+    assert total - 600 - 2 * 200 <= view.past.first_seq <= total - 600
+    assert len(view.past) <= 600 + 2 * 200 + 50
+    with pytest.raises(ValueError, match="the history begins at"):
+        view.past.board_at(view.past.first_seq - 1)
+    assert not view.travel_to(0)
+    assert view.board is view.live
+
+
+def test_rates_are_the_engines_own_under_slow_motion_and_at_the_gate():
+    def run(pace: float, closed: bool) -> Rates:
+        rates = Rates()
+        rates.reset(0.0, False, 1.0)
+        t = 0.0
+        rates.pace(pace)
+        rates.gate(closed)
+        for _ in range(2000):
+            rates.advance(t)
+            rates.planned(4, 0)
+            t += 0.005
+            rates.advance(t)
+            rates.timed(5.0, 0.2, 4.8)
+            t += 0.005 * (pace - 1) + (0.7 if closed else 0.0)  # the stretch, or a reader who thinks
+        rates.advance(t)
+        return rates
+
+    for pace, closed in ((1.0, False), (50.0, False), (1.0, True)):
+        rates = run(pace, closed)
+        assert rates.per_second("decode", 5.0) == pytest.approx(800, rel=0.02), (pace, closed)
+        assert rates.bucket == pytest.approx(10.0 / BUCKET, abs=1)
+
+
+def test_rates_sum_to_the_tokens_of_the_steps():
+    _, view, records = followed(CLASSROOM, 500)
+    plans = [record for record in records if record[2] == "step"]
+    prefill = sum(chunk[2] for plan in plans for chunk in plan[4])
+    rates = view.rates
+    assert rates.total("prefill", 400) == prefill
+    assert rates.total("decode", 400) == sum(plan[7] for plan in plans) - prefill
+    assert rates.total("steps", 400) == len(plans)
+    assert rates.total("cached", 400) == sum(record[4] for record in records if record[2] == "match")
+
+
+def test_events_keep_each_decision_with_its_reason():
+    _, view, records = followed(TIGHT, 500, seed=3)
+    kinds = {"admit", "match", "preempt", "evict", "finish", "wait"}
+    told = [record for record in records if record[2] in kinds]
+    assert [event.seq for event in view.events.items] == [record[0] for record in told]
+    for event, record in zip(view.events.items, told, strict=True):
+        words = view.event_text(event)
+        if record[2] == "preempt":
+            assert record[4] in words and f"r{record[3]}" in words
+        elif record[2] == "match":
+            assert event.kind == ("hit" if record[4] else "miss")
+            assert (f"takes {record[4]:,} of" in words) == (record[4] > 0)
+        elif record[2] == "evict":
+            assert record[5] in words and words.startswith(f"{record[4]} block")
+        elif record[2] == "finish":
+            assert f"{record[4]} · {record[5]:,} tokens" in words
+    newest = view.events.tail(5, view.live.state.seq, lambda event: event.kind == "evict", skip=2)
+    evictions = [record[0] for record in told if record[2] == "evict"]
+    assert [event.seq for event in newest] == evictions[::-1][2:7]
+
+
+def test_glow_marks_what_just_changed_and_at_the_gate_what_the_last_step_changed():
+    stress, view = stress_view(SMALL, 4.0, 80)
+    while not stress.scheduler.running:
+        stress.run_steps(1)
+    stress.gate(True)
+    view.fold(stress.drain(), stress.now)
+    for _ in range(40):
+        stress.run_steps(1)
+        records = stress.drain()
+        touched = {block for record in records if record[2] == "alloc" for block in record[4]}
+        if touched and not any(record[2] in ("hold", "finish", "evict") for record in records):
+            break
+        view.fold(records, stress.now)
+    view.fold(records, stress.now)
+    view.frame(stress.now)
+    assert set(np.flatnonzero(view.glow())) == touched
+    view.frame(stress.now + 100)
+    assert set(np.flatnonzero(view.glow())) == touched, "at the gate it glows until the next step"
+    stress.gate(False)
+    view.fold(stress.drain(), stress.now + 100)
+    view.frame(stress.now + 200)
+    assert not view.glow().any(), "running, it fades"
+
+
+def test_a_selection_touches_the_same_thing_everywhere():
+    stress, view, _ = followed(CLASSROOM, 600)
+    state = view.board.state
+    request = max((r for r in state.requests.values() if r.table), key=lambda r: len(r.table))
+    view.select("request", request.id)
+    assert view.links.blocks == set(request.table)
+    assert view.links.nodes == {node.id for node in state.path(request.node)}
+    assert view.subject() == request.id
+    block = request.table[0]
+    view.select("block", block)
+    assert view.links.requests == {r.id for r in stress.scheduler.requests.values() if block in r.table}
+    node = state.node_of[block]
+    assert view.links.nodes == {n.id for n in state.path(node)}
+    view.select("node", node)
+    assert view.links.blocks == set(state.nodes[node].blocks)
+    users = {r.id for r in stress.scheduler.requests.values() if set(state.nodes[node].blocks) <= set(r.table)}
+    assert view.links.requests == users
+    view.select("group", request.group)
+    assert request.id in view.links.requests
+    step = next(at for at in range(view.steps.last, 0, -1) if view.steps.chunks(at))
+    view.select("step", step)
+    assert view.links.step == step and view.links.requests == {chunk[0] for chunk in view.steps.chunks(step)}
+    assert view.shown_step().step == step
+    view.select(None)
+    assert not view.links.blocks
+    assert view.subject() == max(r.id for r in state.requests.values() if r.state == "running")
+
+
+def test_the_story_of_a_block_leads_to_its_owners_tokens_and_node():
+    stress, view, _ = followed(CLASSROOM, 600)
+    request = max(stress.scheduler.running, key=lambda r: r.shared_blocks)
+    block = request.table[0]
+    story = tell(view, "block", block)
+    lines = dict(story.lines)
+    assert lines["owners"].startswith("r") and f"r{request.id}" in " ".join(text for _, text in story.lines)
+    assert "its logical block 0, its tokens 0 to 15" in " ".join(text for _, text in story.lines)
+    words = stress.words.decode(request.ids[:16])
+    assert lines["tokens"] and lines["tokens"] in " ".join(words.split())
+    assert lines["node"].startswith(f"{view.board.state.node_of[block]}: block 1 of")
+    for kind, id in (
+        ("request", request.id), ("group", request.group), ("node", view.board.state.node_of[block]),
+        ("step", view.steps.last), ("request", 10**6), ("node", 10**6), ("step", 10**6),
+    ):  # fmt: skip
+        story = tell(view, kind, id)
+        assert story.title and story.lines
+
+
+def test_what_was_held_at_the_gate_does_not_count_as_waiting():
+    view = View()
+    view.reset(EMPTY.snapshot())
+    lanes = view.lanes
+
+    def told(t: float, *records: tuple) -> None:
+        seq = view.live.state.seq
+        view.fold([(seq + 1 + i, t, *record) for i, record in enumerate(records)], t)
+
+    told(1.0, ("submit", 1, "", 20, 40), ("submit", 2, "", 20, 40))
+    told(1.25, ("gate", "closed", "paused"))
+    told(61.25, ("gate", "open", ""))  # a minute of explaining
+    told(61.5, ("admit", 1, 0, "new"), ("match", 1, 0, "empty", 0, ""))
+    assert lanes.lanes[1].waited_ms == pytest.approx(500)
+    admitted = next(event for event in view.events.items if event.kind == "admit")
+    assert view.event_text(admitted).endswith("waited 500 ms and 60.0 s while paused or slowed")
+    assert lanes.lanes[2].waited_ms is None
+
+
+def test_a_new_view_is_an_empty_engine():
+    view = View()
+    view.fold([(1, 0.0, "submit", 1, "", 10, 20)], 0.0)
+    view.frame(1.0)
+    assert view.board.counts == (1, 0, 0, 0) and view.shown_step() is None and view.subject() is None
+    assert view.gate_text == view.pace_text == view.travel_text == ""
+    assert not view.travel(-1)
+
+
+def test_open_spans_reach_the_present():
+    lane = Lane(1, "", 10, 0.0, 0)
+    lane.mark(DECODING, 3, OPEN)
+    assert lane.columns(0, 1, 8, 5) == [0, 0, 0, DECODING, DECODING, DECODING, 0, 0]
+    lane.close(4)
+    assert lane.spans == [[DECODING, 3, 4]]
+
+
+def test_figures_are_right_from_the_first_record_after_a_snapshot_whatever_the_clocks_say():
+    """The engine's clock may stand anywhere, and the caller's has an origin of its own."""
+    view = View()
+    stress = Stress(SMALL)
+    view.reset(State(65, 16, SMALL.budget, SMALL.rows).snapshot())
+    view.frame(54_321.0)
+    for i in range(100):
+        stress.run(0.05)
+        shifted = [(record[0], record[1] + 777.0, *record[2:]) for record in stress.drain()]
+        view.fold(shifted, 54_321.0 + 0.05 * i)
+        view.frame(54_321.0 + 0.05 * i)
+    assert view.rates.bucket == pytest.approx(5.0 / BUCKET, abs=2)
+    assert view.engine_now == pytest.approx(782.0, abs=0.2)
+    tokens = view.rates.series("decode", 18).sum()
+    assert tokens == pytest.approx(sum(view.steps.get(s).decodes for s in range(view.steps.last)), rel=0.2)
+
+
+def test_speed_in_slow_motion_is_the_engines_own():
+    stress = Stress(SMALL)
+    stress.pace = 40.0
+    stress.log.append("pace", 40.0)
+    view = View()
+    view.reset(State(65, 16, SMALL.budget, SMALL.rows).snapshot())
+    while not (stress.scheduler.running and stress.steps_run > 20):
+        stress.run(0.1)
+        view.fold(stress.drain(), stress.now)
+        view.frame(stress.now)
+    rows = [view.steps.get(step) for step in range(view.steps.last + 1)]
+    seconds = sum(row.wall_ms for row in rows if row.wall_ms) / 1e3
+    assert seconds < 1.0
+    assert view.speed("decode") == pytest.approx(sum(r.decodes for r in rows if r.wall_ms) / seconds)
+    assert view.speed("decode") > 100
+
+
+def test_a_finished_requests_table_stays_with_what_became_of_its_blocks():
+    stress, view, records = followed(SMALL, 700)
+    assert view.board.last_tables
+    in_tree = {b for node in stress.cache.tree.nodes.values() for b in node.blocks}
+    given = {record[0]: record[4] for record in records if record[2] == "alloc"}
+    seen = set()
+    for last in view.board.last_tables.values():
+        for block in last.table:
+            reused = any(seq > last.seq and block in blocks for seq, blocks in given.items())
+            held = stress.cache.allocator.holders(block) > 0
+            expected = "reused" if reused else "free" if block not in in_tree else "held" if held else "cached"
+            assert view.board.fate(block, last.seq) == expected
+            seen.add(expected)
+    assert {"cached", "reused"} <= seen
+
+
+async def test_records_of_an_engine_that_is_gone_do_not_count_as_dropped():
+    stress = Stress(SMALL)
+    stress.run(1.0)
+
+    class Source:
+        """An engine in whose place another has been put: its last records are still on the way."""
+        info: ClassVar[dict] = {}
+
+        late: ClassVar = stress.drain()
+
+        def drain_records(self) -> list:
+            late, self.late = self.late, []
+            return late
+
+        async def snapshot(self) -> dict:
+            return EMPTY.snapshot()
+
+    feed = Feed(Source(), View())
+    feed.restart()
+    feed.source.late = list(Source.late)
+    feed.pump()  # some come while the other engine starts
+    feed.source.late = list(Source.late)  # and some are drained only when it is there
+    feed.replaced()
+    await feed.sync()
+    feed.pump()
+    assert feed.dropped == 0 and feed.backlog == 0 and not feed.view.gap
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+async def test_records_that_wait_are_bounded_and_what_is_given_up_is_told(monkeypatch, frozen):
+    monkeypatch.setattr("minitui.viewmodel.updater.KEEP", 300)
+    stress = Stress(SMALL)
+    state = State(SMALL.blocks + 1, SMALL.block_size, SMALL.budget, SMALL.rows)
+
+    class Source:
+        """It says a hundred times as much as anybody could fold."""
+        info: ClassVar[dict] = {}
+
+        def drain_records(self) -> list:
+            records = stress.drain()
+            state.apply_all(records)
+            return records
+
+        async def snapshot(self) -> dict:
+            return state.snapshot()
+
+    feed = Feed(Source(), View())
+    await feed.sync()
+    feed.frozen = frozen
+    stress.run(3.0)
+    assert feed.pump() is False and feed.backlog == 0 and feed.steps_behind > 100
+    lost = state.seq
+    feed.frozen = False
+    stress.run(0.1)
+    assert feed.pump(), "a snapshot is needed"
+    await feed.sync()
+    assert feed.dropped == lost and feed.steps_behind == 0 and feed.view.live.state.snapshot() == state.snapshot()
+
+
+def test_records_come_out_of_their_packets_as_they_went_in():
+    _, _, records = followed(TIGHT, 300)
+    gap = records[:700] + records[720:]  # as when too many had waited
+    packed = packets(gap)
+    assert [record for packet in packed for record in packet.records()] == gap
+    assert all(len(packet) == len(packet.records()) <= PACKET for packet in packed) and len(packed) == 3
+    steps = [[record[3] for record in packet.records() if record[2] == "step"] for packet in packed]
+    assert [packet.step for packet in packed] == [some[-1] if some else -1 for some in steps]
+    assert packed[1].last + 21 == packed[2].first and packets([]) == []
+    for some in (records[:FEW], records[: FEW + 1]):  # the reader packs a few itself
+        kind, _, sent = pickle.loads(on_the_wire(("news", [], some)))
+        assert (kind, sent) == ("news", some) if len(some) == FEW else kind == "packed"
+        assert (sent if kind == "news" else [r for fields in sent for r in Packet(*fields).records()]) == some
+
+
+@pytest.mark.parametrize("load", [SMALL, TIGHT])
+def test_a_board_is_the_state_at_every_record_and_its_copies_stand_still(load):
+    stress = Stress(load)
+    state = State(load.blocks + 1, load.block_size, load.budget, load.rows)
+    board = Board(state.copy())
+    stress.run_steps(700)
+    kept, kinds = [], set()
+    for i, record in enumerate(stress.drain()):
+        kinds.add(record[2])
+        state.apply(record)
+        board.fold([record])
+        if i % 5 == 0:
+            assert board.state.snapshot() == state.snapshot() and board.state.counts == state.counts
+        if i % 150 == 0:
+            kept.append((board.copy(), state.snapshot(), board.saved.copy(), board.changed.copy()))
+    assert {"evict", "extend", "hold", "split"} <= kinds and len(kept) > 5
+    for copy, snapshot, saved, changed in kept:
+        assert copy.state.snapshot() == snapshot
+        assert (copy.saved == saved).all() and (copy.changed == changed).all()
+
+
+async def test_a_backlog_is_folded_between_frames_and_keys_come_first(monkeypatch):
+    monkeypatch.setattr("minitui.viewmodel.updater.SLICE", 0.0)  # a packet at a time
+    stress = Stress(SMALL)
+    empty = State(SMALL.blocks + 1, SMALL.block_size, SMALL.budget, SMALL.rows).snapshot()
+
+    class Source:
+        info: ClassVar[dict] = {}
+
+        def drain_packets(self) -> list:
+            return packets(stress.drain())
+
+        async def snapshot(self) -> dict:
+            return empty
+
+    feed = Feed(Source(), View())
+    await feed.sync()
+    stress.run(4.0)
+    feed.pump()
+    waited = feed.backlog
+    assert waited > PACKET and feed.steps_behind > 0
+    feed.keep_up()
+    feed.give_way()
+    await asyncio.sleep(0.4 * GIVE_WAY)
+    assert feed.backlog == waited, "a key was pressed: its echo comes first"
+    async with asyncio.timeout(10):
+        while feed.backlog:
+            await asyncio.sleep(0.001)
+    assert feed.steps_behind == 0 and feed.view.live.state.seq == stress.log.seq and not feed.dropped

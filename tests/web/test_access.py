@@ -1,0 +1,411 @@
+"""Who gets at `minitui chat --web`: raw sockets, pages of another origin, and what is left when it is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("textual_serve", reason="the extra 'web' is not installed")
+pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
+
+import aiohttp
+from aiohttp import web
+
+from minitui.lifeline import VARIABLE
+from minitui.web import site as web_site
+from minitui.web.mirror import Application
+from minitui.web.mirror_server import MirrorSite
+from minitui.web.site import Site, is_served, messages
+from minitui.web.tabs import TabSite
+from tests.support.serving import Running
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+KEYS = (
+    "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+    "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+)
+TYPIST, VIEWER = "the-token-of-the-typist", "viewers"
+
+
+class Heard(Site):
+    """Keeps what sockets say that may type."""
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        super().__init__(host, {TYPIST: True, VIEWER: False})
+        self.opened: list[bool] = []
+        self.typed: list[Any] = []
+
+    async def attend(self, websocket: web.WebSocketResponse, request: web.Request, may_type: bool) -> None:
+        self.opened.append(may_type)
+        async for kind, rest in messages(websocket):
+            if may_type:
+                self.typed.append((kind, rest))
+
+
+@contextlib.asynccontextmanager
+async def served(site: Any) -> AsyncIterator[int]:
+    """The port on which this site answers."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    async with site.serving(listening):
+        yield listening.getsockname()[1]
+
+
+async def ask(port: int, request: str) -> tuple[int, str]:
+    """(status, everything that comes back) for these bytes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request.encode("utf-8", "surrogateescape"))
+    async with asyncio.timeout(30):
+        head = await reader.readuntil(b"\r\n\r\n")
+        status = int(head.split()[1])
+        body = b"" if status == 101 else await reader.read(1 << 16)
+    writer.close()
+    return status, (head + body).decode("utf-8", "replace")
+
+
+async def until(true: Callable[[], Any], what: str = "it did not happen") -> None:
+    async with asyncio.timeout(40):
+        while not true():
+            await asyncio.sleep(0.02)
+    assert true(), what
+
+
+HERE = "127.0.0.1:PORT"
+SOCKETS = [  # (token, Host, Origin or None, status)
+    (TYPIST, HERE, f"http://{HERE}", 101),
+    (TYPIST, "localhost:PORT", "http://localhost:PORT", 101),
+    (TYPIST, "LOCALHOST.:PORT", "http://localhost:PORT", 101),
+    (TYPIST, "[::1]:PORT", "http://[::1]:PORT", 101),
+    (TYPIST, "localhost:9", "http://localhost:9", 101),  # a tunnel with another port
+    (VIEWER, HERE, f"http://{HERE}", 101),
+    (TYPIST, HERE, "http://evil.com", 403),
+    (TYPIST, HERE, None, 403),
+    (VIEWER, HERE, None, 403),
+    (TYPIST, HERE, "null", 403),
+    (TYPIST, HERE, "", 403),
+    (TYPIST, HERE, "http://[", 403),
+    (TYPIST, HERE, "http://127.0.0.1:1", 403),  # another server of this machine
+    (TYPIST, HERE, "http://localhost:PORT", 403),
+    (TYPIST, HERE, f"http://{HERE}@evil.com", 403),
+    (TYPIST, HERE, f"http://{HERE}\r\nOrigin: http://evil.com", 403),
+    (TYPIST, HERE, f"file://{HERE}", 403),
+    (TYPIST, "evil.com", "http://evil.com", 403),  # DNS that was rebound
+    (TYPIST, "evil.com:PORT", f"http://{HERE}", 403),
+    (TYPIST, "127.0.0.1.evil.com:PORT", "http://127.0.0.1.evil.com:PORT", 403),
+    (TYPIST, "[::1", "http://[::1", 400),
+    (TYPIST, "", "http://", 400),
+    (TYPIST, f"{HERE}/@evil.com", f"http://{HERE}", 400),
+    (TYPIST[:-1], HERE, f"http://{HERE}", 403),
+    (TYPIST + "x", HERE, f"http://{HERE}", 403),
+    ("%ED%A0%80%FF", HERE, f"http://{HERE}", 403),
+    ("..%2f..%2fetc%2fpasswd", HERE, f"http://{HERE}", 403),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("token, host, origin, status", SOCKETS)
+async def test_a_socket_needs_the_printed_address_its_origin_and_the_token(
+    token: str, host: str, origin: str | None, status: int
+) -> None:
+    site = Heard()
+    async with served(site) as port:
+        said = "" if origin is None else f"Origin: {origin}\r\n"
+        request = f"GET /ws/{token}?width=80&height=24 HTTP/1.1\r\nHost: {host}\r\n{said}{KEYS}\r\n"
+        got, text = await ask(port, request.replace("PORT", str(port)))
+    assert got == status, text
+    assert site.opened == ([token == TYPIST] if status == 101 else [])
+    assert TYPIST not in text and "Traceback" not in text
+
+
+@pytest.mark.parametrize("path, status", [
+    (f"/?token={TYPIST}", 200), (f"/?token={VIEWER}", 200), ("/", 403), ("/?token=", 403), ("/?token=guess", 403),
+    (f"/?token=x&token={TYPIST}", 403), ("/ws", 404), ("/ws/", 404), ("/static/js/textual.js", 200),
+    ("/static/", 403), ("/static/../server.py", 404), ("/static/%2e%2e/server.py", 404),
+    ("/static//etc/passwd", 404), ("/download/x", 404),
+])  # fmt: skip
+async def test_a_page_needs_the_token_and_tells_nobody_of_it(path: str, status: int) -> None:
+    site = Heard()
+    async with served(site) as port:
+        got, text = await ask(port, f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n\r\n")
+        assert got == status, text
+        away, _ = await ask(port, f"GET {path} HTTP/1.1\r\nHost: evil.com:{port}\r\nConnection: close\r\n\r\n")
+        assert away == 403
+    for header in ("Referrer-Policy: no-referrer", "Cache-Control: no-store", "frame-ancestors 'none'"):
+        assert header in text
+    assert "Set-Cookie" not in text and "import asyncio" not in text and "root:" not in text
+    if path == f"/?token={VIEWER}":
+        assert f'"/ws/{VIEWER}"' in text and TYPIST not in text
+        assert "https://fonts" not in text, "the page needs the web"
+
+
+def test_the_names_of_the_printed_address() -> None:
+    own = socket.gethostname().lower()
+    table = {
+        "127.0.0.1": {"localhost": True, "127.0.0.1": True, "::1": True, own: own == "localhost", "10.0.0.7": False},
+        "0.0.0.0": {"localhost": True, own: True, "10.0.0.7": True, "fe80::1": True, "10.0.0.7.evil.com": False},
+        "10.0.0.7": {"10.0.0.7": True, "localhost": False, "10.0.0.8": False, "evil.com": False},
+        "Desk.local.": {"desk.local": True, "desk.local.evil.com": False, "localhost": False},
+    }  # fmt: skip
+    for host, names in table.items():
+        assert {name: is_served(name, host) for name in names} == names, host
+
+
+async def test_viewers_watch_the_typist_types_and_a_full_class_keeps_him_not_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Site, "most", 2)
+    application = Application([], (120, 36))
+    reached: list[str] = []
+    application.type = reached.append  # type: ignore[method-assign]
+    async with served(MirrorSite(application, "127.0.0.1", VIEWER, TYPIST)) as port, aiohttp.ClientSession() as http:
+        url, own = f"http://127.0.0.1:{port}/ws/", {"Origin": f"http://127.0.0.1:{port}"}
+        viewers = [await http.ws_connect(url + VIEWER, headers=own) for _ in range(2)]
+        with pytest.raises(aiohttp.WSServerHandshakeError, match="503"):
+            await http.ws_connect(url + VIEWER, headers=own)
+        typist = await http.ws_connect(url + TYPIST, headers=own)
+        for one in (*viewers, typist):
+            await one.send_json(["stdin", "viewer" if one is not typist else "typist"])
+            await one.send_json(["ping", "1"])
+        for one in (*viewers, typist):  # what was said before has been read now
+            while (await one.receive(20)).data != '["pong", "1"]':
+                pass
+    assert reached == ["typist"]
+
+
+async def test_what_a_socket_should_not_say_ends_it_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Heard()
+    async with served(site) as port, aiohttp.ClientSession() as http:
+        own = {"Origin": f"http://127.0.0.1:{port}"}
+        socket_ = await http.ws_connect(f"http://127.0.0.1:{port}/ws/{TYPIST}", headers=own)
+        for text in ("[" * 500_000, "{}", "[]", "7", "[[]]", '["ping", 1]', "\x00", '["stdin"', '[{"stdin": 1}]'):
+            await socket_.send_str(text)
+        await socket_.send_bytes(b'["stdin", "binary"]')
+        await socket_.send_json(["stdin", "still here"])
+        await until(lambda: site.typed)
+        await socket_.send_str("x" * (web_site.MAX_TYPED + 1))
+        closed = await socket_.receive(20)
+        while closed.type == aiohttp.WSMsgType.TEXT:
+            closed = await socket_.receive(20)
+        assert closed.type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.ERROR, aiohttp.WSMsgType.CLOSED)
+    assert site.typed == [("ping", [1]), ("stdin", ["still here"])]
+
+
+@pytest.mark.parametrize("most, head_s, gone", [(20, 600.0, 40), (600, 1.0, 60)], ids=["too many", "too long"])
+async def test_connections_that_say_nothing_or_drip_keep_nobody_out(
+    monkeypatch: pytest.MonkeyPatch, most: int, head_s: float, gone: int
+) -> None:
+    monkeypatch.setattr(web_site, "MAX_CONNECTIONS", most)
+    monkeypatch.setattr(web_site, "HEAD_S", head_s)
+    site = Heard()
+    async with served(site) as port, aiohttp.ClientSession() as http:
+        own = {"Origin": f"http://127.0.0.1:{port}"}
+        tab = await http.ws_connect(f"http://127.0.0.1:{port}/ws/{TYPIST}", headers=own)
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(60)]
+        for _, writer in silent[::2]:
+            writer.write(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: ")
+        got, _ = await ask(port, f"GET /?token={TYPIST} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        assert got == 200
+        async with asyncio.timeout(40):
+            for reader, _ in silent[:gone]:  # the oldest are hung up on, dripping or not
+                with contextlib.suppress(ConnectionResetError):
+                    while await reader.read(1 << 16):
+                        pass
+        for _, writer in silent:
+            writer.close()
+        await tab.send_json(["stdin", "still here"])
+        await until(lambda: site.typed)
+
+
+# ---- what a tab starts
+
+APPLICATION = """
+    import os, signal, sys, time
+    from minitui.lifeline import end_with_parent
+    end_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it hangs, and nothing polite ends it
+    print("__GANGLION__", flush=True)
+    while True:
+        time.sleep(60)
+"""
+PARENT = """
+    import asyncio, socket, sys
+    from minitui.web.tabs import serve_tabs
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    command = [sys.executable, "-c", sys.argv[1]]
+    asyncio.run(serve_tabs("127.0.0.1", listening, command, lambda token: print(port, token, flush=True)))
+"""
+
+
+async def test_no_application_outlives_a_killed_parent_even_if_it_hangs() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PARENT), textwrap.dedent(APPLICATION)], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    family: list[psutil.Process] = []
+    try:
+        port, token = (await asyncio.to_thread(parent.stdout.readline)).split()
+        async with aiohttp.ClientSession() as http:
+            own = {"Origin": f"http://127.0.0.1:{port}"}
+            tabs = [await http.ws_connect(f"http://127.0.0.1:{port}/ws/{token}", headers=own) for _ in range(2)]
+            await until(lambda: len(psutil.Process(parent.pid).children(recursive=True)) == len(tabs))
+            family = psutil.Process(parent.pid).children(recursive=True)
+            parent.kill()
+            parent.wait()
+        _, alive = await asyncio.to_thread(psutil.wait_procs, family, 40)
+        assert not alive, f"{[one.cmdline() for one in alive]} outlived their parent"
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+        for one in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+
+
+def test_the_command_itself_ends_with_its_parent(tmp_path: Path) -> None:
+    environment = {**os.environ, "MINITUI_DATA": str(tmp_path), "MINITUI_CONFIG": str(tmp_path / "none.toml")}
+    read, write = os.pipe()
+    command = [sys.executable, "-m", "minitui", "tail"]  # would wait for questions
+    environment[VARIABLE] = str(read)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                               pass_fds=[read], env=environment)  # fmt: skip
+    try:
+        os.close(read)
+        os.close(write)
+        assert process.wait(60)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def test_a_tab_that_cannot_begin_says_why_and_a_closed_one_ends_its_application(tmp_path: Path) -> None:
+    failing = [sys.executable, "-c", "import sys; sys.exit('minitui: no server answers')"]
+    async with served(TabSite("127.0.0.1", TYPIST, failing)) as port, aiohttp.ClientSession() as http:
+        own = {"Origin": f"http://127.0.0.1:{port}"}
+        tab = await http.ws_connect(f"http://127.0.0.1:{port}/ws/{TYPIST}", headers=own)
+        assert b"no server answers" in (await tab.receive(40)).data
+        assert (await tab.receive(40)).type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED)
+    echo = """
+        import os, sys
+        sys.stdout.buffer.write(b"__GANGLION__\\n" + b"D" + (5).to_bytes(4, "big") + b"drawn"); sys.stdout.flush()
+        while packet := sys.stdin.buffer.read(5):
+            data = sys.stdin.buffer.read(int.from_bytes(packet[1:], "big"))
+            if b'"quit"' in data:
+                break
+            data = packet[:1] + b" " + data
+            sys.stdout.buffer.write(b"D" + len(data).to_bytes(4, "big") + data); sys.stdout.flush()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(echo)]
+    async with served(TabSite("127.0.0.1", TYPIST, command)) as port, aiohttp.ClientSession() as http:
+        own = {"Origin": f"http://127.0.0.1:{port}"}
+        tab = await http.ws_connect(f"http://127.0.0.1:{port}/ws/{TYPIST}?width=x&height=-1", headers=own)
+        assert (await tab.receive(40)).data == b"drawn"
+        family = psutil.Process().children()
+        for message in (["stdin", "héllo"], ["resize", {"width": 10**9, "height": 1}], ["resize", {"width": "x"}],
+                        ["stdin", 5], ["focus"]):  # fmt: skip
+            await tab.send_json(message)
+        got = [(await tab.receive(40)).data for _ in range(3)]
+        assert got[0] == "D héllo".encode() and json.loads(got[1][2:]) == {"type": "resize", "width": 1000, "height": 5}
+        assert json.loads(got[2][2:]) == {"type": "focus"}
+        await tab.close()
+        started = [one for one in family if "__GANGLION__" in " ".join(one.cmdline() if one.is_running() else ())]
+        _, alive = await asyncio.to_thread(psutil.wait_procs, started, 40)
+        assert not alive
+
+
+# ---- a page of another origin, in a real browser
+
+EVIL = """<script>
+const tried = {};
+const socket = (name, url) => new Promise(done => {
+  const one = new WebSocket(url);
+  one.onopen = () => { tried[name] = "open"; one.send('["stdin", "/attach secret"]'); done(); };
+  one.onerror = () => { tried[name] = "refused"; done(); };
+});
+const read = async (name, url, how) => {
+  try { const answer = await fetch(url, how); tried[name] = answer.type + " " + answer.status; }
+  catch (error) { tried[name] = "refused"; }
+};
+(async () => {
+  await socket("socket", "ws://127.0.0.1:SITE/ws/TOKEN");
+  await socket("socket by another name", "ws://localhost:SITE/ws/TOKEN");
+  await read("page", "http://127.0.0.1:SITE/?token=TOKEN");
+  const body = '{"prompt": "driven by a page", "max_tokens": 1}';
+  for (const type of ["text/plain", "application/x-www-form-urlencoded"])
+    await read("post " + type, "http://127.0.0.1:SERVE/generate",
+               {method: "POST", mode: "no-cors", body, headers: {"Content-Type": type}});
+  await read("control", "http://127.0.0.1:SERVE/minitui/control", {method: "POST", body: '{"action": "pause"}'});
+  await read("telemetry", "http://127.0.0.1:SERVE/minitui/snapshot");
+  await new Promise(done => {
+    const stream = new EventSource("http://127.0.0.1:SERVE/minitui/records");
+    stream.onopen = () => { tried.records = "open"; done(); };
+    stream.onerror = () => { tried.records = "refused"; stream.close(); done(); };
+  });
+  await fetch("/told", {method: "POST", body: JSON.stringify(tried)});
+  location = "http://127.0.0.1:SITE/?token=TOKEN";
+})();
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+async def test_a_page_of_another_origin_drives_nothing_and_our_own_page_does(server: Running, tmp_path: Path) -> None:
+    assert CHROMIUM is not None
+    site, told = Heard(), asyncio.get_running_loop().create_future()
+    before = server.snapshot()["step"]
+    async with served(site) as port:
+
+        async def evil(request: web.Request) -> web.Response:
+            text = EVIL.replace("SITE", str(port)).replace("SERVE", str(server.host.port)).replace("TOKEN", TYPIST)
+            return web.Response(text=text, content_type="text/html")
+
+        async def take(request: web.Request) -> web.Response:
+            told.set_result(json.loads(await request.text()))
+            return web.Response()
+
+        elsewhere = web.Application()
+        elsewhere.add_routes([web.get("/", evil), web.post("/told", take)])
+        runner = web.AppRunner(elsewhere, access_log=None)
+        await runner.setup()
+        listening = socket.create_server(("127.0.0.1", 0))
+        await web.SockSite(runner, listening).start()
+        command = [
+            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+            "--disable-background-networking", "--disable-component-update", "--disable-sync",
+            "--disable-dev-shm-usage", "--remote-debugging-port=0", f"--user-data-dir={tmp_path / 'profile'}",
+            f"http://localhost:{listening.getsockname()[1]}/",
+        ]  # fmt: skip
+        browser = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )  # fmt: skip
+        try:
+            async with asyncio.timeout(90):
+                tried = await told
+            assert site.opened == [] and site.typed == []
+            assert len(tried) == 8 and tried["post text/plain"].startswith("opaque")  # it cannot even see the refusal
+            assert {name: how for name, how in tried.items() if not name.startswith("post")} == dict.fromkeys(
+                ("socket", "socket by another name", "page", "control", "telemetry", "records"), "refused"
+            )
+            assert server.snapshot()["step"] == before, "a page made the engine work"
+            async with asyncio.timeout(60):
+                while not site.typed:  # our own page opens its socket and tells its size
+                    await asyncio.sleep(0.05)
+            assert site.opened[0] is True and site.typed[0][0] == "resize"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(browser.pid, signal.SIGKILL)
+            browser.wait()
+            await runner.cleanup()
