@@ -1,36 +1,13 @@
-"""Paged attention behind one small interface: planned once per step, run once per layer."""
+"""Chooses the attention backends for a device and a model."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from engine.attention.meta import ForwardMeta
-from engine.config import ModelConfig
+from engine.attention.base import AttentionBackend, AttentionShape
 from engine.errors import EngineError
-
-
-class AttentionBackend(Protocol):
-    """Causal grouped-query attention over the paged KV cache."""
-
-    name: str
-
-    def plan(self, meta: ForwardMeta) -> None:
-        """Prepare what all layers of this step share."""
-
-    def run(
-        self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-        kv_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """q [T, Hq, D], caches [num_blocks, block_size, Hkv, D] -> [T, Hq · D].
-
-        kv_scales: fp32 [2, Hkv] of caches of 8-bit numbers (engine/attention/kv_fp8.py).
-
-        Token i of a sequence attends to its keys 0 … seq_len − q_len + i, or to the last `window` of those. What lies
-        in other slots, NaN included, has no influence.
-        """
-
 
 BACKENDS = ("auto", "torch", "triton", "flash")
 
@@ -52,7 +29,7 @@ def backend_names(name: str) -> tuple[str, str]:
 
 
 def choose_attention(
-    name: str, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device, max_rows: int,
+    name: str, config: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device, max_rows: int,
     max_model_len: int = 8192, kv_dtype: torch.dtype | None = None,
 ) -> AttentionBackend:  # fmt: skip
     """The backend called `name`, see `backend_names`; "auto": the fastest there is for the device and the model.
@@ -93,7 +70,7 @@ def choose_attention(
     return TwoBackends(make(prefill), make(decode))
 
 
-def without_triton(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+def without_triton(config: AttentionShape, dtype: torch.dtype, device: torch.device) -> str:
     """Empty if our Triton kernels can run this model on this device, else why not."""
     if device.type != "cuda":
         return "it needs a CUDA device"

@@ -36,9 +36,8 @@ from typing import Any
 
 import torch
 
+from engine.attention.base import AttentionShape, ForwardMeta
 from engine.attention.kv_pool import KVPool
-from engine.attention.meta import ForwardMeta
-from engine.config import ModelConfig
 from engine.errors import EngineError, how_to_install, not_installed
 
 logger = logging.getLogger("engine")
@@ -54,7 +53,7 @@ class FlashAttention:
     name = "flash"
 
     def __init__(
-        self, config: ModelConfig, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
+        self, config: AttentionShape, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
     ) -> None:
         """Imports the library (a few seconds, and each form of its kernels compiles for as long when it is first used);
         EngineError if it is not there, or cannot do what is asked."""
@@ -111,7 +110,7 @@ class FlashAttention:
 
 
 def installed_for(
-    config: ModelConfig, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
+    config: AttentionShape, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
 ) -> FlashAttention | None:
     """FlashAttention-4, if it is installed and is known to be the faster for the prompts of this model, else None."""
     if config.head_dim != MEASURED_HEAD_DIM or importlib.util.find_spec("flash_attn") is None:

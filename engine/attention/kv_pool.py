@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.config import ModelConfig
+from engine.attention.base import AttentionShape
 
 
 class KVPool:
@@ -17,7 +17,7 @@ class KVPool:
     """
 
     def __init__(
-        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
+        self, config: AttentionShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
         scales: list[torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
         shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)

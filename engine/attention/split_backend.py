@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.attention.meta import ForwardMeta
+from engine.attention.base import ForwardMeta
 
 if TYPE_CHECKING:
-    from engine.attention.choose import AttentionBackend
+    from engine.attention.base import AttentionBackend
 
 
 class TwoBackends:

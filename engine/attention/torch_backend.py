@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention import kv_fp8
-from engine.attention.meta import ForwardMeta
-from engine.config import ModelConfig
+from engine.attention.base import AttentionShape, ForwardMeta
 
 SMALL_GATHER = 1 << 21  # elements of K; up to here one thread of numpy's is faster than several of torch's
 
@@ -70,7 +69,7 @@ class TorchAttention:
 
     name = "torch"
 
-    def __init__(self, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._windows = [config.window(i) for i in range(config.num_layers)]
         self._heads = (config.num_kv_heads, config.head_dim)
         self._block_size = block_size

@@ -6,11 +6,10 @@ import itertools
 
 import torch
 
+from engine.attention.base import AttentionShape, ForwardMeta
 from engine.attention.flash_backend import FlashAttention
 from engine.attention.kv_pool import KVPool
-from engine.attention.meta import ForwardMeta
 from engine.attention.rows import own_keys_and_values
-from engine.config import ModelConfig
 from engine.kernels.decode_attention import DecodeWorkspace, decode_attention, form_for, form_for_fp8
 from engine.kernels.prefill_attention import PrefillWorkspace, prefill_attention
 
@@ -21,7 +20,7 @@ class TritonAttention:
     name = "triton"
 
     def __init__(
-        self, config: ModelConfig, max_rows: int, max_model_len: int, device: torch.device,
+        self, config: AttentionShape, max_rows: int, max_model_len: int, device: torch.device,
         flash: FlashAttention | None = None,
     ) -> None:  # fmt: skip
         """`flash`: takes the chunks, except those of captured steps and of others below `flash_from` tokens."""
@@ -109,12 +108,12 @@ class TritonAttention:
             self._flash.warm_up(pool, heads, dtype)
 
 
-def supports(config: ModelConfig, dtype: torch.dtype) -> str:
+def supports(config: AttentionShape, dtype: torch.dtype) -> str:
     """Empty if TritonAttention can run this model, else why not."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the triton backend computes in half precision; this model runs in {str(dtype).removeprefix('torch.')}"
     if config.head_dim not in (16, 32, 64, 128, 256):
         return f"the triton backend has head dimensions 16 to 256, powers of two; this model has {config.head_dim}"
-    if any(config.windows):
+    if any(config.window(layer) for layer in range(config.num_layers)):
         return "the triton backend has no sliding window, which this model uses"
     return ""

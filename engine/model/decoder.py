@@ -12,9 +12,8 @@ from types import ModuleType
 
 import torch
 
-from engine.attention.choose import AttentionBackend
+from engine.attention.base import AttentionBackend, ForwardMeta
 from engine.attention.kv_pool import KVPool
-from engine.attention.meta import ForwardMeta
 from engine.config import ModelConfig
 from engine.model import ops as torch_ops
 from engine.model.experts import Experts

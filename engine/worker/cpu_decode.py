@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.attention.choose import AttentionBackend
+from engine.attention.base import AttentionBackend
 from engine.attention.kv_pool import KVPool
 from engine.model.decoder import Decoder, DenseMLP
 from engine.model.linear import LARGEST, Int8Weight, Matrix

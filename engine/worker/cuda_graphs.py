@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.attention.meta import ForwardMeta
+from engine.attention.base import ForwardMeta
 from engine.attention.triton_backend import TritonAttention
 from engine.core.types import StepPlan, StepResult
 from engine.kernels.batch_state import HEADER, prepare

@@ -19,8 +19,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from engine.attention.base import ForwardMeta
 from engine.attention.kv_pool import KVPool
-from engine.attention.meta import ForwardMeta
 from engine.attention.triton_backend import TritonAttention
 from engine.kernels import fp8, norms
 from engine.kernels.decode_attention import decode_attention

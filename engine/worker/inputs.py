@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.attention.meta import ForwardMeta
+from engine.attention.base import ForwardMeta
 from engine.core.types import StepPlan
 
 

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine.attention.base import ForwardMeta
 from engine.attention.choose import choose_attention
 from engine.attention.kv_fp8 import FP8, kv_scales
 from engine.attention.kv_pool import KVPool
-from engine.attention.meta import ForwardMeta
 from engine.config import EngineConfig, ModelConfig, resolve
 from engine.core.types import StepPlan
 from engine.errors import EngineError

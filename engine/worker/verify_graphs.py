@@ -29,7 +29,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from engine.attention.meta import ForwardMeta
+from engine.attention.base import ForwardMeta
 from engine.core.types import StepPlan, StepResult
 from engine.model.weights import Progress
 from engine.worker.cuda_graphs import DRAWABLE, Drawing, GraphRunner, Staging, Work, ladder

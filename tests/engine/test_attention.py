@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from engine.attention.base import ForwardMeta
 from engine.attention.choose import choose_attention
-from engine.attention.meta import ForwardMeta
 from engine.attention.torch_backend import TorchAttention
 from engine.config import ModelConfig
 from engine.errors import EngineError

@@ -1,10 +1,30 @@
-"""What the model sees of a step: tokens, positions and where their keys and values lie. Never a request."""
+"""Paged attention behind one small interface: planned once per step, run once per layer.
+
+What a backend is given: the shape of the model (AttentionShape), and of each step (ForwardMeta), never a request.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+
+
+class AttentionShape(Protocol):
+    """What attention needs to know of a model; engine.model.config.ModelConfig has it."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+    def window(self, layer: int) -> int:
+        """Keys that a query of this layer sees, its own included; 0: all."""
 
 
 @dataclass(slots=True)
@@ -32,3 +52,24 @@ class ForwardMeta:
     live: torch.Tensor | None = None  # int32 [1]  of the T tokens
     live_rows: torch.Tensor | None = None  # int32 [1]  of logit_rows
     fresh: bool = False  # every chunk begins its sequence: this step's own keys are all that they attend to
+
+
+class AttentionBackend(Protocol):
+    """Causal grouped-query attention over the paged KV cache."""
+
+    name: str
+
+    def plan(self, meta: ForwardMeta) -> None:
+        """Prepare what all layers of this step share."""
+
+    def run(
+        self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+        kv_scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """q [T, Hq, D], caches [num_blocks, block_size, Hkv, D] -> [T, Hq · D].
+
+        kv_scales: fp32 [2, Hkv] of caches of 8-bit numbers (engine/attention/kv_fp8.py).
+
+        Token i of a sequence attends to its keys 0 … seq_len − q_len + i, or to the last `window` of those. What lies
+        in other slots, NaN included, has no influence.
+        """
