@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engine.core.types import SamplingParams
 from engine.errors import CheckpointError, EngineDead, EngineError, InvalidRequest
+from engine.params import SamplingParams
 
 if TYPE_CHECKING:
     from engine.llm import LLM

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.core.types import POLICIES
 from engine.errors import EngineError
 from engine.files import read_json, read_json_if_there
 from engine.model.fields import Fields
+from engine.params import POLICIES
 
 if TYPE_CHECKING:
     import torch  # at run time only where tensors are made: a client describes an engine without loading torch

@@ -14,8 +14,9 @@ from typing import Any
 
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.core.types import SamplingParams, TokenLogprobs
+from engine.core.step import TokenLogprobs
 from engine.errors import EngineError, InvalidRequest
+from engine.params import SamplingParams
 from engine.text.output import Delta, OutputProcessor
 
 Message = dict[str, Any]

@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.core.allocator import BlockAllocator
 from engine.core.radix import Match, Node, RadixTree
-from engine.core.types import Request
+from engine.core.request import Request
 from engine.trace.records import CLEARED, RecordLog
 
 NO_CHANGES = (np.empty(0, np.int32),) * 3

@@ -24,10 +24,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from engine.core.cache import KVCache
 from engine.core.gate import Gate
 from engine.core.masks import dead_end
+from engine.core.request import Request
 from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.step import Emitted, StepPlan, StepResult
 from engine.core.step_clock import StepClock, StepTimes, now
-from engine.core.types import Emitted, Request, SamplingParams, StepPlan, StepResult
 from engine.errors import DeviceLost, InvalidRequest, loses_device
+from engine.params import SamplingParams
 from engine.trace.records import RecordLog
 
 if TYPE_CHECKING:

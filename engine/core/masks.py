@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.core.types import Request
+from engine.core.request import Request
 
 
 def dead_end(request: Request) -> str:

@@ -14,7 +14,7 @@ from collections import deque
 from itertools import islice
 
 from engine.core.cache import KVCache
-from engine.core.types import Request, RequestState
+from engine.core.request import Request, RequestState
 from engine.trace.records import RecordLog
 
 CANDIDATES = 64  # so many at the head of the queue are compared in a step

@@ -26,18 +26,11 @@ import numpy as np
 from engine.core.cache import KVCache
 from engine.core.masks import dead_end
 from engine.core.policy import LongestPrefix
+from engine.core.request import Request, RequestState
 from engine.core.speculation import PromptLookup
-from engine.core.types import (
-    POLICIES,
-    Emitted,
-    Request,
-    RequestState,
-    SamplingParams,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-)
+from engine.core.step import Emitted, StepPlan, StepResult, TokenLogprobs
 from engine.errors import InvalidRequest
+from engine.params import POLICIES, SamplingParams
 from engine.trace.records import RecordLog
 
 NOT_FINITE = "the model's logits were not finite numbers"

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from array import array
 
-from engine.core.types import Request
+from engine.core.request import Request
 
 NGRAM = 3  # tokens that must have stood together before
 CANDIDATES = 16  # places looked at, the most recent first

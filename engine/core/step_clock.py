@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from engine.core.types import Emitted, StepPlan, StepResult
+from engine.core.step import Emitted, StepPlan, StepResult
 from engine.trace.records import RecordLog
 
 now = time.perf_counter  # seconds

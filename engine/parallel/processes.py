@@ -26,8 +26,10 @@ from typing import Any
 import torch
 
 from engine.config import EngineConfig, ModelConfig
-from engine.core.types import Request, SamplingParams, StepPlan
+from engine.core.request import Request
+from engine.core.step import StepPlan
 from engine.errors import DeviceLost, EngineError
+from engine.params import SamplingParams
 
 CLOSE_S = 3.0  # a rank may take so long to end in peace
 CAUSE_S = 2.0  # after a collective has failed, the reason is known within this time or not at all

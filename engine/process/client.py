@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.core.types import SamplingParams
 from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.params import SamplingParams
 from engine.process.commands import MAX_UNSENT, Command, Outbox
 from engine.process.heartbeat import TICK_S, Condition, Watch
 from engine.text.output import Delta

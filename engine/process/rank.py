@@ -17,7 +17,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
-from engine.core.types import StepPlan
+from engine.core.step import StepPlan
 from engine.process.startup import import_torch
 
 logger = logging.getLogger("engine")

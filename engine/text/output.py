@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from engine.core.types import Emitted, Request, TokenLogprobs
+from engine.core.request import Request
+from engine.core.step import Emitted, TokenLogprobs
 from engine.trace.records import RecordLog
 
 

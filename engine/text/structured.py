@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.types import SamplingParams
 from engine.errors import InvalidRequest, not_installed
+from engine.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 
 MAX_SYMBOLS = 20_000  # of a grammar: about 0.3 s to compile, in which an engine serves nobody

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from engine.attention.torch_backend import TorchAttention
-from engine.core.types import StepPlan
+from engine.core.step import StepPlan
 from engine.model.weights import Progress
 from engine.worker.cpu_decode import CPUDecode
 from engine.worker.inputs import Inputs

@@ -31,7 +31,7 @@ import torch
 
 from engine.attention.base import ForwardMeta
 from engine.attention.triton_backend import TritonAttention
-from engine.core.types import StepPlan, StepResult
+from engine.core.step import StepPlan, StepResult
 from engine.kernels.batch_state import HEADER, prepare
 from engine.kernels.moe import forms
 from engine.kernels.prefill_attention import BLOCK_M, num_splits

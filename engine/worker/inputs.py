@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from engine.attention.base import ForwardMeta
-from engine.core.types import StepPlan
+from engine.core.step import StepPlan
 
 
 class Layout(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.core.types import StepResult
+from engine.core.step import StepResult
 from engine.parallel.group import Spent
 from engine.worker.sampler import Drawn, Logprobs
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig, ModelConfig, resolve
-from engine.core.types import StepPlan, StepResult
+from engine.core.step import StepPlan, StepResult
 from engine.errors import DeviceLost, EngineError
 from engine.model.decoder import Decoder
 from engine.model.weights import Progress, Slot

@@ -24,7 +24,7 @@ from engine.attention.choose import choose_attention
 from engine.attention.kv_fp8 import FP8, kv_scales
 from engine.attention.kv_pool import KVPool
 from engine.config import EngineConfig, ModelConfig, resolve
-from engine.core.types import StepPlan
+from engine.core.step import StepPlan
 from engine.errors import EngineError
 from engine.model import ops as torch_ops
 from engine.model.decoder import Decoder

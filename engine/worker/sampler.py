@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.core.types import Request, TokenLogprobs
+from engine.core.request import Request
+from engine.core.step import TokenLogprobs
 from engine.kernels.noise import gumbel, host_gumbel, request_keys
 from engine.worker.upload import to_host
 

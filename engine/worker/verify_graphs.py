@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from engine.attention.base import ForwardMeta
-from engine.core.types import StepPlan, StepResult
+from engine.core.step import StepPlan, StepResult
 from engine.model.weights import Progress
 from engine.worker.cuda_graphs import DRAWABLE, Drawing, GraphRunner, Staging, Work, ladder
 from engine.worker.inputs import Inputs, drawing_tokens

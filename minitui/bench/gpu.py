@@ -8,8 +8,8 @@ from statistics import median
 
 import numpy as np
 
-from engine.core.types import SamplingParams
 from engine.llm import LLM
+from engine.params import SamplingParams
 from minitui.bench.limits import Limits
 from minitui.bench.rows import Row, decode_steps, greedy, random_prompts, seconds
 from minitui.bench.shapes import Work

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.types import SamplingParams
 from engine.llm import LLM
+from engine.params import SamplingParams
 
 
 @dataclass(frozen=True)

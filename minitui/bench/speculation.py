@@ -20,8 +20,9 @@ from typing import Any
 
 from engine.core import scheduler
 from engine.core.engine import Launched
-from engine.core.types import SamplingParams, StepPlan, StepResult
+from engine.core.step import StepPlan, StepResult
 from engine.llm import LLM
+from engine.params import SamplingParams
 from minitui.bench.rows import Row, seconds
 
 PROMPT = 600  # tokens, of either text

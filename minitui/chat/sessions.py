@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from engine.core.types import SamplingParams
 from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.params import SamplingParams
 from minitui.chat.store import Store, StoredChat, StoredMessage, StoreError
 from minitui.sources.base import Source, Stream
 

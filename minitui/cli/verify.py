@@ -113,8 +113,8 @@ def run_reference(directory: Path, dtype: Any, device: Any) -> Reference:
 
 def compare(directory: Path, reference: Reference, dtype: str, device: str) -> list[Check]:
     """Run the same through the engine."""
-    from engine.core.types import SamplingParams
     from engine.llm import LLM
+    from engine.params import SamplingParams
 
     llm = LLM(str(directory), dtype=dtype, device=device)
     greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -150,7 +150,7 @@ def compare(directory: Path, reference: Reference, dtype: str, device: str) -> l
 
 def _worst_logprob(llm: Any, reference: Reference) -> float:
     """The largest difference, over all positions, of the log-probability of the token there and of the top ones."""
-    from engine.core.types import SamplingParams
+    from engine.params import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=TOP, ignore_eos=True)
     worst = 0.0

@@ -36,7 +36,8 @@ from engine.core.allocator import BlockAllocator
 from engine.core.engine import Engine
 from engine.core.radix import Key, Node, RadixTree
 from engine.core.scheduler import SchedulerConfig
-from engine.core.types import SamplingParams, StepPlan, StepResult
+from engine.core.step import StepPlan, StepResult
+from engine.params import SamplingParams
 from engine.process.server import on_the_wire
 from engine.text.output import OutputProcessor
 from engine.trace.records import RecordLog

@@ -19,7 +19,7 @@ from typing import Any
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core.engine import Engine
-from engine.core.types import SamplingParams
+from engine.params import SamplingParams
 from engine.trace.records import Record
 from minitui.trace.recorder import Recorder
 

@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.core.cache import KVCache
+from engine.core.request import Request
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.core.types import Request, SamplingParams, StepPlan, StepResult
+from engine.core.step import StepPlan, StepResult
+from engine.params import SamplingParams
 from engine.trace.records import Record, RecordLog
 
 START, END, NEWLINE, SYSTEM, USER, ASSISTANT = range(6)

@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from engine.core.types import SamplingParams
 from engine.errors import InvalidRequest
+from engine.params import SamplingParams
 from minitui.server.errors import RESPONSES, STREAMED, ApiError
 from minitui.server.generation import Gathered, Reply, refuse_abort, respond, usage_of
 from minitui.server.logprobs import chat_logprobs, without_end

@@ -14,8 +14,9 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from engine.core.types import SamplingParams, TokenLogprobs
+from engine.core.step import TokenLogprobs
 from engine.errors import EngineDead, InvalidRequest
+from engine.params import SamplingParams
 from engine.process.client import Stream
 from engine.text.output import Delta
 from minitui.server.errors import ApiError

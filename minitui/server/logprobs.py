@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from engine.core.types import TokenLogprobs
+from engine.core.step import TokenLogprobs
 from engine.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # JSON has no -inf

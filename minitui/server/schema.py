@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from engine.core.types import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
 from engine.errors import InvalidRequest
+from engine.params import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
 
 MAX_SEQUENCES = 128
 MAX_MESSAGES = 4096

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.config import EngineConfig
-from engine.core.types import SamplingParams
 from engine.errors import EngineDead, EngineError
+from engine.params import SamplingParams
 from engine.process.client import EngineClient
 from engine.process.heartbeat import Condition
 from engine.text.structured import Grammars

@@ -21,8 +21,8 @@ from fastapi import APIRouter, Header, Request
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field, model_validator
 
-from engine.core.types import MAX_LOGPROBS, SamplingParams
 from engine.errors import EngineDead
+from engine.params import MAX_LOGPROBS, SamplingParams
 from minitui import __version__, tutor
 from minitui.server.broadcast import Watcher, encode_snapshot
 from minitui.server.errors import RESPONSES, STREAMED, ApiError

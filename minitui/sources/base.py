@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.core.types import SamplingParams
 from engine.errors import EngineDead, EngineError
+from engine.params import SamplingParams
 from engine.process.heartbeat import Condition
 from engine.trace.records import Packet, Record
 

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from engine.core.types import SamplingParams
 from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.params import SamplingParams
 from engine.text.output import Delta
 from engine.trace.records import Record
 from minitui.sources.base import Progress

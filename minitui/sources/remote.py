@@ -20,8 +20,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from engine.core.types import SamplingParams
 from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.params import SamplingParams
 from engine.text.output import Delta
 from engine.trace.records import Record
 from minitui.server.settings import TOKENIZER_FILES

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine.core.gate import EVENTS, MAX_PACE, RUNNING, fulfils
-from engine.core.types import SamplingParams
 from engine.errors import InvalidRequest
+from engine.params import SamplingParams
 from engine.trace.records import Record
 from engine.trace.state import State
 from minitui.trace.bundled import is_bundled

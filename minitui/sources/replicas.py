@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from engine.core.types import SamplingParams
 from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.params import SamplingParams
 from engine.trace.records import Record
 from minitui.chat.sessions import Session
 from minitui.sources import routing

@@ -17,8 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.core.types import SamplingParams
 from engine.errors import EngineDead, EngineError
+from engine.params import SamplingParams
 from engine.trace.records import CLEARED, Packet, Record, packets
 from engine.trace.state import State
 from minitui.trace.lines import LONGEST_LINE, MOST_VALUES

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from engine.core.types import Emitted, Request, SamplingParams
+from engine.core.request import Request
+from engine.core.step import Emitted
+from engine.params import SamplingParams
 from engine.text.detokenizer import BYTE_OF, Decoding
 from engine.text.output import OutputProcessor
 from engine.text.tokenizer import Tokenizer

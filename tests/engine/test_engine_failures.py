@@ -9,8 +9,8 @@ import torch
 
 from engine.build import as_engine_error
 from engine.core.engine import Engine
-from engine.core.types import SamplingParams
 from engine.errors import CheckpointError, DeviceLost, InvalidRequest
+from engine.params import SamplingParams
 from tests.engine.test_scheduler_simulation import make_engine, run
 from tests.support.simulation import alone
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from engine.core.engine import Engine
+from engine.core.request import Request
 from engine.core.scheduler import SchedulerConfig
-from engine.core.types import Request, SamplingParams
+from engine.params import SamplingParams
 from engine.text.output import OutputProcessor
 from tests.support.models import VOCAB, held, make_runner, reference, save
 

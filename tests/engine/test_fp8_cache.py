@@ -10,10 +10,10 @@ import torch
 
 from engine.attention import kv_fp8
 from engine.config import EngineConfig, ModelConfig
-from engine.core.types import SamplingParams
 from engine.errors import EngineError
 from engine.llm import LLM
 from engine.model import ops
+from engine.params import SamplingParams
 from minitui import tutor
 from tests.support.models import Driver, make_request, make_runner, reference, save
 

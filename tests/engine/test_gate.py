@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine.core.engine import Engine
-from engine.core.types import SamplingParams
 from engine.errors import InvalidRequest
+from engine.params import SamplingParams
 from tests.engine.test_scheduler_simulation import make_engine
 
 

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from engine.core.allocator import BlockAllocator
 from engine.core.cache import KVCache
-from engine.core.types import Request, SamplingParams
+from engine.core.request import Request
+from engine.params import SamplingParams
 from engine.trace.records import RecordLog
 
 SIZE = 2

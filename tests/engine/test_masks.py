@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from engine.core.engine import Engine
+from engine.core.request import Request
 from engine.core.scheduler import NOT_FINITE, SchedulerConfig
-from engine.core.types import Request, SamplingParams
 from engine.errors import InvalidRequest
+from engine.params import SamplingParams
 from tests.support.models import VOCAB, make_request, make_runner, reference, save
 
 BOUND = -(-VOCAB // 32)

@@ -20,12 +20,12 @@ from engine.build import make_runner as choose_runner
 from engine.config import EngineConfig, ExpertsConfig, ModelConfig
 from engine.core.engine import Engine
 from engine.core.scheduler import SchedulerConfig
-from engine.core.types import SamplingParams
 from engine.errors import CheckpointError
 from engine.model import ops
 from engine.model.decoder import Decoder, DenseMLP
 from engine.model.experts import Experts
 from engine.model.weights import dummy_weights, load_weights
+from engine.params import SamplingParams
 from tests.engine.test_model_parity import PROMPT, assert_close, our_logits, prompt, their_logits
 from tests.support.models import VOCAB, Driver, make_request, make_runner, reference, save
 

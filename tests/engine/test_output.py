@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.types import Emitted, Request, SamplingParams
+from engine.core.request import Request
+from engine.core.step import Emitted
+from engine.params import SamplingParams
 from engine.text.output import Delta, OutputProcessor
 from engine.trace.records import RecordLog
 

@@ -21,7 +21,6 @@ import torch
 from engine.config import EngineConfig, ModelConfig
 from engine.core.engine import Engine
 from engine.core.scheduler import SchedulerConfig
-from engine.core.types import SamplingParams
 from engine.errors import DeviceLost, EngineDead, EngineError
 from engine.llm import LLM
 from engine.model import weights
@@ -29,6 +28,7 @@ from engine.model.decoder import Decoder
 from engine.parallel.processes import Workers, device_of
 from engine.parallel.shards import check, shard_config, shard_slots
 from engine.parallel.timing import Timings
+from engine.params import SamplingParams
 from engine.process.client import EngineClient
 from engine.worker import rank_runner as parallel_runner
 from engine.worker.runner import Runner

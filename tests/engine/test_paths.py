@@ -22,8 +22,10 @@ import torch
 from engine import build
 from engine.attention.choose import choose_attention
 from engine.config import EngineConfig, ExpertsConfig, ModelConfig, resolve
-from engine.core.types import Request, SamplingParams, StepPlan
+from engine.core.request import Request
+from engine.core.step import StepPlan
 from engine.errors import EngineError
+from engine.params import SamplingParams
 
 DENSE = ModelConfig("Qwen3ForCausalLM", 512, 256, 512, 2, 8, 2, 64, 4096)
 MODELS = {

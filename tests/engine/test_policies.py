@@ -11,8 +11,9 @@ import pytest
 from engine.core import policy as longest_prefix
 from engine.core.engine import Engine
 from engine.core.policy import LongestPrefix
+from engine.core.request import Request, RequestState
 from engine.core.scheduler import SchedulerConfig
-from engine.core.types import Request, RequestState, SamplingParams
+from engine.params import SamplingParams
 from engine.trace.records import RecordLog
 from minitui.dev.bench_host import NoDevice
 

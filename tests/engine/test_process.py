@@ -18,8 +18,8 @@ import pytest
 import pytest_asyncio
 
 from engine.config import EngineConfig
-from engine.core.types import SamplingParams
 from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.params import SamplingParams
 from engine.process.client import EngineClient
 from engine.trace.state import State
 from minitui.tutor import model_dir

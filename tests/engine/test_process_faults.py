@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from engine.core.types import SamplingParams
 from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.params import SamplingParams
 from engine.process.client import EngineClient
 from engine.process.commands import Command, Outbox
 from engine.process.heartbeat import SILENCE_S, TICK_S, WORKING_S, Watch, look_at

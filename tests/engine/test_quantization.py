@@ -11,12 +11,12 @@ import torch
 
 from engine.build import make_runner as build_runner
 from engine.config import EngineConfig, ModelConfig
-from engine.core.types import SamplingParams
 from engine.errors import CheckpointError, EngineError
 from engine.llm import LLM
 from engine.model.decoder import Decoder
 from engine.model.linear import Fp8Weight, Int8Weight, embed, linear, quantise
 from engine.model.weights import dummy_weights, load_weights
+from engine.params import SamplingParams
 from engine.worker import limits
 from engine.worker.cpu import CPURunner
 from minitui import tutor

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.types import Request, SamplingParams
+from engine.core.request import Request
 from engine.kernels.noise import (
     GOLDEN,
     MIX_1,
@@ -23,6 +23,7 @@ from engine.kernels.noise import (
     request_keys,
     signed,
 )
+from engine.params import SamplingParams
 from engine.worker import sampler as sampling
 from engine.worker.sampler import Drawn, Sampler
 from engine.worker.upload import Uploader

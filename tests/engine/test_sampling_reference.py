@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.types import Request
+from engine.core.request import Request
 from engine.kernels.noise import host_gumbel, request_keys
 from engine.worker.sampler import MIN_TEMPERATURE
 from tests.engine.test_sampling import Batch

@@ -7,9 +7,11 @@ import random
 import pytest
 
 from engine.core.engine import Engine
+from engine.core.request import Request
 from engine.core.scheduler import SchedulerConfig
-from engine.core.types import Request, SamplingParams, StepPlan
+from engine.core.step import StepPlan
 from engine.errors import InvalidRequest
+from engine.params import SamplingParams
 from engine.trace.state import State
 from tests.support.simulation import SimulatedRunner, alone
 

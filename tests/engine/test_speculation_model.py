@@ -12,8 +12,9 @@ import torch
 
 from engine.build import build_engine
 from engine.core.engine import Engine
-from engine.core.types import Request, SamplingParams
+from engine.core.request import Request
 from engine.errors import EngineError
+from engine.params import SamplingParams
 from engine.text.output import OutputProcessor
 from minitui.cli.options import engine_config
 from tests.engine.test_engine_model import SCHEDULES, make_engine, run

@@ -13,8 +13,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
-from engine.core.types import SamplingParams
 from engine.errors import InvalidRequest
+from engine.params import SamplingParams
 from engine.text.structured import Grammars
 from engine.text.tokenizer import Tokenizer
 from tests.engine.test_tokenizer import byte_level, write

@@ -16,8 +16,8 @@ import pytest
 from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
-from engine.core.types import SamplingParams
 from engine.errors import EngineDead, EngineError
+from engine.params import SamplingParams
 from engine.trace.records import FIELDS
 from engine.trace.state import State
 from minitui.cli.main import app

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from engine.core.types import TokenLogprobs
+from engine.core.step import TokenLogprobs
 from engine.text.tokenizer import Tokenizer
 from minitui.server.logprobs import Offsets, completion_logprobs
 from minitui.server.settings import Role

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.types import SamplingParams
 from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.params import SamplingParams
 from engine.trace.state import State
 from minitui.server.settings import Role, ServerSettings
 from tests.support.serving import Running

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.types import SamplingParams
 from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.params import SamplingParams
 from minitui.bench.load import _parser, measure
 from minitui.chat.sessions import Chats, Sampling
 from minitui.chat.store import Store

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.types import SamplingParams
 from engine.errors import EngineError
+from engine.params import SamplingParams
 from tests.support.serving import Running
 
 httpx = pytest.importorskip("httpx", reason="the extra 'serve' is not installed")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.types import SamplingParams
 from engine.errors import InvalidRequest
+from engine.params import SamplingParams
 from engine.trace.records import Record
 from engine.trace.state import State
 from minitui.sources.replay import ReplaySource

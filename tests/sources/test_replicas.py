@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.types import SamplingParams
 from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.params import SamplingParams
 from minitui.chat.sessions import Chats, Sampling, describe_answer
 from minitui.settings import Settings
 from minitui.sources.routing import FEW, capacity, order, rank

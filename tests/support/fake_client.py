@@ -11,9 +11,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from engine.core.engine import Engine
+from engine.core.request import Request
 from engine.core.scheduler import SchedulerConfig
-from engine.core.types import Request, SamplingParams, StepPlan, StepResult
+from engine.core.step import StepPlan, StepResult
 from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.params import SamplingParams
 from engine.process.heartbeat import Condition
 from engine.text.output import Delta, OutputProcessor
 from engine.trace.records import Record

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.core.engine import Engine
 from engine.core.scheduler import SchedulerConfig
-from engine.core.types import SamplingParams
+from engine.params import SamplingParams
 from engine.trace.records import Record, RecordLog
 from minitui.trace.reader import TraceReader
 from minitui.trace.recorder import Recorder

@@ -12,7 +12,9 @@ import torch
 
 from engine import build
 from engine.config import EngineConfig, ModelConfig
-from engine.core.types import Request, SamplingParams, StepPlan
+from engine.core.request import Request
+from engine.core.step import StepPlan
+from engine.params import SamplingParams
 from engine.worker.runner import Runner
 
 VOCAB = 199  # odd, and no multiple of anything

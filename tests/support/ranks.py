@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from engine.config import EngineConfig, ModelConfig
-from engine.core.types import StepPlan
+from engine.core.step import StepPlan
 from engine.errors import DeviceLost, EngineError
 from engine.parallel.group import Group, Spent, joined, own_rows
 from engine.parallel.processes import for_ranks

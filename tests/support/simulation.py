@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.core.types import StepPlan, StepResult
+from engine.core.step import StepPlan, StepResult
 
 
 class SimulatedRunner:

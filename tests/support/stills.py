@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from textual.app import App
 
-from engine.core.types import StepPlan
+from engine.core.step import StepPlan
 from engine.trace.records import RecordLog
 from minitui.tui.app import MinituiApp
 from minitui.viewmodel.updater import Feed

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.types import SamplingParams
+from engine.params import SamplingParams
 from engine.trace.state import State
 from minitui.dev.make_trace import Traffic, arrivals, record_run
 from minitui.trace.reader import LONGEST_PAUSE, PlayClock, TraceError, TraceReader

@@ -10,7 +10,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.engine import Engine
 from engine.core.scheduler import SchedulerConfig
-from engine.core.types import SamplingParams
+from engine.params import SamplingParams
 from minitui.dev.panel import stress_view
 from minitui.dev.simulator import SMALL
 from minitui.dev.simulator_app import LiveStress, StressApp

@@ -20,7 +20,7 @@ from textual.color import Color
 from textual.content import Content
 from textual.widgets import Input, Static
 
-from engine.core.types import SamplingParams
+from engine.params import SamplingParams
 from minitui.chat import transcripts
 from minitui.chat.store import Store, StoredChat, StoredMessage
 from minitui.cli import doctor, main, verify

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.types import SamplingParams
 from engine.llm import LLM
+from engine.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from minitui.dev.tutor.dataset import (
     NEAR_DUPLICATE,

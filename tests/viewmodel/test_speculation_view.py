@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.types import Request, SamplingParams
+from engine.core.request import Request
+from engine.params import SamplingParams
 from engine.trace.records import Record
 from engine.trace.state import State
 from minitui.cli.tail import Teller

@@ -12,8 +12,8 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.core.types import SamplingParams
 from engine.llm import LLM
+from engine.params import SamplingParams
 from minitui.dev.tutor.dataset import NO_MORE, NOT_CAUGHT, Check, Item, load_checks, load_items
 from minitui.dev.tutor.scoring import Answer, Chat, known, score, table
 from minitui.tutor import DEFAULT_SYSTEM_PROMPT, model_dir

@@ -108,7 +108,7 @@ LESSON = Lesson(
             compute.
             """,
             panel="step",
-            code="engine.core.types:StepPlan",
+            code="engine.core.step:StepPlan",
             run=one_question,
             predict=Prediction(
                 f"How many steps does it take to write {REPLY} tokens?",

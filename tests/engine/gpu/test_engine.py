@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.types import SamplingParams
 from engine.llm import LLM
+from engine.params import SamplingParams
 from engine.trace.records import FIELDS
 from engine.trace.state import State
 

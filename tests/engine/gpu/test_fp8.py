@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.core.types import SamplingParams
 from engine.llm import LLM
 from engine.model import ops as reference_ops
 from engine.model.linear import Fp8Weight, embed
+from engine.params import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 if not torch.cuda.is_available():

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from engine.attention import kv_fp8
-from engine.core.types import Request, SamplingParams
+from engine.core.request import Request
 from engine.model import ops as reference_ops
+from engine.params import SamplingParams
 from engine.worker.sampler import Sampler
 
 pytestmark = pytest.mark.gpu

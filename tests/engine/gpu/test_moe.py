@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from engine.config import ExpertsConfig
-from engine.core.types import SamplingParams
 from engine.llm import LLM
 from engine.model import ops as reference_ops
 from engine.model.experts import Experts
+from engine.params import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 if not torch.cuda.is_available():

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.types import SamplingParams
 from engine.llm import LLM
+from engine.params import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 if not torch.cuda.is_available():

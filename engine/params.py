@@ -1,0 +1,136 @@
+"""What a caller asks for: how a reply is drawn, and when it ends."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from engine.errors import InvalidRequest
+
+POLICIES = ("fcfs", "longest-prefix", "static")  # of the scheduler
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a reply is drawn. Names and defaults are those of vLLM, so that what is known there holds here.
+
+    Logits are processed in this order: grammar mask and `logit_bias`, `min_tokens`, penalties, `temperature`,
+    `top_k`, `top_p`, `min_p`, then a draw by Gumbel-max. `temperature=0` is exact argmax.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    min_tokens: int = 0  # so many are drawn before a stop token or a stop string may end the reply
+    max_tokens: int | None = 16  # None: as many as context and pool allow
+    seed: int | None = None  # None: one is drawn at submission, and recorded
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # the sampled token's, and the top n
+    prompt_logprobs: int | None = None
+    # At most one of these three constrains the reply (needs the extra "structured").
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        # Callers pass lists and single strings, as they may with vLLM; keep one form.
+        for name in ("stop", "stop_token_ids", "choice"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                value = (value,)
+            object.__setattr__(self, name, tuple(value or ()))
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def structured(self) -> bool:
+        return self.json_schema is not None or self.regex is not None or bool(self.choice)
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise InvalidRequest, naming the field, for anything the engine must never see."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise InvalidRequest(f"{f.name} is {value}: it must be a finite number", f.name)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _integer("n", self.n, 1, 128)
+        _integer("top_k", self.top_k, 0, vocab_size)
+        _integer("min_tokens", self.min_tokens, 0, 1 << 31)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 1 << 31)
+            if self.min_tokens > self.max_tokens:
+                raise InvalidRequest(
+                    f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}", "min_tokens"
+                )
+        if self.seed is not None:
+            _integer("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if len(self.stop) > MAX_STOP_STRINGS or any(not isinstance(s, str) or not s for s in self.stop):
+            raise InvalidRequest(
+                f"stop must be at most {MAX_STOP_STRINGS} strings, none of them empty; it is {self.stop!r}", "stop"
+            )
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, vocab_size - 1)
+        if not isinstance(self.logit_bias, dict | None):
+            raise InvalidRequest(
+                f"logit_bias is of type {type(self.logit_bias).__name__}: it must be a dict of token id to bias",
+                "logit_bias",
+            )
+        for token, bias in (self.logit_bias or {}).items():
+            _integer("logit_bias", token, 0, vocab_size - 1)
+            _number("logit_bias", bias, -100.0, 100.0)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name} is of type {type(getattr(self, name)).__name__}: it must be a bool", name)
+        if not isinstance(self.json_schema, dict | str | None):
+            raise InvalidRequest(
+                f"json_schema is of type {type(self.json_schema).__name__}: it must be a dict, or JSON as a string",
+                "json_schema",
+            )
+        if not isinstance(self.regex, str | None):
+            raise InvalidRequest(f"regex is of type {type(self.regex).__name__}: it must be a string", "regex")
+        if any(not isinstance(choice, str) for choice in self.choice):
+            raise InvalidRequest("choice must be strings only", "choice")
+        if (self.json_schema is not None) + (self.regex is not None) + bool(self.choice) > 1:
+            raise InvalidRequest("only one of json_schema, regex and choice can constrain a reply", "json_schema")
+        if self.prompt_logprobs is not None and self.n > 1:
+            raise InvalidRequest(f"prompt_logprobs goes with n = 1 only; n is {self.n}", "prompt_logprobs")
+
+
+def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise InvalidRequest(f"{name} is {value!r}: it must be a finite number", name)
+    if value > high or value < low or (open_low and value == low):
+        bound = "above" if open_low else "at least"
+        raise InvalidRequest(f"{name} is {value}: it must be {bound} {low:g} and at most {high:g}", name)
+
+
+def _integer(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidRequest(f"{name} is {value!r}: it must be a whole number", name)
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} is {value}: it must be from {low:,} to {high:,}", name)
