@@ -17,10 +17,10 @@ from engine.attention.kv_pool import KVPool
 from engine.config import ModelConfig
 from engine.model import ops as torch_ops
 from engine.model.experts import Experts
+from engine.model.group import ALONE, Group
 from engine.model.linear import ByteWeight, Matrix, linear
 from engine.model.rope import rope_table
 from engine.model.weights import Slot
-from engine.parallel.group import ALONE, Group
 
 Quantised = type[ByteWeight] | None  # what matrices are made of, if not of tensors
 

@@ -36,8 +36,8 @@ from engine.kernels.batch_state import HEADER, prepare
 from engine.kernels.moe import forms
 from engine.kernels.prefill_attention import BLOCK_M, num_splits
 from engine.kernels.sample import SampleWorkspace, draw
+from engine.model.group import Spent
 from engine.model.weights import Progress
-from engine.parallel.group import Spent
 from engine.worker import fused_ops
 from engine.worker.fused_decode import DecodeLayers
 from engine.worker.inputs import Inputs

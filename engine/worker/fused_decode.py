@@ -28,8 +28,8 @@ from engine.kernels.gemv import gemv
 from engine.kernels.moe_one import MOST_EXPERTS, one_token
 from engine.kernels.split_linear import form_for, split_linear
 from engine.model.decoder import Decoder, DenseMLP, Layer
+from engine.model.group import Group
 from engine.model.linear import Fp8Weight, Matrix, linear
-from engine.parallel.group import Group
 from engine.worker import fused_ops
 
 SPLIT_TOKENS = 64  # up to here a projection's time is reading its weights

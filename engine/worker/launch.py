@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from engine.core.step import StepResult
-from engine.parallel.group import Spent
+from engine.model.group import Spent
 from engine.worker.sampler import Drawn, Logprobs
 
 PromptLogprobs = tuple[Logprobs, list[int], int]  # of an entry's tokens, those tokens, how many on top were asked for

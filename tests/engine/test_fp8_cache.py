@@ -13,6 +13,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.errors import EngineError
 from engine.llm import LLM
 from engine.model import ops
+from engine.model.kv_scales import kv_scales
 from engine.params import SamplingParams
 from minitui import tutor
 from tests.support.models import Driver, make_request, make_runner, reference, save
@@ -64,7 +65,7 @@ def test_no_input_leaves_the_range_and_the_bound_is_met(checkpoint: Path) -> Non
     worst = rows.norm(dim=1).argmax()
     x = ops.rms_norm(rows[worst][None] * 1e3, layer.input_norm, 0.0)
     value = (x @ layer.qkv[first + worst]).abs()
-    scale = kv_fp8.kv_scales(model)[1][1, worst // config.head_dim]
+    scale = kv_scales(model)[1][1, worst // config.head_dim]
     assert kv_fp8.LARGEST / 2.4 < value / scale <= kv_fp8.LARGEST
     assert float(scale.log2()) % 1 == 0
 

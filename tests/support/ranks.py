@@ -14,7 +14,8 @@ import torch
 from engine.config import EngineConfig, ModelConfig
 from engine.core.step import StepPlan
 from engine.errors import DeviceLost, EngineError
-from engine.parallel.group import Group, Spent, joined, own_rows
+from engine.model.group import Group, Spent
+from engine.parallel.group import joined, own_rows
 from engine.parallel.processes import for_ranks
 from engine.worker import rank_runner as parallel_runner
 

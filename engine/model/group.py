@@ -1,0 +1,91 @@
+"""What a step exchanges with the ranks that share its model; here for one rank, which exchanges nothing.
+
+The decoder calls these operations and does not know how many ranks there are. engine/parallel/group.py has the group of
+several.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from engine.model.linear import Matrix, embed
+
+
+class Group:
+    """One rank, alone."""
+
+    rank = 0
+    size = 1
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks of x, which may be overwritten."""
+        return x
+
+    def add_norm(
+        self, ops: ModuleType, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """residual [T, H] += the sum over all ranks of x, in place; returns its norm (`ops`: as the decoder's)."""
+        return ops.add_rms_norm(self.sum(x), residual, weight, eps)
+
+    def direct(self, rows: int) -> bool:
+        """add_norm of so many rows takes x as fp32 [parts, T, H], too, if its ops do."""
+        return True
+
+    def embed(self, token_ids: torch.Tensor, table: Matrix) -> torch.Tensor:
+        """token_ids [T] -> their rows [T, H] of the whole table, of which this rank holds `table`."""
+        return embed(token_ids, table)
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """This rank's slice [s, V / ranks] of the logits -> all of them [s, V], on every rank."""
+        return logits
+
+    def least(self, number: int) -> int:
+        """The smallest of the ranks' numbers; waits for the device."""
+        return number
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """This rank's piece of the vocabulary, first id and end, if draws can be made piece by piece; else zeros."""
+        return 0, 0
+
+    def elect(
+        self, scores: torch.Tensor, outcome: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor,
+        last_token: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Of what the ranks drew from their pieces, the best, on all ranks: as engine.kernels.mailbox.elect."""
+
+    def replayed(self, layers: int, rows: int) -> None:
+        """A graph has been launched that holds the sums of a model of so many layers over so many rows."""
+
+    def redrew(self, rows: int, gathered: bool) -> None:
+        """A graph has been launched that draws for so many rows: from their gathered logits, or piece by piece."""
+
+    def take(self) -> Spent | None:
+        """What was spent in collectives since this was last called; None: there are none."""
+        return None
+
+
+ALONE = Group()
+
+
+class Spent:
+    """Milliseconds in collectives: counted by the host, or between events of a GPU that the step's end comes after; of
+    graphs, what the same collectives took alone when the group was made (engine/parallel/timing.py)."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._host_ms = 0.0
+        self._events: list[tuple[Any, Any]] = []
+
+    def add(self, ms: float) -> None:
+        self._host_ms += ms
+
+    def between(self, begin: Any, end: Any) -> None:
+        self._events.append((begin, end))
+
+    @property
+    def ms(self) -> float:
+        return self._host_ms + sum(begin.elapsed_time(end) for begin, end in self._events)
