@@ -31,8 +31,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels.gemv import gemv
-from engine.model.linear import Fp8Weight
+from engine.kernels.gemv import ScaledMatrix, gemv
 
 SKINNY = 64  # tokens
 LARGEST = 448.0  # of e4m3
@@ -135,7 +134,7 @@ def _skinny_kernel(
 
 
 def skinny(
-    values: torch.Tensor, scale: torch.Tensor, w: Fp8Weight, parts: int = 1, dtype: torch.dtype = torch.bfloat16,
+    values: torch.Tensor, scale: torch.Tensor, w: ScaledMatrix, parts: int = 1, dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Of x [M, K], M at most 64, as round_rows(both=True) left it -> x W^T as [parts, M, N], in so many parts of K.
@@ -154,7 +153,7 @@ def skinny(
     return y
 
 
-def product(values: torch.Tensor, scale: torch.Tensor, w: Fp8Weight, out: torch.Tensor | None = None) -> torch.Tensor:
+def product(values: torch.Tensor, scale: torch.Tensor, w: ScaledMatrix, out: torch.Tensor | None = None) -> torch.Tensor:
     """What round_rows left of x [T, K] -> x W^T [T, N] in bfloat16."""
     if out is None:
         out = torch.empty(len(values), len(w.values), dtype=torch.bfloat16, device=values.device)
@@ -165,7 +164,7 @@ def product(values: torch.Tensor, scale: torch.Tensor, w: Fp8Weight, out: torch.
     return out
 
 
-def fp8_linear(x: torch.Tensor, w: Fp8Weight, out: torch.Tensor | None = None) -> torch.Tensor:
+def fp8_linear(x: torch.Tensor, w: ScaledMatrix, out: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, K] bfloat16 -> x W^T [T, N], in `out` if given."""
     if not len(x):  # a step in which nobody samples; the copy engine cannot be told of a tensor without rows
         return x.new_empty(0, w.shape[0])
@@ -176,7 +175,7 @@ def fp8_linear(x: torch.Tensor, w: Fp8Weight, out: torch.Tensor | None = None) -
     return product(*round_rows(x.contiguous()), w, out)
 
 
-def back_to_hidden(x: torch.Tensor, w: Fp8Weight, *, silu: bool = False) -> torch.Tensor:
+def back_to_hidden(x: torch.Tensor, w: ScaledMatrix, *, silu: bool = False) -> torch.Tensor:
     """x [T, K] (with `silu`, gate and up [T, 2 K]), T > 1 -> [T, N], or fp32 [parts, T, N] for the norm to sum."""
     if len(x) > SKINNY:
         return product(*round_rows(x, silu=silu), w)

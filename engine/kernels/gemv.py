@@ -19,12 +19,22 @@ the stream of weights does not stop between kernels.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.model.linear import ByteWeight, Matrix
+
+class ScaledMatrix(Protocol):
+    """8-bit numbers [N, K] with a float32 scale per row [N]; engine.model.linear.ByteWeight is one."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size: ...
 
 
 @triton.jit
@@ -143,14 +153,14 @@ def byte_tiles(n: int, k: int, gate_up: bool) -> tuple[int, int, int, int]:
 
 
 def gemv(
-    x: torch.Tensor, w: Matrix, *, norm: tuple[torch.Tensor, float] | None = None,
+    x: torch.Tensor, w: torch.Tensor | ScaledMatrix, *, norm: tuple[torch.Tensor, float] | None = None,
     residual: torch.Tensor | None = None, gate_up: bool = False, pdl: bool = True,
     tile: tuple[int, int, int, int] | None = None, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """See the module's docstring; returns `out` or a new [1, N] tensor. `tile` overrides `tiles`."""
     n, k = w.shape[0] // 2 if gate_up else w.shape[0], w.shape[1]
     out = torch.empty(1, n, dtype=x.dtype, device=x.device) if out is None else out
-    values, scale = (w.values, w.scale) if isinstance(w, ByteWeight) else (w, None)
+    values, scale = (w, None) if isinstance(w, torch.Tensor) else (w.values, w.scale)
     block_n, block_k, ahead, warps = tile or tiles(n, k, gate_up, scale is not None)
     block_k = min(block_k, triton.next_power_of_2(k))
     weight, eps = norm or (None, 0.0)

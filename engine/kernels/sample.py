@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from engine.kernels.noise import GOLDEN, MIX_1, MIX_2, MURMUR, signed
-from engine.worker.sampler import LOG_MIN_P, NOISE, NUM_SETTINGS, TEMPERATURE, TOP_P
+from engine.kernels.row_settings import LOG_MIN_P, NOISE, NUM_SETTINGS, TEMPERATURE, TOP_P
 
 CHUNK = 4096
 LOWEST, HIGHEST = -(1 << 15), (1 << 15) - 1

@@ -35,6 +35,7 @@ from engine.core.step import StepPlan, StepResult
 from engine.kernels.batch_state import HEADER, prepare
 from engine.kernels.moe import forms
 from engine.kernels.prefill_attention import BLOCK_M, num_splits
+from engine.kernels.row_settings import NUM_SETTINGS
 from engine.kernels.sample import SampleWorkspace, draw
 from engine.model.group import Spent
 from engine.model.weights import Progress
@@ -43,7 +44,7 @@ from engine.worker.fused_decode import DecodeLayers
 from engine.worker.inputs import Inputs
 from engine.worker.launch import Launched, listed_load
 from engine.worker.runner import Runner
-from engine.worker.sampler import NUM_SETTINGS, Wants
+from engine.worker.sampler import Wants
 
 logger = logging.getLogger("engine")
 

@@ -16,6 +16,16 @@ import torch
 from engine.core.request import Request
 from engine.core.step import TokenLogprobs
 from engine.kernels.noise import gumbel, host_gumbel, request_keys
+from engine.kernels.row_settings import (
+    FREQUENCY,
+    LOG_MIN_P,
+    NOISE,
+    NUM_SETTINGS,
+    PRESENCE,
+    REPETITION,
+    TEMPERATURE,
+    TOP_P,
+)
 from engine.worker.upload import to_host
 
 Upload = Callable[[np.ndarray], torch.Tensor]
@@ -25,7 +35,6 @@ SMALLEST = float(np.finfo(np.float32).tiny)  # settings that must stay above 0 d
 IN_PROMPT = 1 << 30  # flag in the token counts; the bits below count occurrences in the reply
 INT_KEYS = 2
 SMALL_VOCABULARY = 1 << 14  # on a CPU, up to this size sorting all is cheaper than selecting some
-TEMPERATURE, NOISE, TOP_P, LOG_MIN_P, REPETITION, PRESENCE, FREQUENCY, NUM_SETTINGS = range(8)
 
 
 class Wants:

@@ -15,9 +15,9 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from engine.kernels.mailbox import elect, sum_ranks  # noqa: E402
+from engine.kernels.row_settings import NOISE, NUM_SETTINGS, TEMPERATURE  # noqa: E402
 from engine.kernels.sample import SampleWorkspace, draw  # noqa: E402
 from engine.parallel.mailbox import Mailbox, cells  # noqa: E402
-from engine.worker.sampler import NOISE, NUM_SETTINGS, TEMPERATURE  # noqa: E402
 
 DEVICE = torch.device("cuda")
 SIZE, LANES = 4, 16
