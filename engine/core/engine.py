@@ -19,21 +19,18 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from engine.core.cache import KVCache
 from engine.core.gate import Gate
 from engine.core.masks import dead_end
-from engine.core.request import Request
+from engine.core.request import Grammars, Request
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.step import Emitted, StepPlan, StepResult
 from engine.core.step_clock import StepClock, StepTimes, now
 from engine.errors import DeviceLost, InvalidRequest, loses_device
 from engine.params import SamplingParams
 from engine.trace.records import RecordLog
-
-if TYPE_CHECKING:
-    from engine.text.structured import Grammars
 
 logger = logging.getLogger("engine")
 

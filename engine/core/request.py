@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 if TYPE_CHECKING:
     from engine.core.radix import Node
@@ -17,6 +19,25 @@ class RequestState(Enum):
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"
+
+
+class Grammar(Protocol):
+    """What one request's reply may still become (engine/text/structured.py)."""
+
+    failed: str  # a sentence, once the grammar cannot be followed any further
+
+    def mask(self) -> np.ndarray:
+        """int32 [ceil(vocab_size / 32)]: bit t % 32 of word t // 32 says whether token t may come next."""
+
+    def advance(self, token_id: int) -> bool:
+        """Take a drawn token; True if the reply is complete."""
+
+
+class Grammars(Protocol):
+    """Compiles grammars for one tokenizer."""
+
+    def compile(self, params: SamplingParams) -> Grammar:
+        """The grammar that `params` asks for; InvalidRequest if it cannot be compiled."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,7 +85,7 @@ class Request:
     submitted_work: float = 0.0
     admitted_work: float = 0.0
     first_token_work: float = 0.0  # the step clock's to set
-    grammar: Any = None  # engine.text.structured.Grammar, advanced at commit
+    grammar: Grammar | None = None  # advanced at commit
     lookup: Lookup | None = None  # once it has been drafted for
     drafted: int = 0  # draft tokens of the step in flight
     drafted_tokens: int = 0  # of all steps that have committed

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -62,7 +62,7 @@ def for_ranks(plan: StepPlan) -> StepPlan:
     joins = [
         Request(
             0, [], request.params, request.seed, 0, request.stop_ids, sample_index=request.sample_index,
-            row=request.row, grammar=request.grammar is not None or None,
+            row=request.row, grammar=cast(Any, request.grammar is not None or None),
         )
         for request in plan.joins
     ]  # fmt: skip

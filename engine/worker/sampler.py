@@ -282,7 +282,8 @@ class Sampler:
         line.index_add_(0, reply, torch.ones_like(reply, dtype=torch.int32))
 
     def _apply_grammars(self, logits: torch.Tensor, entries: np.ndarray, requests: Callable[[int], Request]) -> None:
-        masks = np.stack([requests(i).grammar.mask() for i in entries.tolist()])  # int32 [g, ceil(V / 32)]
+        grammars = [grammar for i in entries.tolist() if (grammar := requests(i).grammar) is not None]
+        masks = np.stack([grammar.mask() for grammar in grammars])  # int32 [g, ceil(V / 32)]
         bits = torch.arange(32, dtype=torch.int32, device=logits.device)
         allowed = (self._upload(masks)[:, :, None] >> bits & 1).flatten(1)[:, : self.vocab_size]
         where = self._upload(entries)

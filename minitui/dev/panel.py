@@ -1,11 +1,12 @@
-"""A small application around one panel and a stress source: `python -m minitui.tui.widgets.block_map`.
+"""A small application around one panel and simulated records: `python -m minitui.dev.panel block-map`.
 
-Keys: space pauses the make-believe engine, n lets one step through, t changes the theme, a the glyphs, q quits;
+Keys: space pauses the simulated engine, n lets one step through, t changes the theme, a the glyphs, q quits;
 everything else is the panel's own.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import ClassVar
@@ -17,6 +18,19 @@ from engine.trace.state import State
 from minitui.dev.simulator import CLASSROOM, Load, Stress
 from minitui.tui.theme import ASCII, THEMES, glyphs, use_ascii
 from minitui.tui.widgets.base import LinePanel
+from minitui.tui.widgets.block_map import BlockMap
+from minitui.tui.widgets.block_table import BlockTable
+from minitui.tui.widgets.events import Events
+from minitui.tui.widgets.experts import ExpertMap
+from minitui.tui.widgets.first_token import FirstTokens
+from minitui.tui.widgets.lanes import BatchLanes
+from minitui.tui.widgets.occupancy import Occupancy
+from minitui.tui.widgets.origin import PromptOrigin
+from minitui.tui.widgets.step_bar import StepBar
+from minitui.tui.widgets.timings import StepTimings
+from minitui.tui.widgets.tree import RadixTree
+from minitui.tui.widgets.vitals import Vitals
+from minitui.tui.widgets.why import Why
 from minitui.viewmodel.model import View
 
 
@@ -93,6 +107,30 @@ class Alone(App[None]):
         use_ascii(glyphs() is not ASCII)
 
 
-def run_alone(panel: Callable[[], LinePanel], load: Load = CLASSROOM) -> None:
+PANELS: dict[str, type[LinePanel]] = {
+    "block-map": BlockMap,
+    "block-table": BlockTable,
+    "events": Events,
+    "experts": ExpertMap,
+    "first-token": FirstTokens,
+    "lanes": BatchLanes,
+    "occupancy": Occupancy,
+    "origin": PromptOrigin,
+    "step-bar": StepBar,
+    "timings": StepTimings,
+    "tree": RadixTree,
+    "vitals": Vitals,
+    "why": Why,
+}
+
+
+def main(name: str) -> None:
     """Show one panel until q."""
-    Alone(panel, load).run()
+    panel = PANELS.get(name)
+    if panel is None:
+        sys.exit(f"there is no panel {name!r}: choose from {', '.join(PANELS)}")
+    Alone(panel).run()
+
+
+if __name__ == "__main__":
+    main(*(sys.argv[1:] or ["block-map"]))

@@ -16,6 +16,7 @@ import torch
 from engine.config import EngineConfig, ModelConfig, resolve
 from engine.errors import CheckpointError, EngineError
 from engine.hub import find_cached, resolve_model
+from tests.support import paths
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -68,7 +69,7 @@ def test_a_qwen3_config_is_read_as_it_stands(tmp_path: Path) -> None:
 
 
 def test_published_qwen3_configs_have_the_parameters_their_names_say() -> None:
-    directory = Path(__file__).resolve().parents[2] / "shared" / "qwen3" / "configs"
+    directory = paths.QWEN3 / "configs"
     if not directory.is_dir():
         pytest.skip("../shared/qwen3 is not there")
     for name, billions in {"0.6B": 0.596, "1.7B": 1.72, "4B": 4.02, "8B": 8.19, "14B": 14.77}.items():

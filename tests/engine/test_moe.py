@@ -28,6 +28,7 @@ from engine.model.weights import dummy_weights, load_weights
 from engine.params import SamplingParams
 from tests.engine.test_model_parity import PROMPT, assert_close, our_logits, prompt, their_logits
 from tests.support.models import VOCAB, Driver, make_request, make_runner, reference, save
+from tests.support.paths import QWEN3
 
 MODELS: dict[str, dict[str, Any]] = {
     "as they come": {"norm_topk_prob": False},
@@ -354,7 +355,7 @@ def test_what_cannot_be_right_is_said(edit: dict[str, Any], complaint: str, tmp_
 
 
 def test_the_published_30b_a3b_has_the_parameters_its_name_says(tmp_path: Path) -> None:
-    path = Path(__file__).resolve().parents[2] / "shared" / "qwen3" / "configs" / "Qwen3-30B-A3B.json"
+    path = QWEN3 / "configs" / "Qwen3-30B-A3B.json"
     if not path.is_file():
         pytest.skip("../shared/qwen3 is not there")
     (tmp_path / "config.json").write_text(path.read_text())

@@ -18,8 +18,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from engine.errors import CheckpointError, InvalidRequest
 from engine.text.tokenizer import Tokenizer
+from tests.support.paths import QWEN3
 
-QWEN3 = Path(__file__).resolve().parents[2] / "shared" / "qwen3"
 needs_qwen3 = pytest.mark.skipif(not (QWEN3 / "tokenizer.json").is_file(), reason="../shared/qwen3 is not there")
 
 TEXTS = [

@@ -10,7 +10,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -23,8 +22,8 @@ from minitui.tui.app import MinituiApp
 from minitui.viewmodel.updater import Feed
 from tests.support.driving import settled
 from tests.support.fake_client import FakeSource, ScriptedRunner
+from tests.support.paths import SNAPSHOTS
 
-SNAPSHOTS = Path(__file__).parent / "snapshots"
 SIZES = [(80, 24), (120, 36), (200, 60)]
 STEP_S = 0.005  # an engine's step of decoding
 TOKEN_S = 0.00005  # more for each token that it computes

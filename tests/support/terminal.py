@@ -14,7 +14,7 @@ from pathlib import Path
 import pexpect
 import pyte
 
-ROOT = Path(__file__).parent.parent
+from tests.support.paths import ROOT
 
 # Private modes that must be off at the end, and their names.
 MODES = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
@@ -21,8 +20,7 @@ from minitui.tui.widgets.lanes import BatchLanes
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.tree import RadixTree
 from minitui.viewmodel.model import View
-
-SNAPSHOTS = Path(__file__).parent / "snapshots"
+from tests.support.paths import SNAPSHOTS
 
 
 class Steady(LiveStress):

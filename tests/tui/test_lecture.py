@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
@@ -17,8 +16,8 @@ from minitui.tui.widgets.why import Why
 from minitui.viewmodel.model import View
 from minitui.viewmodel.narrate import moment, narrate
 from minitui.viewmodel.predict import question_about
+from tests.support.paths import SNAPSHOTS
 
-SNAPSHOTS = Path(__file__).parent / "snapshots"
 TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
 
 

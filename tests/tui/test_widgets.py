@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 from dataclasses import replace
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 from rich.color import ColorSystem
 
 from engine.trace.state import ACTIVE, CACHED, FREE, SHARED
-from minitui.dev import panel as alone
+from minitui.dev import panel
 from minitui.dev.panel import Alone, stress_view
 from minitui.dev.simulator import CLASSROOM, LARGE, SMALL, Load
 from minitui.tui import sixteen, theme
@@ -23,7 +21,6 @@ from minitui.tui.widgets.block_map import MODES, BlockMap, grid
 from minitui.tui.widgets.block_table import BlockTable
 from minitui.tui.widgets.events import Events
 from minitui.tui.widgets.experts import ExpertMap
-from minitui.tui.widgets.first_token import FirstTokens
 from minitui.tui.widgets.lanes import BatchLanes
 from minitui.tui.widgets.occupancy import Occupancy, shares
 from minitui.tui.widgets.origin import PromptOrigin
@@ -32,18 +29,17 @@ from minitui.tui.widgets.step_bar import StepBar
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.tree import RadixTree
 from minitui.tui.widgets.vitals import Vitals, vitals
-from minitui.tui.widgets.why import Why
 from minitui.viewmodel.lanes import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED
 from minitui.viewmodel.model import View
 from minitui.viewmodel.story import tell
 from minitui.viewmodel.timing import why_slow
+from tests.support.paths import SNAPSHOTS
 
 PANELS = (
     BlockMap, BlockTable, BatchLanes, RadixTree, StepTimings, Events, StepBar, Vitals, Occupancy, PromptOrigin,
     ExpertMap,
 )  # fmt: skip
 TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
-SNAPSHOTS = Path(__file__).parent / "snapshots"
 
 
 @pytest.fixture(autouse=True)
@@ -162,14 +158,9 @@ def test_fit_and_cut_count_cells_not_characters():
     assert cells("é·…█─✓") == 6
 
 
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-@pytest.mark.parametrize("panel", [*PANELS, FirstTokens, Why], ids=lambda panel: panel.__name__)
-async def test_each_widget_runs_alone(panel, monkeypatch):
-    started = []
-    monkeypatch.setattr(alone, "run_alone", started.append)
-    runpy.run_module(panel.__module__, run_name="__main__")
-    assert [one.__name__ for one in started] == [panel.__name__]
-    app = Alone(started[0], SMALL, warm_up=1.0, fps=0)
+@pytest.mark.parametrize("name", panel.PANELS)
+async def test_each_panel_runs_alone(name):
+    app = Alone(panel.PANELS[name], SMALL, warm_up=1.0, fps=0)
     async with app.run_test(size=(80, 20)) as pilot:
         app.tick()
         for key in ("space", "n", "t", "a", "a"):

@@ -423,9 +423,3 @@ def _lay_out(entries: list[list[Run]], width: int, frame: int) -> tuple[list[Run
             above, left = taken(entries, width - 10)
             above = [*above, (f"  +{len(left)} more", "dim")]
     return above, below
-
-
-if __name__ == "__main__":
-    from minitui.dev.panel import run_alone
-
-    run_alone(BlockMap)

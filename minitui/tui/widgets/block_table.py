@@ -238,9 +238,3 @@ def _both_ends(n: int, room: int, across: int) -> list[int]:
     tail = max(1, room - head - 1)
     left_out = n - head - tail
     return [*range(head), *([-left_out] if room > 1 else []), *range(n - tail, n)]
-
-
-if __name__ == "__main__":
-    from minitui.dev.panel import run_alone
-
-    run_alone(BlockTable)

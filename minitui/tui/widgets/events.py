@@ -168,9 +168,3 @@ request ended. The event under the cursor selects what it is about.""")
             self.post_message(Opened("node", event.node))
         else:
             self.post_message(Opened("step", event.step))
-
-
-if __name__ == "__main__":
-    from minitui.dev.panel import run_alone
-
-    run_alone(Events)

@@ -120,9 +120,3 @@ batches cheap; on several GPUs, or in a large prefill, everybody waits for the h
         """Choose another layer."""
         self.chosen = max(0, min(self._last, self.chosen + by))
         self.repaint()
-
-
-if __name__ == "__main__":
-    from minitui.dev.panel import run_alone
-
-    run_alone(ExpertMap)

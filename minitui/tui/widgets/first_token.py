@@ -40,9 +40,3 @@ class FirstTokens(LinePanel, can_focus=False):
         for word, glyph, style in PARTS:
             legend += [(" " if legend else "", "dim"), (getattr(glyphs(), glyph), style), (f" {word}", "dim")]
         return Picture(rows, legend=legend)
-
-
-if __name__ == "__main__":
-    from minitui.dev.panel import run_alone
-
-    run_alone(FirstTokens)

@@ -337,9 +337,3 @@ def _marks_named() -> list[Run]:
         runs += [(marks[code], STYLES[code]), (f" {word}  ", "dim")]
     runs[-1] = (runs[-1][0].rstrip(), "dim")
     return runs
-
-
-if __name__ == "__main__":
-    from minitui.dev.panel import run_alone
-
-    run_alone(BatchLanes)

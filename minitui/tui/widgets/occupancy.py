@@ -87,9 +87,3 @@ class Occupancy(LinePanel, can_focus=False):
                 words.add(glyph(code), STYLES[code]).add(f" {board.counts[code]:,} ")
             room = max(4, width - head.width - words.width)
         return Picture([head.extend(bar(board, room)).extend(words.runs).done(width)])
-
-
-if __name__ == "__main__":
-    from minitui.dev.panel import run_alone
-
-    run_alone(Occupancy)

@@ -38,9 +38,3 @@ class PromptOrigin(LinePanel, can_focus=False):
         if lane.stop:
             rows.append(Row(stop_text(lane.stop, lane.stop_at), "dim").done(width))
         return Picture(rows[:height])
-
-
-if __name__ == "__main__":
-    from minitui.dev.panel import run_alone
-
-    run_alone(PromptOrigin)

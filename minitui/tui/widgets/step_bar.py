@@ -157,9 +157,3 @@ def _slices(slices: list[tuple[float, list[str], str]], tokens: float, width: in
         words, colour = style.rpartition(" ")[::2]
         line.add(label.center(room), f"bold {words} on-fill on {colour}".replace("  ", " "))
     return line.to(width, glyphs().unused, "faint").done(width)
-
-
-if __name__ == "__main__":
-    from minitui.dev.panel import run_alone
-
-    run_alone(StepBar)

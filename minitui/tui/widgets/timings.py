@@ -224,9 +224,3 @@ def _draw(steps: list[StepRow], room: int) -> tuple[list[Run], list[Run]]:
         return out
 
     return runs(host), runs(device)
-
-
-if __name__ == "__main__":
-    from minitui.dev.panel import run_alone
-
-    run_alone(StepTimings)

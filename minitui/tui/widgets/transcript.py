@@ -270,39 +270,3 @@ class Transcript(ScrollView, can_focus=True):
 def _restyle(strip: Strip, start: int, end: int, style: Style) -> Strip:
     left, middle, right = strip.crop(0, start), strip.crop(start, end), strip.crop(end)
     return Strip.join([left, middle.apply_style(style), right])
-
-
-if __name__ == "__main__":
-    from textual.app import App as _App
-    from textual.app import ComposeResult
-
-    from minitui.tui.theme import THEMES
-
-    class Preview(_App[None]):
-        """A host for the widget alone."""
-
-        def compose(self) -> ComposeResult:
-            yield Transcript()
-
-        def on_mount(self) -> None:
-            for theme in THEMES:
-                self.register_theme(theme)
-            self.theme = THEMES[0].name
-            session = Session("x", "preview", "You are a patient teacher.")
-            session.messages = [
-                Message("user", "What is a block table?"),
-                Message(
-                    "assistant",
-                    "<think>short</think>It maps **positions** to blocks:\n\n```\ntable[p // 16]\n```\n\n- one\n- two",
-                    metrics={
-                        "ttft_ms": 8.4,
-                        "decode_tok_s": 210,
-                        "output_tokens": 40,
-                        "prompt_tokens": 640,
-                        "cached_tokens": 512,
-                    },
-                ),
-            ]
-            self.call_after_refresh(self.query_one(Transcript).show, session)
-
-    Preview().run()

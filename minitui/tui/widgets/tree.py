@@ -227,9 +227,3 @@ says in which order, the least recently used leaf first.""")
     def check_consume_key(self, key: str, character: str | None) -> bool:
         """While a search is typed, no binding gets a printable key."""
         return self.typing and character is not None and character.isprintable()
-
-
-if __name__ == "__main__":
-    from minitui.dev.panel import run_alone
-
-    run_alone(RadixTree)

@@ -71,9 +71,3 @@ def _wrapped(text: str, style: str, width: int, height: int) -> list[Runs]:
     if len(lines) > height > 0:
         lines = [*lines[: height - 1], lines[height - 1][: width - 1] + glyphs().dots]
     return [Row(line, style).done(width) for line in lines]
-
-
-if __name__ == "__main__":
-    from minitui.dev.panel import run_alone
-
-    run_alone(Why)
