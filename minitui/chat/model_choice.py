@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.errors import CheckpointError
 from minitui import tutor
-from minitui.chat.sessions import Codec
+from minitui.chat.prompt import Codec
 
 PLAIN_SYSTEM_PROMPT = "You are a helpful assistant. Answer clearly and briefly."
 

@@ -13,7 +13,7 @@ from engine.errors import EngineError
 from minitui import settings as settings_file
 from minitui.chat.model_choice import Choice, choose_model, load_codec
 from minitui.chat.sessions import Chats, Sampling
-from minitui.sources.base import LiveSource
+from minitui.sources.local import LiveSource
 from minitui.tui.terminal import TerminalGuard, need_terminal, takes_unicode, tolerant_input
 from minitui.visible import visible_line
 
@@ -344,7 +344,7 @@ def recorded(source: Any, path: Path | None) -> Any:
     """The source, with everything that it says written to `path`, if there is one."""
     if path is None:
         return source
-    from minitui.trace.recorder import RecordingSource
+    from minitui.sources.recording import RecordingSource
 
     return RecordingSource(source, path)
 

@@ -11,189 +11,21 @@ Steps in which nothing but decoding happens are told together, with their extrem
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from engine.errors import EngineDead
-from engine.trace.records import Record
 from minitui.chat.model_choice import load_codec
 from minitui.chat.sessions import Chats, Sampling, describe_answer
 from minitui.sources.base import Source
-from minitui.viewmodel.history import StepRow
 from minitui.viewmodel.model import View
-from minitui.visible import visible_line
 
 if TYPE_CHECKING:
-    from minitui.trace.reader import TraceReader
+    pass
+from minitui.viewmodel.teller import Teller
 
-PATIENCE_S = 2.0  # steps that merely decode are told at least this often
-PROMPTS_NAMED = 4
 POLL_S = 0.05
-LEADS = {  # where an event's own words leave out what it is
-    "evict": "eviction: ", "finish": "end of ", "wait": "", "refuse": "refused: ", "fail": "failure: ",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One line. `step` is -1 for what happens before the first; `kind` as in minitui.viewmodel.events.KINDS, "step", "steps"
-    or "submit"."""
-
-    t: float
-    step: int
-    kind: str
-    text: str
-
-    def __str__(self) -> str:
-        where = f"step {self.step:,}" if self.kind != "steps" else ""
-        return f"{self.t:9.2f} s  {where + '  ' if where else ''}{visible_line(self.text)}"
-
-
-@dataclass(slots=True)
-class _Run:
-    """Steps in which the same number of requests decoded and nothing else happened."""
-
-    first: StepRow
-    last: StepRow
-    t: float
-    tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    total_ms: float = 0.0
-    worst_ms: float = 0.0
-    worst_step: int = -1
-
-
-class Teller:
-    """Turns records into lines. The view it is given folds them; `pump` may be called with any number at a time."""
-
-    def __init__(self, view: View) -> None:
-        self.view = view
-        self._batch: list[Record] = []
-        self._events = 0
-        self._run: _Run | None = None
-
-    def tell(self, records: Iterable[Record]) -> Iterator[Line]:
-        """The lines that these records complete."""
-        for record in records:
-            self._batch.append(record)
-            if record[2] in ("time", "fail", "refuse", "gate", "pace", "finish"):
-                yield from self._fold()
-
-    def rest(self) -> Iterator[Line]:
-        """What has been held back: the end of a run of decode steps."""
-        yield from self._fold()
-        yield from self._flush()
-
-    def tell_all(self, reader: TraceReader) -> Iterator[Line]:
-        """The lines of a whole recording. Where records are missing in it, the story goes on behind them."""
-        told = -1  # the number of the last record
-        for index, keyframe in enumerate(reader.keyframes):
-            part = reader.part(index)
-            if keyframe.seq != told:
-                yield from self.rest()
-                self.view.reset(part.snapshot)
-                if index:
-                    missing = f"({keyframe.seq - told:,} records are missing here: the story goes on behind them)"
-                    yield Line(part.state.t, keyframe.step, "gap", missing)
-            yield from self.tell(part.records)
-            told = keyframe.seq + len(part.records)
-        yield from self.rest()
-
-    def _fold(self) -> Iterator[Line]:
-        batch, self._batch = self._batch, []
-        if not batch:
-            return
-        view = self.view
-        view.fold(batch)
-        events = [event for event in list(view.events.items)[-len(batch) :] if event.seq >= batch[0][0]]
-        submits = [record for record in batch if record[2] == "submit"]
-        ended = [view.steps.get(record[3]) for record in batch if record[2] == "time"]
-        rows = [row for row in ended if row is not None]
-        quiet = not events and not submits and all(row.kind == "decode" for row in rows)
-        if quiet:
-            for row in rows:
-                yield from self._extend(row)
-            return
-        yield from self._flush()
-        lines = [
-            Line(r[1], view.lanes.lanes[r[3]].submitted_step, "submit", self._submit(r))
-            for r in submits if r[3] in view.lanes.lanes
-        ]  # fmt: skip
-        lines += [
-            Line(event.record[1], event.step, event.kind, LEADS.get(event.kind, "") + view.event_text(event))
-            for event in events
-        ]
-        yield from sorted(lines, key=lambda line: line.t)
-        for row in rows:
-            yield Line(row.ended or row.t, row.step, "step", step_text(row, view))
-
-    def _submit(self, record: Record) -> str:
-        _, _, _, request, group, tokens, _ = record
-        who = f" of {self.view.group_name(group)}" if group else ""
-        return f"r{request}{who} joins the queue with {_count(tokens, 'prompt token')}"
-
-    def _extend(self, row: StepRow) -> Iterator[Line]:
-        run = self._run
-        if run is not None and (run.last.decodes != row.decodes or (row.ended or row.t) - run.t > PATIENCE_S):
-            yield from self._flush()
-            run = None
-        if run is None:
-            run = self._run = _Run(row, row, row.ended or row.t)
-        run.last = row
-        run.tokens += row.decodes + row.accepted
-        run.drafted += row.drafted
-        run.accepted += row.accepted
-        wall = row.wall_ms or 0.0
-        run.total_ms += wall
-        if wall > run.worst_ms:
-            run.worst_ms, run.worst_step = wall, row.step
-
-    def _flush(self) -> Iterator[Line]:
-        run, self._run = self._run, None
-        if run is None:
-            return
-        if run.first.step == run.last.step:
-            yield Line(run.t, run.first.step, "step", step_text(run.first, self.view))
-            return
-        n = run.last.step - run.first.step + 1
-        who = _count(run.last.decodes, "request")
-        each = "decodes one token a step" if run.last.decodes == 1 else "decode one token a step"
-        text = f"steps {run.first.step:,} to {run.last.step:,}  {who} {each} · {run.tokens:,} tokens"
-        if run.drafted:
-            text += f" · {run.accepted:,} of {run.drafted:,} drafts right"
-        if run.total_ms:
-            text += f" · {run.total_ms / n:.1f} ms a step"
-            if run.worst_ms > 2 * run.total_ms / n:
-                text += f", the slowest {run.worst_ms:.1f} ms (step {run.worst_step:,})"
-        yield Line(run.last.ended or run.t, run.first.step, "steps", text)
-
-
-def step_text(row: StepRow, view: View) -> str:
-    """What one step computed, of how much it might have, and how long it took."""
-    parts = []
-    if row.chunks:
-        named = [f"{_count(n, 'token')} of r{request}'s prompt" for request, _, n, _ in row.chunks[:PROMPTS_NAMED]]
-        if len(row.chunks) > PROMPTS_NAMED:
-            rest = row.chunks[PROMPTS_NAMED:]
-            named.append(f"{sum(chunk[2] for chunk in rest):,} of {len(rest)} more prompts")
-        parts.append(", ".join(named))
-    if row.decodes:
-        parts.append(f"{_count(row.decodes, 'request')} {'decodes' if row.decodes == 1 else 'decode'} one token each")
-    if row.drafted:
-        parts.append(f"{_count(row.drafted, 'draft token')} checked, {row.accepted:,} right")
-    text = "; ".join(parts) + f" · {row.tokens:,} of {view.live.state.budget:,} tokens"
-    if row.waiting:
-        text += f" · {row.waiting:,} waiting"
-    if row.wall_ms is not None:
-        text += f" · {row.wall_ms:.1f} ms"
-    return text
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}" + ("" if n == 1 else "s")
 
 
 def tail_trace(path: str | Path, out: Callable[[str], None]) -> int:

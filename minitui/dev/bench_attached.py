@@ -33,11 +33,13 @@ from engine.errors import EngineError, InvalidRequest
 from minitui.bench.rows import greedy, random_prompts
 from minitui.bench.watching import mean_interval, told_interval
 from minitui.chat.model_choice import Choice, load_codec
-from minitui.chat.sessions import Chats, Codec, Sampling
+from minitui.chat.prompt import Codec
+from minitui.chat.sessions import Chats, Sampling
 from minitui.cli.launch import run_app
 from minitui.dev.pseudo_terminal import run_in_terminal
 from minitui.settings import Settings
-from minitui.sources.base import LiveSource, Source
+from minitui.sources.base import Source
+from minitui.sources.local import LiveSource
 from minitui.tui.app import MinituiApp
 
 SIZE = (160, 48)

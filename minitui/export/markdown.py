@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.trace.records import CLEARED
-from minitui.cli.tail import Line, Teller
 from minitui.trace.reader import LONGEST_PAUSE, TraceReader
 from minitui.viewmodel.lanes import Lane
 from minitui.viewmodel.model import View
 from minitui.viewmodel.narrate import narrate
+from minitui.viewmodel.teller import Line, Teller
 from minitui.visible import visible, visible_line
 
 LINES_AT_MOST = 4000  # a narration is for reading

@@ -11,10 +11,11 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from minitui.protocol import is_loopback
 from minitui.server.errors import ApiError, as_api_error
 from minitui.server.origins import authority, is_same_origin
 from minitui.server.service import Service
-from minitui.server.settings import Role, ServerSettings, is_loopback
+from minitui.server.settings import Role, ServerSettings
 
 OPEN = {"/health": Role.NOBODY, "/ready": Role.NOBODY}
 ROLES = {

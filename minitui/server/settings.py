@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
 from engine.errors import EngineError
+from minitui.protocol import is_loopback
 
 MIN_KEY_LENGTH = 8
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "chat_template.jinja",
-    "chat_template.json",
-)  # fmt: skip
 
 
 class Role(IntEnum):
@@ -80,13 +76,3 @@ class ServerSettings:
             if hmac.compare_digest(given, hashlib.sha256(known.encode()).digest()):
                 role = max(role, granted)
         return role
-
-
-def is_loopback(host: str) -> bool:
-    """Does this name or address mean the machine itself?"""
-    if host.lower().rstrip(".") == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -24,12 +24,13 @@ from pydantic import BaseModel, Field, model_validator
 from engine.errors import EngineDead
 from engine.params import MAX_LOGPROBS, SamplingParams
 from minitui import __version__, tutor
+from minitui.protocol import TOKENIZER_FILES
 from minitui.server.broadcast import Watcher, encode_snapshot
 from minitui.server.errors import RESPONSES, STREAMED, ApiError
 from minitui.server.generation import Reply
 from minitui.server.schema import Finite, Prompt, Stop, Strict
 from minitui.server.service import Service
-from minitui.server.settings import TOKENIZER_FILES, Role
+from minitui.server.settings import Role
 from minitui.server.sse import EventStream, event, unless_gone
 
 PRIVATE = ("model_dir", "log_file")  # paths of this machine

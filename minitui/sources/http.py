@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from engine.errors import EngineDead, EngineError, InvalidRequest
-from minitui.server.settings import is_loopback
+from minitui.protocol import is_loopback
 from minitui.sources.bounds import BoundedClient, Excess, httpx
 
 CONNECT_S = 5.0

@@ -24,7 +24,7 @@ from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.params import SamplingParams
 from engine.text.output import Delta
 from engine.trace.records import Record
-from minitui.server.settings import TOKENIZER_FILES
+from minitui.protocol import TOKENIZER_FILES
 from minitui.sources import remote_checks
 from minitui.sources.base import Progress
 from minitui.sources.bounds import ANSWER, LARGE, RECORDS

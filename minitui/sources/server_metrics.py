@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.errors import EngineError
-from minitui.chat.sessions import duration
 from minitui.sources.http import httpx, load_json, reason_of
+from minitui.text import duration
 
 POLL_S = 2.0
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # between two tries to reach a server that is away

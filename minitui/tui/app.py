@@ -22,7 +22,8 @@ from textual.widgets import TextArea
 from engine.errors import EngineError
 from engine.process.heartbeat import Condition
 from minitui import settings as settings_file
-from minitui.chat.sessions import Chats, Codec, Session
+from minitui.chat.prompt import Codec
+from minitui.chat.sessions import Chats, Session
 from minitui.settings import Settings
 from minitui.sources.base import Source
 from minitui.teaching.stage import LETTERS, Stage

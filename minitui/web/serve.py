@@ -37,8 +37,8 @@ def run_web(settings: WebSettings, config: Any, label: str, log_file: Path) -> i
         from minitui.web.tabs import serve_tabs
     except ImportError as error:
         raise EngineError(not_installed("the application in a browser", error, "web,serve")) from error
+    from minitui.protocol import is_loopback
     from minitui.server.command import address, listen
-    from minitui.server.settings import is_loopback
 
     host, port = settings.host, settings.port
     if not settings.mirror and not is_loopback(host):

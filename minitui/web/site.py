@@ -29,9 +29,9 @@ from aiohttp import WSMsgType, web
 from jinja2 import Environment, FileSystemLoader
 from textual_serve import server as textual_serve
 
+from minitui.protocol import is_loopback
 from minitui.server.descriptors import most_connections
 from minitui.server.origins import authority, is_same_origin
-from minitui.server.settings import is_loopback
 
 MAX_TYPED = 1 << 20  # bytes of one message of a browser: a paste
 MAX_CONNECTIONS = 600  # below the usual limit of 1,024 open files

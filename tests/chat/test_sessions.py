@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import InvalidRequest
-from minitui.chat.sessions import Chats, Message, Sampling, Session, continue_prompt, describe_answer, split_thinking
+from minitui.chat.prompt import continue_prompt
+from minitui.chat.sessions import Chats, Message, Sampling, Session, describe_answer, split_thinking
 from minitui.chat.store import Store, StoredChat, StoredMessage, StoreError
 from tests.support.fake_client import END, START, ByteCodec, FakeSource
 

@@ -21,7 +21,7 @@ from engine.params import SamplingParams
 from engine.trace.records import FIELDS
 from engine.trace.state import State
 from minitui.cli.main import app
-from minitui.cli.tail import Teller, tail_live, tail_trace, tail_watch
+from minitui.cli.tail import tail_live, tail_trace, tail_watch
 from minitui.export import export
 from minitui.export.perfetto import DEVICE, HOST, REQUESTS
 from minitui.teaching.stage import sampling
@@ -29,6 +29,7 @@ from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceError, TraceReader
 from minitui.trace.recorder import Recorder
 from minitui.viewmodel.model import View
+from minitui.viewmodel.teller import Teller
 from tests.support.fake_client import ByteCodec, FakeSource
 from tests.support.golden import GOLDEN, INFO, make_engine, play
 

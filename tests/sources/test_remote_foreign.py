@@ -109,7 +109,7 @@ async def test_a_server_whose_page_tells_nothing_is_said_to(status: int, page: s
 
 
 def test_ids_of_texts_keep_a_conversation() -> None:
-    from minitui.chat.sessions import continue_prompt
+    from minitui.chat.prompt import continue_prompt
     from minitui.sources.openai import TextCodec
 
     codec = TextCodec()

@@ -19,7 +19,7 @@ from minitui.chat.model_choice import choose_model, load_codec
 from minitui.chat.sessions import Chats
 from minitui.cli.main import engine_config
 from minitui.settings import Settings
-from minitui.sources.base import LiveSource
+from minitui.sources.local import LiveSource
 from minitui.teaching.lessons import LESSONS, lesson
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, find_code, fresh, paragraphs
 from minitui.teaching.lessons.plain import tell_alone

@@ -15,12 +15,12 @@ from engine.trace.records import Packet, Record
 from minitui.chat.model_choice import choose_model, load_codec
 from minitui.chat.sessions import Chats
 from minitui.cli.main import engine_config
-from minitui.sources.base import LiveSource
+from minitui.sources.local import LiveSource
+from minitui.sources.recording import RecordingSource
 from minitui.teaching.demo import tell_plainly
 from minitui.teaching.scenarios import DEMOS, LENGTHS, Demo
 from minitui.teaching.stage import Stage, sampling
 from minitui.trace.reader import TraceReader
-from minitui.trace.recorder import RecordingSource
 from minitui.viewmodel.model import View
 from minitui.viewmodel.updater import Feed
 from tests.support.fake_client import ByteCodec, FakeSource

@@ -13,8 +13,9 @@ import pytest
 from engine.params import SamplingParams
 from engine.trace.state import State
 from minitui.dev.make_trace import Traffic, arrivals, record_run
+from minitui.sources.recording import RecordingSource
 from minitui.trace.reader import LONGEST_PAUSE, PlayClock, TraceError, TraceReader
-from minitui.trace.recorder import Recorder, RecordingSource
+from minitui.trace.recorder import Recorder
 from tests.support.fake_client import FakeSource
 from tests.support.golden import GOLDEN, INFO, make_engine, play, timeless, untimed
 

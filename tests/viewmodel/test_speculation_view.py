@@ -13,7 +13,6 @@ from engine.core.request import Request
 from engine.params import SamplingParams
 from engine.trace.records import Record
 from engine.trace.state import State
-from minitui.cli.tail import Teller
 from minitui.export import export
 from minitui.server.metrics import Meters
 from minitui.trace.reader import TraceReader
@@ -27,6 +26,7 @@ from minitui.viewmodel.lanes import DECODING, GAINING
 from minitui.viewmodel.model import View
 from minitui.viewmodel.narrate import narrate
 from minitui.viewmodel.story import tell
+from minitui.viewmodel.teller import Teller
 from tests.engine.test_speculation import REPEATING, drafting_seed, make_engine
 from tests.support.golden import INFO
 

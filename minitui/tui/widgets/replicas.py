@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, cast
 from textual.binding import Binding
 from textual.message import Message
 
-from minitui.chat.sessions import duration
 from minitui.sources.replicas import LOADING, UNDECIDED, UNKNOWN, Replica, ReplicaSource
+from minitui.text import duration
 from minitui.tui.theme import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, short

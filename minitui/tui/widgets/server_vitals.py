@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from minitui.chat.sessions import duration
 from minitui.sources.server_metrics import POLL_S, Pulse
+from minitui.text import duration
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Runs, clean, number
 from minitui.tui.widgets.vitals import spark
