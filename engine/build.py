@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config import EngineConfig, ModelConfig, resolve
+from engine.config import EngineConfig
 from engine.core.engine import Engine
 from engine.core.scheduler import SchedulerConfig
 from engine.errors import EngineError
 from engine.hub import resolve_model
+from engine.model.config import ModelConfig
+from engine.model.hf_config import read_model_config
 from engine.text.tokenizer import Tokenizer
+from engine.worker.limits import resolve
 from engine.worker.memory import check_memory
 
 if TYPE_CHECKING:
@@ -55,7 +58,7 @@ def build_engine(
     started = time.perf_counter()
     tell({"stage": "model", "done": 0, "total": 0, "text": f"looking for {config.model}"})
     directory = resolve_model(config.model, on_progress=tell)
-    model = ModelConfig.from_pretrained(directory)
+    model = read_model_config(directory)
     before_torch()
     limits = resolve(config, model)
     tokenizer = Tokenizer(directory) if config.load_tokenizer else None
@@ -146,7 +149,8 @@ def rank_runners(model: ModelConfig, config: EngineConfig) -> tuple[type[LeadRun
 
 
 def without_graphs(model: ModelConfig, config: EngineConfig) -> str:
-    """Empty if engine/worker/cuda_graphs.py can run this model as `config` asks, else why its steps go kernel by kernel."""
+    """Empty if engine/worker/cuda_graphs.py can run this model as `config` asks, else why its steps go kernel by
+    kernel."""
     from engine.attention.choose import backend_names, without_triton
 
     limits = resolve(config, model)

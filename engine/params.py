@@ -8,7 +8,6 @@ from typing import Any
 
 from engine.errors import InvalidRequest
 
-POLICIES = ("fcfs", "longest-prefix", "static")  # of the scheduler
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 

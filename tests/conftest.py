@@ -19,7 +19,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture(autouse=True)
 def pilots_wait_for_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Textual's pilot waits for its application, not for a processor with nothing to do: see tests/support/driving.py."""
+    """Textual's pilot waits for its application, not for a processor with nothing to do: see
+    tests/support/driving.py."""
     if "textual" in sys.modules:
         from tests.support.driving import settled
 

@@ -1,18 +1,142 @@
-"""Who may import whom: the engine no product, what lies below the screens no Textual, the application no torch."""
+"""Who may import whom, read from the source: imports for types alone and imports inside functions count like the
+others.
+
+An import goes down: to a lower level, or to the same folder. Folders of one level do not know each other, and no files
+of a folder import each other in a circle. A file at the top of a package is a folder of its own here.
+"""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from tests.support.paths import ROOT
+
+ENGINE_LEVELS = (
+    ("errors",),
+    ("files", "fields"),
+    ("params", "kernels", "trace"),
+    ("config",),
+    ("core", "attention"),
+    ("model", "text"),
+    ("parallel",),
+    ("worker",),
+    ("hub",),
+    ("build",),
+    ("llm", "process"),
+)
+MINITUI_LEVELS = (
+    ("text", "visible", "lifeline", "protocol", "settings", "tutor"),
+    ("progress",),
+    ("trace",),
+    ("sources", "server"),
+    ("chat", "viewmodel", "web", "bench"),
+    ("teaching",),
+    ("tui",),
+    ("export",),
+    ("cli",),
+    ("dev",),
+)
+LEVELS = {"engine": ENGINE_LEVELS, "minitui": MINITUI_LEVELS}
+LEVEL_OF = {
+    (package, folder): level
+    for package, levels in LEVELS.items()
+    for level, folders in enumerate(levels)
+    for folder in folders
+}
+KERNELS_NEED = {"torch", "triton", "numpy", "engine.kernels"}
+
 
 PRODUCT = ("minitui", "textual", "rich", "typer", "fastapi", "uvicorn")
-
-
 ENGINE = ("engine", "engine.process.client", "engine.core.engine", "engine.build", "engine.process.server")
 ENGINE_WITH_TORCH = ("engine.llm", "engine.worker.runner")
-BELOW = ("source", "sessions", "store", "settings", "feed", "view", "markdown", "demo", "ask", "models", "actions")
-DRAWING = ("minitui.tui.app", "minitui.cli.main", "minitui.cli.launch", "engine.process.client", "engine.text.tokenizer")
+NO_TEXTUAL = (
+    "sources.local", "chat.sessions", "chat.store", "settings", "viewmodel.updater", "viewmodel.model", "teaching.demo",
+    "cli.ask", "chat.model_choice", "trace.reader",
+)  # fmt: skip
+NO_TORCH = (
+    "minitui.tui.app", "minitui.cli.main", "minitui.cli.launch", "engine.process.client", "engine.text.tokenizer",
+)  # fmt: skip
+
+
+def modules(package: str) -> dict[str, ast.Module]:
+    """Dotted name -> syntax tree, of every module of a package."""
+    found = {}
+    for path in (ROOT / package).rglob("*.py"):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        found[name] = ast.parse(path.read_text(encoding="utf-8"))
+    return found
+
+
+MODULES = modules("engine") | modules("minitui")
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """Every module that is imported anywhere in the tree: ours by their own names, others by their top-level ones."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"line {node.lineno}: an import is written with its whole name"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            while name not in MODULES and "." in name:
+                name = name.rpartition(".")[0]
+            yield name
+
+
+IMPORTS = {name: set(imported(tree)) - {name} for name, tree in MODULES.items()}
+
+
+def folder_of(module: str) -> tuple[str, str]:
+    """("engine", "core") of engine.core.radix; ("engine", "") of engine itself."""
+    package, _, rest = module.partition(".")
+    return package, rest.partition(".")[0]
+
+
+def ours(module: str) -> bool:
+    return module.partition(".")[0] in LEVELS
+
+
+@pytest.mark.parametrize("package", LEVELS)
+def test_imports_go_down(package):
+    """The package's own __init__ and __main__ stand above all folders."""
+    upward = []
+    for module in MODULES:
+        here, folder = folder_of(module)
+        if here != package or folder in ("", "__main__"):
+            continue
+        assert (here, folder) in LEVEL_OF, f"{module} has no level: give its folder one in this file"
+        for target in filter(ours, IMPORTS[module]):
+            there = folder_of(target)
+            if there == (here, folder) or (there[0] == "engine" and here == "minitui") or there == (package, ""):
+                continue
+            if there[0] != here or LEVEL_OF.get(there, 99) >= LEVEL_OF[here, folder]:
+                upward.append(f"{module} imports {target}")
+    assert not upward
+
+
+def test_scheduling_needs_no_torch_and_kernels_nothing_but_torch_and_triton():
+    for module, needs in IMPORTS.items():
+        folder = folder_of(module)
+        if folder == ("engine", "core"):
+            assert not needs & {"torch", "triton"}, module
+        if folder == ("engine", "kernels"):
+            others = {need for need in needs if need.partition(".")[0] not in sys.stdlib_module_names}
+            assert all(need.startswith(tuple(KERNELS_NEED)) for need in others), f"{module}: {others}"
+
+
+def test_every_folder_says_in_one_line_what_it_is_for():
+    for module, tree in MODULES.items():
+        if (ROOT / module.replace(".", "/") / "__init__.py").is_file():
+            said = ast.get_docstring(tree) or ""
+            assert said, f"{module} does not say what it is for"
 
 
 def check(*statements: str) -> dict[str, set[str]]:
@@ -35,12 +159,12 @@ def test_the_engine_knows_no_product():
 
 
 def test_below_the_screens_nothing_knows_textual():
-    for statement, held in check(*imports(f"minitui.{module}" for module in BELOW)).items():
+    for statement, held in check(*imports(f"minitui.{module}" for module in NO_TEXTUAL)).items():
         assert not held.intersection({"textual", "torch"}), statement
 
 
 def test_the_process_that_draws_never_loads_torch():
-    for statement, held in check(*imports(DRAWING)).items():
+    for statement, held in check(*imports(NO_TORCH)).items():
         assert "torch" not in held, statement
 
 

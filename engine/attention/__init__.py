@@ -1,1 +1,1 @@
-"""TODO"""
+"""Paged attention: the interface, its backends, and the tensors of the KV cache."""

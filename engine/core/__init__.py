@@ -1,1 +1,1 @@
-"""TODO"""
+"""Scheduling, on the host: requests, blocks, the prefix tree and the step. It never imports torch."""

@@ -219,7 +219,8 @@ class Engine:
         assert {id(r) for r in live} == {id(r) for r in [*self.scheduler.running, *self.scheduler.waiting]}
 
     def snapshot(self) -> dict[str, Any]:
-        """The whole state as plain data, standing at record `seq`; engine.trace.state.State says the same by folding."""
+        """The whole state as plain data, standing at record `seq`; engine.trace.state.State says the same by
+        folding."""
         scheduler, tree = self.scheduler, self.cache.tree
         return {
             "seq": self.log.seq,

@@ -9,10 +9,9 @@ youngest request is preempted, its full blocks staying in the tree until somebod
 the ids of the oldest step not yet committed. Between the two a request may have finished, been aborted or failed:
 then its entry in the plan is void and is skipped.
 
-With speculation (engine/core/speculation.py) requests that decode are given draft tokens out of what is left of the budget
-when decodes and prefill have had theirs. How far such a request comes is known only at commit, so it sits out until
-then.
-"""
+With speculation (engine/core/speculation.py) requests that decode are given draft tokens out of what is left of the
+budget when decodes and prefill have had theirs. How far such a request comes is known only at commit, so it sits out
+until then. """
 
 from __future__ import annotations
 
@@ -23,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.config import POLICIES
 from engine.core.cache import KVCache
 from engine.core.masks import dead_end
 from engine.core.policy import LongestPrefix
@@ -30,7 +30,7 @@ from engine.core.request import Request, RequestState
 from engine.core.speculation import PromptLookup
 from engine.core.step import Emitted, StepPlan, StepResult, TokenLogprobs
 from engine.errors import InvalidRequest
-from engine.params import POLICIES, SamplingParams
+from engine.params import SamplingParams
 from engine.trace.records import RecordLog
 
 NOT_FINITE = "the model's logits were not finite numbers"

@@ -3,11 +3,12 @@
 A reply often repeats what stands before it: code that is edited, names, sentences of the prompt. So a draft is what
 followed when the last tokens stood together before (Saxena 2023, "prompt lookup"). The step computes the last token and
 the k drafts behind it in one pass, and draws at each position exactly as it would have drawn there alone: same logits,
-same settings, same noise (engine/kernels/noise.py knows only seed, sample index and position). A draft is accepted if and only
-if it *is* that draw; the first draw that differs is itself the right token, and ends the row's step. So a reply has the
-same tokens with and without drafts, greedy or sampled; only the number of steps differs. That holds wherever the logits
-are the same: exactly on a CPU in float64. In half precision, and on GPUs at all, steps of different shapes round
-differently, with drafts as without; where two tokens are nearer than that, a reply may take the other turn.
+same settings, same noise (engine/kernels/noise.py knows only seed, sample index and position). A draft is accepted if
+and only if it *is* that draw; the first draw that differs is itself the right token, and ends the row's step. So a
+reply has the same tokens with and without drafts, greedy or sampled; only the number of steps differs. That holds
+wherever the logits are the same: exactly on a CPU in float64. In half precision, and on GPUs at all, steps of different
+shapes round differently, with drafts as without; where two tokens are nearer than that, a reply may take the other
+turn.
 
 Where the reply ends inside accepted drafts, the rest is dropped. KV of rejected drafts lies beyond what counts as
 computed and is overwritten by the tokens that come instead; nothing of it is published.
@@ -24,9 +25,9 @@ time, drafts of up to 8, with and without them in one run:
     a file of code again, two names changed in it          3.80           59 %   12.4 -> 4.1
     the same, with a few small edits                       6.83           89 %   23.2 -> 5.1
 
-Qwen3-0.6B with random weights on an H200 (engine/worker/verify_graphs.py), draws dictated, `minitui bench`: an edited file of
-code 0.77 -> 0.24 ms a token with one request and 1.23 -> 0.36 with eight at once (5.67 tokens a step, 91 % of the
-drafts right); where nothing repeats 0.77 -> 0.83 and 1.23 -> 1.34, for steps are not overlapped then.
+Qwen3-0.6B with random weights on an H200 (engine/worker/verify_graphs.py), draws dictated, `minitui bench`: an edited
+file of code 0.77 -> 0.24 ms a token with one request and 1.23 -> 0.36 with eight at once (5.67 tokens a step, 91 % of
+the drafts right); where nothing repeats 0.77 -> 0.83 and 1.23 -> 1.34, for steps are not overlapped then.
 
 For the code the model computed everything but its draws were dictated, as a model of this size cannot edit. Drafts of
 up to 4 give 4.92, 2.89 and 4.20 tokens a step instead. There a step that checks 8 drafts takes 1.6 times as long as one
@@ -36,14 +37,9 @@ that decodes. The longest match of 16 places, not just the latest, is worth 20 t
 
 from __future__ import annotations
 
-from array import array
-
+from engine.core.ngrams import Lookup
 from engine.core.request import Request
 
-NGRAM = 3  # tokens that must have stood together before
-CANDIDATES = 16  # places looked at, the most recent first
-ENOUGH = 16  # tokens in common beyond which a place is taken without looking further
-LONGEST_PAUSE = 64  # tokens decoded without drafts after many failures
 INDEXED_TOKENS = 2048  # tokens indexed in a step, of all requests: a prompt of 100,000 at once would take 0.2 s
 
 
@@ -83,64 +79,3 @@ def draws_by_logits_alone(request: Request) -> bool:
     p = request.params
     penalised = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
     return not penalised and request.grammar is None
-
-
-class Lookup:
-    """The n-grams of one request's text, and how its drafts have fared.
-
-    The places of an n-gram are chained as in LZ77: `_last` knows its last place, `_before` of each place the one
-    before it. A token costs an entry of each, whatever the length of the text.
-    """
-
-    __slots__ = ("_before", "_failures", "_last", "_resume")
-
-    def __init__(self) -> None:
-        self._last: dict[tuple[int, ...], int] = {}  # n-gram -> the position after it
-        self._before = array("i", [0] * NGRAM)  # position after an n-gram -> that of the one before; 0: there is none
-        self._failures = 0  # drafts in a row of which nothing was accepted
-        self._resume = NGRAM + 1  # tokens of text from which on drafts are made
-
-    def follow(self, ids: list[int], most: int) -> list[int]:
-        """The `most` tokens after the place that has the most in common with the end of `ids`; of equals, the latest.
-
-        Nothing if the last NGRAM tokens never stood together before, as far as `take_in` has come, or drafts are
-        paused.
-        """
-        if len(ids) < self._resume:
-            return []
-        place, best, longest = self._last.get(tuple(ids[-NGRAM:]), 0), 0, 0
-        for _ in range(CANDIDATES):
-            if not place or longest == ENOUGH:
-                break
-            common = _in_common(ids, place)
-            if common > longest:
-                best, longest = place, common
-            place = self._before[place]
-        if not best:
-            return []
-        run = ids[best : best + most]
-        return (run * (most // len(run) + 1))[:most]  # a text that repeats itself goes on repeating
-
-    def learn(self, accepted: int, length: int) -> None:
-        """Of a draft so many tokens were accepted; the text is `length` tokens long now."""
-        self._failures = 0 if accepted else self._failures + 1
-        if self._failures:
-            self._resume = length + min(2**self._failures, LONGEST_PAUSE)
-
-    def take_in(self, ids: list[int], most: int) -> int:
-        """Index the next n-grams that have a token behind them, at most so many. Returns how many."""
-        last, before, start = self._last, self._before, len(self._before)
-        end = max(start, min(len(ids), start + most))
-        columns = [ids[start - NGRAM + i : end - NGRAM + i] for i in range(NGRAM)]
-        for place, gram in enumerate(zip(*columns, strict=True), start):
-            before.append(last.get(gram, 0))
-            last[gram] = place
-        return end - start
-
-
-def _in_common(ids: list[int], place: int) -> int:
-    """How many tokens before `place` are those at the end of `ids`, up to ENOUGH."""
-    length, end = NGRAM, len(ids)
-    while length < ENOUGH and length < place and ids[place - 1 - length] == ids[end - 1 - length]:
-        length += 1
-    return length

@@ -19,9 +19,8 @@ tokens 76 us (3.5 TB/s), 256 of 1,024 272 us (3.9 TB/s), one of 4,096 14 us, one
 prefetching the first tiles to L2 while the query is rotated (64 of 256 tokens: 27 us for 25), more splits than needed
 (idle programs).
 
-With 8-bit keys and values (engine/attention/kv_fp8.py), against 16 bits in the same run: 64 sequences of 1,024 tokens 42 of 68
-us, 256 of 512 76 of 130, 256 of 1,024 135 of 247 (4.0 TB/s), 16 of 2,048 26 of 45, one of 4,096 10 of 13.
-"""
+With 8-bit keys and values (engine/attention/kv_fp8.py), against 16 bits in the same run: 64 sequences of 1,024 tokens
+42 of 68 us, 256 of 512 76 of 130, 256 of 1,024 135 of 247 (4.0 TB/s), 16 of 2,048 26 of 45, one of 4,096 10 of 13. """
 
 from __future__ import annotations
 

@@ -153,7 +153,9 @@ def skinny(
     return y
 
 
-def product(values: torch.Tensor, scale: torch.Tensor, w: ScaledMatrix, out: torch.Tensor | None = None) -> torch.Tensor:
+def product(
+    values: torch.Tensor, scale: torch.Tensor, w: ScaledMatrix, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """What round_rows left of x [T, K] -> x W^T [T, N] in bfloat16."""
     if out is None:
         out = torch.empty(len(values), len(w.values), dtype=torch.bfloat16, device=values.device)

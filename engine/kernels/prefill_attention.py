@@ -12,9 +12,9 @@ the block table alone 379 and 366; torch's own variable-length flash attention 3
 us.
 
 Steps in which nobody has keys of earlier steps have a form of their own, without the loops over the cache: 16 prompts
-of 512 take 151 us for 165. A context of 8-bit numbers (engine/attention/kv_fp8.py) costs more than one of 16 bits, because its
-tiles pass through registers on their way to the tensor cores: 8 x 64 tokens on 2,048 82 us for 61, 2 x 2,048 on 2,048
-668 for 499.
+of 512 take 151 us for 165. A context of 8-bit numbers (engine/attention/kv_fp8.py) costs more than one of 16 bits,
+because its tiles pass through registers on their way to the tensor cores: 8 x 64 tokens on 2,048 82 us for 61, 2 x
+2,048 on 2,048 668 for 499.
 
 Shapes: q [T, heads, d] with sequences laid end to end, cu_seqlens int32 [n + 1]; caches [blocks, block_size, kv_heads,
 d]; block_table int32 [n, max_blocks]; seq_lens int32 [n]. Token i of a sequence sees keys 0 ... seq_len - q_len + i.
@@ -270,10 +270,9 @@ def prefill_attention(
 
     The sequences before `first` have one token each. max_seq_len decides, with the number of tiles, whether keys are
     split. dense: this step's keys and values [T, kv_heads, d], rotated, rows of one larger tensor; without it they are
-    read from the cache like the others. kv_scales: fp32 [2, kv_heads] of a cache of 8-bit numbers (engine/attention/kv_fp8.py);
-    `dense` is then rounded to what the cache holds. fresh: no chunk has keys of earlier steps; with `dense`, nothing is
-    read from the cache.
-    """
+    read from the cache like the others. kv_scales: fp32 [2, kv_heads] of a cache of 8-bit numbers
+    (engine/attention/kv_fp8.py); `dense` is then rounded to what the cache holds. fresh: no chunk has keys of earlier
+    steps; with `dense`, nothing is read from the cache. """
     block_size, kv_heads, head_dim = k_cache.shape[1:]
     group = q.shape[1] // kv_heads
     n, tokens = seq_lens.shape[0] - first, q.shape[0] - first

@@ -1,8 +1,9 @@
-"""From logits to the next token of every row in one or two launches, without the host: engine/worker/sampler.py's order and
-noise.
+"""From logits to the next token of every row in one or two launches, without the host: engine/worker/sampler.py's order
+and noise.
 
-Fuses: temperature, the floor of top-k/top-p/min-p, Gumbel noise (the integer hash of engine/kernels/noise.py), argmax over the
-vocabulary, the check for NaN and infinity, and the update of last_token. Rows that are greedy are exact argmax.
+Fuses: temperature, the floor of top-k/top-p/min-p, Gumbel noise (the integer hash of engine/kernels/noise.py), argmax
+over the vocabulary, the check for NaN and infinity, and the update of last_token. Rows that are greedy are exact
+argmax.
 
     floors   one program per row, only launched when a row truncates: the lowest score that stays, by bisection over
     the 16-bit patterns of the logits (no sort; ties with the last one kept are kept)

@@ -14,8 +14,8 @@ import torch
 
 from engine.attention.base import AttentionBackend, ForwardMeta
 from engine.attention.kv_pool import KVPool
-from engine.config import ModelConfig
 from engine.model import ops as torch_ops
+from engine.model.config import ModelConfig
 from engine.model.experts import Experts
 from engine.model.group import ALONE, Group
 from engine.model.linear import ByteWeight, Matrix, linear

@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 
-from engine.config import ExpertsConfig
+from engine.model.config import ExpertsConfig
 from engine.model.weights import Slot
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from engine.config import (
+from engine.config import DTYPES
+from engine.errors import CheckpointError
+from engine.fields import Fields, shown
+from engine.files import read_json, read_json_if_there
+from engine.model.config import (
     ARCHITECTURES,
-    DTYPES,
     MODEL_TYPES,
     ROPE_KINDS,
     Architecture,
@@ -14,8 +18,6 @@ from engine.config import (
     ModelConfig,
     RopeConfig,
 )
-from engine.errors import CheckpointError
-from engine.model.fields import Fields, shown
 from engine.model.foreign_keys import neutral_values
 
 MOST_LAYERS = 10_000
@@ -290,3 +292,11 @@ class ConfigReader:
                 f"{self._path} has {key} = {shown(value)}, which {config.architecture} is not computed with here "
                 f"(without effect: {only}): use another model, or remove the field if the model was trained without it"
             )
+
+
+def read_model_config(directory: str | Path) -> ModelConfig:
+    """The model that a checkpoint's config.json (and generation_config.json, if there) describes; raises
+    CheckpointError."""
+    path, generation = Path(directory) / "config.json", Path(directory) / "generation_config.json"
+    reader = ConfigReader(Fields(path, read_json(path)))
+    return reader.model_config(Fields(generation, read_json_if_there(generation)))

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from engine.config import RopeConfig
+from engine.model.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> torch.Tensor:

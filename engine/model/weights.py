@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointError
+from engine.fields import shown
 from engine.files import read_json
-from engine.model.fields import shown
 from engine.model.linear import ByteWeight, Matrix
 
 Progress = Callable[[dict[str, Any]], None]  # {"stage": str, "done": int, "total": int, "text": str}

@@ -25,10 +25,11 @@ from typing import Any, cast
 
 import torch
 
-from engine.config import EngineConfig, ModelConfig
+from engine.config import EngineConfig
 from engine.core.request import Request
 from engine.core.step import StepPlan
 from engine.errors import DeviceLost, EngineError
+from engine.model.config import ModelConfig
 from engine.params import SamplingParams
 
 CLOSE_S = 3.0  # a rank may take so long to end in peace

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from engine.config import ModelConfig
 from engine.errors import EngineError
+from engine.model.config import ModelConfig
 from engine.model.weights import Cut, Slot
 
 

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from engine.parallel.group import Ranks
+from engine.parallel.mailbox import Mailbox
 
 MOST_ROWS = 4096
 IN_GRAPH = 16  # collectives in a graph
@@ -76,7 +75,19 @@ def between(times: list[float], rows: int) -> float:
     return times[above - 1] * (1 - share) + times[above] * share
 
 
-def measure(group: Ranks, hidden: int, dtype: torch.dtype) -> Timings:
+class Group(Protocol):
+    """What is measured: engine.parallel.group.Ranks."""
+
+    size: int
+    vocab_size: int
+    device: torch.device
+    box: Mailbox | None
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """This rank's slice [s, V / ranks] of the logits -> all of them [s, V]."""
+
+
+def measure(group: Group, hidden: int, dtype: torch.dtype) -> Timings:
     """A collective: every rank calls it, with the same arguments."""
     import torch.distributed as dist
 
@@ -105,7 +116,7 @@ def measure(group: Ranks, hidden: int, dtype: torch.dtype) -> Timings:
     return Timings(taken(nccl), taken(boxed), taken(gathers), next(numbers))
 
 
-def _microseconds(group: Ranks, run: Callable[[], object]) -> float:
+def _microseconds(group: Group, run: Callable[[], object]) -> float:
     """Of one `run`, in a graph of several."""
     stream = torch.cuda.Stream(group.device)
     stream.wait_stream(torch.cuda.current_stream(group.device))

@@ -1,8 +1,8 @@
 """A checkpoint's chat template, rendered in a process of its own with limits of time, memory and output.
 
-The process (`engine/text/template_process.py`) starts at the first rendering, or at `start`, and serves the later ones: a
-rendering costs about 0.1 ms more than one in this process. It is killed when a limit is met, and ends with its parent.
-"""
+The process (`engine/text/template_process.py`) starts at the first rendering, or at `start`, and serves the later ones:
+a rendering costs about 0.1 ms more than one in this process. It is killed when a limit is met, and ends with its
+parent. """
 
 from __future__ import annotations
 

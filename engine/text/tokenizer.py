@@ -15,8 +15,8 @@ from typing import Any
 import tokenizers
 
 from engine.errors import CheckpointError, InvalidRequest
+from engine.fields import Fields, shown
 from engine.files import TOKENIZER_BYTES, read_bytes, read_json_if_there, read_text
-from engine.model.fields import Fields, shown
 from engine.params import SamplingParams
 from engine.text.chat_template import LONGEST_SOURCE, ChatTemplate
 from engine.text.detokenizer import Decoding, Detokenizer

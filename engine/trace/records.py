@@ -5,8 +5,8 @@ log began, `kind` is a key of FIELDS, which names the fields. Plain tuples, beca
 microsecond to make and little to pickle. Rows that merely decode cost nothing per step: a step record says only
 which requests joined and left the set of those that decode (`joined`, `left`), and each member advances by one token.
 
-A snapshot names the sequence number it stands at; snapshot + later records = state, exactly (engine/trace/state.py folds).
-Timings follow in records of their own and refer to a step, because the time of a GPU arrives later.
+A snapshot names the sequence number it stands at; snapshot + later records = state, exactly (engine/trace/state.py
+folds). Timings follow in records of their own and refer to a step, because the time of a GPU arrives later.
 
 Between processes records travel as bytes, in packets, and whoever waits with them or keeps them does so as bytes, too:
 a thousand steps a second of a full pool are 54,000 records with two or three objects each, which, were they made on

@@ -234,7 +234,8 @@ class GraphRunner(Runner):
         )  # fmt: skip
 
     def _sample_eagerly(self, plan: StepPlan, started: float, begin: torch.cuda.Event) -> Launched:
-        """Rows with penalties, masks or logprobs: the decode graph's logits, then the sampler of engine/worker/sampler.py."""
+        """Rows with penalties, masks or logprobs: the decode graph's logits, then the sampler of
+        engine/worker/sampler.py."""
         n = len(plan.rows)
         entries, positions = np.arange(n), plan.starts.astype(np.int64) + 1
         rows, lengths = self._rows[:n].long(), self._lengths[:n].long()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 
-from engine.config import EngineConfig, Limits, ModelConfig
+from engine.config import EngineConfig
 from engine.errors import EngineError
+from engine.model.config import ModelConfig
+from engine.worker.limits import Limits
 
 LARGEST_INT32 = (1 << 31) - 1  # block ids and positions
 

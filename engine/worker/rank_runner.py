@@ -6,9 +6,8 @@ alone: grammars, penalties and seeds live where the scheduler does, and no other
 by luck. What was drawn is broadcast into every rank's last tokens, so a step may be launched before the host has seen
 the ids of the one before.
 
-With CUDA graphs (engine/worker/rank_graphs.py) all ranks draw what needs nothing but a row's settings, each from its piece
-of the vocabulary; the settings come with the plan, and the noise is a function of seed, position and token.
-"""
+With CUDA graphs (engine/worker/rank_graphs.py) all ranks draw what needs nothing but a row's settings, each from its
+piece of the vocabulary; the settings come with the plan, and the noise is a function of seed, position and token. """
 
 from __future__ import annotations
 
@@ -21,9 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.config import EngineConfig, ModelConfig, resolve
+from engine.config import EngineConfig
 from engine.core.step import StepPlan, StepResult
 from engine.errors import DeviceLost, EngineError
+from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.weights import Progress, Slot
 from engine.parallel.group import Ranks
@@ -31,6 +31,7 @@ from engine.parallel.processes import Workers, device_of
 from engine.parallel.shards import check, shard_config, shard_slots
 from engine.worker.inputs import Inputs
 from engine.worker.launch import Launched
+from engine.worker.limits import resolve
 from engine.worker.runner import Runner
 from engine.worker.sampler import Drawn
 

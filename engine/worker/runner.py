@@ -23,17 +23,19 @@ from engine.attention.base import ForwardMeta
 from engine.attention.choose import choose_attention
 from engine.attention.kv_fp8 import FP8
 from engine.attention.kv_pool import KVPool
-from engine.config import EngineConfig, ModelConfig, resolve
+from engine.config import EngineConfig
 from engine.core.step import StepPlan
 from engine.errors import EngineError
 from engine.model import ops as torch_ops
+from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.group import ALONE, Group
 from engine.model.kv_scales import kv_scales
 from engine.model.weights import Progress, Slot, dummy_weights, load_weights
 from engine.worker.inputs import Inputs, Layout, drawing_tokens, logit_rows
 from engine.worker.launch import Launched, PromptLogprobs
-from engine.worker.limits import KINDS
+from engine.worker.limits import resolve
+from engine.worker.quantised import KINDS
 from engine.worker.sampler import Drawn, Logprobs, Sampler, pick_logprobs
 from engine.worker.upload import Uploader, to_host
 

@@ -1,4 +1,5 @@
-"""Steps with drafts (engine/core/speculation.py) as CUDA graphs: a few tokens of each row, and a draw at every one of them.
+"""Steps with drafts (engine/core/speculation.py) as CUDA graphs: a few tokens of each row, and a draw at every one of
+them.
 
 Such a step is a decode step but for attention, where the tokens of a row are a chunk behind what it has cached. Its
 graphs are bucketed by tokens, and read

@@ -3,9 +3,6 @@
     minitui bench                     on a GPU the shapes of Qwen3-0.6B and 8B, random weights; else the bundled model
     minitui bench --model DIR         a checkpoint (with --dummy-weights a directory that holds only config.json)
     minitui bench --shape 8B --json   one shape, as JSON
-    minitui bench --host              what the host alone does for a step, and the radix tree at 1,000 to 100,000 blocks
-    minitui bench --attached          what the engine loses while the application watches it, against nobody watching
-    minitui bench --app               what the application costs: folding, Inspect, Chat, memory over hours
     minitui bench --url ADDRESS       load on a server; with --help behind it, its own options
 """
 
@@ -28,27 +25,22 @@ from minitui.visible import json_text
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    options = _parser().parse_args(arguments)
-    if options.host or options.app:
-        report = _without_model(options, _say_nothing if options.json else print)
-    else:
-        with Status(sys.stderr) as status:
-            status({"text": "measuring the machine …"})
-            report = _with_model(options, _say_nothing if options.json else partial(_say, status))
+    options = parser().parse_args(arguments)
+    with Status(sys.stderr) as status:
+        status({"text": "measuring the machine …"})
+        report = _with_model(options, say_nothing if options.json else partial(_say, status))
     if options.json:
         print(json_text(report, indent=2))
     return 0
 
 
 def _with_model(options: argparse.Namespace, say: Any) -> dict[str, Any]:
-    """The machine's limits, and each model beside them; with --attached what watching costs."""
+    """The machine's limits, and each model beside them."""
     import torch
 
     from minitui.bench.limits import measure_limits
 
     on_gpu = torch.cuda.is_available() and options.device != "cpu"
-    if options.attached:
-        return _attached(options, on_gpu, say)
     if not on_gpu:  # the machine's limits are those of what the engine may use
         torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 2) - 1))
     fp8 = torch.float8_e4m3fn if options.quantization == "fp8" else torch.bfloat16
@@ -58,7 +50,7 @@ def _with_model(options: argparse.Namespace, say: Any) -> dict[str, Any]:
     say(name, *limits.lines(), sep="\n")
     report: dict[str, Any] = {"device": name, "torch": torch.__version__, "limits": vars(limits), "models": {}}
     with tempfile.TemporaryDirectory(prefix="minitui-bench-") as folder:
-        for shape, model, dummy in _models(options, Path(folder), on_gpu):
+        for shape, model, dummy in models(options, Path(folder), on_gpu):
             # Rows of their own: nobody else's numbers, which are of 16-bit caches, stand beside them.
             label = f"{shape}, fp8 KV cache" if options.kv_cache_dtype == "fp8" else shape
             say(f"\n{label}")
@@ -69,36 +61,7 @@ def _with_model(options: argparse.Namespace, say: Any) -> dict[str, Any]:
     return report
 
 
-def _without_model(options: argparse.Namespace, say: Any) -> Any:
-    """The host's part of a step, or the application's cost."""
-    if options.host:
-        from minitui.dev.bench_host import measure_host
-
-        return measure_host(say)
-    from minitui.dev.bench_app import measure_app
-
-    return measure_app(say, options.seconds, options.hours)
-
-
-def _attached(options: argparse.Namespace, on_gpu: bool, say: Any) -> dict[str, Any]:
-    """What it costs an engine in its process to be watched by the application."""
-    from engine.config import EngineConfig, ModelConfig
-    from engine.hub import resolve_model
-    from minitui.dev.bench_attached import attached
-
-    report: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="minitui-bench-") as folder:
-        for label, model, dummy in _models(options, Path(folder), on_gpu):
-            directory = resolve_model(model)
-            chosen = _engine_options(options, dummy, on_gpu, ModelConfig.from_pretrained(directory).max_context)
-            chosen["load_tokenizer"] = (directory / "tokenizer.json").exists()
-            config = EngineConfig(str(directory), **chosen)
-            report[label], line = attached(config, 64 if on_gpu else 4, turns=options.pairs)
-            say(f"{label}: {line}")
-    return report
-
-
-def _engine_options(options: argparse.Namespace, dummy: bool, on_gpu: bool, max_context: int) -> dict[str, Any]:
+def engine_options(options: argparse.Namespace, dummy: bool, on_gpu: bool, max_context: int) -> dict[str, Any]:
     """The fields of the EngineConfig that everything here is measured with."""
     chosen: dict[str, Any] = {
         "dummy_weights": dummy, "load_tokenizer": False, "device": options.device,
@@ -120,11 +83,11 @@ def _say(status: Status, *lines: object, sep: str = " ") -> None:
     status({"text": "measuring …"})
 
 
-def _say_nothing(*lines: object, sep: str = " ") -> None:
+def say_nothing(*lines: object, sep: str = " ") -> None:
     """In place of print where only JSON is wanted."""
 
 
-def _models(options: argparse.Namespace, folder: Path, on_gpu: bool) -> Iterator[tuple[str, str, bool]]:
+def models(options: argparse.Namespace, folder: Path, on_gpu: bool) -> Iterator[tuple[str, str, bool]]:
     """(label, model, random weights?) of each model that is to be measured."""
     from minitui.bench.shapes import MEASURED, write_config
 
@@ -144,9 +107,9 @@ def _measure(
 ) -> dict[str, Any]:
     import torch
 
-    from engine.config import ModelConfig
     from engine.hub import resolve_model
     from engine.llm import LLM
+    from engine.model.hf_config import read_model_config
     from minitui.bench.cpu import cpu_rows
     from minitui.bench.gpu import H200, GpuRows
     from minitui.bench.shapes import Work
@@ -154,8 +117,8 @@ def _measure(
     from minitui.bench.watching import watching
 
     directory = resolve_model(model)
-    config = ModelConfig.from_pretrained(directory)
-    load = partial(LLM, str(directory), **_engine_options(options, dummy, on_gpu, config.max_context))
+    config = read_model_config(directory)
+    load = partial(LLM, str(directory), **engine_options(options, dummy, on_gpu, config.max_context))
     llm = load()
     info = llm.info
     notes = [*info["notes"], *llm.engine.runner.memory.notes]  # type: ignore[attr-defined]
@@ -207,38 +170,34 @@ def _measure(
     return result
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
     from minitui.bench.shapes import SIZES
 
-    parser = argparse.ArgumentParser(
+    made = argparse.ArgumentParser(
         prog="minitui bench", formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__,
         epilog="with --url ADDRESS: load on a server that runs already; minitui bench --url ADDRESS --help tells more",
     )  # fmt: skip
-    parser.add_argument("--model", help="directory or name of a checkpoint; default: as above")
-    parser.add_argument("--dummy-weights", action="store_true", help="random weights: only config.json is read")
-    parser.add_argument("--shape", action="append", choices=list(SIZES), help="a built-in shape; may be repeated")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument(
+    made.add_argument("--model", help="directory or name of a checkpoint; default: as above")
+    made.add_argument("--dummy-weights", action="store_true", help="random weights: only config.json is read")
+    made.add_argument("--shape", action="append", choices=list(SIZES), help="a built-in shape; may be repeated")
+    made.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    made.add_argument(
         "--quantization", default="none", choices=["none", "int8", "fp8"], help="int8: on a CPU; fp8: on a GPU"
     )
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks that share the model")
-    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
-    parser.add_argument("--overlap", default="auto", choices=["auto", "on", "off"])
-    parser.add_argument("--attention-backend", default="auto", help="as in minitui chat: flash,triton")
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"], help="fp8: 8-bit KV cache")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=16_384, help="token budget of a step, on a GPU")
-    parser.add_argument("--threads", type=int, help="on a CPU; default: one fewer than there are cores")
-    parser.add_argument("--no-compare", action="store_true", help="on a CPU: do not measure transformers")
-    parser.add_argument("--no-watching", action="store_true", help="skip what watching costs")
-    parser.add_argument("--no-speculation", action="store_true", help="skip what drafts gain and cost")
-    parser.add_argument("--pairs", type=int, default=8, help="runs each with records off and on, and attached")
-    parser.add_argument("--host", action="store_true", help="measure the host's part of a step; no model is loaded")
-    parser.add_argument("--attached", action="store_true", help="measure what the engine loses to the application")
-    parser.add_argument("--app", action="store_true", help="measure the application; the engine is made believe")
-    parser.add_argument("--seconds", type=float, default=15.0, help="with --app: how long each screen is watched")
-    parser.add_argument("--hours", type=float, default=2.0, help="with --app: hours that are fast-forwarded")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    return parser
+    made.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks that share the model")
+    made.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    made.add_argument("--overlap", default="auto", choices=["auto", "on", "off"])
+    made.add_argument("--attention-backend", default="auto", help="as in minitui chat: flash,triton")
+    made.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"], help="fp8: 8-bit KV cache")
+    made.add_argument("--max-num-batched-tokens", type=int, default=16_384, help="token budget of a step, on a GPU")
+    made.add_argument("--threads", type=int, help="on a CPU; default: one fewer than there are cores")
+    made.add_argument("--no-compare", action="store_true", help="on a CPU: do not measure transformers")
+    made.add_argument("--no-watching", action="store_true", help="skip what watching costs")
+    made.add_argument("--no-speculation", action="store_true", help="skip what drafts gain and cost")
+    made.add_argument("--pairs", type=int, default=8, help="runs each with records off and on, and attached")
+    made.add_argument("--json", action="store_true", help="one JSON object")
+    return made
 
 
 def run() -> None:

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config import ModelConfig
+from engine.model.config import ModelConfig
 from minitui.bench.limits import Limits
 
 QWEN3 = {

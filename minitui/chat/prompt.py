@@ -1,4 +1,5 @@
-"""A chat's prompt as token ids: what the template renders, continued from the ids that were sent and received before."""
+"""A chat's prompt as token ids: what the template renders, continued from the ids that were sent and received
+before."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from minitui.chat.sessions import END_THINK
+THINK, END_THINK = "<think>", "</think>"
+
+
 
 
 class Codec(Protocol):

@@ -22,13 +22,12 @@ from typing import Any
 
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.params import SamplingParams
-from minitui.chat.prompt import Codec, Prompt, continue_prompt
+from minitui.chat.prompt import END_THINK, THINK, Codec, Prompt, continue_prompt
 from minitui.chat.store import Store, StoredChat, StoredMessage, StoreError
 from minitui.sources.base import Source, Stream
 from minitui.text import duration
 
 logger = logging.getLogger("minitui")
-THINK, END_THINK = "<think>", "</think>"
 SAVE_EVERY = 1.0  # seconds between two saves of an answer being written
 STEADY = 0.2  # share of the window that arrivals must span before a rate is told: the first few tokens have none
 MOST_RESTORED = 9  # tabs: more are no help

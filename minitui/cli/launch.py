@@ -317,7 +317,8 @@ def run_chats(words: str, show: str | None, export: Path | None) -> int:
 
 def run_demo(name: str, options: dict[str, Any], plain: bool, beat: float, record: Path | None = None) -> int:
     """`minitui demo NAME`; returns the exit code. `options` of the command line come before the scenario's own."""
-    from minitui.teaching.demo import DEMOS, play_in_app, tell_plainly
+    from minitui.teaching.demo import DEMOS, tell_plainly
+    from minitui.tui.demo import play_in_app
 
     if name not in DEMOS:
         raise EngineError(f"there is no demo {name!r}: there are {', '.join(DEMOS)}")

@@ -54,15 +54,17 @@ class Reference:
 
 def verify(model: str, dtype: str = "auto", device: str = "auto", as_json: bool = False) -> int:
     """Print the comparison; 0 if everything agrees, 1 if anything differs. Raises EngineError if it cannot run."""
-    from engine.config import EngineConfig, ModelConfig, resolve
+    from engine.config import EngineConfig
     from engine.hub import resolve_model
+    from engine.model.hf_config import read_model_config
+    from engine.worker.limits import resolve
 
     try:
         import transformers  # noqa: F401
     except ImportError as error:
         raise EngineError(not_installed("minitui verify", error, "verify")) from None
     directory = resolve_model(model)
-    limits = resolve(EngineConfig(model=model, dtype=dtype, device=device), ModelConfig.from_pretrained(directory))
+    limits = resolve(EngineConfig(model=model, dtype=dtype, device=device), read_model_config(directory))
     name = str(limits.dtype).removeprefix("torch.")
     _say(f"{directory.name}: {name} on {limits.device}", as_json)
     started = time.perf_counter()

@@ -1,6 +1,6 @@
 """What the application costs: folding a record, drawing Inspect and Chat, and memory over hours of watching.
 
-    minitui bench --app [--seconds 15] [--hours 2] [--json]
+    python -m minitui.dev.bench --app [--seconds 15] [--hours 2] [--json]
 
 Inspect and Chat run in pseudo-terminals of 160 × 48, as they would in yours: Inspect over make-believe chats of which
 64 decode at any time, Chat with the bundled model answering in eight. The hours are fast-forwarded.

@@ -1,7 +1,7 @@
 """What it costs the engine that the application watches: the real arrangement, an engine in its process and the
 application in a terminal, in turns with nobody watching and with records that nobody looks at.
 
-    minitui bench --attached [--shape 0.6B] [--model DIR] [--pairs 8] [--json]
+    python -m minitui.dev.bench --attached [--shape 0.6B] [--model DIR] [--pairs 8] [--json]
 
 One engine for all runs, so that they differ in nothing else: `off` writes no records, `records` writes and sends them
 to a client that drops them, `attached` has Inspect fold and draw them in a terminal of 160 × 48. The time of a step is

@@ -19,8 +19,9 @@ from engine.errors import EngineError
 from minitui.dev.screenshots import Scene, make, until
 from minitui.export.png import NO_BROWSER, find_browser, write_png
 from minitui.export.svg import offline
-from minitui.teaching.demo import DEMOS, play_in_app
+from minitui.teaching.demo import DEMOS
 from minitui.tui.app import MinituiApp
+from minitui.tui.demo import play_in_app
 
 LOOKS_A_SECOND = 2.5
 COLOURS = 96
@@ -108,7 +109,8 @@ def _palette(pictures: list[Any]) -> Any:
 
 def main() -> None:
     """Film a demo."""
-    parser = argparse.ArgumentParser(prog="python -m minitui.dev.screencast", description=(__doc__ or "").split("\n")[0])
+    summary = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m minitui.dev.screencast", description=summary)
     parser.add_argument("file", nargs="?", default="screenshots/shared-prefix.gif", type=Path)
     parser.add_argument("--demo", default="shared-prefix", choices=DEMOS)
     parser.add_argument("--size", default="110x34", help="columns x rows of the terminal")

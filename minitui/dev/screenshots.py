@@ -384,7 +384,8 @@ def shrink(png: Path) -> Path:
 
 def main() -> None:
     """Take the pictures asked for, or all."""
-    parser = argparse.ArgumentParser(prog="python -m minitui.dev.screenshots", description=(__doc__ or "").split("\n")[0])
+    summary = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m minitui.dev.screenshots", description=summary)
     parser.add_argument("directory", nargs="?", default="screenshots", type=Path)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SCENES)}; all if none")
     options = parser.parse_args()

@@ -4,8 +4,8 @@ What the panels show of it is therefore true to the engine, down to splits, evic
 forward pass: a thousand steps a second with 256 requests and 44,000 blocks come out of one core. The same seed gives
 the same records.
 
-    python -m minitui.dev.simulator                         the Inspect screen over such a source
-    python -m minitui.dev.simulator --measure --load large  what it costs, measured in a terminal of its own
+    python -m minitui.dev.simulator_app                         the Inspect screen over such a source
+    python -m minitui.dev.simulator_app --measure --load large  what it costs, measured in a terminal of its own
 """
 
 from __future__ import annotations
@@ -315,9 +315,3 @@ class Stress:
 
     def _babble(self, n: int) -> list[int]:
         return [self.words._id(word) for word in self._random.choices(WORDS, k=n)]
-
-
-if __name__ == "__main__":
-    from minitui.dev.simulator_app import main
-
-    main()

@@ -1,4 +1,5 @@
-"""The Inspect screen over a stress source: to look at, and to measure (`python -m minitui.dev.simulator --measure`)."""
+"""The Inspect screen over a stress source: to look at, and to measure (`python -m minitui.dev.simulator_app
+--measure`)."""
 
 from __future__ import annotations
 
@@ -279,7 +280,7 @@ def measure(load: str, size: tuple[int, int], fps: float, seconds: float, settle
         arguments = ["--load", load, "--fps", str(fps), "--seconds", str(seconds), "--out", str(out)]
         arguments += ["--settle", str(settle)]
         keys = Keys(size[0] < WIDE or size[1] < TALL, settle)
-        arrived = run_in_terminal(["minitui.dev.simulator", *arguments], size, typist=keys)
+        arrived = run_in_terminal(["minitui.dev.simulator_app", *arguments], size, typist=keys)
         figures: dict[str, Any] = json.loads(out.read_text())
         end = arrived[-1][0]
         sent = sum(n for at, n in arrived if at > end - seconds)
@@ -299,7 +300,7 @@ def loop_speed() -> float:
 
 def main() -> None:
     """The command line: look, or measure."""
-    parser = argparse.ArgumentParser(prog="python -m minitui.dev.simulator", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m minitui.dev.simulator_app", description=__doc__)
     parser.add_argument("--load", choices=sorted(LOADS), default="classroom")
     parser.add_argument("--fps", type=float, default=20.0)
     parser.add_argument("--size", default="160x48", help="columns x rows of the terminal to measure in")
@@ -322,3 +323,7 @@ def main() -> None:
         source.close()
     if options.out:
         Path(options.out).write_text(json.dumps(app.figures))
+
+
+if __name__ == "__main__":
+    main()

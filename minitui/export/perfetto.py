@@ -1,7 +1,7 @@
 """A trace for ui.perfetto.dev: a lane for each request, and the host's stages apart from the device's steps.
 
-The format is Chrome's trace events, which Perfetto reads. Time is time of play (minitui/trace/reader.py): what slow motion
-added is left out, so that the gaps are the engine's own. Durations are those that were measured.
+The format is Chrome's trace events, which Perfetto reads. Time is time of play (minitui/trace/reader.py): what slow
+motion added is left out, so that the gaps are the engine's own. Durations are those that were measured.
 
     requests   r12: waits, then each chunk of its prompt, then it decodes; decisions about it are marks
     host       plan, launch and commit of each step, in the order in which they were done

@@ -6,15 +6,13 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from engine.errors import EngineDead, EngineError
+from engine.errors import EngineDead
 from engine.params import SamplingParams
 from engine.trace.records import Packet, Record, packets
-
-if TYPE_CHECKING:
-    from minitui.sources.base import Progress, Source, Stream
-from minitui.trace.recorder import LAST_RECORDS_S, Decode, Recording
+from minitui.sources.base import Progress, Source, Stream
+from minitui.trace.recorder import LAST_RECORDS_S, Recording
 
 
 class RecordingSource:
@@ -96,15 +94,3 @@ class RecordingSource:
         self.drain_records()
         await self.source.close()
         self.recording.close()
-
-
-def _decoder(info: dict[str, Any]) -> Decode | None:
-    """The bytes of a token of the engine's checkpoint; None where its tokenizer cannot be loaded."""
-    if not info.get("model_dir") or info.get("dummy_weights"):
-        return None
-    from engine.text.tokenizer import Tokenizer
-
-    try:
-        return Tokenizer(Path(info["model_dir"])).token_bytes
-    except EngineError:
-        return None

@@ -1,4 +1,5 @@
-"""A Source that is several servers of one model: replicas. Each request goes to one of them by minitui/sources/routing.py.
+"""A Source that is several servers of one model: replicas. Each request goes to one of them by
+minitui/sources/routing.py.
 
 If every server is a minitui server, chats travel as token ids and stay token-exact. If one is of another make, chats
 travel as messages, to all of them (`exact` is False). Whatever a replica is, its vitals come from its Prometheus page;
@@ -13,16 +14,15 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.params import SamplingParams
 from engine.trace.records import Record
-from minitui.chat.sessions import Session
 from minitui.sources import routing
 from minitui.sources.base import Progress
 from minitui.sources.http import Overloaded, httpx, normalise, reason_of
@@ -44,7 +44,24 @@ class Opening:
     last: str = ""
 
 
-def opening_of(session: Session) -> Opening:
+class Turn(Protocol):
+    """A message of a chat, as minitui.chat.sessions.Message is one."""
+
+    role: str
+    text: str
+    metrics: dict[str, Any]
+
+
+class Conversation(Protocol):
+    """A chat, as minitui.chat.sessions.Session is one."""
+
+    system: str
+
+    @property
+    def messages(self) -> Sequence[Turn]: ...
+
+
+def opening_of(session: Conversation) -> Opening:
     """Of a chat, as it stands."""
     first = next((m.text for m in session.messages if m.role == "user"), "")
     written = (m.metrics["replica"]["url"] for m in reversed(session.messages) if "replica" in m.metrics)

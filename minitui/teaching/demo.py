@@ -9,7 +9,6 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import EngineError
 from minitui.chat.sessions import Chats, Sampling
 from minitui.sources.base import Source
 from minitui.teaching.scenarios import DEMOS, Demo
@@ -18,45 +17,9 @@ from minitui.viewmodel.model import View
 from minitui.viewmodel.updater import Feed
 
 if TYPE_CHECKING:
-    from minitui.tui.app import MinituiApp
+    pass
 
-__all__ = ["DEMOS", "Demo", "play_in_app", "tell_plainly"]
-
-
-async def play_in_app(demo: Demo, app: MinituiApp, restart: Restart | None, beat: float = 1.0) -> None:
-    """Play it in the application."""
-    from minitui.tui.theme import glyphs
-
-    def say(text: str) -> None:
-        app.story = text
-
-    async def again() -> None:
-        """From nothing: no chats, and the engine with the options it had at first."""
-        say("Once more, from the beginning.")
-        app.chats.sessions.clear()
-        app.select_session(app.chats.new(app.system))
-        if restart is not None:
-            app.feed.restart()
-            await restart({})
-            app.feed.replaced()
-            await app.feed.sync()
-        await play_in_app(demo, app, restart, beat)
-
-    app.play_again = again
-
-    stage = Stage(
-        app.source, app.chats, app.feed, app.system, say, app.select_session, app.switch_mode, restart,
-        beat, bar=glyphs().active, held=lambda: app.feed.frozen, keys=True,
-    )  # fmt: skip
-    app.asking = stage
-    app.set_focus(None)
-    try:
-        await demo.play(stage)
-        app.story += "\nPress 1 for the chats, 2 to inspect, X to see it again (space holds it), q to quit."
-    except EngineError as error:
-        app.story = f"The demo stopped: {error}"
-    finally:
-        app.asking = None
+__all__ = ["DEMOS", "Demo", "tell_plainly"]
 
 
 async def tell_plainly(

@@ -256,7 +256,8 @@ class Stage:
             raise EngineError(f"{what} did not come about")
 
     async def run_until(self, event: str) -> str:
-        """Run until something happens (a key of engine.core.gate.EVENTS) and stand at that step; what the engine says."""
+        """Run until something happens (a key of engine.core.gate.EVENTS) and stand at that step; what the engine
+        says."""
         seen = len(self._stops())
         await self.pause(0)
         await self.source.control("run_until", predicate={"event": event})

@@ -5,7 +5,8 @@ A trace is gzipped lines of JSON. The first is the header, an object; the others
     {"minitui_trace": 1, "info": {...}, "recorded": "2026-01-31T12:00:00Z", "random_text": false}
     ["k", seq, step, played, snapshot]      a keyframe: the whole state at record `seq` (Engine.snapshot()), last step
                                             planned, and seconds of play until here
-    ["r", seq, [[t, kind, ...], ...]]       records from number `seq` on, without gaps, fields as in engine/trace/records.py
+    ["r", seq, [[t, kind, ...], ...]]       records from number `seq` on, without gaps, with the fields that
+                                            engine/trace/records.py names
     ["w", [[id, "bytes"], ...]]             what token ids spell, bytes written as Latin-1
     ["n", {"group": "name"}]                what chats are called
     ["b", step, "text"]                     a bookmark

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.errors import EngineError
 from engine.trace.records import CLEARED, Record
 from engine.trace.state import State
 from minitui.trace.lines import LONGEST_LINE, MOST_VALUES
@@ -23,7 +24,6 @@ from minitui.trace.reader import GZIP, VERSION, PlayClock, TraceError
 
 if TYPE_CHECKING:
     pass
-from minitui.sources.recording import _decoder
 
 logger = logging.getLogger("minitui")
 KEYFRAME_EVERY = 12_000  # records
@@ -349,3 +349,15 @@ class Recording:
         self.error = str(error)
         # Not a warning: without a log, Python prints those on stderr, where the command itself says it at its end.
         logger.info("%s", error)
+
+
+def _decoder(info: dict[str, Any]) -> Decode | None:
+    """The bytes of a token of the engine's checkpoint; None where its tokenizer cannot be loaded."""
+    if not info.get("model_dir") or info.get("dummy_weights"):
+        return None
+    from engine.text.tokenizer import Tokenizer
+
+    try:
+        return Tokenizer(Path(info["model_dir"])).token_bytes
+    except EngineError:
+        return None

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The application: everything that needs Textual."""

@@ -1,4 +1,5 @@
-"""`--ascii`, for what is not drawn with the glyphs of minitui.tui.theme: words of the help, widgets of Textual's own."""
+"""`--ascii`, for what is not drawn with the glyphs of minitui.tui.theme: words of the help, widgets of Textual's
+own."""
 
 from __future__ import annotations
 

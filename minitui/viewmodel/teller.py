@@ -23,8 +23,8 @@ LEADS = {  # where an event's own words leave out what it is
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line. `step` is -1 for what happens before the first; `kind` as in minitui.viewmodel.events.KINDS, "step", "steps"
-    or "submit"."""
+    """One line. `step` is -1 for what happens before the first; `kind` as in minitui.viewmodel.events.KINDS, "step",
+    "steps" or "submit"."""
 
     t: float
     step: int

@@ -4,11 +4,11 @@ Records wait as packets of bytes and are unpacked just before they are folded, s
 more than a short one. What does not fit into the slice of a frame is folded between frames, in slices after each of
 which the event loop has its turn, so that keys echo while a backlog is worked off.
 
-`python -m minitui.dev.simulator --measure --load large --size 200x60` on two slow cores that others used as well: with all
-records unpickled on arrival and one slice a frame 363 to 453 steps a second were folded, 5 to 7 s late; so 774 to 917,
-and in the calmest run 916 (some 49,000 records) never more than 0.17 s late, keys seen after 32 ms (p50) and 86 ms
-(p95). Of the 22,000 instructions of a record unpacking takes 2,500, the state 10,300, what blocks and nodes have done
-2,600, and steps, lanes and events 6,900. What keys wait for now is the picture: 35 to 50 ms without a pause.
+`python -m minitui.dev.simulator_app --measure --load large --size 200x60` on two slow cores that others used as well:
+with all records unpickled on arrival and one slice a frame 363 to 453 steps a second were folded, 5 to 7 s late; so 774
+to 917, and in the calmest run 916 (some 49,000 records) never more than 0.17 s late, keys seen after 32 ms (p50) and 86
+ms (p95). Of the 22,000 instructions of a record unpacking takes 2,500, the state 10,300, what blocks and nodes have
+done 2,600, and steps, lanes and events 6,900. What keys wait for now is the picture: 35 to 50 ms without a pause.
 
 Freezing stops the fold, not the engine: records pile up here and are counted. Nothing of Textual is known here.
 """

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The application in a browser: a tab for each viewer, or one application that many watch."""

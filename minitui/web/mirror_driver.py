@@ -1,9 +1,8 @@
 """What the one mirrored application writes with: Textual's web driver, which can also tell the whole screen.
 
-TEXTUAL_DRIVER names this class to the application's process; minitui/web/mirror.py is at the other end of its pipes. Beside
-the packets of Textual (D, what is drawn, and M, about it) it sends K, the whole screen as it stands when it was asked
-for, and C, what concerns the presenter's clipboard alone.
-"""
+TEXTUAL_DRIVER names this class to the application's process; minitui/web/mirror.py is at the other end of its pipes.
+Beside the packets of Textual (D, what is drawn, and M, about it) it sends K, the whole screen as it stands when it was
+asked for, and C, what concerns the presenter's clipboard alone. """
 
 from __future__ import annotations
 

@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import ModelConfig
 from engine.core.allocator import BlockAllocator
 from engine.core.radix import RadixTree
 from engine.llm import LLM
+from engine.model.hf_config import read_model_config
 from engine.trace.records import RecordLog
 from minitui.bench import cpu, gpu, limits, main, speculation
 from minitui.bench.limits import Limits
 from minitui.bench.rows import Row
 from minitui.bench.shapes import Work, write_config
 from minitui.bench.watching import record_cost
+from minitui.dev import bench as dev_bench
 from minitui.dev import bench_host
 
 LIMITS = Limits(copy=4.2e12, read=4.1e12, matmul=747e12, dtype="bfloat16")
@@ -28,7 +29,7 @@ LIMITS = Limits(copy=4.2e12, read=4.1e12, matmul=747e12, dtype="bfloat16")
 def test_reading_the_weights_once_bounds_a_decode_step(
     tmp_path: Path, size: str, parameters: float, read_ms: float
 ) -> None:
-    config = ModelConfig.from_pretrained(write_config(size, tmp_path))
+    config = read_model_config(write_config(size, tmp_path))
     assert config.num_parameters == pytest.approx(parameters, rel=0.01)
     work = Work.of(config, 2)
     assert work.decode(LIMITS, [1]) * 1e3 == pytest.approx(read_ms, rel=0.01)
@@ -38,7 +39,7 @@ def test_reading_the_weights_once_bounds_a_decode_step(
 
 
 def test_a_mixture_reads_the_experts_that_its_tokens_want(tmp_path: Path) -> None:
-    config = ModelConfig.from_pretrained(write_config("30B-A3B", tmp_path))
+    config = read_model_config(write_config("30B-A3B", tmp_path))
     assert config.num_parameters == pytest.approx(30.5e9, rel=0.01)
     assert config.active_parameters == pytest.approx(3.35e9, rel=0.01)
     work = Work.of(config, 2)
@@ -52,7 +53,7 @@ def test_a_mixture_reads_the_experts_that_its_tokens_want(tmp_path: Path) -> Non
 
 
 def test_a_prefill_is_bound_by_its_operations_and_a_cached_one_does_less(tmp_path: Path) -> None:
-    config = ModelConfig.from_pretrained(write_config("8B", tmp_path))
+    config = read_model_config(write_config("8B", tmp_path))
     work = Work.of(config, 2)
     matrices = 2 * work.body * 4096 / LIMITS.matmul
     whole = work.prefill(LIMITS, [4096])
@@ -83,7 +84,7 @@ def test_the_command_measures_the_bundled_model_on_a_cpu(
     monkeypatch.setattr(speculation, "PROMPT", 150)
     monkeypatch.setattr(speculation, "CPU_REPLY", 40)
     monkeypatch.setattr(limits, "CPU_NUMBERS", 1 << 22)
-    monkeypatch.setattr(main, "_models", lambda *_: iter([("bundled", _bundled(), False)]))
+    monkeypatch.setattr(main, "models", lambda *_: iter([("bundled", _bundled(), False)]))
     assert main.main(["--device", "cpu", "--json", "--no-compare", "--no-watching", "--threads", "1"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["limits"]["read"] > 0 and report["limits"]["matmul"] > 0
@@ -101,7 +102,7 @@ def test_the_command_measures_the_bundled_model_on_a_cpu(
 def test_a_batch_is_told_with_its_prompts_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "REPLY", 8)
     llm = LLM(_bundled(), device="cpu", cpu_threads=1)
-    work = Work.of(ModelConfig.from_pretrained(_bundled()), 4)
+    work = Work.of(read_model_config(_bundled()), 4)
     decoding, whole = gpu.GpuRows(llm, work, LIMITS, {}).batch(4)
     assert (decoding.name, whole.name) == ("batch 4", "batch 4 with its prompts")
     assert 0 < whole.value < decoding.value, "512 prompt tokens take longer than a step that decodes four"
@@ -122,7 +123,7 @@ def test_the_host_is_measured_without_a_device(
     monkeypatch.setattr(bench_host, "BATCHES", (2, 32))
     monkeypatch.setattr(bench_host, "TREES", (200,))
     monkeypatch.setattr(bench_host, "RUNS", 1)
-    assert main.main(["--host", "--json"]) == 0
+    assert dev_bench.main(["--host", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert {(cost["rows"], cost["delay"], cost["records"]) for cost in report["steps"]} == {
         (rows, delay, records) for rows in (2, 32) for delay in (0, 1) for records in (False, True)

@@ -106,7 +106,8 @@ def engines(chat: Terminal) -> list[int]:
         ["ps", "-o", "pid=,stat=,args=", "--ppid", str(chat.process.pid)], capture_output=True, text=True
     )
     told = [line.split(maxsplit=2) for line in children.stdout.splitlines()]
-    return [int(pid) for pid, state, command in told if "engine.process.server" in command and not state.startswith("Z")]
+    alive = (line for line in told if not line[1].startswith("Z"))
+    return [int(pid) for pid, _, command in alive if "engine.process.server" in command]
 
 
 def test_a_killed_engine_is_told_at_once_and_starts_again(chat: Terminal):

@@ -1,4 +1,4 @@
-"""minitui bench --attached: who watches when, what is compared, and what is said about it."""
+"""python -m minitui.dev.bench --attached: who watches when, what is compared, and what is said about it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tests.support.fake_client import FakeSource
 async def test_only_who_is_attached_sees_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_attached, "SETTLE_S", 0.0)
     source = FakeSource(speed=0.002)
-    app = bench_attached.Watched(source, Chats(source), Settings(), system="", load_codec=lambda info: bench_attached.Numbers())
+    numbers = bench_attached.Numbers()
+    app = bench_attached.Watched(source, Chats(source), Settings(), system="", load_codec=lambda info: numbers)
     async with app.run_test(size=(100, 40)) as pilot:
         while not app.feed.live:
             await pilot.pause(0.01)
@@ -52,7 +53,8 @@ async def test_the_arms_take_turns_after_a_warm_up(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(bench_attached, "_run", run)
     source = FakeSource()
     await source.start(lambda progress: None)
-    app = bench_attached.Watched(source, Chats(source), Settings(), system="", load_codec=lambda info: bench_attached.Numbers())
+    numbers = bench_attached.Numbers()
+    app = bench_attached.Watched(source, Chats(source), Settings(), system="", load_codec=lambda info: numbers)
     app.switch_mode = lambda mode: None  # type: ignore[assignment, method-assign, return-value]
     found = await bench_attached.take_turns(app, rows=2, tokens=4, turns=6)
     await source.close()

@@ -11,8 +11,8 @@ import torch
 from engine.attention.base import ForwardMeta
 from engine.attention.choose import choose_attention
 from engine.attention.torch_backend import TorchAttention
-from engine.config import ModelConfig
 from engine.errors import EngineError
+from engine.model.config import ModelConfig
 
 CPU = torch.device("cpu")
 

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig, ModelConfig, resolve
+from engine.config import EngineConfig
 from engine.errors import CheckpointError, EngineError
 from engine.hub import find_cached, resolve_model
+from engine.model.config import ModelConfig
+from engine.model.hf_config import read_model_config
+from engine.worker.limits import resolve
 from tests.support import paths
 
 QWEN3 = {
@@ -54,7 +57,7 @@ def read(directory: Path, changes: dict[str, Any] | None = None, **files: Any) -
     (directory / "config.json").write_text(json.dumps(raw))
     for name, content in files.items():
         (directory / f"{name}.json").write_text(json.dumps(content))
-    return ModelConfig.from_pretrained(directory)
+    return read_model_config(directory)
 
 
 def test_a_qwen3_config_is_read_as_it_stands(tmp_path: Path) -> None:
@@ -77,7 +80,7 @@ def test_published_qwen3_configs_have_the_parameters_their_names_say() -> None:
 
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text((directory / f"Qwen3-{name}.json").read_text())
-            assert ModelConfig.from_pretrained(folder).num_parameters / 1e9 == pytest.approx(billions, abs=0.01)
+            assert read_model_config(folder).num_parameters / 1e9 == pytest.approx(billions, abs=0.01)
 
 
 def test_end_ids_are_those_of_both_files_each_once(tmp_path: Path) -> None:
@@ -253,7 +256,7 @@ def test_fields_of_other_families_may_say_that_they_change_nothing(changes: dict
     dropped = {"model_type", "sliding_window"} if "architectures" in changes else set()
     raw = {key: value for key, value in QWEN3.items() if key not in dropped} | changes
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert ModelConfig.from_pretrained(tmp_path).windows == ()
+    assert read_model_config(tmp_path).windows == ()
 
 
 WITHOUT_EFFECT = {
@@ -289,7 +292,7 @@ def test_every_field_of_the_familys_configuration_is_looked_at(
     raw = Watched({**QWEN3, **EXPERTS, "architectures": None, "model_type": kind})
     del raw["use_sliding_window"], raw["max_window_layers"]
     monkeypatch.setattr(engine.config, "read_json", lambda path: raw)
-    ModelConfig.from_pretrained(tmp_path)
+    read_model_config(tmp_path)
     from engine.model.foreign_keys import neutral_values
 
     looked_at = raw.seen | set(neutral_values(64, 64, 2))
@@ -298,13 +301,13 @@ def test_every_field_of_the_familys_configuration_is_looked_at(
 
 def test_a_missing_or_broken_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json does not exist.*give the directory"):
-        ModelConfig.from_pretrained(tmp_path)
+        read_model_config(tmp_path)
     (tmp_path / "config.json").write_text('{"vocab_size": 12')
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read .*download it again"):
-        ModelConfig.from_pretrained(tmp_path)
+        read_model_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="holds list, not a JSON object"):
-        ModelConfig.from_pretrained(tmp_path)
+        read_model_config(tmp_path)
 
 
 def test_open_choices_are_decided_by_device_and_model(tmp_path: Path) -> None:
@@ -464,8 +467,8 @@ def test_whatever_lies_in_the_place_of_a_file_is_a_sentence(kind: str, name: str
     else:
         path.write_text('{"model_type": "\\ud800", "eos_token_id": 1}')
     code = (
-        "import sys; from engine.config import ModelConfig; from engine.text.tokenizer import Tokenizer;"
-        "ModelConfig.from_pretrained(sys.argv[1]); Tokenizer(sys.argv[1])"
+        "import sys; from engine.model.hf_config import read_model_config; from engine.text.tokenizer import Tokenizer;"
+        "read_model_config(sys.argv[1]); Tokenizer(sys.argv[1])"
     )
     run = [sys.executable, "-c", code, str(tmp_path / "m")]
     done = subprocess.run(run, capture_output=True, text=True, timeout=120, check=False)

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from engine.attention import kv_fp8
-from engine.config import EngineConfig, ModelConfig
+from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.llm import LLM
 from engine.model import ops
+from engine.model.hf_config import read_model_config
 from engine.model.kv_scales import kv_scales
 from engine.params import SamplingParams
 from minitui import tutor
@@ -114,7 +115,8 @@ def test_attention_is_off_by_four_percent_at_most() -> None:
     q, k, v = (torch.randn(8, 600, 64, dtype=torch.float64) for _ in range(3))
     scale = torch.full((8,), 2.0**-5)
     rounded = [
-        kv_fp8.dequantise(kv_fp8.quantise(x.transpose(0, 1), scale), scale, torch.float64).transpose(0, 1) for x in (k, v)
+        kv_fp8.dequantise(kv_fp8.quantise(x.transpose(0, 1), scale), scale, torch.float64).transpose(0, 1)
+        for x in (k, v)
     ]
     attend = torch.nn.functional.scaled_dot_product_attention
     wanted, got = attend(q, k, v), attend(q, *rounded)
@@ -144,7 +146,7 @@ def test_the_bundled_model_answers_as_in_float32() -> None:
 
 
 def test_the_pool_counts_a_byte_a_number(qwen: Path) -> None:
-    config = ModelConfig.from_pretrained(qwen)
+    config = read_model_config(qwen)
     llm = LLM(str(qwen), device="cpu", load_tokenizer=False, num_blocks=10, block_size=4, **OPTIONS)
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     assert llm.info["kv_cache_dtype"] == "fp8"

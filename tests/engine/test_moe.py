@@ -17,13 +17,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.build import make_runner as choose_runner
-from engine.config import EngineConfig, ExpertsConfig, ModelConfig
+from engine.config import EngineConfig
 from engine.core.engine import Engine
 from engine.core.scheduler import SchedulerConfig
 from engine.errors import CheckpointError
 from engine.model import ops
+from engine.model.config import ExpertsConfig
 from engine.model.decoder import Decoder, DenseMLP
 from engine.model.experts import Experts
+from engine.model.hf_config import read_model_config
 from engine.model.weights import dummy_weights, load_weights
 from engine.params import SamplingParams
 from tests.engine.test_model_parity import PROMPT, assert_close, our_logits, prompt, their_logits
@@ -58,7 +60,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def loaded(directory: Path) -> Decoder:
-    config = ModelConfig.from_pretrained(directory)
+    config = read_model_config(directory)
     model = Decoder(config, torch.float32, CPU, 16)
     for slot in model.slots():
         slot.view.fill_(torch.nan)
@@ -251,14 +253,14 @@ def test_experts_load_one_by_one_and_stacked(stacked: bool, shards: bool, tmp_pa
 
 def test_published_config_fields_are_read_in_both_spellings(tmp_path: Path) -> None:
     directory = save(reference("qwen3_moe"), tmp_path)
-    new = ModelConfig.from_pretrained(directory)
+    new = read_model_config(directory)
     path = directory / "config.json"
     raw = json.loads(path.read_text())
     assert raw["num_local_experts"] == 6
     raw["num_experts"] = raw.pop("num_local_experts")
     del raw["architectures"]
     path.write_text(json.dumps(raw))
-    assert ModelConfig.from_pretrained(directory) == new
+    assert read_model_config(directory) == new
     assert new.experts == ExpertsConfig(6, 2, 40, False, (True, True))
 
 
@@ -298,7 +300,7 @@ def test_an_expert_given_twice_is_named(tmp_path: Path) -> None:
 
 def test_dummy_weights_fill_every_expert(checkpoints: Any) -> None:
     _, directory = checkpoints("some layers dense")
-    model = Decoder(ModelConfig.from_pretrained(directory), torch.float32, CPU, 16)
+    model = Decoder(read_model_config(directory), torch.float32, CPU, 16)
     for slot in model.slots():
         slot.view.fill_(torch.nan)
     dummy_weights(model.slots(), 0)
@@ -316,7 +318,7 @@ def test_dummy_weights_fill_every_expert(checkpoints: Any) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_are_counted_as_the_model_has_them(name: str, checkpoints: Any) -> None:
     model, directory = checkpoints(name)
-    config = ModelConfig.from_pretrained(directory)
+    config = read_model_config(directory)
     assert config.num_parameters == sum(p.numel() for p in model.parameters())
     assert config.experts is not None
     idle = config.experts.count - config.experts.per_token
@@ -325,7 +327,7 @@ def test_parameters_are_counted_as_the_model_has_them(name: str, checkpoints: An
 
 
 def test_a_dense_model_uses_all_of_its_parameters(tmp_path: Path) -> None:
-    config = ModelConfig.from_pretrained(save(reference("qwen3"), tmp_path))
+    config = read_model_config(save(reference("qwen3"), tmp_path))
     assert config.experts is None
     assert config.active_parameters == config.num_parameters
 
@@ -333,7 +335,7 @@ def test_a_dense_model_uses_all_of_its_parameters(tmp_path: Path) -> None:
 def test_a_config_without_a_sparse_layer_is_a_dense_model(tmp_path: Path) -> None:
     model = reference("qwen3_moe", mlp_only_layers=[0, 1])
     directory = save(model, tmp_path)
-    assert ModelConfig.from_pretrained(directory).experts is None
+    assert read_model_config(directory).experts is None
     ids = prompt()
     assert_close(our_logits(Driver(make_runner(directory)), make_request(ids, 0), [PROMPT]), their_logits(model, ids))
 
@@ -351,7 +353,7 @@ def test_a_config_without_a_sparse_layer_is_a_dense_model(tmp_path: Path) -> Non
 def test_what_cannot_be_right_is_said(edit: dict[str, Any], complaint: str, tmp_path: Path) -> None:
     directory = save(reference("qwen3_moe"), tmp_path, edit=edit)
     with pytest.raises(CheckpointError, match=complaint):
-        ModelConfig.from_pretrained(directory)
+        read_model_config(directory)
 
 
 def test_the_published_30b_a3b_has_the_parameters_its_name_says(tmp_path: Path) -> None:
@@ -359,7 +361,7 @@ def test_the_published_30b_a3b_has_the_parameters_its_name_says(tmp_path: Path) 
     if not path.is_file():
         pytest.skip("../shared/qwen3 is not there")
     (tmp_path / "config.json").write_text(path.read_text())
-    config = ModelConfig.from_pretrained(tmp_path)
+    config = read_model_config(tmp_path)
     assert config.num_parameters / 1e9 == pytest.approx(30.53, abs=0.01)
     assert config.active_parameters / 1e9 == pytest.approx(3.35, abs=0.01)
     assert config.experts == ExpertsConfig(128, 8, 768, True, (True,) * 48)
@@ -369,11 +371,11 @@ def test_a_shape_that_the_copy_engine_cannot_read_runs_without_graphs(
     checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernels read rows that begin at multiples of 16 bytes; what does not fit takes the readable form."""
-    from engine.config import Limits
     from engine.worker import runner
+    from engine.worker.limits import Limits
 
     _, directory = checkpoints("normalised")
-    model = ModelConfig.from_pretrained(directory)
+    model = read_model_config(directory)
     assert model.experts is not None
     odd = replace(model, experts=replace(model.experts, inner_size=36))
     limits = Limits(torch.device("cuda"), torch.bfloat16, torch.bfloat16, 8, 64, 256)

@@ -18,13 +18,15 @@ import psutil
 import pytest
 import torch
 
-from engine.config import EngineConfig, ModelConfig
+from engine.config import EngineConfig
 from engine.core.engine import Engine
 from engine.core.scheduler import SchedulerConfig
 from engine.errors import DeviceLost, EngineDead, EngineError
 from engine.llm import LLM
 from engine.model import weights
+from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
+from engine.model.hf_config import read_model_config
 from engine.parallel.processes import Workers, device_of
 from engine.parallel.shards import check, shard_config, shard_slots
 from engine.parallel.timing import Timings
@@ -114,7 +116,7 @@ def _parts(directory: Path, dtype: str = "float64") -> tuple[ModelConfig, Engine
     config = EngineConfig(
         model=str(directory), device="cpu", dtype=dtype, block_size=4, num_blocks=64, max_num_seqs=8, cpu_threads=1
     )
-    return ModelConfig.from_pretrained(directory), config, directory
+    return read_model_config(directory), config, directory
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -257,7 +259,7 @@ def test_each_rank_reads_only_its_slices_and_together_they_read_everything(
     opened = weights.safe_open
     monkeypatch.setattr(weights, "safe_open", Watched)
     for kind in ("llama", "tied", "experts"):
-        config = ModelConfig.from_pretrained(checkpoints[kind])
+        config = read_model_config(checkpoints[kind])
         by_rank: list[dict[str, int]] = []
         for rank in range(2):
             read.clear()
@@ -287,7 +289,7 @@ def _state(directory: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("stacked", [False, True])
 def test_slices_are_the_right_ones(stacked: bool, tmp_path: Path) -> None:
     directory = save(reference("qwen3_moe", moe_intermediate_size=6), tmp_path, stacked=stacked)
-    config = ModelConfig.from_pretrained(directory)
+    config = read_model_config(directory)
     whole = Decoder(config, torch.float32, torch.device("cpu"), 16)
     weights.load_weights(whole.slots(), directory, False)
     parts = []
@@ -314,7 +316,7 @@ def test_slices_are_the_right_ones(stacked: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen2", "experts"])
 def test_dummy_weights_are_the_same_whatever_the_number_of_ranks(kind: str, checkpoints: dict[str, Path]) -> None:
-    config = ModelConfig.from_pretrained(checkpoints[kind])
+    config = read_model_config(checkpoints[kind])
     whole = Decoder(config, torch.float32, torch.device("cpu"), 16)
     weights.dummy_weights(whole.slots(), 5)
     parts = []
@@ -335,7 +337,7 @@ def test_dummy_weights_are_the_same_whatever_the_number_of_ranks(kind: str, chec
 
 
 def test_what_cannot_be_cut_is_refused_with_what_can(checkpoints: dict[str, Path]) -> None:
-    config = ModelConfig.from_pretrained(checkpoints["qwen3"])
+    config = read_model_config(checkpoints["qwen3"])
     with pytest.raises(EngineError, match=r"size is 3, but .* 4 query heads and 2 key/value heads.*use 1, 2 or 4"):
         check(config, 3)
     with pytest.raises(EngineError, match="size is 4, more than the intermediate_size of this model, 3"):
@@ -406,7 +408,7 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
-    model = ModelConfig.from_pretrained(model_dir())
+    model = read_model_config(model_dir())
     lost: list[str] = []
     workers = Workers(model, EngineConfig(device="cpu", tensor_parallel_size=2), tmp_path, lost.append)
     with pytest.raises(EngineError, match=r"holds neither model\.safetensors"):

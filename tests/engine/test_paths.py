@@ -21,11 +21,13 @@ import torch
 
 from engine import build
 from engine.attention.choose import choose_attention
-from engine.config import EngineConfig, ExpertsConfig, ModelConfig, resolve
+from engine.config import EngineConfig
 from engine.core.request import Request
 from engine.core.step import StepPlan
 from engine.errors import EngineError
+from engine.model.config import ExpertsConfig, ModelConfig
 from engine.params import SamplingParams
+from engine.worker.limits import resolve
 
 DENSE = ModelConfig("Qwen3ForCausalLM", 512, 256, 512, 2, 8, 2, 64, 4096)
 MODELS = {
@@ -64,7 +66,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("engine.worker.runner.Runner", stand_in("Runner"))
     monkeypatch.setattr("engine.worker.rank_runner.LeadRunner", stand_in("LeadRunner"))
     monkeypatch.setattr("engine.worker.rank_runner.FollowRunner", stand_in("FollowRunner"))
-    monkeypatch.setattr("engine.worker.limits.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("engine.worker.quantised.importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
 
@@ -80,7 +82,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 @contextmanager
 def imported(name: str) -> Iterator[Any]:
     """A module that needs triton, whether or not it is installed: its functions can be called, not its kernels."""
-    ours = ("triton", "engine.kernels", "engine.attention.triton_backend", "engine.worker.cuda_graphs", "engine.worker.verify_graphs")
+    ours = (
+        "triton", "engine.kernels", "engine.attention.triton_backend", "engine.worker.cuda_graphs",
+        "engine.worker.verify_graphs",
+    )  # fmt: skip
 
     def forget() -> dict[str, ModuleType]:
         return {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(ours)}
@@ -253,7 +258,8 @@ def test_a_step_goes_by_the_graph_that_is_large_enough(
 
     monkeypatch.setattr(Runner, "_launch_decode", lambda self, plan: self._join(plan) or went.append("decode"))
     monkeypatch.setattr(Runner, "_launch_extend", lambda self, plan: self._join(plan) or went.append("extend"))
-    monkeypatch.setattr("engine.worker.runner.Runner.launch", lambda self, plan: self._join(plan) or went.append("eager"))
+    eager = "engine.worker.runner.Runner.launch"
+    monkeypatch.setattr(eager, lambda self, plan: self._join(plan) or went.append("eager"))
     runner = Runner()
     runner._launch_verify = lambda plan, bucket: runner._join(plan) or went.append(f"verify {bucket}")
     runner.launch(step)

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from engine.build import make_runner as build_runner
-from engine.config import EngineConfig, ModelConfig
+from engine.config import EngineConfig
 from engine.errors import CheckpointError, EngineError
 from engine.llm import LLM
 from engine.model.decoder import Decoder
+from engine.model.hf_config import read_model_config
 from engine.model.linear import Fp8Weight, Int8Weight, embed, linear, quantise
 from engine.model.weights import dummy_weights, load_weights
 from engine.params import SamplingParams
-from engine.worker import limits
+from engine.worker import quantised
 from engine.worker.cpu import CPURunner
 from minitui import tutor
 from tests.support.models import Driver, make_request, make_runner, reference, save
@@ -65,7 +66,7 @@ def test_what_is_not_finite_stays_seen(bad: float) -> None:
 
 
 def test_a_checkpoint_is_rounded_tensor_by_tensor(directory: Path) -> None:
-    config = ModelConfig.from_pretrained(directory)
+    config = read_model_config(directory)
     plain, small = (Decoder(config, torch.float32, CPU, 16, quantised=quantised) for quantised in (None, Int8Weight))
     for model in (plain, small):
         load_weights(model.slots(), directory, config.tie_word_embeddings)
@@ -88,7 +89,7 @@ def test_what_is_rounded_to_e4m3_keeps_three_bits_of_mantissa(directory: Path) -
     wide = values.float() * scale[:, None]
     assert values.float().abs().amax(1).tolist() == [448, 448, 448, 0, 448, 448, 448]
     assert ((wide - x).abs() <= (x.abs() / 16).clamp_min(scale[:, None] * 2**-10) * (1 + 1e-5)).all()
-    config = ModelConfig.from_pretrained(directory)
+    config = read_model_config(directory)
     model = Decoder(config, torch.float32, CPU, 16, quantised=Fp8Weight)
     load_weights(model.slots(), directory, config.tie_word_embeddings)
     plain = Decoder(config, torch.float32, CPU, 16)
@@ -101,14 +102,14 @@ def test_what_is_rounded_to_e4m3_keeps_three_bits_of_mantissa(directory: Path) -
 
 def test_an_output_matrix_that_contradicts_a_tied_embedding_is_still_noticed(tmp_path: Path) -> None:
     checkpoint = save(reference("qwen3"), tmp_path, edit={"tie_word_embeddings": True})
-    config = ModelConfig.from_pretrained(checkpoint)
+    config = read_model_config(checkpoint)
     model = Decoder(config, torch.float32, CPU, 16, quantised=Int8Weight)
     with pytest.raises(CheckpointError, match="differs from the embedding"):
         load_weights(model.slots(), checkpoint, tied=True)
 
 
 def test_random_weights_are_those_of_the_other_types_rounded(directory: Path) -> None:
-    config = replace(ModelConfig.from_pretrained(directory), tie_word_embeddings=False)
+    config = replace(read_model_config(directory), tie_word_embeddings=False)
     plain, small = (Decoder(config, torch.float32, CPU, 16, quantised=quantised) for quantised in (None, Int8Weight))
     dummy_weights(plain.slots(), 5)
     dummy_weights(small.slots(), 5)
@@ -190,7 +191,7 @@ def test_what_cannot_be_rounded_is_refused_in_a_sentence(
 ) -> None:
     checkpoint = save(reference(kind), tmp_path)
     with pytest.raises(EngineError, match=sentence):
-        build_runner(ModelConfig.from_pretrained(checkpoint), EngineConfig(device="cpu", **options), checkpoint)
+        build_runner(read_model_config(checkpoint), EngineConfig(device="cpu", **options), checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -210,9 +211,9 @@ def test_where_fp8_weights_cannot_be_had_a_sentence_says_why(
     capability, triton = options.pop("capability", (9, 0)), options.pop("triton", object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    monkeypatch.setattr(limits.importlib.util, "find_spec", lambda name: triton)
+    monkeypatch.setattr(quantised.importlib.util, "find_spec", lambda name: triton)
     config = EngineConfig(quantization="fp8", **{"dtype": "bfloat16", **options})
     sizes = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 160}
-    model = replace(ModelConfig.from_pretrained(directory), **{**sizes, **changes})
+    model = replace(read_model_config(directory), **{**sizes, **changes})
     with pytest.raises(EngineError, match=sentence):
-        limits.check(config, model, torch.device("cuda"), config.dtype)
+        quantised.check(config, model, torch.device("cuda"), config.dtype)

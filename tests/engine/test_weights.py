@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig, ModelConfig
+from engine.config import EngineConfig
 from engine.errors import CheckpointError, EngineError
 from engine.model.decoder import Decoder
+from engine.model.hf_config import read_model_config
 from engine.model.weights import dummy_weights, load_weights
 from engine.worker.runner import Runner
 from tests.support.models import Driver, make_request, make_runner, reference, save
@@ -30,7 +31,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
-    config = ModelConfig.from_pretrained(directory)
+    config = read_model_config(directory)
     model = Decoder(config, dtype, CPU, 16)
     for slot in model.slots():
         slot.view.fill_(torch.nan)
@@ -194,7 +195,7 @@ def test_rotary_frequencies_of_old_checkpoints_are_not_unexpected(checkpoint: Pa
 
 def test_dummy_weights_are_random_with_norms_of_one(tmp_path: Path) -> None:
     directory = save(reference("qwen3"), tmp_path)
-    config = ModelConfig.from_pretrained(directory)
+    config = read_model_config(directory)
     models = [Decoder(config, torch.float32, CPU, 16) for _ in range(3)]
     for model, seed in zip(models, (0, 0, 1), strict=True):
         dummy_weights(model.slots(), seed)
@@ -210,7 +211,7 @@ def test_dummy_weights_are_random_with_norms_of_one(tmp_path: Path) -> None:
 def test_with_dummy_weights_only_the_config_is_read(tmp_path: Path) -> None:
     directory = save(reference("qwen3"), tmp_path)
     (directory / "model.safetensors").unlink()
-    config = ModelConfig.from_pretrained(directory)
+    config = read_model_config(directory)
     runner = Runner(config, EngineConfig(device="cpu", dummy_weights=True, num_blocks=8, cpu_threads=1))
     assert len(Driver(runner).generate(make_request([5, 6, 7], 0), 4)) == 4
     with pytest.raises(EngineError, match="no model directory was given"):
@@ -232,7 +233,7 @@ from engine.model.decoder import Decoder
 from engine.model.weights import load_weights
 def memory(name):
     return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith(name))
-config = ModelConfig.from_pretrained({str(tmp_path)!r})
+config = read_model_config({str(tmp_path)!r})
 model = Decoder(config, torch.float32, torch.device("cpu"), 16)
 for slot in model.slots():
     slot.view.fill_(1)

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from engine import build
-from engine.config import EngineConfig, ModelConfig
+from engine.config import EngineConfig
 from engine.core.request import Request
 from engine.core.step import StepPlan
+from engine.model.hf_config import read_model_config
 from engine.params import SamplingParams
 from engine.worker.runner import Runner
 
@@ -89,7 +90,7 @@ def make_runner(directory: Path, dtype: str = "float32", **options: Any) -> Runn
         **options,
     }
     config = EngineConfig(model=str(directory), **settings)
-    return build.make_runner(ModelConfig.from_pretrained(directory), config, directory)
+    return build.make_runner(read_model_config(directory), config, directory)
 
 
 def make_request(ids: list[int], row: int, seed: int = 0, **params: Any) -> Request:

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from engine.config import EngineConfig, ModelConfig
+from engine.config import EngineConfig
 from engine.core.step import StepPlan
 from engine.errors import DeviceLost, EngineError
+from engine.model.config import ModelConfig
 from engine.model.group import Group, Spent
 from engine.parallel.group import joined, own_rows
 from engine.parallel.processes import for_ranks

@@ -229,7 +229,10 @@ SMALL = Lesson(
     3, "Test", "Does it work?",
     (
         Page("First", "\nSome text.\n"),
-        Page("Second", "\nMore text.\n", "step", "engine.core.engine:Engine", greet, Prediction("What?", ("this", "that"))),
+        Page(
+            "Second", "\nMore text.\n", "step", "engine.core.engine:Engine", greet,
+            Prediction("What?", ("this", "that")),
+        ),
         Page("Third", "\nThis fails.\n", "tree", "", stumble),
     ),
     greet,

@@ -31,7 +31,7 @@ def test_the_scheduler_decides_as_it_did_when_the_golden_trace_was_recorded(gold
     now = [untimed(record) for record in engine.log.drain()]
     then = [untimed(record) for record in golden.records()]
     for a, b in zip(now, then, strict=False):
-        assert a == b, "a decision has changed: if that is meant, write the golden trace anew (python -m tests.support.golden)"
+        assert a == b, "a decision has changed: if that is meant, write the golden trace anew (tests/support/golden.py)"
     assert len(now) == len(then)
     kinds = {record[2] for record in then}
     assert {"evict", "preempt", "match", "split", "extend", "wait", "finish", "hold"} <= kinds, (

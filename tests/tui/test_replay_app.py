@@ -20,8 +20,9 @@ from minitui.cli.launch import run_export
 from minitui.export import png
 from minitui.export.png import find_browser
 from minitui.export.svg import screen_svg
-from minitui.teaching.demo import DEMOS, play_in_app
+from minitui.teaching.demo import DEMOS
 from minitui.trace.reader import TraceError
+from minitui.tui.demo import play_in_app
 from minitui.tui.replay_app import ReplayApp, replay_app, shortened
 from minitui.viewmodel.narrate import narrate
 from tests.support.driving import press, until

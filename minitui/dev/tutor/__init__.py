@@ -1,1 +1,1 @@
-"""TODO"""
+"""Trains and evaluates the bundled model; its corpus."""

@@ -129,7 +129,7 @@ LESSON = Lesson(
             2 x 36 x 8 x 128 x 2 = 147,456 bytes, 144 KiB. A chat of 8,192 tokens needs 1.2 GB; a GPU of 24 GB that
             holds 16 GB of weights has room for six. So memory, more than computing, decides how many run at once.
             """,
-            code="engine.config:ModelConfig.kv_bytes_per_token",
+            code="engine.model.config:ModelConfig.kv_bytes_per_token",
             run=cost,
             predict=Prediction(
                 "Here, with 4 layers, 2 key heads of 64 and 4 bytes, a token needs …",

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The screens and dialogs of the application."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The panels and bars of the screens, each of which paints rows of styled text."""

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from engine.kernels import norms, sample, split_linear
+from engine.kernels import norms, sample, split_linear  # noqa: E402
 from engine.kernels.decode_attention import DecodeWorkspace, decode_attention  # noqa: E402
 from engine.kernels.gemv import gemv  # noqa: E402
 from engine.kernels.prefill_attention import PrefillWorkspace, prefill_attention  # noqa: E402

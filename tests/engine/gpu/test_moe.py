@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import ExpertsConfig
 from engine.llm import LLM
 from engine.model import ops as reference_ops
+from engine.model.config import ExpertsConfig
 from engine.model.experts import Experts
 from engine.params import SamplingParams
 
@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 triton = pytest.importorskip("triton")
 
-from engine.kernels import moe
+from engine.kernels import moe  # noqa: E402
 from engine.kernels.gemv import gemv  # noqa: E402
 from engine.kernels.moe_one import one_token  # noqa: E402
 from engine.kernels.moe_route import Routes, route  # noqa: E402

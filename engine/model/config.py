@@ -1,0 +1,141 @@
+"""What a model is: the architectures that the decoder computes, and ModelConfig, read from a checkpoint's
+config.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch  # at run time only where tensors are made: a client describes an engine without loading torch
+
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """In what the supported architectures differ, as far as config.json does not say it."""
+
+    qkv_bias: bool | None = False  # None: as the field attention_bias says, and then on the output projection too
+    qk_norm: bool = False
+    mlp_bias: bool = False  # True: as the field mlp_bias says
+    head_dim: int | None = None  # where config.json has none; None: hidden_size / num_attention_heads
+    kv_heads: int | None = None  # where config.json has no field for it (null: as many as heads)
+    # "always": `sliding_window`, in the layers that layer_types names or in all; "layers": only with
+    # use_sliding_window, in the layers that layer_types or max_window_layers names; "used": the same, in all layers
+    window: str = "none"
+    experts: bool = False  # the MLPs of some layers, or all, are mixtures of experts
+
+
+ARCHITECTURES = {
+    "Qwen3ForCausalLM": Architecture(qkv_bias=None, qk_norm=True, head_dim=128, kv_heads=32, window="layers"),
+    "Qwen2ForCausalLM": Architecture(qkv_bias=True, kv_heads=32, window="layers"),
+    "LlamaForCausalLM": Architecture(qkv_bias=None, mlp_bias=True),
+    "MistralForCausalLM": Architecture(kv_heads=8, window="always"),
+    "MinistralForCausalLM": Architecture(kv_heads=8, window="always"),  # Mistral with layer_types
+    "Qwen3MoeForCausalLM": Architecture(qkv_bias=None, qk_norm=True, kv_heads=4, window="used", experts=True),
+}
+MODEL_TYPES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary positions: θ and how it is stretched. Fields as in Hugging Face's `rope_parameters`."""
+
+    kind: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_position: int = 0  # the context before stretching
+    attention_factor: float | None = None  # yarn; None: from factor
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Mixtures of experts in the place of some layers' MLPs, or all."""
+
+    count: int  # in each of those layers
+    per_token: int
+    inner_size: int  # of one expert
+    normalised: bool  # the weights of a token's experts are scaled to sum to 1
+    layers: tuple[bool, ...]  # which layers have them
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer, as its config.json describes it."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = RopeConfig()
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False  # of the attention's output projection
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int, ...] = ()  # of each layer, see `window`; empty: no layer has one
+    experts: ExpertsConfig | None = None  # None: every layer's MLP is dense
+    dtype: str = "bfloat16"  # the checkpoint's
+    eos_ids: tuple[int, ...] = ()
+
+    @property
+    def max_context(self) -> int:
+        """Positions the model is made for, stretching included."""
+        if self.rope.kind in ("linear", "dynamic"):
+            return int(self.max_position * self.rope.factor)
+        if self.rope.kind == "yarn":
+            return max(self.max_position, int(self.rope.original_max_position * self.rope.factor))
+        return self.max_position
+
+    def window(self, layer: int) -> int:
+        """How many keys a query of this layer sees, its own included; 0: all."""
+        return self.windows[layer] if self.windows else 0
+
+    @property
+    def num_parameters(self) -> int:
+        """Scalars in the checkpoint, tied embeddings counted once."""
+        return self._parameters(self.experts.count if self.experts else 0)
+
+    @property
+    def active_parameters(self) -> int:
+        """Of those, the ones that a token uses: all but the experts that it is not sent to."""
+        return self._parameters(self.experts.per_token if self.experts else 0)
+
+    def _parameters(self, experts: int) -> int:
+        """With so many experts in each layer that has any; the router is always whole."""
+        h, d = self.hidden_size, self.head_dim
+        qkv = (self.num_heads + 2 * self.num_kv_heads) * d
+        attention = h * qkv + self.num_heads * d * h + self.qkv_bias * qkv + self.output_bias * h
+        mlp = 3 * h * self.intermediate_size + self.mlp_bias * (2 * self.intermediate_size + h)
+        norms = 2 * h + self.qk_norm * 2 * d
+        embeddings = self.vocab_size * h * (1 if self.tie_word_embeddings else 2)
+        total = self.num_layers * (attention + norms) + embeddings + h
+        if self.experts is None:
+            return total + self.num_layers * mlp
+        mixed, mixture = sum(self.experts.layers), h * (self.experts.count + 3 * experts * self.experts.inner_size)
+        return total + mixed * mixture + (self.num_layers - mixed) * mlp
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of KV cache that one token takes over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize

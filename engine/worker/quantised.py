@@ -1,0 +1,54 @@
+"""Where matrices of 8-bit numbers can be had, and what they are made of (engine/model/linear.py)."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from engine.model.config import ModelConfig
+from engine.model.linear import ByteWeight, Fp8Weight, Int8Weight
+
+KINDS: dict[str, type[ByteWeight] | None] = {"none": None, "int8": Int8Weight, "fp8": Fp8Weight}
+
+
+def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str) -> None:
+    """EngineError if matrices of 8-bit numbers cannot be had."""
+    kind, cpu = config.quantization, device.type == "cpu"
+    if kind == "int8" and not cpu:
+        raise EngineError(
+            f"int8 weights run on a CPU only, and the device is {device}: use --quantization fp8, or add --device cpu"
+        )
+    if kind == "fp8" and cpu:
+        raise EngineError("fp8 weights run on a GPU only, and the device is cpu: use --quantization int8")
+    wanted = "float32" if kind == "int8" else "bfloat16"
+    if dtype != wanted:
+        raise EngineError(f"{kind} weights come with {wanted} activations, and the dtype is {dtype}: use {wanted}")
+    if config.tensor_parallel_size > 1:
+        raise EngineError(
+            f"{kind} weights are for one rank, and tensor_parallel_size is {config.tensor_parallel_size}: use 1"
+        )
+    if model.experts is not None:
+        raise EngineError(f"{kind} weights are for dense models, and {model.architecture} has experts: use none")
+    if kind == "int8":
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 9:  # 8.9 has the arithmetic, but not what our kernels are launched with
+        raise EngineError(
+            f"fp8 weights need a GPU of compute capability 9.0, and {torch.cuda.get_device_name(device)} has "
+            f"{major}.{minor}: leave --quantization off"
+        )
+    if importlib.util.find_spec("triton") is None:
+        raise EngineError("fp8 weights need triton, which is not installed: pip install triton, or leave them off")
+    inner = model.num_heads * model.head_dim
+    for what, size in ("hidden_size", model.hidden_size), ("heads times head_dim", inner), (
+        "intermediate_size", model.intermediate_size,
+    ):  # fmt: skip
+        if size % 128:
+            raise EngineError(f"fp8 weights need {what} to be a multiple of 128, and it is {size}: use none")
+    if model.vocab_size % 16:
+        raise EngineError(
+            f"fp8 weights need a vocabulary that is a multiple of 16, and it has {model.vocab_size:,}: use none"
+        )
