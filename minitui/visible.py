@@ -5,9 +5,10 @@ title, write the clipboard, clear the screen or reverse the reading order. Store
 part of the next prompt. The border is where text leaves the process, so no panel and no command has to remember it:
 
     the application   every line of every widget passes minitui/tui/visible_lines.py, the frames of panels
-    minitui/tui/theme.py commands          the command line replaces sys.stdout and sys.stderr by `PlainStream`
-    (minitui/cli/main.py) documents         Markdown by `visible`, JSON by `json_text`, which escapes and thereby keeps
-    the text exact clipboard         MinituiApp.copy_to_clipboard
+                      minitui/tui/theme.py
+    commands          the command line replaces sys.stdout and sys.stderr by `PlainStream` (minitui/cli/main.py)
+    documents         Markdown by `visible`, JSON by `json_text`, which escapes and thereby keeps the text exact
+    clipboard         MinituiApp.copy_to_clipboard
 
 Only our own code writes escape sequences: Textual's driver, and a status line through `PlainStream.stream`.
 """

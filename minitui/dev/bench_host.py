@@ -1,8 +1,9 @@
 """What the host does for a step, measured without a device: the real engine over a runner that computes nothing.
 
-    python -m minitui.dev.bench --host [--json]    microseconds per step and per row at 1 to 1,024 running requests, and
-    for each
-                                     operation on a radix tree of 1,000 to 100,000 blocks
+    python -m minitui.dev.bench --host [--json]
+
+prints microseconds per step and per row at 1 to 1,024 running requests, and for each operation on a radix tree of 1,000
+to 100,000 blocks.
 
 Every request decodes: its neighbours' lengths differ, so that in each step one row in sixteen takes a new block and
 publishes a full one, as in real life. Times are medians over the steps, the best of several runs: other programs make
