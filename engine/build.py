@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from engine.config import EngineConfig
 from engine.core.engine import Engine
 from engine.core.scheduler import SchedulerConfig
+from engine.eos import eos_ids
 from engine.errors import EngineError
 from engine.hub import resolve_model
 from engine.model.config import ModelConfig
 from engine.model.hf_config import read_model_config
+from engine.progress import Progress
 from engine.text.tokenizer import Tokenizer
 from engine.worker.limits import resolve
 from engine.worker.memory import check_memory
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from engine.worker.runner import Runner
 
 logger = logging.getLogger("engine")
-Progress = Callable[[dict[str, Any]], None]
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ def build_engine(
         tokenizer.context = limits.max_model_len
     runner = make_runner(model, config, directory, tell, on_lost)
     overlap = limits.device.type != "cpu" if config.overlap == "auto" else config.overlap == "on"
-    eos_ids = frozenset(model.eos_ids) | frozenset(tokenizer.eos_ids if tokenizer is not None else ())
+    ends = frozenset(eos_ids(directory) if tokenizer is None else tokenizer.eos_ids)
     engine = Engine(
         runner,
         SchedulerConfig(
@@ -75,7 +76,7 @@ def build_engine(
             policy=config.scheduling_policy, max_waiting=max_waiting,
             speculative_tokens=config.speculative_tokens if config.speculation != "off" else 0,
         ),
-        overlap=overlap, prefix_caching=config.enable_prefix_caching, eos_ids=eos_ids,
+        overlap=overlap, prefix_caching=config.enable_prefix_caching, eos_ids=ends,
         grammars=Grammars(tokenizer, model.vocab_size) if tokenizer is not None else None,
     )  # fmt: skip
     notes = [*limits.notes, *runner.notes]
@@ -95,7 +96,7 @@ def build_engine(
         "kv_cache_dtype": "fp8" if config.kv_cache_dtype == "fp8" else str(limits.dtype).removeprefix("torch."),
         "num_blocks": runner.num_blocks - 1, "block_size": runner.block_size, "max_model_len": limits.max_model_len,
         "max_num_seqs": limits.max_num_seqs, "max_num_batched_tokens": limits.max_num_batched_tokens,
-        "vocab_size": model.vocab_size, "eos_ids": sorted(eos_ids), "attention": runner.attention_name,
+        "vocab_size": model.vocab_size, "eos_ids": sorted(ends), "attention": runner.attention_name,
         "overlap": engine.delay > 0, "kv_bytes_per_token": model.kv_bytes_per_token(limits.kv_dtype),
         "prefix_caching": config.enable_prefix_caching, "dummy_weights": config.dummy_weights,
         "generation": tokenizer.generation if tokenizer is not None else {},

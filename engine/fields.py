@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.errors import CheckpointError
 
-LARGEST = (1 << 31) - 1  # sizes and ids become int32
+INT32_MAX = (1 << 31) - 1  # sizes and ids become int32
 SHOWN_CHARACTERS = 80
 
 
@@ -25,7 +25,7 @@ class Fields:
         """The error for a field with a wrong value."""
         return CheckpointError(f"{self.path} has {key} = {shown(self.raw.get(key))}{self._where}: it must be {must}")
 
-    def count(self, key: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
+    def count(self, key: str, default: int | None = None, least: int = 1, most: int = INT32_MAX) -> int:
         """A whole number; raises if there is neither a value nor a default."""
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -62,8 +62,8 @@ class Fields:
         if value is None:
             return ()
         ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= LARGEST for i in ids):
-            raise self.refuse(key, f"a token id (a whole number from 0 to {LARGEST:,}) or a list of them")
+        if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= INT32_MAX for i in ids):
+            raise self.refuse(key, f"a token id (a whole number from 0 to {INT32_MAX:,}) or a list of them")
         return tuple(dict.fromkeys(ids))
 
     def _value(self, key: str, default: Any) -> Any:

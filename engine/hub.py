@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from engine.errors import CheckpointError
-
-Progress = Callable[[dict[str, Any]], None]
+from engine.progress import Progress
 
 WANTED = ("*.json", "*.safetensors", "*.jinja", "LICENSE*")
 # A bare name is looked for under the organisation that publishes models called so.

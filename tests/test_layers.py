@@ -17,9 +17,9 @@ import pytest
 from tests.support.paths import ROOT
 
 ENGINE_LEVELS = (
-    ("errors",),
+    ("errors", "progress"),
     ("files", "fields"),
-    ("params", "kernels", "trace"),
+    ("params", "kernels", "trace", "eos"),
     ("config",),
     ("core", "attention"),
     ("model", "text"),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of its numbers
+E4M3_MAX = 448.0  # of its numbers
 
 
 def quantise(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from engine.kernels.gemv import ScaledMatrix, gemv
 
 SKINNY = 64  # tokens
-LARGEST = 448.0  # of e4m3
+E4M3_MAX = 448.0  # of e4m3
 BLOCK_K = 128  # as many products are summed before float32 takes over: the tensor cores keep fewer bits
 LOW = 16.0  # what is left of a number after rounding to e4m3 is at most a sixteenth of it
 
@@ -86,7 +86,7 @@ def round_rows(x: torch.Tensor, *, silu: bool = False, both: bool = False) -> tu
     scale = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(k)
     _round_rows_kernel[(tokens,)](
-        x, values, scale, k, MOST=LARGEST, FACTOR=LOW, SILU=silu, BOTH=both, BLOCK=block, PDL=True,
+        x, values, scale, k, MOST=E4M3_MAX, FACTOR=LOW, SILU=silu, BOTH=both, BLOCK=block, PDL=True,
         num_warps=max(1, min(16, block // 512)), launch_pdl=True,
     )  # fmt: skip
     return values, scale

@@ -97,7 +97,6 @@ class ModelConfig:
     windows: tuple[int, ...] = ()  # of each layer, see `window`; empty: no layer has one
     experts: ExpertsConfig | None = None  # None: every layer's MLP is dense
     dtype: str = "bfloat16"  # the checkpoint's
-    eos_ids: tuple[int, ...] = ()
 
     @property
     def max_context(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from engine.config import DTYPES
 from engine.errors import CheckpointError
 from engine.fields import Fields, shown
-from engine.files import read_json, read_json_if_there
+from engine.files import read_json
 from engine.model.config import (
     ARCHITECTURES,
     MODEL_TYPES,
@@ -50,7 +50,7 @@ class ConfigReader:
         self._raw = fields.raw
         self._path = fields.path
 
-    def model_config(self, generation: Fields) -> ModelConfig:
+    def model_config(self) -> ModelConfig:
         """Raises CheckpointError, a sentence that names the file and the field."""
         fields = self._fields
         name = self._architecture()
@@ -86,7 +86,6 @@ class ConfigReader:
             windows=self._windows(arch, layers),
             experts=self._experts(layers) if arch.experts else None,
             dtype=self._dtype(),
-            eos_ids=tuple(dict.fromkeys(generation.token_ids("eos_token_id") + fields.token_ids("eos_token_id"))),
         )
         self._refuse_foreign(arch, config)
         return config
@@ -295,8 +294,6 @@ class ConfigReader:
 
 
 def read_model_config(directory: str | Path) -> ModelConfig:
-    """The model that a checkpoint's config.json (and generation_config.json, if there) describes; raises
-    CheckpointError."""
-    path, generation = Path(directory) / "config.json", Path(directory) / "generation_config.json"
-    reader = ConfigReader(Fields(path, read_json(path)))
-    return reader.model_config(Fields(generation, read_json_if_there(generation)))
+    """The model that a checkpoint's config.json describes; CheckpointError if it is not supported."""
+    path = Path(directory) / "config.json"
+    return ConfigReader(Fields(path, read_json(path))).model_config()

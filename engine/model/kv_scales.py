@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.attention.kv_fp8 import LARGEST
+from engine.attention.kv_fp8 import E4M3_MAX
 from engine.model.decoder import Decoder, Layer
 
 SLACK = 1.15  # what is bounded has been rounded on the way, to 8 bits where weights have as many
@@ -40,7 +40,7 @@ def _layer_scales(model: Decoder, layer: Layer, rotation: float) -> torch.Tensor
         keys = layer.qk_norm[config.num_heads :].float().abs() * dim**0.5
     # Rotation turns pairs (i, i + D/2): each may end up as long as both together.
     pairs = keys.view(kv_heads, 2, -1).norm(dim=1) * rotation
-    largest = torch.stack((pairs.amax(1), values.amax(1))) * (SLACK / LARGEST)
+    largest = torch.stack((pairs.amax(1), values.amax(1))) * (SLACK / E4M3_MAX)
     return torch.exp2(largest.clamp_min(LEAST).log2().ceil())
 
 

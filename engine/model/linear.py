@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 
-LARGEST = 127  # of the 8-bit integers in use: symmetric, −128 is left out
+INT8_MAX = 127  # of the 8-bit integers in use: symmetric, −128 is left out
 
 
 class ByteWeight:
@@ -89,13 +89,13 @@ class Int8Weight(ByteWeight):
 
     @staticmethod
     def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return quantise(x)
+        return quantise_rows(x)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self.values[ids] * self.scale[ids, None]
 
     def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        values, scale = quantise(x)
+        values, scale = quantise_rows(x)
         product = torch._int_mm(values, self.values.t()).float().mul_(self.scale)
         return torch.mul(product, scale[:, None], out=product if out is None else out)
 
@@ -126,12 +126,12 @@ class Fp8Weight(ByteWeight):
 Matrix = Any  # torch.Tensor or ByteWeight; not their union, for the kernels of a GPU see tensors only
 
 
-def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [n, K] of any floating type -> int8 [n, K] and scale float32 [n], so that values · scale is nearest to x.
 
     A row with a NaN or an infinity gets one as its scale, so that whatever is made of it is seen to be bad.
     """
-    scale = torch.linalg.vector_norm(x, torch.inf, 1, dtype=torch.float32) / LARGEST
+    scale = torch.linalg.vector_norm(x, torch.inf, 1, dtype=torch.float32) / INT8_MAX
     inverse = 1 / scale.clamp_min(torch.finfo(torch.float32).tiny)
     return (x * inverse[:, None]).round_().to(torch.int8), scale
 

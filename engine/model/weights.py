@@ -6,7 +6,7 @@ than one file mapped or more than one tensor held, so the host needs little beyo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,7 @@ from engine.errors import CheckpointError
 from engine.fields import shown
 from engine.files import read_json
 from engine.model.linear import ByteWeight, Matrix
-
-Progress = Callable[[dict[str, Any]], None]  # {"stage": str, "done": int, "total": int, "text": str}
+from engine.progress import Progress
 
 FLOAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 NAMED_AT_MOST = 8  # in an error message

@@ -34,13 +34,12 @@ from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.params import SamplingParams
 from engine.process.commands import MAX_UNSENT, Command, Outbox
 from engine.process.heartbeat import TICK_S, Condition, Watch
+from engine.progress import Progress
 from engine.text.output import Delta
 from engine.trace.records import Packet, Record, packets
 
 MAX_RECORDS = 200_000  # kept for a reader that does not drain
 CLOSE_S = 4.0
-
-Progress = Callable[[dict[str, Any]], None]
 
 
 class Stream:

@@ -14,6 +14,7 @@ from typing import Any
 
 import tokenizers
 
+from engine.eos import eos_ids
 from engine.errors import CheckpointError, InvalidRequest
 from engine.fields import Fields, shown
 from engine.files import TOKENIZER_BYTES, read_bytes, read_json_if_there, read_text
@@ -56,7 +57,7 @@ class Tokenizer:
         self._names = {name: self._special(name) for name in SPECIAL_NAMES if self._config.get(name)}
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.generation = self._find_generation()
-        self.eos_ids = self._find_eos()
+        self.eos_ids = self._find_eos_ids()
         self.chat_template = self._find_template()
         self.context: int | None = None
         self._decoding = Decoding(self._tokenizer, self.special_ids)
@@ -220,14 +221,10 @@ class Tokenizer:
             raise CheckpointError(f"{fields.path} recommends what cannot be: {error}; correct or delete it") from None
         return found
 
-    def _find_eos(self) -> tuple[int, ...]:
-        ids = [
-            i
-            for name in ("generation_config.json", "config.json")
-            for i in self._fields(name).token_ids("eos_token_id")
-        ]
+    def _find_eos_ids(self) -> tuple[int, ...]:
+        ids = eos_ids(self.directory)
         named = self._tokenizer.token_to_id(self._names["eos_token"]) if "eos_token" in self._names else None
-        return tuple(dict.fromkeys(ids if named is None else [*ids, named]))
+        return ids if named is None or named in ids else (*ids, named)
 
     def _find_template(self) -> str | None:
         path = self.directory / "chat_template.jinja"

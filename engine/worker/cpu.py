@@ -12,7 +12,7 @@ import torch
 
 from engine.attention.torch_backend import TorchAttention
 from engine.core.step import StepPlan
-from engine.model.weights import Progress
+from engine.progress import Progress
 from engine.worker.cpu_decode import CPUDecode
 from engine.worker.inputs import Inputs
 from engine.worker.launch import Launched

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from engine.attention.base import AttentionBackend
 from engine.attention.kv_pool import KVPool
 from engine.model.decoder import Decoder, DenseMLP
-from engine.model.linear import LARGEST, Int8Weight, Matrix
+from engine.model.linear import INT8_MAX, Int8Weight, Matrix
 
 TINY = float(np.finfo(np.float32).tiny)
 KEPT_SIZES = 8  # numbers of sequences for which buffers are kept
@@ -169,7 +169,7 @@ def _int8_product(weight: Int8Weight, x: np.ndarray) -> np.ndarray:
     """weight [out, in] · x [in, n] -> [n, out], or · x [in] -> [out]. Int8Weight.product in numpy's cheaper calls."""
     rows = x.T if x.ndim > 1 else x[None]
     scale = np.abs(rows).max(1, keepdims=True)
-    scale /= LARGEST
+    scale /= INT8_MAX
     values = np.rint(rows / np.maximum(scale, TINY)).astype(np.int8, order="C")
     sums = torch._int_mm(torch.from_numpy(values), weight.values.t()).numpy()
     product = np.multiply(sums, scale, dtype=np.float32)

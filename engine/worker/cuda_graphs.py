@@ -38,7 +38,7 @@ from engine.kernels.prefill_attention import BLOCK_M, num_splits
 from engine.kernels.row_settings import NUM_SETTINGS
 from engine.kernels.sample import SampleWorkspace, draw
 from engine.model.group import Spent
-from engine.model.weights import Progress
+from engine.progress import Progress
 from engine.worker import fused_ops
 from engine.worker.fused_decode import DecodeLayers
 from engine.worker.inputs import Inputs

@@ -6,10 +6,9 @@ import os
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
+from engine.fields import INT32_MAX
 from engine.model.config import ModelConfig
 from engine.worker.limits import Limits
-
-LARGEST_INT32 = (1 << 31) - 1  # block ids and positions
 
 
 def check_memory(model: ModelConfig, config: EngineConfig, limits: Limits, total: int | None = None) -> None:
@@ -18,10 +17,10 @@ def check_memory(model: ModelConfig, config: EngineConfig, limits: Limits, total
     `total`: bytes of that memory; None: as the system says. Counts what is certain: weights, KV cache, tables.
     """
     blocks = config.num_blocks or -(-(config.kv_tokens or 1) // config.block_size)
-    if max(blocks * config.block_size, limits.max_model_len) > LARGEST_INT32:
+    if max(blocks * config.block_size, limits.max_model_len) > INT32_MAX:
         raise EngineError(
             f"{blocks:,} KV blocks of {config.block_size:,} tokens and a max_model_len of {limits.max_model_len:,} are "
-            f"too many: at most {LARGEST_INT32:,} tokens can be addressed; lower --kv-blocks, --block-size or "
+            f"too many: at most {INT32_MAX:,} tokens can be addressed; lower --kv-blocks, --block-size or "
             "--max-model-len"
         )
     ranks = config.tensor_parallel_size

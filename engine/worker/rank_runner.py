@@ -25,10 +25,11 @@ from engine.core.step import StepPlan, StepResult
 from engine.errors import DeviceLost, EngineError
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
-from engine.model.weights import Progress, Slot
+from engine.model.weights import Slot
 from engine.parallel.group import Ranks
 from engine.parallel.processes import Workers, device_of
 from engine.parallel.shards import check, shard_config, shard_slots
+from engine.progress import Progress
 from engine.worker.inputs import Inputs
 from engine.worker.launch import Launched
 from engine.worker.limits import resolve

@@ -31,7 +31,8 @@ from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.group import ALONE, Group
 from engine.model.kv_scales import kv_scales
-from engine.model.weights import Progress, Slot, dummy_weights, load_weights
+from engine.model.weights import Slot, dummy_weights, load_weights
+from engine.progress import Progress
 from engine.worker.inputs import Inputs, Layout, drawing_tokens, logit_rows
 from engine.worker.launch import Launched, PromptLogprobs
 from engine.worker.limits import resolve

@@ -32,7 +32,7 @@ import torch
 
 from engine.attention.base import ForwardMeta
 from engine.core.step import StepPlan, StepResult
-from engine.model.weights import Progress
+from engine.progress import Progress
 from engine.worker.cuda_graphs import DRAWABLE, Drawing, GraphRunner, Staging, Work, ladder
 from engine.worker.inputs import Inputs, drawing_tokens
 from engine.worker.launch import Launched, enter_draws, listed_load

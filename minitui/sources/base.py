@@ -7,15 +7,11 @@ Nothing heavy is imported before `start`: the application draws first.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from engine.params import SamplingParams
+from engine.progress import Progress
 from engine.trace.records import Record
-
-if TYPE_CHECKING:
-    pass
-
-Progress = Callable[[dict[str, Any]], None]
 
 
 class Delta(Protocol):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.eos import eos_ids
 from engine.errors import CheckpointError, EngineError
 from engine.hub import find_cached, resolve_model
 from engine.model.config import ModelConfig
@@ -83,10 +84,20 @@ def test_published_qwen3_configs_have_the_parameters_their_names_say() -> None:
             assert read_model_config(folder).num_parameters / 1e9 == pytest.approx(billions, abs=0.01)
 
 
-def test_end_ids_are_those_of_both_files_each_once(tmp_path: Path) -> None:
-    assert read(tmp_path).eos_ids == (151645,)
-    assert read(tmp_path, generation_config={"eos_token_id": [151645, 151643]}).eos_ids == (151645, 151643)
-    assert read(tmp_path, {"eos_token_id": None}, generation_config={}).eos_ids == ()
+def test_end_ids_come_from_both_files_each_once(tmp_path: Path) -> None:
+    read(tmp_path)
+    assert eos_ids(tmp_path) == (151645,)
+    read(tmp_path, generation_config={"eos_token_id": [151645, 151643]})
+    assert eos_ids(tmp_path) == (151645, 151643)
+    read(tmp_path, {"eos_token_id": None}, generation_config={})
+    assert eos_ids(tmp_path) == ()
+
+
+@pytest.mark.parametrize("value", ["x", [1, 2.0], 10**30])
+def test_end_ids_must_be_token_ids(value: Any, tmp_path: Path) -> None:
+    read(tmp_path, {"eos_token_id": value})
+    with pytest.raises(CheckpointError, match=r"config\.json has eos_token_id = .*: it must be a token id"):
+        eos_ids(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -229,9 +240,6 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"architectures": [["Qwen3ForCausalLM"]]}, "supported are"),
         ({"architectures": None, "model_type": ["qwen3"]}, "the name of a family"),
         (LLAMA | {"model_type": "qwen2"}, "belong to different families"),
-        ({"eos_token_id": "x"}, "eos_token_id = 'x': it must be a token id"),
-        ({"eos_token_id": [1, 2.0]}, "must be a token id"),
-        ({"eos_token_id": 10**30}, "must be a token id"),
     ],
 )
 def test_what_is_not_understood_is_refused_not_ignored(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -275,7 +283,7 @@ def test_every_field_of_the_familys_configuration_is_looked_at(
 
     from transformers import AutoConfig
 
-    import engine.config
+    import engine.model.hf_config
 
     class Watched(dict[str, Any]):
         seen: set[str] = set()  # noqa: RUF012
@@ -291,11 +299,12 @@ def test_every_field_of_the_familys_configuration_is_looked_at(
     config = AutoConfig.for_model(kind)
     raw = Watched({**QWEN3, **EXPERTS, "architectures": None, "model_type": kind})
     del raw["use_sliding_window"], raw["max_window_layers"]
-    monkeypatch.setattr(engine.config, "read_json", lambda path: raw)
+    monkeypatch.setattr(engine.model.hf_config, "read_json", lambda path: raw)
     read_model_config(tmp_path)
     from engine.model.foreign_keys import neutral_values
 
     looked_at = raw.seen | set(neutral_values(64, 64, 2))
+    looked_at.add("eos_token_id")  # by engine.eos
     assert {field.name for field in dataclasses.fields(config)} - looked_at - WITHOUT_EFFECT == set()
 
 

@@ -15,7 +15,7 @@ from engine.errors import CheckpointError, EngineError
 from engine.llm import LLM
 from engine.model.decoder import Decoder
 from engine.model.hf_config import read_model_config
-from engine.model.linear import Fp8Weight, Int8Weight, embed, linear, quantise
+from engine.model.linear import Fp8Weight, Int8Weight, embed, linear, quantise_rows
 from engine.model.weights import dummy_weights, load_weights
 from engine.params import SamplingParams
 from engine.worker import quantised
@@ -39,7 +39,7 @@ def prompt(seed: int, length: int = 20) -> list[int]:
 def test_a_rounded_row_is_nowhere_further_off_than_half_a_step() -> None:
     x = torch.randn(7, 33) * torch.logspace(-3, 3, 7)[:, None]
     x[3] = 0
-    values, scale = quantise(x)
+    values, scale = quantise_rows(x)
     assert values.dtype == torch.int8
     assert values.abs().amax(1).tolist() == [127, 127, 127, 0, 127, 127, 127]
     assert ((values * scale[:, None] - x).abs() <= scale[:, None] / 2 * (1 + 1e-5)).all()
@@ -48,7 +48,7 @@ def test_a_rounded_row_is_nowhere_further_off_than_half_a_step() -> None:
 def test_a_product_is_that_of_the_rounded_matrices() -> None:
     weight, x, bias = Int8Weight.empty(5, 33, CPU), torch.randn(4, 33), torch.randn(5)
     weight.copy_(torch.randn(5, 33).bfloat16())
-    values, scale = quantise(x)
+    values, scale = quantise_rows(x)
     wide = (weight.values.double() * weight.scale.double()[:, None]).t()
     expected = (values.double() * scale.double()[:, None]) @ wide + bias
     torch.testing.assert_close(linear(x, weight, bias).double(), expected, rtol=1e-5, atol=1e-5)
@@ -74,7 +74,7 @@ def test_a_checkpoint_is_rounded_tensor_by_tensor(directory: Path) -> None:
     assert small.head is small.embedding
     for ours, theirs in zip(small.slots(), plain.slots(), strict=True):
         if isinstance(ours.view, Int8Weight):
-            values, scale = quantise(theirs.view)
+            values, scale = quantise_rows(theirs.view)
             assert torch.equal(ours.view.values, values), ours.name
             assert torch.equal(ours.view.scale, scale), ours.name
         else:
@@ -113,8 +113,8 @@ def test_random_weights_are_those_of_the_other_types_rounded(directory: Path) ->
     plain, small = (Decoder(config, torch.float32, CPU, 16, quantised=quantised) for quantised in (None, Int8Weight))
     dummy_weights(plain.slots(), 5)
     dummy_weights(small.slots(), 5)
-    assert torch.equal(small.layers[1].mlp.down.values, quantise(plain.layers[1].mlp.down)[0])
-    assert torch.equal(small.head.values, quantise(plain.head)[0])
+    assert torch.equal(small.layers[1].mlp.down.values, quantise_rows(plain.layers[1].mlp.down)[0])
+    assert torch.equal(small.head.values, quantise_rows(plain.head)[0])
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

@@ -1,0 +1,8 @@
+"""The type of a progress callback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Progress = Callable[[dict[str, Any]], None]  # {"stage": str, "done": int, "total": int (0: unknown), "text": str}
