@@ -7,15 +7,19 @@ from collections import deque
 from dataclasses import replace
 
 import pytest
+from textual.app import App, ComposeResult
 
 from minitui.bench import app
 from minitui.stress import SMALL, Stress
+from minitui.theme import THEMES
 from minitui.thrift import Thrift
 from minitui.view import View
 from minitui.view.history import Steps
 from minitui.view.lanes import LANES_KEPT, PREFILLING, Lane, Lanes
 from minitui.view.log import EVENTS_ALWAYS, EVENTS_KEPT, Events
 from minitui.view.travel import Past
+from minitui.widgets.base import LinePanel, Picture
+from minitui.widgets.rows import Row
 
 LOAD = replace(SMALL, chats=6, step_ms=12.0)
 
@@ -108,6 +112,32 @@ def test_lanes_of_requests_that_ended_are_bounded_in_number() -> None:
         lanes.fold((id, 0.0, "finish", id, "abort", 0), 0.0)
         lanes.forget_before(-1)
     assert len(lanes.lanes) == len(lanes.ended) == LANES_KEPT
+
+
+async def test_what_was_drawn_leaves_no_regions_behind() -> None:
+    class Panel(LinePanel):
+        at = 0
+
+        def picture(self, view: View, width: int, height: int) -> Picture:
+            cells = [("x", "bold ink") if x == self.at else (".", "ink") for x in range(width)]
+            return Picture([Row().extend(cells).done(width)] * height)
+
+    class Drawing(App[None]):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_theme(THEMES[0])
+            self.theme = THEMES[0].name
+
+        def compose(self) -> ComposeResult:
+            yield Panel()
+
+    app, view = Drawing(), View()
+    async with app.run_test(size=(80, 24)) as pilot:
+        panel = app.query_one(Panel)
+        for panel.at in range(70):
+            panel.paint(view)
+            await pilot.pause()
+        assert panel.text and len(panel._dirty_regions) < 100, f"{len(panel._dirty_regions)} regions"
 
 
 def test_folding_is_measured() -> None:
