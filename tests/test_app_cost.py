@@ -119,7 +119,7 @@ async def test_what_was_drawn_leaves_no_regions_behind() -> None:
         at = 0
 
         def picture(self, view: View, width: int, height: int) -> Picture:
-            cells = [("x", "bold ink") if x == self.at else (".", "ink") for x in range(width)]
+            cells = [("x" if x == self.at else ".", ("ink", "dim")[x % 2]) for x in range(width)]  # a run each
             return Picture([Row().extend(cells).done(width)] * height)
 
     class Drawing(App[None]):
