@@ -54,7 +54,9 @@ def build_engine(
     tell = on_progress or (lambda progress: None)
     started = time.perf_counter()
     tell({"stage": "model", "done": 0, "total": 0, "text": f"looking for {config.model}"})
-    directory = resolve_model(config.model, on_progress=tell)
+    directory = resolve_model(
+        config.model, on_progress=tell, weights=not config.dummy_weights, tokenizer=config.load_tokenizer
+    )
     model = ModelConfig.from_pretrained(directory)
     before_torch()
     limits = resolve(config, model)

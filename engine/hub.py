@@ -1,4 +1,4 @@
-"""Where a model's files are: a directory, the local Hugging Face cache, or the hub.
+"""Where a model's files are: a directory, the local Hugging Face cache, or the hub (engine/hub_download.py).
 
 Looking in the cache needs no library; downloading needs huggingface_hub.
 """
@@ -6,37 +6,59 @@ Looking in the cache needs no library; downloading needs huggingface_hub.
 from __future__ import annotations
 
 import os
-import threading
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.errors import CheckpointError
+from engine.fields import shown
+from engine.files import CONFIG, INDEX, missing_weights
 
 Progress = Callable[[dict[str, Any]], None]
 
-WANTED = ("*.json", "*.safetensors", "*.jinja", "LICENSE*")
 # A bare name is looked for under the organisation that publishes models called so.
 ORGANISATIONS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama", "mistral": "mistralai"}
-POLL_SECONDS = 0.25
+NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?")
+LONGEST_NAME = 96  # the hub's own limit
 
 
-def resolve_model(name: str, on_progress: Progress | None = None) -> Path:
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One revision of a repository in the local cache."""
+
+    repository: str
+    path: Path
+    missing: tuple[str, ...]  # files of weights that are not there yet
+
+    def complete(self, weights: bool = True) -> bool:
+        """Whether the download has ended; without weights: that of config.json and the tokenizer."""
+        return not self.missing if weights else (self.path / "tokenizer.json").is_file()
+
+
+def resolve_model(name: str, on_progress: Progress | None = None, weights: bool = True, tokenizer: bool = True) -> Path:
     """The directory with the checkpoint called `name`: a directory, "Qwen3-8B" or "Qwen/Qwen3-8B".
 
     Looked for in this order: as a path, in the local Hugging Face cache, on the hub (downloaded to the cache, with
-    progress). Raises CheckpointError with what was tried.
+    progress; what an interrupted download left is kept). A model on the hub that is not supported is refused before
+    its weights are downloaded. Raises CheckpointError with what was tried.
+
+    `weights`: False if config.json and the tokenizer are enough. `tokenizer`: False if it is not needed.
     """
-    path = Path(name).expanduser()
-    if name and path.is_dir():
-        return path
-    if path.is_file():
-        raise CheckpointError(f"{path} is a file: give the directory that holds config.json and the weights")
-    parts = name.split("/")
-    if len(parts) > 2 or any(part in ("", ".", "..", "~") for part in parts):
-        raise CheckpointError(f"{name!r} is not a directory, and cannot be the name of a model on the hub either")
-    cached = find_cached(name)
-    return cached if cached is not None else _download(_repository(name), on_progress)
+    directory = _as_directory(name)
+    if directory is not None:
+        return directory
+    _check_name(name)
+    found = _cached(name)
+    whole = next((snapshot for snapshot in found if snapshot.complete(weights)), None)
+    if whole is not None:
+        return whole.path
+    from engine.hub_download import Download
+
+    repository = _repository(name, found)
+    begun = next((snapshot for snapshot in found if snapshot.repository == repository), None)
+    return Download(repository, begun, on_progress).run(weights, tokenizer)
 
 
 def cache_directory() -> Path:
@@ -49,85 +71,75 @@ def cache_directory() -> Path:
 
 def find_cached(name: str) -> Path | None:
     """The newest complete snapshot of a model in the local cache; a bare name may be of any organisation."""
-    pattern = "models--" + name.replace("/", "--") if "/" in name else f"models--*--{name}"
-    snapshots = [
-        path.parent
-        for repository in cache_directory().glob(pattern)
-        for path in repository.glob("snapshots/*/config.json")
-        if any(path.parent.glob("*.safetensors"))
+    return next((snapshot.path for snapshot in _cached(name) if snapshot.complete()), None)
+
+
+def cached_snapshots(pattern: str = "models--*") -> list[Snapshot]:
+    """Every snapshot in the local cache that has a config.json, the newest first."""
+    found = [
+        (config.stat().st_mtime, Snapshot(_name_of(folder), config.parent, tuple(_missing(config.parent))))
+        for folder in cache_directory().glob(pattern)
+        for config in folder.glob(f"snapshots/*/{CONFIG}")
+        if config.is_file()
     ]
-    return max(snapshots, key=lambda path: path.stat().st_mtime, default=None)
+    return [snapshot for _, snapshot in sorted(found, key=lambda pair: pair[0], reverse=True)]
 
 
-def _repository(name: str) -> str:
+def _as_directory(name: str) -> Path | None:
+    try:
+        path = Path(name).expanduser()
+        if name and path.is_dir():
+            return path
+        is_file = path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, not permitted, or the home of an unknown user
+        raise CheckpointError(
+            f"{shown(name)} is not a directory ({shown(str(error))[1:-1]}): give the directory that holds config.json, "
+            "or the name of a model, as in Qwen/Qwen3-0.6B"
+        ) from None
+    if is_file:
+        raise CheckpointError(f"{path} is a file: give the directory that holds config.json and the weights")
+    return None
+
+
+def _check_name(name: str) -> None:
+    plain, colon, file = name.rpartition(":")
+    if colon and "/" not in file and NAME.fullmatch(plain):
+        plain = re.sub(r"[-_.]gguf$", "", plain, flags=re.IGNORECASE)
+        raise CheckpointError(
+            f"{shown(name)} is not a directory, and a name with a colon means one file of a GGUF repository: GGUF and "
+            f"quantised files are not read here; name the repository with the plain weights, as in {plain}"
+        )
+    if not NAME.fullmatch(name) or len(name) > LONGEST_NAME or {".", ".."} & set(name.split("/")):
+        raise CheckpointError(
+            f"{shown(name)} is not a directory, and cannot be the name of a model on the hub either: a name is like "
+            "Qwen/Qwen3-0.6B"
+        )
+
+
+def _cached(name: str) -> list[Snapshot]:
+    return cached_snapshots("models--" + name.replace("/", "--") if "/" in name else f"models--*--{name}")
+
+
+def _missing(directory: Path) -> list[str]:
+    try:
+        return missing_weights(directory)
+    except CheckpointError:  # the index cannot be read
+        return [INDEX]
+
+
+def _name_of(folder: Path) -> str:
+    return folder.name.removeprefix("models--").replace("--", "/", 1)
+
+
+def _repository(name: str, begun: list[Snapshot]) -> str:
     if "/" in name:
         return name
     for prefix, organisation in ORGANISATIONS.items():
         if name.lower().startswith(prefix):
             return f"{organisation}/{name}"
+    if begun:
+        return begun[0].repository
     raise CheckpointError(
         f"{name!r} is neither a directory nor in the cache {cache_directory()}: give a directory, or the full name on "
         f"the hub, as in Qwen/{name}"
     )
-
-
-def _download(repository: str, on_progress: Progress | None) -> Path:
-    where = f"{repository} is neither a directory nor in the cache {cache_directory()}"
-    try:
-        import huggingface_hub as hub
-        from huggingface_hub.utils import disable_progress_bars  # not an attribute of every version's package
-    except ImportError:
-        what = "huggingface_hub, which is not installed: pip install huggingface_hub"  # no extra: all installs have it
-        raise CheckpointError(f"{where}, and downloading needs {what}") from None
-    disable_progress_bars()
-    try:
-        files = hub.HfApi().model_info(repository, files_metadata=True).siblings or []
-        total = sum(file.size or 0 for file in files if any(Path(file.rfilename).match(part) for part in WANTED))
-        with _Watch(cache_directory() / f"models--{repository.replace('/', '--')}", repository, total, on_progress):
-            return Path(hub.snapshot_download(repository, allow_patterns=list(WANTED)))
-    except Exception as error:  # the library raises its own, requests' and the operating system's errors
-        kind = type(error).__name__
-        if kind in ("RepositoryNotFoundError", "GatedRepoError", "RevisionNotFoundError"):
-            raise CheckpointError(
-                f"{where}, and the hub does not give it ({kind}): check the name, and log in with `hf auth login` if "
-                "the model asks for it"
-            ) from error
-        raise CheckpointError(
-            f"{where}, and the hub could not be reached ({kind}: {error}): connect to the internet, or give a directory"
-        ) from error
-
-
-class _Watch:
-    """Reports how far a download has come, from the size of the cache's folder."""
-
-    def __init__(self, folder: Path, name: str, total: int, on_progress: Progress | None) -> None:
-        self._folder, self._name, self._total, self._tell = folder, name, total, on_progress
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="download progress")
-
-    def __enter__(self) -> _Watch:
-        if self._tell is not None:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        if self._tell is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        assert self._tell is not None
-        while not self._over.wait(POLL_SECONDS):
-            done = min(self._total, _size(self._folder / "blobs"))
-            text = f"downloading {self._name}: {done / 1e9:.2f} of {self._total / 1e9:.2f} GB"
-            self._tell({"stage": "download", "done": done, "total": self._total, "text": text})
-
-
-def _size(folder: Path) -> int:
-    total = 0
-    for path in folder.glob("*"):
-        try:
-            total += path.stat().st_size
-        except OSError:  # renamed just now, from incomplete to whole
-            continue
-    return total

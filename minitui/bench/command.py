@@ -89,7 +89,7 @@ def _attached(options: argparse.Namespace, on_gpu: bool, say: Any) -> dict[str, 
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="minitui-bench-") as folder:
         for label, model, dummy in _models(options, Path(folder), on_gpu):
-            directory = resolve_model(model)
+            directory = resolve_model(model, weights=not dummy, tokenizer=False)
             chosen = _engine_options(options, dummy, on_gpu, ModelConfig.from_pretrained(directory).max_context)
             chosen["load_tokenizer"] = (directory / "tokenizer.json").exists()
             config = EngineConfig(str(directory), **chosen)
@@ -153,7 +153,7 @@ def _measure(
     from minitui.bench.speculation import CPU_REPLY, CPU_STREAMS, REPLY, STREAMS, speculation_rows, timed
     from minitui.bench.watching import watching
 
-    directory = resolve_model(model)
+    directory = resolve_model(model, weights=not dummy, tokenizer=False)
     config = ModelConfig.from_pretrained(directory)
     load = partial(LLM, str(directory), **_engine_options(options, dummy, on_gpu, config.max_context))
     llm = load()
