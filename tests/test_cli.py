@@ -225,7 +225,7 @@ def _verify():
 
 @pytest.mark.parametrize(("package", "extra", "use"), [
     ("uvicorn", "serve", lambda: _import_again("minitui.server.command")),
-    ("httpx", "serve", lambda: _import_again("minitui.wire")),
+    ("httpx", "serve", lambda: _import_again("minitui.bounds")),  # wire has httpx from there
     ("textual_serve", "web,serve", _in_a_browser),
     ("transformers", "verify", _verify),
 ])  # fmt: skip
