@@ -14,7 +14,7 @@ from engine.core.engine import Engine
 from engine.core.scheduler import SchedulerConfig
 from engine.eos import eos_ids
 from engine.errors import EngineError
-from engine.hub import resolve_model
+from engine.hub.resolve import resolve_model
 from engine.model.config import ModelConfig
 from engine.model.hf_config import read_model_config
 from engine.progress import Progress
@@ -58,7 +58,9 @@ def build_engine(
     tell = on_progress or (lambda progress: None)
     started = time.perf_counter()
     tell({"stage": "model", "done": 0, "total": 0, "text": f"looking for {config.model}"})
-    directory = resolve_model(config.model, on_progress=tell)
+    directory = resolve_model(
+        config.model, on_progress=tell, weights=not config.dummy_weights, tokenizer=config.load_tokenizer
+    )
     model = read_model_config(directory)
     before_torch()
     limits = resolve(config, model)

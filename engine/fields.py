@@ -10,6 +10,7 @@ from engine.errors import CheckpointError
 
 INT32_MAX = (1 << 31) - 1  # sizes and ids become int32
 SHOWN_CHARACTERS = 80
+LISTED_AT_MOST = 8
 
 
 class Fields:
@@ -81,3 +82,9 @@ def shown(value: Any) -> str:
     except ValueError:  # an integer of thousands of digits
         text = "a very long number"
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
+
+
+def listed(names: list[str]) -> str:
+    """Names as a message lists them: the first few, and how many more there are."""
+    more = len(names) - LISTED_AT_MOST
+    return ", ".join(names[:LISTED_AT_MOST]) + (f" and {more:,} more" if more > 0 else "")

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import CheckpointError
+from engine.fields import listed, shown
 
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 JSON_BYTES = 64 << 20  # the index of a model with 100,000 tensors has 10 MB
 TOKENIZER_BYTES = 256 << 20  # the largest published tokenizer.json has 34 MB
 
@@ -72,3 +74,43 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_json_if_there(path: Path) -> dict[str, Any]:
     """The same; {} if there is no such file."""
     return read_json(path) if path.exists() else {}
+
+
+def checkpoint_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: model.safetensors, or the shards its index names."""
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE]
+    index = directory / INDEX
+    if index.is_file():
+        names, absent = shard_names(index), missing_weights(directory)
+        if absent:
+            raise CheckpointError(
+                f"{index} names {len(names)} files, of which {listed(absent)} {'is' if len(absent) == 1 else 'are'} "
+                "missing: download the checkpoint again"
+            )
+        return [directory / name for name in names]
+    others = sorted(path.name for path in directory.glob("*.bin"))
+    hint = f"only {listed(others)}: convert it to safetensors" if others else "download the checkpoint again"
+    raise CheckpointError(f"{directory} holds neither {SINGLE} nor {INDEX}, {hint}")
+
+
+def missing_weights(directory: Path) -> list[str]:
+    """The names of the files that the directory of a checkpoint lacks of its weights."""
+    if (directory / SINGLE).is_file():
+        return []
+    index = directory / INDEX
+    names = shard_names(index) if index.is_file() else [SINGLE]
+    return [name for name in names if not (directory / name).is_file()]
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files that a model.safetensors.index.json names, each once: they lie beside it."""
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f"{index} has no weight_map: download it again")
+    for name in names.values():
+        if not isinstance(name, str) or not name.endswith(".safetensors") or set(name) & set("/\\\0"):
+            raise CheckpointError(
+                f"{index} names {shown(name)}, which is no safetensors file beside it: download it again"
+            )
+    return list(dict.fromkeys(names.values()))

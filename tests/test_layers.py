@@ -18,7 +18,8 @@ from tests.support.paths import ROOT
 
 ENGINE_LEVELS = (
     ("errors", "progress"),
-    ("files", "fields"),
+    ("fields",),
+    ("files",),
     ("params", "kernels", "trace", "eos"),
     ("config",),
     ("core", "attention"),

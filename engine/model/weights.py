@@ -15,13 +15,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointError
-from engine.fields import shown
-from engine.files import read_json
+from engine.fields import listed
+from engine.files import checkpoint_files
 from engine.model.linear import ByteWeight, Matrix
 from engine.progress import Progress
 
 FLOAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-NAMED_AT_MOST = 8  # in an error message
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,38 +106,6 @@ def dummy_weights(slots: Iterable[Slot], seed: int) -> None:
             slot.view.copy_(slot.take(slot.view.new_empty(slot.shape).normal_(0, 0.02, generator=generator)))
 
 
-def checkpoint_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: model.safetensors, or the shards its index names."""
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if index.is_file():
-        files = [directory / name for name in shard_names(index)]
-        absent = [path.name for path in files if not path.is_file()]
-        if absent:
-            raise CheckpointError(
-                f"{index} names {len(files)} files, of which {_listed(absent)} {'is' if len(absent) == 1 else 'are'} "
-                "missing: download the checkpoint again"
-            )
-        return files
-    others = sorted(path.name for path in directory.glob("*.bin"))
-    hint = f"only {_listed(others)}: convert it to safetensors" if others else "download the checkpoint again"
-    raise CheckpointError(f"{directory} holds neither model.safetensors nor model.safetensors.index.json, {hint}")
-
-
-def shard_names(index: Path) -> list[str]:
-    """The files that a model.safetensors.index.json names, each once: they lie beside it."""
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not names:
-        raise CheckpointError(f"{index} has no weight_map: download it again")
-    for name in names.values():
-        if not isinstance(name, str) or not name.endswith(".safetensors") or set(name) & set("/\\\0"):
-            raise CheckpointError(
-                f"{index} names {shown(name)}, which is no safetensors file beside it: download it again"
-            )
-    return list(dict.fromkeys(names.values()))
-
-
 def _wanted(slots: Iterable[Slot], files: list[Path]) -> dict[str, Slot]:
     """The slots by name: those that have parts whole if the files hold them so, else part by part."""
     held: set[str] = set()
@@ -173,11 +140,11 @@ def _check(wanted: dict[str, Slot], files: list[Path], directory: Path, tied: bo
                     total += FLOAT_BYTES[dtype] * slot.scalars
     faults = []
     if missing:
-        faults.append(f"lacks {_listed(list(missing))}")
+        faults.append(f"lacks {listed(list(missing))}")
     if unexpected:
-        faults.append(f"has {_listed(unexpected)}, unknown to this architecture")
+        faults.append(f"has {listed(unexpected)}, unknown to this architecture")
     if misshapen:
-        faults.append(f"does not fit config.json ({_listed(misshapen)})")
+        faults.append(f"does not fit config.json ({listed(misshapen)})")
     if faults:
         where = files[0] if len(files) == 1 else directory
         raise CheckpointError(
@@ -226,8 +193,3 @@ def _read(slot: Slot, file: Any, path: Path) -> torch.Tensor:
 def _is_derived(name: str) -> bool:
     """Older Llama checkpoints carry the rotary frequencies, which follow from the configuration."""
     return name.endswith(".rotary_emb.inv_freq")
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - NAMED_AT_MOST
-    return ", ".join(names[:NAMED_AT_MOST]) + (f" and {more:,} more" if more > 0 else "")

@@ -107,7 +107,7 @@ def _measure(
 ) -> dict[str, Any]:
     import torch
 
-    from engine.hub import resolve_model
+    from engine.hub.resolve import resolve_model
     from engine.llm import LLM
     from engine.model.hf_config import read_model_config
     from minitui.bench.cpu import cpu_rows
@@ -116,7 +116,7 @@ def _measure(
     from minitui.bench.speculation import CPU_REPLY, CPU_STREAMS, REPLY, STREAMS, speculation_rows, timed
     from minitui.bench.watching import watching
 
-    directory = resolve_model(model)
+    directory = resolve_model(model, weights=not dummy, tokenizer=False)
     config = read_model_config(directory)
     load = partial(LLM, str(directory), **engine_options(options, dummy, on_gpu, config.max_context))
     llm = load()

@@ -8,10 +8,10 @@ import platform
 import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from engine.errors import how_to_install
+from engine.fields import listed
 
 EXTRAS = {  # module -> (extra, what it is for)
     "flash_attn": ("flash", "FlashAttention-4 for prompts, on NVIDIA Hopper and Blackwell: used where it is installed"),
@@ -43,6 +43,7 @@ def examine() -> dict[str, Any]:
             )
     memory = _memory_gib()
     room = max((g["free_gib"] for g in gpus), default=memory)
+    models, incomplete = _cached_models()
     bytes_each = 2 if gpus else 4  # bfloat16 on a GPU, float32 on a CPU
     return {
         "minitui": version("minitui") if _installed("minitui") else "not installed",
@@ -58,7 +59,8 @@ def examine() -> dict[str, Any]:
         "modules": {m: _version(m) for m in EXTRAS},
         "fits": {name: parameters * bytes_each / 2**30 * 1.15 < room for name, parameters in SIZES},
         "terminal": _terminal(),
-        "models": _cached_models(),
+        "models": models,
+        "incomplete_models": incomplete,
         "files": _files(),
     }
 
@@ -81,6 +83,9 @@ def report(found: dict[str, Any]) -> list[str]:
         lines.append(f"  {name:<12} {'yes' + speed if fits else 'no: its weights do not fit into memory'}")
     if found["models"]:
         lines += ["", "Checkpoints in the local Hugging Face cache: " + ", ".join(found["models"])]
+    if found["incomplete_models"]:
+        lines += ["", "Incomplete there (--model NAME downloads what is missing):"]
+        lines += [f"  {name}: lacks {listed(missing)}" for name, missing in found["incomplete_models"].items()]
     lines += ["", "Optional parts:"]
     for module, (extra, purpose) in EXTRAS.items():
         have = found["modules"][module]
@@ -145,12 +150,14 @@ def _terminal() -> dict[str, Any]:
     }
 
 
-def _cached_models() -> list[str]:
-    from huggingface_hub.constants import HF_HUB_CACHE
+def _cached_models() -> tuple[list[str], dict[str, list[str]]]:
+    """The models of the cache that can be used, and those that cannot: which files of weights are missing."""
+    from engine.hub.cache import cached_snapshots
 
-    root = Path(HF_HUB_CACHE)
-    found = root.glob("models--*/snapshots/*/config.json") if root.is_dir() else iter(())
-    return sorted({path.parts[-4].removeprefix("models--").replace("--", "/") for path in found})
+    snapshots = cached_snapshots()
+    whole = {snapshot.repository for snapshot in snapshots if snapshot.complete()}
+    partial = {snapshot.repository: list(snapshot.missing) for snapshot in reversed(snapshots)}
+    return sorted(whole), {name: partial[name] for name in sorted(partial.keys() - whole)}
 
 
 def _files() -> dict[str, str]:

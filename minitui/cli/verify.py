@@ -55,7 +55,7 @@ class Reference:
 def verify(model: str, dtype: str = "auto", device: str = "auto", as_json: bool = False) -> int:
     """Print the comparison; 0 if everything agrees, 1 if anything differs. Raises EngineError if it cannot run."""
     from engine.config import EngineConfig
-    from engine.hub import resolve_model
+    from engine.hub.resolve import resolve_model
     from engine.model.hf_config import read_model_config
     from engine.worker.limits import resolve
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.hub import resolve_model
+from engine.hub.resolve import resolve_model
 from engine.model.hf_config import read_model_config
 from minitui.bench import main as bench
 from minitui.visible import json_text
@@ -60,7 +60,7 @@ def _attached(options: argparse.Namespace, say: Any) -> dict[str, Any]:
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="minitui-bench-") as folder:
         for label, model, dummy in bench.models(options, Path(folder), on_gpu):
-            directory = resolve_model(model)
+            directory = resolve_model(model, weights=not dummy, tokenizer=False)
             chosen = bench.engine_options(options, dummy, on_gpu, read_model_config(directory).max_context)
             chosen["load_tokenizer"] = (directory / "tokenizer.json").exists()
             config = EngineConfig(str(directory), **chosen)

@@ -189,6 +189,7 @@ def test_doctor_says_what_runs_here_and_what_to_install():
     found = {
         "minitui": "0.1.0", "python": "3.11", "torch": "2.13", "platform": "Linux", "cpu_cores": 2, "memory_gib": 8.0,
         "gpus": [], "fits": {"Qwen3-0.6B": True, "Qwen3-8B": False}, "models": ["Qwen/Qwen3-0.6B"],
+        "incomplete_models": {"Qwen/Qwen3-4B": ["model.safetensors"]},
         "modules": {**dict.fromkeys(EXTRAS), "llguidance": "1.0"},
         "terminal": {"columns": 70, "rows": 20, "colours": "256", "utf8": False}, "files": {"Settings": "x"},
     }  # fmt: skip
@@ -201,6 +202,7 @@ def test_doctor_says_what_runs_here_and_what_to_install():
     assert "[structured]" not in text
     assert "make it 80×24 or more" in text
     assert "use --ascii" in text
+    assert "Qwen/Qwen3-4B: lacks model.safetensors" in text
     gpu = {"name": "A", "memory_gib": 80.0, "free_gib": 79.0, "compute": "9.0"}
     assert "--tensor-parallel-size 2 to 4" in "\n".join(report({**found, "gpus": [gpu] * 4, "ranks": ["nccl"]}))
 
@@ -224,7 +226,7 @@ def _verify():
 
 @pytest.mark.parametrize(("package", "extra", "use"), [
     ("uvicorn", "serve", lambda: _import_again("minitui.server.command")),
-    ("httpx", "serve", lambda: _import_again("minitui.sources.http")),
+    ("httpx", "serve", lambda: _import_again("minitui.sources.bounds")),  # http has httpx from there
     ("textual_serve", "web,serve", _in_a_browser),
     ("transformers", "verify", _verify),
 ])  # fmt: skip

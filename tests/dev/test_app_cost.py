@@ -7,10 +7,14 @@ from collections import deque
 from dataclasses import replace
 
 import pytest
+from textual.app import App, ComposeResult
 
 from minitui.dev import bench_app
 from minitui.dev.simulator import SMALL, Stress
 from minitui.tui.frame_limiter import Thrift
+from minitui.tui.theme import THEMES
+from minitui.tui.widgets.base import LinePanel, Picture
+from minitui.tui.widgets.rows import Row
 from minitui.viewmodel.events import EVENTS_ALWAYS, EVENTS_KEPT, Events
 from minitui.viewmodel.history import Steps
 from minitui.viewmodel.lanes import LANES_KEPT, PREFILLING, Lane, Lanes
@@ -108,6 +112,32 @@ def test_lanes_of_requests_that_ended_are_bounded_in_number() -> None:
         lanes.fold((id, 0.0, "finish", id, "abort", 0), 0.0)
         lanes.forget_before(-1)
     assert len(lanes.lanes) == len(lanes.ended) == LANES_KEPT
+
+
+async def test_what_was_drawn_leaves_no_regions_behind() -> None:
+    class Panel(LinePanel):
+        at = 0
+
+        def picture(self, view: View, width: int, height: int) -> Picture:
+            cells = [("x" if x == self.at else ".", ("ink", "dim")[x % 2]) for x in range(width)]  # a run each
+            return Picture([Row().extend(cells).done(width)] * height)
+
+    class Drawing(App[None]):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_theme(THEMES[0])
+            self.theme = THEMES[0].name
+
+        def compose(self) -> ComposeResult:
+            yield Panel()
+
+    app, view = Drawing(), View()
+    async with app.run_test(size=(80, 24)) as pilot:
+        panel = app.query_one(Panel)
+        for panel.at in range(70):
+            panel.paint(view)
+            await pilot.pause()
+        assert panel.text and len(panel._dirty_regions) < 100, f"{len(panel._dirty_regions)} regions"
 
 
 def test_folding_is_measured() -> None:

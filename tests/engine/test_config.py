@@ -16,7 +16,6 @@ import torch
 from engine.config import EngineConfig
 from engine.eos import eos_ids
 from engine.errors import CheckpointError, EngineError
-from engine.hub import find_cached, resolve_model
 from engine.model.config import ModelConfig
 from engine.model.hf_config import read_model_config
 from engine.worker.limits import resolve
@@ -357,98 +356,8 @@ def test_a_gpu_that_is_not_there_is_not_used(tmp_path: Path) -> None:
 
 def test_configuration_tokenizer_and_lookup_load_without_torch() -> None:
     """The process of the user interface uses them."""
-    code = "import sys, engine.config, engine.hub, engine.text.tokenizer; sys.exit('torch' in sys.modules)"
+    code = "import sys, engine.config, engine.hub.resolve, engine.text.tokenizer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-# ---- where models are found
-
-
-def test_a_directory_is_taken_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "Qwen3-8B").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert resolve_model("Qwen3-8B") == Path("Qwen3-8B")
-    assert resolve_model(str(tmp_path / "Qwen3-8B")) == tmp_path / "Qwen3-8B"
-
-
-def make_cached(cache: Path, repository: str, revision: str = "abc", weights: bool = True) -> Path:
-    snapshot = cache / f"models--{repository.replace('/', '--')}" / "snapshots" / revision
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
-    if weights:
-        (snapshot / "model.safetensors").write_text("")
-    return snapshot
-
-
-def test_a_name_is_found_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    snapshot = make_cached(tmp_path, "Qwen/Qwen3-0.6B")
-    make_cached(tmp_path, "Qwen/Qwen3-4B", weights=False)
-    assert resolve_model("Qwen/Qwen3-0.6B") == resolve_model("Qwen3-0.6B") == snapshot
-    assert find_cached("Qwen/Qwen3-4B") is None, "a snapshot without weights is not a model"
-    assert find_cached("Qwen3-0.6") is None
-
-
-def test_without_a_network_the_message_says_where_was_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    def offline(*args: Any, **kwargs: Any) -> None:
-        raise ConnectionError("no route to host")
-
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", offline)
-    expected = r"Qwen/Qwen3-9B is neither a directory nor in the cache .*could not be reached .*no route to host"
-    with pytest.raises(CheckpointError, match=expected):
-        resolve_model("Qwen3-9B")
-
-
-def test_a_name_that_nobody_has_is_one_sentence_in_a_fresh_process(tmp_path: Path) -> None:
-    """In a process of its own: what other tests have imported of the hub's library must not help."""
-    code = "from engine.hub import resolve_model; resolve_model('no-such/model')"
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-    assert "CheckpointError: no-such/model is neither a directory" in done.stderr
-    assert "AttributeError" not in done.stderr
-
-
-def test_a_download_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import time
-    from types import SimpleNamespace
-
-    import huggingface_hub
-
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    files = [SimpleNamespace(rfilename="model.safetensors", size=1000), SimpleNamespace(rfilename="a.bin", size=5000)]
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *a, **k: SimpleNamespace(siblings=files))
-
-    def download(repository: str, allow_patterns: list[str]) -> str:
-        blobs = tmp_path / "models--Qwen--Qwen3-9B" / "blobs"
-        blobs.mkdir(parents=True)
-        (blobs / "x.incomplete").write_bytes(b"0" * 400)
-        time.sleep(0.6)
-        return str(make_cached(tmp_path, "Qwen/Qwen3-9B"))
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    told: list[dict[str, Any]] = []
-    assert (resolve_model("Qwen3-9B", told.append) / "config.json").is_file()
-    assert {(news["stage"], news["done"], news["total"]) for news in told} == {("download", 400, 1000)}
-
-
-@pytest.mark.parametrize("name", ["", "a/b/c", "../x", "./nothing", "/no/such/dir"])
-def test_what_is_neither_a_directory_nor_a_name_is_refused(name: str) -> None:
-    with pytest.raises(CheckpointError, match="not a directory"):
-        resolve_model(name)
-
-
-def test_a_bare_name_of_unknown_origin_asks_for_the_full_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(CheckpointError, match="full name on the hub"):
-        resolve_model("Unheard-7B")
 
 
 # ---- files that are no files of a checkpoint

@@ -192,6 +192,7 @@ class LinePanel(Widget, can_focus=True):
         return strip
 
     def render_lines(self, crop: Region) -> list[Strip]:
+        self._dirty_regions.clear()  # only Textual's own rendering does that: they would be kept for ever
         # Textual's own way would style, pad and filter each line again; ours are ready as they stand.
         if self.styles.gutter:
             return super().render_lines(crop)

@@ -1,0 +1,62 @@
+"""The local Hugging Face cache: which snapshots of models it holds, and which of their weights are missing."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import CheckpointError
+from engine.files import CONFIG, INDEX, missing_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One revision of a repository in the local cache."""
+
+    repository: str
+    path: Path
+    missing: tuple[str, ...]  # files of weights that are not there yet
+
+    def complete(self, weights: bool = True) -> bool:
+        """Whether the download has ended; without weights: that of config.json and the tokenizer."""
+        return not self.missing if weights else (self.path / "tokenizer.json").is_file()
+
+
+def cache_directory() -> Path:
+    """Hugging Face's cache, where its own variables say."""
+    for variable, below in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
+        if os.environ.get(variable):
+            return Path(os.environ[variable]).expanduser() / below
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "huggingface" / "hub"
+
+
+def find_cached(name: str) -> Path | None:
+    """The newest complete snapshot of a model in the local cache; a bare name may be of any organisation."""
+    return next((snapshot.path for snapshot in snapshots_of(name) if snapshot.complete()), None)
+
+
+def cached_snapshots(pattern: str = "models--*") -> list[Snapshot]:
+    """Every snapshot in the local cache that has a config.json, the newest first."""
+    found = [
+        (config.stat().st_mtime, Snapshot(_name_of(folder), config.parent, tuple(missing_files(config.parent))))
+        for folder in cache_directory().glob(pattern)
+        for config in folder.glob(f"snapshots/*/{CONFIG}")
+        if config.is_file()
+    ]
+    return [snapshot for _, snapshot in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+def snapshots_of(name: str) -> list[Snapshot]:
+    return cached_snapshots("models--" + name.replace("/", "--") if "/" in name else f"models--*--{name}")
+
+
+def _name_of(folder: Path) -> str:
+    return folder.name.removeprefix("models--").replace("--", "/", 1)
+
+
+def missing_files(directory: Path) -> list[str]:
+    try:
+        return missing_weights(directory)
+    except CheckpointError:  # the index cannot be read
+        return [INDEX]

@@ -1,0 +1,191 @@
+"""Downloads a checkpoint to the local Hugging Face cache: first what describes it, then its weights.
+
+huggingface_hub does the transfer. A file that is whole in the cache is not downloaded again.
+"""
+
+from __future__ import annotations
+
+import glob
+import threading
+from pathlib import Path
+from shutil import disk_usage
+from typing import Any
+
+from engine.errors import CheckpointError
+from engine.fields import listed, shown
+from engine.files import CONFIG, INDEX, SINGLE, shard_names
+from engine.hub.cache import Snapshot, cache_directory
+from engine.progress import Progress
+
+# All that is read besides config.json and the weights; and the licence.
+DESCRIPTION = {
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
+    INDEX, "LICENSE", "LICENSE.txt", "LICENSE.md",
+}  # fmt: skip
+OTHER_WEIGHTS = (".gguf", ".safetensors", ".bin", ".pth", ".pt", ".onnx", ".h5", ".msgpack")
+POLL_SECONDS = 0.25
+SHOWN_OF_AN_ERROR = 300
+
+
+class Download:
+    """The download of one repository. `begun`: what an earlier one left in the cache."""
+
+    def __init__(self, repository: str, begun: Snapshot | None, on_progress: Progress | None) -> None:
+        self._repository = repository
+        self._begun = begun
+        self._tell = on_progress
+        self._cache = cache_directory()
+
+    def run(self, weights: bool, tokenizer: bool) -> Path:
+        """Download what is missing; the snapshot's directory. Raises CheckpointError, before the weights are asked
+        for if the model is not supported. Without `weights` these are left out."""
+        try:
+            import huggingface_hub as hub
+            from huggingface_hub.utils import disable_progress_bars  # not an attribute of every version's package
+        except ImportError:
+            what = "huggingface_hub, which is not installed: pip install huggingface_hub"  # all installs have it
+            raise CheckpointError(f"{self._where()}, and downloading needs {what}") from None
+        disable_progress_bars()
+        try:
+            files = hub.HfApi().model_info(self._repository, files_metadata=True).siblings or []
+            sizes = {file.rfilename: file.size or 0 for file in files}
+            self._check_listing(sizes, weights)
+            directory = Path(hub.hf_hub_download(self._repository, CONFIG, cache_dir=self._cache)).parent
+            self._fetch(hub, directory, sorted(DESCRIPTION & sizes.keys()))
+            self._check_description(directory, tokenizer)
+            if weights:
+                self._fetch_weights(hub, directory, sizes)
+        except CheckpointError:
+            raise
+        except Exception as error:  # the library raises its own, its HTTP client's and the operating system's errors
+            raise CheckpointError(f"{self._where()}, and {self._reason(error)}") from error
+        return directory
+
+    def _check_listing(self, sizes: dict[str, int], weights: bool) -> None:
+        """Refuse a repository without a checkpoint in safetensors."""
+        if CONFIG in sizes and (not weights or {SINGLE, INDEX} & sizes.keys()):
+            return
+        lacks = CONFIG if CONFIG not in sizes else f"{SINGLE} or {INDEX}"
+        others = [name for name in sizes if name.endswith(OTHER_WEIGHTS)]
+        raise CheckpointError(
+            f"{self._repository} on the hub has no {lacks}"
+            + (f", only {shown(listed(others))[1:-1]}" if others else "")
+            + ": plain weights in safetensors are read here, not GGUF, quantised files or other formats; name the "
+            "repository with the plain weights"
+        )
+
+    def _check_description(self, directory: Path, tokenizer: bool) -> None:
+        from engine.model.hf_config import read_model_config
+        from engine.text.tokenizer import Tokenizer
+
+        read_model_config(directory)
+        if tokenizer:
+            Tokenizer(directory)
+
+    def _fetch_weights(self, hub: Any, directory: Path, sizes: dict[str, int]) -> None:
+        names = [SINGLE] if SINGLE in sizes else shard_names(directory / INDEX)
+        absent = [name for name in names if name not in sizes]
+        if absent:
+            raise CheckpointError(
+                f"{self._repository} on the hub lacks {listed(absent)}, which its {INDEX} names: use another model"
+            )
+        total = sum(sizes[name] for name in names)
+        needed = sum(sizes[name] for name in names if not (directory / name).is_file())
+        free = disk_usage(self._cache).free
+        if needed > free:
+            raise CheckpointError(
+                f"{self._repository} needs {needed / 1e9:.2f} GB more in {self._cache}, where {free / 1e9:.2f} GB are "
+                "free: make room there, or set HF_HOME to a folder with more"
+            )
+        with _Watch(directory.parents[1] / "blobs", self._repository, total, total - needed, self._tell):
+            self._fetch(hub, directory, names)
+
+    def _fetch(self, hub: Any, directory: Path, names: list[str]) -> None:
+        """Files of the snapshot's revision, several at once."""
+        patterns = [glob.escape(name) for name in names]
+        if patterns:
+            hub.snapshot_download(
+                self._repository, revision=directory.name, allow_patterns=patterns, cache_dir=self._cache
+            )
+        absent = [name for name in names if not (directory / name).is_file()]
+        if absent:  # the library returns an incomplete snapshot if the hub fails in between
+            raise CheckpointError(f"the download of {self._repository} ended without {listed(absent)}: start again")
+
+    def _where(self) -> str:
+        if self._begun is None:
+            return f"{self._repository} is neither a directory nor in the cache {self._cache}"
+        missing = self._begun.missing
+        what = f"its download did not end (missing: {listed(list(missing))})" if missing else "it is incomplete"
+        return f"{self._repository} is in the cache {self._cache}, but {what}; the rest has to come from the hub"
+
+    def _reason(self, error: Exception) -> str:
+        """What is the matter, and the way out."""
+        kind, status = type(error).__name__, _status(error)
+        if kind == "GatedRepoError" or status == 403:
+            return (
+                f"the hub does not give it ({kind}): accept the model's terms on its page, and log in with "
+                "`hf auth login`"
+            )
+        if kind in ("RepositoryNotFoundError", "RevisionNotFoundError") or status in (401, 404):
+            return (
+                f"the hub does not give it ({kind}): check the name, and log in with `hf auth login` if the model is "
+                "private or asks for it"
+            )
+        if status == 429:
+            return "the hub refuses more requests for now (429): try again in some minutes, or log in: `hf auth login`"
+        if status is not None and status >= 500:
+            return f"the hub has a fault ({status}): try again later; files that are complete are kept"
+        if kind == "OfflineModeIsEnabled":
+            return "HF_HUB_OFFLINE forbids to ask the hub: unset it, or give a directory"
+        said = " ".join(str(error).split())[:SHOWN_OF_AN_ERROR]
+        return (
+            f"the hub could not be reached ({kind}: {said}): connect to the internet, or give a directory; files that "
+            "are complete are kept"
+        )
+
+
+def _status(error: BaseException | None) -> int | None:
+    """The HTTP status of the answer that an error is about."""
+    while error is not None:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if isinstance(status, int):
+            return status
+        error = error.__cause__
+    return None
+
+
+class _Watch:
+    """Reports how far a download has come, from the size of the folder it goes to."""
+
+    def __init__(self, folder: Path, name: str, total: int, done: int, on_progress: Progress | None) -> None:
+        self._folder, self._name, self._total, self._tell = folder, name, total, on_progress
+        self._others = _size(folder) - done  # bytes of other files
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="download progress")
+
+    def __enter__(self) -> _Watch:
+        if self._tell is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        if self._tell is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        assert self._tell is not None
+        while not self._over.wait(POLL_SECONDS):
+            done = max(0, min(self._total, _size(self._folder) - self._others))
+            text = f"downloading {self._name}: {done / 1e9:.2f} of {self._total / 1e9:.2f} GB"
+            self._tell({"stage": "download", "done": done, "total": self._total, "text": text})
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for path in folder.glob("*"):
+        try:
+            total += path.stat().st_size
+        except OSError:  # renamed just now, from incomplete to whole
+            continue
+    return total

@@ -1,0 +1,88 @@
+"""Where a model's files are: a directory, the local Hugging Face cache, or the hub (engine/hub_download.py).
+
+Looking in the cache needs no library; downloading needs huggingface_hub.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from engine.errors import CheckpointError
+from engine.fields import shown
+from engine.hub.cache import Snapshot, cache_directory, snapshots_of
+from engine.progress import Progress
+
+# A bare name is looked for under the organisation that publishes models called so.
+ORGANISATIONS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama", "mistral": "mistralai"}
+NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?")
+LONGEST_NAME = 96  # the hub's own limit
+
+
+def resolve_model(name: str, on_progress: Progress | None = None, weights: bool = True, tokenizer: bool = True) -> Path:
+    """The directory with the checkpoint called `name`: a directory, "Qwen3-8B" or "Qwen/Qwen3-8B".
+
+    Looked for in this order: as a path, in the local Hugging Face cache, on the hub (downloaded to the cache, with
+    progress; what an interrupted download left is kept). A model on the hub that is not supported is refused before
+    its weights are downloaded. Raises CheckpointError with what was tried.
+
+    `weights`: False if config.json and the tokenizer are enough. `tokenizer`: False if it is not needed.
+    """
+    directory = _as_directory(name)
+    if directory is not None:
+        return directory
+    _check_name(name)
+    found = snapshots_of(name)
+    whole = next((snapshot for snapshot in found if snapshot.complete(weights)), None)
+    if whole is not None:
+        return whole.path
+    from engine.hub.download import Download
+
+    repository = _repository(name, found)
+    begun = next((snapshot for snapshot in found if snapshot.repository == repository), None)
+    return Download(repository, begun, on_progress).run(weights, tokenizer)
+
+
+def _as_directory(name: str) -> Path | None:
+    try:
+        path = Path(name).expanduser()
+        if name and path.is_dir():
+            return path
+        is_file = path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, not permitted, or the home of an unknown user
+        raise CheckpointError(
+            f"{shown(name)} is not a directory ({shown(str(error))[1:-1]}): give the directory that holds config.json, "
+            "or the name of a model, as in Qwen/Qwen3-0.6B"
+        ) from None
+    if is_file:
+        raise CheckpointError(f"{path} is a file: give the directory that holds config.json and the weights")
+    return None
+
+
+def _check_name(name: str) -> None:
+    plain, colon, file = name.rpartition(":")
+    if colon and "/" not in file and NAME.fullmatch(plain):
+        plain = re.sub(r"[-_.]gguf$", "", plain, flags=re.IGNORECASE)
+        raise CheckpointError(
+            f"{shown(name)} is not a directory, and a name with a colon means one file of a GGUF repository: GGUF and "
+            f"quantised files are not read here; name the repository with the plain weights, as in {plain}"
+        )
+    if not NAME.fullmatch(name) or len(name) > LONGEST_NAME or {".", ".."} & set(name.split("/")):
+        raise CheckpointError(
+            f"{shown(name)} is not a directory, and cannot be the name of a model on the hub either: a name is like "
+            "Qwen/Qwen3-0.6B"
+        )
+
+
+def _repository(name: str, begun: list[Snapshot]) -> str:
+    if "/" in name:
+        return name
+    for prefix, organisation in ORGANISATIONS.items():
+        if name.lower().startswith(prefix):
+            return f"{organisation}/{name}"
+    if begun:
+        return begun[0].repository
+    raise CheckpointError(
+        f"{name!r} is neither a directory nor in the cache {cache_directory()}: give a directory, or the full name on "
+        f"the hub, as in Qwen/{name}"
+    )
