@@ -259,7 +259,7 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool
         if (lone := LONE_SURROGATE.search(text)) is None:
             raise
         raise InvalidRequest(
-            f"character {lone.start():,} of the text is a lone surrogate (U+{ord(lone[0]):04X}), which is no character: "
+            f"character {lone.start():,} of the text is a lone surrogate (U+{ord(lone[0]):04X}), no character: "
             "remove it, or replace it by U+FFFD"
         ) from None
 
