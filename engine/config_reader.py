@@ -20,7 +20,7 @@ from engine.foreign_keys import neutral_values
 
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 65_536
-MOST_POSITIONS = 1 << 26  # ten times what any model has; a table of positions is made of them
+MOST_POSITIONS = 1 << 24  # the longest published context is 10 million; a table of all positions is built
 LARGEST_FACTOR = 1e6  # by which rope stretches
 LEAST_TURNS, MOST_TURNS = 1e-6, 1e6  # of yarn's bands
 DEFAULT_WINDOW = 4096  # of every family that knows windows
