@@ -10,6 +10,7 @@ from engine.errors import CheckpointError
 
 INT32_MAX = (1 << 31) - 1  # sizes and ids become int32
 SHOWN_CHARACTERS = 80
+LARGEST_NUMBER = 1e30  # what is computed from it in float32 stays finite
 LISTED_AT_MOST = 8
 
 
@@ -35,8 +36,15 @@ class Fields:
             raise self.refuse(key, f"at most {most:,}")
         return value
 
-    def number(self, key: str, default: float | None = None, least: float = 0.0, open_low: bool = False) -> float:
-        """A finite number, at least `least` (above it, with `open_low`)."""
+    def number(
+        self,
+        key: str,
+        default: float | None = None,
+        least: float = 0.0,
+        open_low: bool = False,
+        most: float = LARGEST_NUMBER,
+    ) -> float:
+        """A finite number, at least `least` (above it, with `open_low`) and at most `most`."""
         value = self._value(key, default)
         try:
             fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -44,11 +52,13 @@ class Fields:
             fits = False
         if not fits or value < least or (open_low and value == least):
             raise self.refuse(key, f"a finite number {'above' if open_low else 'of at least'} {least:g}")
+        if value > most:
+            raise self.refuse(key, f"at most {most:,g}")
         return float(value)
 
-    def optional_number(self, key: str, open_low: bool = False) -> float | None:
+    def optional_number(self, key: str, open_low: bool = False, most: float = LARGEST_NUMBER) -> float | None:
         """The same; None if absent."""
-        return None if self.raw.get(key) is None else self.number(key, open_low=open_low)
+        return None if self.raw.get(key) is None else self.number(key, open_low=open_low, most=most)
 
     def flag(self, key: str, default: bool = False) -> bool:
         """true or false."""

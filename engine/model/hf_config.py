@@ -22,6 +22,9 @@ from engine.model.foreign_keys import neutral_values
 
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 65_536
+MOST_POSITIONS = 1 << 24  # the longest published context is 10 million; a table of all positions is built
+LARGEST_FACTOR = 1e6  # by which rope stretches
+LEAST_TURNS, MOST_TURNS = 1e-6, 1e6  # of yarn's bands
 DEFAULT_WINDOW = 4096  # of every family that knows windows
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -75,7 +78,7 @@ class ConfigReader:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            max_position=fields.count("max_position_embeddings"),
+            max_position=fields.count("max_position_embeddings", most=MOST_POSITIONS),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=self._rope(head_dim),
             tie_word_embeddings=fields.flag("tie_word_embeddings"),
@@ -87,6 +90,11 @@ class ConfigReader:
             experts=self._experts(layers) if arch.experts else None,
             dtype=self._dtype(),
         )
+        if config.max_context > MOST_POSITIONS:
+            raise CheckpointError(
+                f"{self._path} asks for {config.max_context:,} positions, its rope scaling included: at most "
+                f"{MOST_POSITIONS:,} are supported; correct max_position_embeddings, or the factor"
+            )
         self._refuse_foreign(arch, config)
         return config
 
@@ -147,7 +155,7 @@ class ConfigReader:
         theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0, 1.0, True), 1.0, True)
         if kind == "default":
             return RopeConfig(theta=theta)
-        context, original = fields.count("max_position_embeddings"), self._original_context(rope)
+        context, original = fields.count("max_position_embeddings", most=MOST_POSITIONS), self._original_context(rope)
         if kind == "dynamic" and (original != context or head_dim == 2):
             raise CheckpointError(
                 f"{self._path} has rope type 'dynamic' with {context:,} positions, {original:,} before stretching, and "
@@ -155,23 +163,31 @@ class ConfigReader:
             )
         low = high = 1.0
         if kind == "llama3":  # no defaults for its bands
-            low, high = (rope.number(key, None, 0.0, True) for key in ("low_freq_factor", "high_freq_factor"))
+            low, high = (self._turns(rope, key) for key in ("low_freq_factor", "high_freq_factor"))
             if high <= low:
                 raise rope.refuse("high_freq_factor", f"above low_freq_factor, {low:g}")
         return RopeConfig(
             kind=kind,
             theta=theta,
-            factor=rope.number("factor", max(1.0, context / original) if kind == "yarn" else None, 1.0),
+            factor=rope.number(
+                "factor", max(1.0, context / original) if kind == "yarn" else None, 1.0, most=LARGEST_FACTOR
+            ),
             original_max_position=original,
-            attention_factor=rope.optional_number("attention_factor", True),
+            attention_factor=rope.optional_number("attention_factor", True, LARGEST_FACTOR),
             mscale=rope.optional_number("mscale"),
             mscale_all_dim=rope.optional_number("mscale_all_dim"),
-            beta_fast=rope.number("beta_fast", 32.0) or 32.0,
-            beta_slow=rope.number("beta_slow", 1.0) or 1.0,
+            beta_fast=self._turns(rope, "beta_fast", 32.0),
+            beta_slow=self._turns(rope, "beta_slow", 1.0),
             truncate=rope.flag("truncate", True),
             low_freq_factor=low,
             high_freq_factor=high,
         )
+
+    def _turns(self, rope: Fields, key: str, default: float | None = None) -> float:
+        """How often a dimension turns within the original context, as the limit of a band; 0 is the default, if any."""
+        if default is not None and not rope.number(key, default, most=MOST_TURNS):
+            return default
+        return rope.number(key, default, LEAST_TURNS, most=MOST_TURNS)
 
     def _rope_table(self) -> dict[str, Any]:
         tables = []
@@ -196,8 +212,8 @@ class ConfigReader:
 
     def _original_context(self, rope: Fields) -> int:
         key = "original_max_position_embeddings"
-        outer = self._fields.count(key, self._fields.count("max_position_embeddings"))
-        original = rope.count(key, outer)
+        outer = self._fields.count(key, self._fields.count("max_position_embeddings"), most=MOST_POSITIONS)
+        original = rope.count(key, outer, most=MOST_POSITIONS)
         if self._raw.get(key) is not None and original != outer:
             raise CheckpointError(
                 f"{self._path} has {key} {outer:,}, and {original:,} in its rope parameters: correct the wrong one"

@@ -29,6 +29,7 @@ GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_pen
 PRIVATE_USE = range(0xE000, 0xF900)  # characters that mean nothing
 MARK_LENGTH = 8  # of them, drawn at random for each chat: a mark that no message can contain
 LONG_TEXT = 4096  # characters
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 CHARACTERS = 8  # of a token, on average at most in almost every text
 CUT_TOKENS = 16  # a part of a text may have so many more for being cut out of it
 
@@ -246,10 +247,18 @@ class Tokenizer:
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     """`encode` holds Python's lock until it is done, so that a long text would hold up every other thread; the call for
-    batches does not."""
-    if len(text) < LONG_TEXT:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    batches does not. Raises InvalidRequest for a lone surrogate, which has no bytes in UTF-8."""
+    try:
+        if len(text) < LONG_TEXT:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    except TypeError:
+        if (lone := LONE_SURROGATE.search(text)) is None:
+            raise
+        raise InvalidRequest(
+            f"character {lone.start():,} of the text is a lone surrogate (U+{ord(lone[0]):04X}), no character: "
+            "remove it, or replace it by U+FFFD"
+        ) from None
 
 
 def _load(path: Path) -> tokenizers.Tokenizer:

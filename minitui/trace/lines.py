@@ -7,6 +7,7 @@ are on the text: its ratio to the file, the length of a line, and the values in 
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,9 +40,9 @@ class Member:
     def __iter__(self) -> Iterator[bytes]:
         file, unpack = self._file, zlib.decompressobj(GZIP)
         pending, packed = bytearray(), b""
-        file.raw.seek(self.offset)
+        file.seek(self.offset)
         while not unpack.eof:
-            packed = packed or file.raw.read(CHUNK)
+            packed = packed or file.read(CHUNK)
             before = len(packed)
             try:
                 text = unpack.decompress(packed, CHUNK)
@@ -73,27 +74,38 @@ class LineFile:
         self.path = path
         self.line = line
         try:
-            self.raw = path.open("rb")
-            self._most = max(LEAST_TEXT, MOST_RATIO * path.stat().st_size)
+            self._raw = path.open("rb")
+            self._size = os.fstat(self._raw.fileno()).st_size
         except OSError as error:
             raise TraceError(f"{path} cannot be read: {error.strerror}") from None
+        self._most = max(LEAST_TEXT, MOST_RATIO * self._size)
         self._taken = 0
 
     def __enter__(self) -> LineFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.raw.close()
+        self._raw.close()
 
     def is_gzip(self) -> bool:
         """Does it begin as gzip files do?"""
-        self.raw.seek(0)
-        return self.raw.read(2) == b"\x1f\x8b"
+        self.seek(0)
+        return self.read(2) == b"\x1f\x8b"
+
+    def seek(self, offset: int) -> None:
+        """Read from `offset` on."""
+        self._raw.seek(offset)
+
+    def read(self, size: int) -> bytes:
+        """At most `size` bytes; fewer at the end. Raises TraceError if the disk or the network fails."""
+        try:
+            return self._raw.read(size)
+        except OSError as error:
+            self.fail(error.strerror or str(error))
 
     def members(self, offset: int = 0) -> Iterator[Member]:
         """The members from `offset` on. Each must be read to its end before the next."""
-        size = self.path.stat().st_size
-        while offset < size:
+        while offset < self._size:
             member = Member(self, offset)
             yield member
             if not member.whole:

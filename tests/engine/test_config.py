@@ -232,6 +232,18 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"rope_scaling": {"mrope_section": [16, 24, 24]}}, "mrope_section"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor = 0.5"),
         ({"rope_theta": 1}, "rope_theta = 1.*above 1"),
+        ({"rope_scaling": YARN | {"beta_fast": 1e308}}, r"beta_fast = 1e\+308 .*at most 1e\+06"),
+        ({"rope_scaling": YARN | {"beta_slow": 1e308}}, r"beta_slow = 1e\+308 .*at most 1e\+06"),
+        ({"rope_scaling": YARN | {"beta_slow": 5e-324}}, "beta_slow = 5e-324 .*at least 1e-06"),
+        ({"rope_scaling": YARN | {"factor": 1e308}}, r"factor = 1e\+308 .*at most 1e\+06"),
+        ({"rope_scaling": YARN | {"factor": 1e9}}, "factor = 1000000000.0 .*at most 1e"),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": 10**9}}, "at most 16,777,216"),
+        ({"rope_scaling": YARN | {"attention_factor": 1e308}}, r"attention_factor = 1e\+308 .*at most 1e\+06"),
+        ({"rope_scaling": YARN | {"factor": 1e5}}, "asks for 3,276,800,000 positions, .* at most 16,777,216"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e308}}, r"factor = 1e\+308 .*at most 1e\+06"),
+        ({"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 1e-308}}, "low_freq_factor = 1e-308"),
+        ({"rope_theta": 1e308}, r"rope_theta = 1e\+308: it must be at most 1e\+30"),
+        ({"max_position_embeddings": 10**9}, "max_position_embeddings = 1000000000: it must be at most 16,777,216"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps = 1000+….*a finite number"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: it must be at most 10,000"),
         ({"hidden_size": 10**12}, "at most 2,147,483,647"),
@@ -464,3 +476,20 @@ def test_an_absurd_size_in_a_config_is_refused_before_anything_is_allocated(fiel
     model = read(tmp_path, {field: 1_000_000_000})
     with pytest.raises(EngineError, match=r"not enough memory for this model: weights [\d,.]+ GB"):
         make_runner(model, EngineConfig(device="cpu", dummy_weights=True))
+
+
+@pytest.mark.parametrize("theta", [1 + 1e-15, 1e30])
+@pytest.mark.parametrize("turns", [1e-6, 1e6])
+@pytest.mark.parametrize("original", [1, 1 << 20])
+def test_what_the_bounds_of_rope_let_through_gives_finite_tables(theta: float, turns: float, original: int) -> None:
+    from engine.config import ROPE_KINDS, RopeConfig
+    from engine.model.rope import rope_table
+
+    for kind in ROPE_KINDS:
+        for factor in (1.0, 1e6):
+            for low, high in ((turns, turns), (1e-6, turns), (turns, 1e6)):
+                rope = RopeConfig(
+                    kind, theta, factor, original, beta_fast=high, beta_slow=low, low_freq_factor=low * 0.999,
+                    high_freq_factor=high, mscale=1e30, mscale_all_dim=1e-300,
+                )  # fmt: skip
+                assert rope_table(rope, 8, 65, 32).isfinite().all(), rope

@@ -376,6 +376,23 @@ def test_templates_are_found_wherever_checkpoints_keep_them(where: str, tmp_path
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.parametrize("length", [3, 10_000])
+def test_a_lone_surrogate_in_a_text_a_message_or_a_template_is_refused(length: int, tmp_path: Path) -> None:
+    """The two lengths take different calls of the library; both raised its TypeError."""
+    tokenizer = Tokenizer(write(tmp_path, byte_level(), chat_template="{{ messages[0].content + '\\ud800' }}"))
+    text = "a" * length
+    for encode in (
+        lambda: tokenizer.encode(text + "\udc80"),
+        lambda: tokenizer.encode(text + "\udc80", allow_special=True),
+        lambda: tokenizer.apply_chat_template([{"role": "user", "content": text}]),
+        lambda: tokenizer.apply_chat_template([{"role": "user", "content": "<|im_end|>" + text}]),
+    ):
+        with pytest.raises(InvalidRequest, match="is a lone surrogate"):
+            encode()
+    with pytest.raises(InvalidRequest, match=f"character {length:,} of the text .*U\\+DC80"):
+        tokenizer.encode(text + "\udc80")
+
+
 def test_templates_can_do_what_those_in_the_wild_do(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write(tmp_path, byte_level(), bos_token="<|endoftext|>"))
     tokenizer.chat_template = (

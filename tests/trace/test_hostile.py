@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gzip
+import io
 import json
+import os
 import random
 import subprocess
 import sys
@@ -21,6 +24,7 @@ from minitui.cli.tail import tail_trace
 from minitui.export import export
 from minitui.sources.replay import ReplaySource
 from minitui.trace.bundled import bundled, describe
+from minitui.trace.lines import LineFile
 from minitui.trace.reader import TraceError, TraceReader
 from minitui.trace.recorder import Recorder
 from minitui.viewmodel.model import View
@@ -266,6 +270,29 @@ def test_a_tree_deeper_than_python_recurses_is_shown() -> None:
         state.nodes[id - 1].children.append(id)
     role, _ = Tree().text(state, state.nodes[2999], lambda ids: "<|im_start|>user\n" if 1 in ids else "x" * len(ids))
     assert role == "usr"
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_disk_that_fails_while_a_trace_is_read_is_a_sentence(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(io.BytesIO):
+        reads = 0
+
+        def read(self, size: int | None = -1) -> bytes:
+            Failing.reads += 1
+            if Failing.reads > at:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().read(size)
+
+    def opened(file: LineFile, path: Path, line: int = 0) -> None:
+        init(file, path, line)
+        file._raw.close()
+        file._raw = Failing(path.read_bytes())
+
+    init = LineFile.__init__
+    monkeypatch.setattr(LineFile, "__init__", opened)
+    with pytest.raises(TraceError, match=f"cannot be read beyond line .*{os.strerror(errno.EIO)}"):
+        tail_trace(GOLDEN, lambda line: None)
+    assert Failing.reads == at + 1
 
 
 @pytest.mark.parametrize("command", [["tail"], ["replay", "--export", "md"], ["replay", "--export", "svg"]])
