@@ -62,6 +62,11 @@ class SamplingParams:
     def structured(self) -> bool:
         return self.json_schema is not None or self.regex is not None or bool(self.choice)
 
+    @property
+    def has_penalties(self) -> bool:
+        """Penalties count the tokens of the prompt and of the reply so far."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidRequest, naming the field, for anything the engine must never see."""
         for f in fields(self):

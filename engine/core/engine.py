@@ -18,15 +18,15 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from engine.core.cache import KVCache
 from engine.core.gate import Gate
 from engine.core.masks import dead_end
-from engine.core.request import Grammars, Request
+from engine.core.request import Grammar, Grammars, Request
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.core.step import Emitted, StepPlan, StepResult
+from engine.core.step import Emitted, Scheduled, StepPlan, StepResult
 from engine.core.step_clock import StepClock, StepTimes, now
 from engine.errors import DeviceLost, InvalidRequest, loses_device
 from engine.params import SamplingParams
@@ -52,13 +52,14 @@ class StepRunner(Protocol):
     def synchronous(self) -> bool:
         """A step is over when `launch` returns: device time is part of the launch."""
 
-    def launch(self, plan: StepPlan) -> Launched: ...
+    def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> Launched:
+        """Start a step. `grammars`: by entry, for those whose draws a grammar constrains."""
 
 
 class InFlight(NamedTuple):
     """A step that has been launched and not been committed."""
 
-    plan: StepPlan
+    scheduled: Scheduled
     launched: Launched
     times: StepTimes
 
@@ -154,24 +155,24 @@ class Engine:
     def step(self) -> list[Emitted]:
         """Plan and launch one step, commit the one before it (without overlap: this one). What it emitted."""
         times = StepTimes(begun=now())
-        plan = self.scheduler.plan()
-        if plan is not None:
+        scheduled = self.scheduler.plan()
+        if scheduled is not None:
             try:
-                self._launch(plan, times)
+                self._launch(scheduled, times)
             except Exception as error:
-                return self._failed(plan, error)
-        overlapped = plan is not None and self.gate.free_running
+                return self._failed(scheduled, error)
+        overlapped = scheduled is not None and self.gate.free_running
         return self._commit_all_but(self.delay if overlapped else 0)
 
     def drain(self) -> list[Emitted]:
         """Commit whatever is in flight, planning nothing new."""
         return self._commit_all_but(0)
 
-    def _launch(self, plan: StepPlan, times: StepTimes) -> None:
+    def _launch(self, scheduled: Scheduled, times: StepTimes) -> None:
         times.planned = now()
-        launched = self.runner.launch(plan)
+        launched = self.runner.launch(scheduled.plan, scheduled.grammars)
         times.launched = now()
-        self._flight.append(InFlight(plan, launched, times))
+        self._flight.append(InFlight(scheduled, launched, times))
 
     def _commit_all_but(self, delay: int) -> list[Emitted]:
         """Commit the steps in flight, oldest first, until no more than `delay` are left."""
@@ -180,23 +181,24 @@ class Engine:
             emitted += self._commit(*self._flight.popleft())
         return emitted
 
-    def _commit(self, plan: StepPlan, launched: Launched, times: StepTimes) -> list[Emitted]:
+    def _commit(self, scheduled: Scheduled, launched: Launched, times: StepTimes) -> list[Emitted]:
+        plan = scheduled.plan
         try:
             result = launched.wait()
         except Exception as error:
-            return self._failed(plan, error)
+            return self._failed(scheduled, error)
         times.arrived = now()
-        emitted = self.scheduler.commit(plan, result)
+        emitted = self.scheduler.commit(scheduled, result)
         wall_s = self.clock.record(times, plan, result, emitted)
         if result.expert_load is not None:
             self.log.append("experts", plan.step, result.expert_load)
         self.gate.committed(wall_s)
         return emitted
 
-    def _failed(self, plan: StepPlan, error: Exception) -> list[Emitted]:
+    def _failed(self, scheduled: Scheduled, error: Exception) -> list[Emitted]:
         """A step raised: its requests end with the error, the rest goes on; unless the device itself is lost."""
-        logger.exception("step %d failed", plan.step)
-        emitted = self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
+        logger.exception("step %d failed", scheduled.plan.step)
+        emitted = self.scheduler.fail(scheduled, f"{type(error).__name__}: {error}")
         if isinstance(error, DeviceLost):
             raise error
         if loses_device(error):

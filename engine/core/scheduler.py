@@ -11,7 +11,7 @@ then its entry in the plan is void and is skipped.
 
 With speculation (engine/core/speculation.py) requests that decode are given draft tokens out of what is left of the
 budget when decodes and prefill have had theirs. How far such a request comes is known only at commit, so it sits out
-until then. """
+until then."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from engine.config import POLICIES
 from engine.core.cache import KVCache
 from engine.core.masks import dead_end
 from engine.core.policy import LongestPrefix
-from engine.core.request import Request, RequestState
+from engine.core.request import Grammar, Request, RequestState
 from engine.core.speculation import PromptLookup
-from engine.core.step import Emitted, StepPlan, StepResult, TokenLogprobs
+from engine.core.step import Emitted, PromptTargets, RowSettings, Scheduled, StepPlan, StepResult, TokenLogprobs
 from engine.errors import InvalidRequest
 from engine.params import SamplingParams
 from engine.trace.records import RecordLog
@@ -61,6 +61,7 @@ class _Batch(NamedTuple):
     q_lens: np.ndarray
     samples: np.ndarray
     epochs: list[int]
+    grammars: dict[int, Grammar]
 
 
 class Scheduler:
@@ -154,7 +155,7 @@ class Scheduler:
 
     # ---- plan
 
-    def plan(self) -> StepPlan | None:
+    def plan(self) -> Scheduled | None:
         """The next step, or None if there is nothing to compute before a commit."""
         self.step += 1
         self.cache.tree.step = self.step
@@ -311,7 +312,7 @@ class Scheduler:
             return f"blocks: it needs {needed}, {self.cache.available} can be had"
         return ""
 
-    def _arrays(self, entries: list[Entry], num_decoding: int, drafts: dict[int, list[int]]) -> StepPlan:
+    def _arrays(self, entries: list[Entry], num_decoding: int, drafts: dict[int, list[int]]) -> Scheduled:
         """Write the plan down."""
         step, num_decodes = self.step, num_decoding - len(drafts)
         requests, starts, q_lens = zip(*entries, strict=True)
@@ -324,8 +325,12 @@ class Scheduler:
         for request in decodes[num_decodes:]:
             token_ids += [request.ids[-1], *drafts[request.id]]
         prefills: list[tuple[int, int, int, bool]] = []
+        targets: dict[int, PromptTargets] = {}
         for request, start, q in entries[num_decoding:]:
             token_ids += request.ids[start : start + q]
+            if request.params.prompt_logprobs is not None:
+                predicted = request.ids[start + 1 : min(start + q + 1, request.prompt_len)]
+                targets[num_decoding + len(prefills)] = PromptTargets(predicted, request.params.prompt_logprobs)
             request.decoding = start + q == len(request.ids)
             prefills.append((request.id, start, q, request.decoding))
         joined, left = self._who_decodes(decodes)
@@ -338,10 +343,11 @@ class Scheduler:
                 q_lens=np.array(q_lens, np.int32),
                 samples=np.array([True] * num_decoding + [samples for *_, samples in prefills], bool),
                 epochs=[request.epoch for request in requests],
+                grammars={i: request.grammar for i, request in enumerate(requests) if request.grammar is not None},
             )
             self._batch = None if prefills or drafts else batch
         table_rows, table_columns, table_blocks = self.cache.take_table_changes()
-        return StepPlan(
+        plan = StepPlan(
             step=step,
             rows=batch.rows,
             starts=np.array(starts, np.int32),
@@ -353,10 +359,10 @@ class Scheduler:
             table_rows=table_rows,
             table_columns=table_columns,
             table_blocks=table_blocks,
-            joins=self._joins,
-            requests=list(requests),
-            epochs=batch.epochs,
+            joins=[RowSettings.of(request) for request in self._joins],
+            prompt_targets=targets,
         )
+        return Scheduled(plan, requests, batch.epochs, batch.grammars)
 
     def _who_decodes(self, decodes: tuple[Request, ...]) -> tuple[list[int], list[int]]:
         """The ids that joined the decoding set with this step, and those that left it while they run on."""
@@ -383,16 +389,17 @@ class Scheduler:
 
     # ---- commit
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[Emitted]:
+    def commit(self, scheduled: Scheduled, result: StepResult) -> list[Emitted]:
         """Append the ids a step drew, detect the end of replies, publish what is now written."""
+        plan = scheduled.plan
         self._committed = plan.step
         self.cache.tree.settle(plan.step)
         emitted: list[Emitted] = []
         size, running = self.cache.block_size, RequestState.RUNNING
         bad, extras = set(result.bad), bool(result.logprobs or result.prompt_logprobs)
         ends, samples = (plan.starts + plan.q_lens).tolist(), plan.samples.tolist()
-        checked = self._accept_drafts(plan, result) if plan.num_drafted else {}
-        entries = zip(plan.requests, plan.epochs, ends, samples, result.ids, strict=True)
+        checked = self._accept_drafts(scheduled, result) if plan.num_drafted else {}
+        entries = zip(scheduled.requests, scheduled.epochs, ends, samples, result.ids, strict=True)
         for i, (request, epoch, end, sampled, drawn) in enumerate(entries):
             if request.epoch != epoch:
                 continue  # void: it ended while this step was in flight
@@ -430,15 +437,15 @@ class Scheduler:
                 emitted.append(item)
         return emitted
 
-    def _accept_drafts(self, plan: StepPlan, result: StepResult) -> dict[int, list[int]]:
+    def _accept_drafts(self, scheduled: Scheduled, result: StepResult) -> dict[int, list[int]]:
         """By entry with drafts, what it has drawn: the drafts that are its own draws, up to the first that is not or
         that ends the reply, and then that draw."""
         assert self._lookup is not None
         checked: dict[int, list[int]] = {}
         told: list[tuple[int, int, int]] = []
-        for entry, draft in plan.drafts():
-            request, draws = plan.requests[entry], result.checked[entry]
-            if request.epoch != plan.epochs[entry]:
+        for entry, draft in scheduled.plan.drafts():
+            request, draws = scheduled.requests[entry], result.checked[entry]
+            if request.epoch != scheduled.epochs[entry]:
                 continue
             wrong = (i for i, token in enumerate(draft) if token != draws[i] or token in request.stop_ids)
             accepted = next(wrong, len(draft))
@@ -450,7 +457,7 @@ class Scheduler:
             if request.state is RequestState.RUNNING:
                 told.append((request.id, len(draft), accepted))
         if told:
-            self.log.append("accept", plan.step, told)
+            self.log.append("accept", scheduled.plan.step, told)
         return checked
 
     @staticmethod
@@ -459,17 +466,16 @@ class Scheduler:
         request.ids += accepted
         if request.state is RequestState.RUNNING:
             request.planned += len(accepted)
-        return [
-            Emitted(request, token, logprobs=logprobs[i] if logprobs else None) for i, token in enumerate(accepted)
-        ]
+        return [Emitted(request, token, logprobs=logprobs[i] if logprobs else None) for i, token in enumerate(accepted)]
 
-    def fail(self, plan: StepPlan, error: str) -> list[Emitted]:
+    def fail(self, scheduled: Scheduled, error: str) -> list[Emitted]:
         """End the requests of a step that raised; withdraw what it published and requeue those who relied on it."""
+        plan = scheduled.plan
         self.log.append("fail", plan.step, error)
         emitted = []
         doomed, blocks = self.cache.tree.doomed_by(plan.step)
-        for i, request in enumerate(plan.requests):
-            if request.epoch == plan.epochs[i]:
+        for request, epoch in zip(scheduled.requests, scheduled.epochs, strict=True):
+            if request.epoch == epoch:
                 emitted.append(Emitted(request, None, f"error: {error}"))
                 self.finish(request, f"error: {error}")
         for request in [r for r in reversed(self.running) if not blocks.isdisjoint(r.table)]:

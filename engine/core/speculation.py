@@ -76,6 +76,4 @@ class PromptLookup:
 
 def draws_by_logits_alone(request: Request) -> bool:
     """Do the draws of this request depend on earlier tokens through the logits only?"""
-    p = request.params
-    penalised = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
-    return not penalised and request.grammar is None
+    return not request.params.has_penalties and request.grammar is None

@@ -1,21 +1,56 @@
-"""What travels through a step: the plan, as plain arrays; what the device drew; and what the commit made of it."""
+"""The data of a step: its plan, as plain arrays; the tokens that the device drew; the output of its commit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from engine.core.request import Request
+from engine.core.request import Grammar, Request
+from engine.params import SamplingParams
+
+NO_IDS = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(slots=True, eq=False)
+class RowSettings:
+    """How one row of the batch samples. The sampler reads it when a request takes the row."""
+
+    row: int
+    params: SamplingParams
+    seed: int
+    sample_index: int  # which of n samples: the noise differs by it
+    stop_ids: frozenset[int]
+    prompt_len: int
+    constrained: bool  # a grammar masks the row's logits
+    counted_ids: np.ndarray  # int64: the request's ids so far, if penalties count them; else empty
+
+    @staticmethod
+    def of(request: Request) -> RowSettings:
+        """The settings of a request that has a row."""
+        params = request.params
+        return RowSettings(
+            request.row, params, request.seed, request.sample_index, request.stop_ids, request.prompt_len,
+            constrained=request.grammar is not None,
+            counted_ids=np.array(request.ids, np.int64) if params.has_penalties else NO_IDS,
+        )  # fmt: skip
+
+
+class PromptTargets(NamedTuple):
+    """The prompt tokens that one prefill chunk predicts, for a request that asked for prompt logprobs."""
+
+    token_ids: list[int]  # the prompt's tokens at start + 1 … start + q_len, as far as the prompt goes
+    top: int  # how many of the most likely tokens to report at each position
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step, as plain arrays: it can be sent to other ranks or copied to a device as it stands.
+    """One step, as plain data: it can be sent to other ranks as it is.
 
-    Entries are ordered: those that decode one token first (`num_decodes` of them), then those that decode with drafts
-    behind it (`num_drafted`: every one of their tokens draws the next), then the prefill chunks.
+    The order of the entries: first those that decode one token (`num_decodes`), then those that decode one token and
+    check draft tokens behind it (`num_drafted`: each of their tokens draws the next), then the prefill chunks.
     """
 
     step: int
@@ -25,13 +60,12 @@ class StepPlan:
     samples: np.ndarray  # bool  [n]  draws a token from the logits of its last position; with drafts, of all
     token_ids: np.ndarray  # int32 [sum q_lens]; -1: the token this row drew last, known only to the device so far
     num_decodes: int
-    # Changes to the persistent block table, to be applied before the step: table[row, column] = block.
+    # Changes to the persistent block table, applied before the step: table[row, column] = block.
     table_rows: np.ndarray  # int32 [m]
     table_columns: np.ndarray  # int32 [m]
     table_blocks: np.ndarray  # int32 [m]
-    joins: list[Request]  # requests whose row begins with this step: their sampling settings are set up
-    requests: list[Request]  # the n requests (host only)
-    epochs: list[int]  # their epochs when planned: work of an older epoch is void
+    joins: list[RowSettings]  # the rows that new requests take with this step
+    prompt_targets: dict[int, PromptTargets]  # by entry, for the chunks of requests that want prompt logprobs
     num_drafted: int = 0
 
     @property
@@ -40,20 +74,29 @@ class StepPlan:
 
     @property
     def num_decoding(self) -> int:
-        """Entries that decode, with drafts or without; the prefill chunks come after them."""
+        """Entries that decode, with and without drafts; the prefill chunks follow them."""
         return self.num_decodes + self.num_drafted
 
     def drafts(self) -> Iterator[tuple[int, list[int]]]:
-        """(entry, its draft tokens) of those that have any."""
+        """(entry, its draft tokens), for each entry with drafts."""
         end = self.num_decodes
         for entry in range(self.num_decodes, self.num_decoding):
             begin, end = end, end + int(self.q_lens[entry])
             yield entry, self.token_ids[begin + 1 : end].tolist()
 
 
+class Scheduled(NamedTuple):
+    """A plan and the requests it was made for. Only the process of the scheduler holds it."""
+
+    plan: StepPlan
+    requests: tuple[Request, ...]  # by entry
+    epochs: list[int]  # the requests' epochs when the step was planned: work of an older epoch is void
+    grammars: Mapping[int, Grammar]  # by entry, for the requests that have one
+
+
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: the token's own, and the `top` most likely as (id, logprob)."""
+    """Log-probabilities at one position: the token's own, and the most likely tokens as (id, logprob)."""
 
     token_id: int
     logprob: float
@@ -63,28 +106,29 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a launched step drew. Lists are aligned with the plan's entries; -1 where an entry does not sample."""
+    """The tokens that a step drew."""
 
-    ids: list[int]
+    ids: list[int]  # by entry; -1 for entries that do not sample and for those with drafts
     bad: list[int] = field(default_factory=list)  # entries whose logits were NaN or infinite
-    checked: dict[int, list[int]] = field(default_factory=dict)  # by entry with drafts: the draw at each of its tokens,
-    #   whether or not those before it were accepted; -1 where the logits were NaN or infinite
+    # By entry with drafts: the draw at each of its tokens, even behind a rejected draft; -1 where logits were NaN or
+    # infinite.
+    checked: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by entry, one for each draw
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by entry, this chunk's positions
-    expert_load: list[tuple[int, list[int]]] | None = None  # now and then: (layer, tokens of each of its experts)
-    #   since the last step that told
-    sample_ms: float = 0.0  # the part of the step spent on sampling, where it is known
-    device_ms: float | None = None  # None where it is not known (yet)
-    # Ranks, and the ms that they exchanged or waited for it (in graphs: what exchanging takes alone). None: one rank.
+    # (layer, tokens of each of its experts) since the last step that reported them; most steps do not.
+    expert_load: list[tuple[int, list[int]]] | None = None
+    sample_ms: float = 0.0  # the part of the step spent on sampling; 0 if unknown
+    device_ms: float | None = None  # None if unknown
+    # (ranks, ms in collectives). Waiting for other ranks counts, except in CUDA graphs. None: one rank.
     comm: tuple[int, float] | None = None
 
 
 @dataclass(slots=True)
 class Emitted:
-    """One request's share of a commit: the token it drew, if any, and its end, if this was it."""
+    """What a commit has for one request: a token, the reason why the request ended, or both."""
 
     request: Request
-    token_id: int | None
-    finish_reason: str = ""
+    token_id: int | None  # None: it drew none
+    finish_reason: str = ""  # empty: it goes on
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None

@@ -44,7 +44,7 @@ class StepClock:
         device was free of the step before, until its ids had arrived."""
         wall_s = times.arrived - max(times.begun, self._device_free_at)
         self._device_free_at = times.arrived
-        prefills = len(plan.requests) - plan.num_decoding
+        prefills = len(plan.rows) - plan.num_decoding
         kind = "decode" if not prefills else "mixed" if plan.num_decoding else "prefill"
         if prefills:
             self._record_first_tokens(emitted, result.sample_ms)

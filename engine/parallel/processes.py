@@ -18,25 +18,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from engine.config import EngineConfig
-from engine.core.request import Request
 from engine.core.step import StepPlan
 from engine.errors import DeviceLost, EngineError
 from engine.model.config import ModelConfig
-from engine.params import SamplingParams
 
 CLOSE_S = 3.0  # a rank may take so long to end in peace
 CAUSE_S = 2.0  # after a collective has failed, the reason is known within this time or not at all
 HEARSAY_S = 0.3  # a rank that complains may only have lost another: the death of that one is the better reason
-
-_ANYBODY = Request(0, [], SamplingParams(), 0, 0)
 
 
 def device_of(device: torch.device, rank: int, size: int) -> torch.device:
@@ -50,24 +45,6 @@ def device_of(device: torch.device, rank: int, size: int) -> torch.device:
             f"{'' if there == 1 else 's'}: lower it"
         )
     return torch.device("cuda", first + rank)
-
-
-def for_ranks(plan: StepPlan) -> StepPlan:
-    """The plan without its requests, of which other ranks need only the prompts to be scored, and how to draw."""
-    requests = [_ANYBODY] * len(plan.rows)
-    for entry, request in enumerate(plan.requests):
-        if request.params.prompt_logprobs is not None:
-            params = SamplingParams(prompt_logprobs=request.params.prompt_logprobs)
-            prompt = request.ids[: request.prompt_len]
-            requests[entry] = Request(0, prompt, params, 0, 0, prompt_len=request.prompt_len)
-    joins = [
-        Request(
-            0, [], request.params, request.seed, 0, request.stop_ids, sample_index=request.sample_index,
-            row=request.row, grammar=cast(Any, request.grammar is not None or None),
-        )
-        for request in plan.joins
-    ]  # fmt: skip
-    return replace(plan, joins=joins, requests=requests, epochs=[])
 
 
 class Workers:
@@ -137,7 +114,7 @@ class Workers:
         """Hand a plan to every rank. DeviceLost if one is gone."""
         if self.failure:
             raise DeviceLost(self.failure)
-        message = pickle.dumps(for_ranks(plan), pickle.HIGHEST_PROTOCOL)
+        message = pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)
         try:
             for connection in self._connections:
                 connection.send_bytes(message)

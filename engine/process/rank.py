@@ -53,7 +53,7 @@ def main(fd: int) -> int:
         tell("ready")
         ready = True
         while (plan := plans.get()) is not None:
-            runner.launch(plan)
+            runner.launch(plan, {})  # rank 0 alone applies grammars
         if runner.device.type == "cpu":  # a GPU's ends with this process
             runner.group.close()
     except Exception as error:

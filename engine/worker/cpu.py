@@ -6,11 +6,13 @@ Everything else is engine/worker/runner.py's. Which way a step goes depends on t
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from engine.attention.torch_backend import TorchAttention
+from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.progress import Progress
 from engine.worker.cpu_decode import CPUDecode
@@ -30,15 +32,15 @@ class CPURunner(Runner):
         able = CPUDecode.supports(self.model, self.dtype, self.kv_dtype)
         self._decode = CPUDecode(self.model, self.pool) if able else None
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> Launched:
         """Run a step; it is over when this returns."""
         if self._decode is None or plan.num_decoding < len(plan.rows) or plan.num_tokens > MOST_SEQUENCES:
-            return super().launch(plan)
+            return super().launch(plan, grammars)
         started = time.perf_counter()
         with torch.inference_mode():
             self.apply(plan)
             logits, inputs = self.decode(plan)
-            drawn = self.sample(plan, inputs, logits)
+            drawn = self.sample(inputs, logits, grammars)
             self.last_token.index_copy_(0, inputs.device_rows, drawn.ids)
             return self._finish(plan, inputs, drawn, {}, started, None)
 

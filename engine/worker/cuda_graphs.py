@@ -21,7 +21,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ import torch
 
 from engine.attention.base import ForwardMeta
 from engine.attention.triton_backend import TritonAttention
+from engine.core.request import Grammar
 from engine.core.step import StepPlan, StepResult
 from engine.kernels.batch_state import HEADER, prepare
 from engine.kernels.moe import forms
@@ -144,25 +145,24 @@ class GraphRunner(Runner):
 
     # ---- a step
 
-    def launch(self, plan: StepPlan) -> Launched | Drawing:  # type: ignore[override]
+    def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> Launched | Drawing:  # type: ignore[override]
         """Enqueue a step: by a graph if one is large enough, else kernel by kernel."""
         n, tokens = len(plan.rows), plan.num_tokens
         with torch.inference_mode():  # before anything of the rows is set: what is made in here can be changed only so
             if self._decode and plan.num_decodes == n and n <= self.max_rows:
-                return self._launch_decode(plan)
+                return self._launch_decode(plan, grammars)
             if self._extend and not plan.num_drafted and n <= EXTEND_SEQUENCES and tokens <= self._extend_sizes[-1]:
                 self._join(plan)
-                plain = not self.sampler.asked(plan.rows) & ~DRAWABLE
-                if plain and all(request.params.prompt_logprobs is None for request in plan.requests):
+                if not self.sampler.asked(plan.rows) & ~DRAWABLE and not plan.prompt_targets:
                     return self._launch_extend(plan)
-            return super().launch(plan)
+            return super().launch(plan, grammars)
 
     def apply(self, plan: StepPlan) -> None:
         """The plan's changes to the persistent rows, on the host and (sent by themselves) on the device."""
         self._join(plan)
         self._change_table(plan)
 
-    def _launch_decode(self, plan: StepPlan) -> Launched | Drawing:
+    def _launch_decode(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> Launched | Drawing:
         started = time.perf_counter()
         n, changes = len(plan.rows), len(plan.table_rows)
         begin = self._mark()
@@ -189,7 +189,7 @@ class GraphRunner(Runner):
         self.group.replayed(self.shard.num_layers, bucket)
         asked = self.sampler.asked(plan.rows)
         if asked & ~DRAWABLE:
-            return self._sample_eagerly(plan, started, begin)
+            return self._sample_eagerly(plan, grammars, started, begin)
         return self._draw(bucket, asked, n, None, begin)
 
     def _launch_extend(self, plan: StepPlan) -> Drawing:
@@ -233,7 +233,9 @@ class GraphRunner(Runner):
             load,
         )  # fmt: skip
 
-    def _sample_eagerly(self, plan: StepPlan, started: float, begin: torch.cuda.Event) -> Launched:
+    def _sample_eagerly(
+        self, plan: StepPlan, grammars: Mapping[int, Grammar], started: float, begin: torch.cuda.Event
+    ) -> Launched:
         """Rows with penalties, masks or logprobs: the decode graph's logits, then the sampler of
         engine/worker/sampler.py."""
         n = len(plan.rows)
@@ -243,7 +245,7 @@ class GraphRunner(Runner):
             token_ids=self._tokens[:n], meta=None, samples=entries, rows=plan.rows,
             positions=positions, device_rows=rows, device_positions=lengths, sampled_hidden=None, prompt_hidden={},
         )  # fmt: skip
-        drawn = self.sample(plan, inputs, self.group.gather(self._logits[:n]).float())
+        drawn = self.sample(inputs, self.group.gather(self._logits[:n]).float(), grammars)
         self.last_token.index_copy_(0, rows, drawn.ids)
         return self._finish(plan, inputs, drawn, {}, started, begin)
 
@@ -251,8 +253,8 @@ class GraphRunner(Runner):
         """Sampling settings of the requests that begin with this plan, once."""
         if plan.joins and self._joined != plan.step:
             self._joined = plan.step
-            for request in plan.joins:
-                self.sampler.set_row(request.row, request)
+            for settings in plan.joins:
+                self.sampler.set_row(settings)
 
     def _send_settings(self) -> None:
         """Bring the rows' sampling settings to where the graphs read them, if any has changed."""

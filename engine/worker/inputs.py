@@ -50,12 +50,7 @@ def logit_rows(
 ) -> tuple[np.ndarray, np.ndarray | None, dict[int, int]]:
     """Which tokens' logits are wanted, those `last` that draw among them; which of them draw (None: all); and for each
     entry that wants logprobs of its prompt, where among them its own begin."""
-    chunks = range(plan.num_decoding, len(plan.rows))
-    firsts = {
-        entry: int(ends[entry] - plan.q_lens[entry])
-        for entry in chunks
-        if plan.requests[entry].params.prompt_logprobs is not None
-    }
+    firsts = {entry: int(ends[entry] - plan.q_lens[entry]) for entry in plan.prompt_targets}
     if not firsts:
         return last, None, {}
     wanted = np.unique(np.concatenate([last, *(np.arange(first, ends[entry]) for entry, first in firsts.items())]))

@@ -7,13 +7,13 @@ by luck. What was drawn is broadcast into every rank's last tokens, so a step ma
 the ids of the one before.
 
 With CUDA graphs (engine/worker/rank_graphs.py) all ranks draw what needs nothing but a row's settings, each from its
-piece of the vocabulary; the settings come with the plan, and the noise is a function of seed, position and token. """
+piece of the vocabulary; the settings come with the plan, and the noise is a function of seed, position and token."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
+from engine.core.request import Grammar
 from engine.core.step import StepPlan, StepResult
 from engine.errors import DeviceLost, EngineError
 from engine.model.config import ModelConfig
@@ -86,7 +87,7 @@ class RankRunner(Runner):
 class FollowRunner(RankRunner):
     """The runner of ranks 1 and on."""
 
-    def sample(self, plan: StepPlan, inputs: Inputs, logits: torch.Tensor) -> Drawn:
+    def sample(self, inputs: Inputs, logits: torch.Tensor, grammars: Mapping[int, Grammar]) -> Drawn:
         """What rank 0 drew."""
         ids = self.group.broadcast(self._nothing_drawn(inputs))
         return Drawn(ids, torch.zeros_like(ids, dtype=torch.bool), np.zeros(0, dtype=np.int64), None)
@@ -119,12 +120,12 @@ class LeadRunner(RankRunner):
             raise (EngineError(cause) if cause else error) from error
         self.device_name = f"{size} ranks of {self.device_name}"
 
-    def launch(self, plan: StepPlan) -> Shared:  # type: ignore[override]
+    def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> Shared:  # type: ignore[override]
         """Run a step on all ranks. DeviceLost if one of them fails: where the others stand is not known then."""
         self._in_step = False
         self._workers.send(plan)
         try:
-            launched = super().launch(plan)
+            launched = super().launch(plan, grammars)
         except Exception as error:
             if self._in_step:
                 raise
@@ -132,11 +133,11 @@ class LeadRunner(RankRunner):
         self._in_step = True
         return Shared(launched, self._workers)
 
-    def sample(self, plan: StepPlan, inputs: Inputs, logits: torch.Tensor) -> Drawn:
+    def sample(self, inputs: Inputs, logits: torch.Tensor, grammars: Mapping[int, Grammar]) -> Drawn:
         """One token for each entry that samples, told to all ranks. If that fails, nobody waits for it: as with one
         rank, the requests of this step end and the engine goes on."""
         try:
-            drawn = super().sample(plan, inputs, logits)
+            drawn = super().sample(inputs, logits, grammars)
         except Exception:
             self.group.broadcast(self._nothing_drawn(inputs))
             self._in_step = True

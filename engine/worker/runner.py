@@ -10,7 +10,7 @@ import gc
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +24,7 @@ from engine.attention.choose import choose_attention
 from engine.attention.kv_fp8 import FP8
 from engine.attention.kv_pool import KVPool
 from engine.config import EngineConfig
+from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.errors import EngineError
 from engine.model import ops as torch_ops
@@ -130,7 +131,7 @@ class Runner:
         """The device is the host: a step is over when `launch` returns."""
         return self.device.type == "cpu"
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> Launched:
         """Enqueue a step; on a CPU it is over when this returns."""
         started = time.perf_counter()
         with torch.inference_mode():
@@ -138,15 +139,15 @@ class Runner:
             self.apply(plan)
             inputs = self.build_inputs(plan)
             logits, prompt_logprobs = self.forward(plan, inputs)
-            drawn = self.sample(plan, inputs, logits)
+            drawn = self.sample(inputs, logits, grammars)
             self.last_token.index_copy_(0, inputs.device_rows, drawn.ids)
             return self._finish(plan, inputs, drawn, prompt_logprobs, started, begin)
 
     def apply(self, plan: StepPlan) -> None:
         """The plan's changes to the persistent rows: new blocks in the table, new requests' sampling settings."""
         self._change_table(plan)
-        for request in plan.joins:
-            self.sampler.set_row(request.row, request)
+        for settings in plan.joins:
+            self.sampler.set_row(settings)
 
     def _change_table(self, plan: StepPlan) -> None:
         if len(plan.table_rows):
@@ -230,8 +231,8 @@ class Runner:
             hidden = hidden.index_select(0, self._upload(inputs.sampled_hidden))
         return self.model.logits(hidden), prompt_logprobs
 
-    def sample(self, plan: StepPlan, inputs: Inputs, logits: torch.Tensor) -> Drawn:
-        """One token for each entry that samples; logits [s, V] may be overwritten."""
+    def sample(self, inputs: Inputs, logits: torch.Tensor, grammars: Mapping[int, Grammar]) -> Drawn:
+        """One token for each entry that samples; logits [s, V] may be overwritten. `grammars`: by entry."""
         if not len(inputs.samples):  # prefill chunks only, none of them a prompt's last
             nothing = torch.empty(0, dtype=torch.int64, device=self.device)
             return Drawn(nothing, nothing > 0, inputs.samples, None)
@@ -241,7 +242,9 @@ class Runner:
             inputs.positions,
             inputs.device_rows,
             inputs.device_positions,
-            lambda i: plan.requests[int(inputs.samples[i])],
+            {i: grammars[entry] for i, entry in enumerate(inputs.samples.tolist()) if entry in grammars}
+            if grammars
+            else None,
         )
 
     def _finish(
@@ -299,9 +302,7 @@ class Runner:
         """
         found = {}
         for entry, at in inputs.prompt_hidden.items():
-            request, start = plan.requests[entry], int(plan.starts[entry])
-            tokens = request.ids[start + 1 : min(start + int(plan.q_lens[entry]) + 1, request.prompt_len)]
-            top = request.params.prompt_logprobs or 0
+            tokens, top = plan.prompt_targets[entry]
             parts = []
             for first in range(0, len(tokens), LOGPROB_ROWS):
                 part = np.array(tokens[first : first + LOGPROB_ROWS], dtype=np.int64)

@@ -7,14 +7,14 @@ of a step asks for is not computed, and nothing here waits for the device: which
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from engine.core.request import Request
-from engine.core.step import TokenLogprobs
+from engine.core.request import Grammar
+from engine.core.step import RowSettings, TokenLogprobs
 from engine.kernels.noise import gumbel, host_gumbel, request_keys
 from engine.kernels.row_settings import (
     FREQUENCY,
@@ -147,9 +147,9 @@ class Sampler:
         self._counts = VocabularyRows(max_rows, vocab_size, torch.int32, device)
         self._bias = VocabularyRows(max_rows, vocab_size, torch.float32, device)
 
-    def set_row(self, row: int, request: Request) -> None:
-        """Take over what `request` asks for; its ids so far are those its penalties count."""
-        params = request.params
+    def set_row(self, asked: RowSettings) -> None:
+        """Set up a row for the request that takes it."""
+        row, params = asked.row, asked.params
         self._release(row)
         wants = 0
         if not params.greedy:
@@ -160,26 +160,26 @@ class Sampler:
                 wants |= Wants.TOP_P
             if params.min_p > 0.0:
                 wants |= Wants.MIN_P
-        if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
+        if params.has_penalties:
             wants |= Wants.PENALTIES
-            self._count(row, request)
+            self._count(asked)
         if params.logit_bias:
             wants |= Wants.BIAS
             ids = self._upload(np.fromiter(params.logit_bias.keys(), np.int64))
             self._bias.claim(row)[ids] = self._upload(np.fromiter(params.logit_bias.values(), np.float32))
-        stop_ids = [token for token in sorted(request.stop_ids) if 0 <= token < self.vocab_size]
+        stop_ids = [token for token in sorted(asked.stop_ids) if 0 <= token < self.vocab_size]
         if params.min_tokens > 0 and stop_ids:  # an id beyond the row would be a cell of another request's row
             wants |= Wants.MIN_TOKENS
-            self._min_until[row] = request.prompt_len + params.min_tokens
+            self._min_until[row] = asked.prompt_len + params.min_tokens
             self._stop_ids[row] = np.array(stop_ids, dtype=np.int64)
-        if request.grammar is not None:
+        if asked.constrained:
             wants |= Wants.GRAMMAR
         if params.logprobs is not None:
             wants |= Wants.LOGPROBS
             self._logprobs[row] = params.logprobs
         self._wants[row] = wants
         self._top_k[row] = params.top_k if wants & Wants.TOP_K else self.vocab_size
-        self._keys[row] = request_keys(request.seed, request.sample_index)
+        self._keys[row] = request_keys(asked.seed, asked.sample_index)
         settings = self._settings[row]
         settings[TEMPERATURE] = 1.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)
         settings[NOISE] = 0.0 if params.greedy else 1.0
@@ -205,12 +205,12 @@ class Sampler:
         positions: np.ndarray,
         device_rows: torch.Tensor,
         device_positions: torch.Tensor,
-        requests: Callable[[int], Request] | None = None,
+        grammars: Mapping[int, Grammar] | None = None,
     ) -> Drawn:
         """Draw one token for each of s rows.
 
         logits [s, V], may be overwritten; rows [s] of the batch and the positions [s] the new tokens will stand at, on
-        the host and (int64) on the device; requests(i): whose the i-th row is, asked for those with a grammar.
+        the host and (int64) on the device; grammars: of those of the s rows that have one.
         """
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
@@ -222,8 +222,8 @@ class Sampler:
             return Drawn(logits.argmax(-1), bad, wants[:0], None)
         logprob_rows = np.flatnonzero(wants & Wants.LOGPROBS)
         raw = logits[self._upload(logprob_rows)].log_softmax(-1) if len(logprob_rows) else None
-        if asked & Wants.GRAMMAR and requests is not None:
-            self._apply_grammars(logits, np.flatnonzero(wants & Wants.GRAMMAR), requests)
+        if grammars:
+            self._apply_grammars(logits, grammars)
         if asked & Wants.BIAS:
             self._apply_bias(logits, rows, np.flatnonzero(wants & Wants.BIAS))
         if asked & Wants.MIN_TOKENS:
@@ -274,19 +274,18 @@ class Sampler:
         self._counts.release(row)
         self._bias.release(row)
 
-    def _count(self, row: int, request: Request) -> None:
-        line = self._counts.claim(row)
-        prompt = np.array(request.ids[: request.prompt_len], dtype=np.int64)
-        reply = self._upload(np.array(request.ids[request.prompt_len :], dtype=np.int64))
+    def _count(self, asked: RowSettings) -> None:
+        line = self._counts.claim(asked.row)
+        prompt, reply = np.split(asked.counted_ids, [asked.prompt_len])
         line[self._upload(prompt)] = IN_PROMPT
-        line.index_add_(0, reply, torch.ones_like(reply, dtype=torch.int32))
+        counted = self._upload(reply)
+        line.index_add_(0, counted, torch.ones_like(counted, dtype=torch.int32))
 
-    def _apply_grammars(self, logits: torch.Tensor, entries: np.ndarray, requests: Callable[[int], Request]) -> None:
-        grammars = [grammar for i in entries.tolist() if (grammar := requests(i).grammar) is not None]
-        masks = np.stack([grammar.mask() for grammar in grammars])  # int32 [g, ceil(V / 32)]
+    def _apply_grammars(self, logits: torch.Tensor, grammars: Mapping[int, Grammar]) -> None:
+        masks = np.stack([grammar.mask() for grammar in grammars.values()])  # int32 [g, ceil(V / 32)]
         bits = torch.arange(32, dtype=torch.int32, device=logits.device)
         allowed = (self._upload(masks)[:, :, None] >> bits & 1).flatten(1)[:, : self.vocab_size]
-        where = self._upload(entries)
+        where = self._upload(np.array(list(grammars), dtype=np.int64))
         logits[where] = logits.index_select(0, where).masked_fill_(allowed == 0, -torch.inf)
 
     def _apply_bias(self, logits: torch.Tensor, rows: np.ndarray, entries: np.ndarray) -> None:

@@ -24,6 +24,7 @@ nothing is captured, and wherever logits are bit-equal, they are the same (tests
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,6 +32,7 @@ import numpy as np
 import torch
 
 from engine.attention.base import ForwardMeta
+from engine.core.request import Grammar
 from engine.core.step import StepPlan, StepResult
 from engine.progress import Progress
 from engine.worker.cuda_graphs import DRAWABLE, Drawing, GraphRunner, Staging, Work, ladder
@@ -70,19 +72,21 @@ class SpeculativeGraphRunner(GraphRunner):
         self._verify: dict[int, torch.cuda.CUDAGraph] = {}
         super()._prepare(on_progress)
 
-    def launch(self, plan: StepPlan) -> Launched | Drawing | Verified:  # type: ignore[override]
+    def launch(  # type: ignore[override]
+        self, plan: StepPlan, grammars: Mapping[int, Grammar]
+    ) -> Launched | Drawing | Verified:
         """Enqueue a step: by a graph if one is large enough, else kernel by kernel."""
         bucket = self._bucket(plan) if plan.num_drafted and self._verify else None
         with torch.inference_mode():
-            return super().launch(plan) if bucket is None else self._launch_verify(plan, bucket)
+            return super().launch(plan, grammars) if bucket is None else self._launch_verify(plan, grammars, bucket)
 
     def _bucket(self, plan: StepPlan) -> int | None:
         n, tokens = len(plan.rows), plan.num_tokens
-        if any(request.params.prompt_logprobs is not None for request in plan.requests[plan.num_decoding :]):
+        if plan.prompt_targets:
             return None
         return next((t for t in self._verify_sizes() if tokens <= t and n < _sequences(t)), None)
 
-    def _launch_verify(self, plan: StepPlan, bucket: int) -> Launched | Verified:
+    def _launch_verify(self, plan: StepPlan, grammars: Mapping[int, Grammar], bucket: int) -> Launched | Verified:
         started = time.perf_counter()
         n, tokens, limit = len(plan.rows), plan.num_tokens, _sequences(bucket)
         begin = self._mark()
@@ -107,13 +111,13 @@ class SpeculativeGraphRunner(GraphRunner):
         self._verify[bucket].replay()
         asked = self.sampler.asked(plan.rows)
         if asked & ~DRAWABLE:
-            return self._sample_drafts_eagerly(plan, samples, drawing, positions[drawing] + 1, started, begin)
+            return self._sample_drafts_eagerly(plan, grammars, samples, drawing, positions[drawing] + 1, started, begin)
         drawn = self._draw(bucket, asked, tokens, None, begin)
         return Verified(n, drawn, drawing, samples, range(plan.num_decodes, plan.num_decoding))
 
     def _sample_drafts_eagerly(
-        self, plan: StepPlan, samples: np.ndarray, drawing: np.ndarray, positions: np.ndarray, started: float,
-        begin: torch.cuda.Event,
+        self, plan: StepPlan, grammars: Mapping[int, Grammar], samples: np.ndarray, drawing: np.ndarray,
+        positions: np.ndarray, started: float, begin: torch.cuda.Event,
     ) -> Launched:  # fmt: skip
         """Rows with penalties, masks or logprobs: the graph's logits, then the sampler of engine/worker/sampler.py."""
         rows = plan.rows[samples]
@@ -122,7 +126,7 @@ class SpeculativeGraphRunner(GraphRunner):
             token_ids=tokens_, meta=None, samples=samples, rows=rows, positions=positions, device_rows=rows_,
             device_positions=positions_, sampled_hidden=None, prompt_hidden={},
         )  # fmt: skip
-        drawn = self.sample(plan, inputs, self._logits.index_select(0, tokens_).float())
+        drawn = self.sample(inputs, self._logits.index_select(0, tokens_).float(), grammars)
         self.last_token.index_copy_(0, rows_, drawn.ids)
         return self._finish(plan, inputs, drawn, {}, started, begin)
 

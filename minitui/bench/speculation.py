@@ -13,13 +13,14 @@ from __future__ import annotations
 import inspect
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from engine.core import scheduler
 from engine.core.engine import Launched
+from engine.core.request import Grammar
 from engine.core.step import StepPlan, StepResult
 from engine.llm import LLM
 from engine.params import SamplingParams
@@ -72,27 +73,31 @@ def texts(vocab_size: int, reply: int, seed: int) -> list[Text]:
 
 
 class Dictated:
-    """A runner whose draws are a text's: that of number `seed` for a request with this seed."""
+    """A runner that replaces the draws: a request with seed i replies with the text of number i."""
 
     def __init__(self, runner: Any, dictated: list[Text]) -> None:
         self._runner = runner
         self._texts = [text.prompt + text.reply for text in dictated]
+        self._text_of_row: dict[int, list[int]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def launch(self, plan: StepPlan) -> Launched:
-        return _Step(self._runner.launch(plan), plan, self._texts)
+    def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> Launched:
+        for settings in plan.joins:
+            self._text_of_row[settings.row] = self._texts[settings.params.seed or 0]
+        texts = [self._text_of_row[row] for row in plan.rows.tolist()]
+        return _Step(self._runner.launch(plan, grammars), plan, texts)
 
 
 class _Step:
-    def __init__(self, launched: Launched, plan: StepPlan, dictated: list[list[int]]) -> None:
-        self._launched, self._plan, self._texts = launched, plan, dictated
+    def __init__(self, launched: Launched, plan: StepPlan, texts: list[list[int]]) -> None:
+        self._launched, self._plan, self._texts = launched, plan, texts
 
     def wait(self) -> StepResult:
         result, plan = self._launched.wait(), self._plan
-        for i, (request, start, count) in enumerate(zip(plan.requests, plan.starts, plan.q_lens, strict=True)):
-            text, end = self._texts[request.params.seed or 0], int(start) + int(count)
+        for i, (text, start, count) in enumerate(zip(self._texts, plan.starts, plan.q_lens, strict=True)):
+            end = int(start) + int(count)
             if i in result.checked:
                 drawn = text[start + 1 : end + 1]
                 result.checked[i] = drawn + [0] * (count - len(drawn))  # drafts may reach past the end of the reply

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from engine.core.cache import KVCache
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.core.step import StepPlan, StepResult
+from engine.core.step import Scheduled, StepResult
 from engine.params import SamplingParams
 from engine.trace.records import Record, RecordLog
 
@@ -202,24 +202,27 @@ class Stress:
     def step(self) -> None:
         """Plan, pretend, commit."""
         begin = self.now
-        plan = self.scheduler.plan()
-        if plan is None:
+        scheduled = self.scheduler.plan()
+        if scheduled is None:
             self.now += 1e-3
             return
-        for request in plan.joins:
-            submitted, _ = self._submitted[request.id]
-            self._submitted[request.id] = (submitted, begin)
+        plan, requests = scheduled.plan, scheduled.requests
+        joined = {settings.row for settings in plan.joins}
+        for request in self.scheduler.running if joined else ():
+            if request.row in joined:
+                submitted, _ = self._submitted[request.id]
+                self._submitted[request.id] = (submitted, begin)
         prefill = plan.num_tokens - plan.num_decodes
         device_ms = self._device_ms(plan.num_decodes, prefill)
-        plan_us = 40 + 1.2 * len(plan.requests) + self._random.random() * 20
+        plan_us = 40 + 1.2 * len(requests) + self._random.random() * 20
         launch_us = 90 + self._random.random() * 25
-        commit_us = 30 + 0.9 * len(plan.requests)
+        commit_us = 30 + 0.9 * len(requests)
         self.now = begin + (plan_us + launch_us + commit_us) / 1e6 + device_ms / 1e3
         first = [
-            request for i, request in enumerate(plan.requests)
+            request for i, request in enumerate(requests)
             if plan.samples[i] and request.in_flight and len(request.ids) == request.prompt_len
         ]  # fmt: skip
-        emitted = self.scheduler.commit(plan, self._draw(plan))
+        emitted = self.scheduler.commit(scheduled, self._draw(scheduled))
         for request in first:
             submitted, admitted = self._submitted[request.id]
             sample_ms = 0.2
@@ -240,11 +243,11 @@ class Stress:
             base *= 2.5
         return base * (0.96 + 0.08 * self._random.random())
 
-    def _draw(self, plan: StepPlan) -> StepResult:
+    def _draw(self, scheduled: Scheduled) -> StepResult:
         ids = []
-        for i, request in enumerate(plan.requests):
+        for request, samples in zip(scheduled.requests, scheduled.plan.samples, strict=True):
             reply = self._chats[request.id].reply
-            ids.append((reply.popleft() if reply else END) if plan.samples[i] else -1)
+            ids.append((reply.popleft() if reply else END) if samples else -1)
         return StepResult(ids)
 
     # ---- the people

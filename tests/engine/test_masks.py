@@ -11,6 +11,7 @@ import pytest
 from engine.core.engine import Engine
 from engine.core.request import Request
 from engine.core.scheduler import NOT_FINITE, SchedulerConfig
+from engine.core.step import RowSettings
 from engine.errors import InvalidRequest
 from engine.params import SamplingParams
 from tests.support.models import VOCAB, make_request, make_runner, reference, save
@@ -83,7 +84,7 @@ def test_the_sampler_itself_takes_no_id_beyond_a_row(checkpoint: Path) -> None:
     sampler = make_runner(checkpoint, max_num_seqs=4).sampler
     request = make_request([1, 2], 0, min_tokens=4, max_tokens=8)
     request.stop_ids = frozenset({3, VOCAB, VOCAB + 3, -VOCAB})
-    sampler.set_row(0, request)
+    sampler.set_row(RowSettings.of(request))
     assert sampler._stop_ids[0].tolist() == [3]
 
 

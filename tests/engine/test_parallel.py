@@ -360,7 +360,7 @@ def test_what_a_gpu_computed_after_a_rank_was_lost_is_not_an_answer(
     driver.run([(request, 3, True)])
     let_go = threading.Event()
     runner.group.abort = let_go.set
-    launched = runner.launch(driver.plan([(request, 1, True)]))
+    launched = runner.launch(driver.plan([(request, 1, True)]), {})
     runner._workers.failure = "rank 1 of 2 (process 7) ended by signal SIGKILL"
     runner._workers.on_lost(runner._workers.failure)
     assert let_go.wait(5)
@@ -475,8 +475,8 @@ async def test_two_processes_answer_as_one_and_none_outlives_the_other(tmp_path:
         async for _ in (stream := client.submit(prompt, replace(params, max_tokens=2000))):
             if len(stream.ids) == 2:
                 break
-        assert client._connection is not None and len(pids) == 2
-        with socket.socket(fileno=os.dup(client._connection.fileno())) as ours:
+        assert client._outbox is not None and len(pids) == 2
+        with socket.socket(fileno=os.dup(client._outbox._connection.fileno())) as ours:
             ours.shutdown(socket.SHUT_RDWR)  # what is left of a parent that has died
         assert gone(pids, 5), "a rank outlived the parent"
     finally:

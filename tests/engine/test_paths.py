@@ -23,7 +23,7 @@ from engine import build
 from engine.attention.choose import choose_attention
 from engine.config import EngineConfig
 from engine.core.request import Request
-from engine.core.step import StepPlan
+from engine.core.step import PromptTargets, RowSettings, StepPlan
 from engine.errors import EngineError
 from engine.model.config import ExpertsConfig, ModelConfig
 from engine.params import SamplingParams
@@ -69,6 +69,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("engine.worker.quantised.importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
+    memory = SimpleNamespace(total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: memory)
 
     def believe(capability: tuple[int, int]) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
@@ -210,8 +212,12 @@ def plan(q_lens: list[int], decodes: int, drafted: int = 0, **params: Any) -> St
     return StepPlan(
         step=1, rows=np.arange(n, dtype=np.int32), starts=np.full(n, 20, np.int32), q_lens=np.array(q_lens, np.int32),
         samples=np.ones(n, bool), token_ids=np.zeros(sum(q_lens), np.int32), num_decodes=decodes, num_drafted=drafted,
-        table_rows=none, table_columns=none, table_blocks=none, joins=requests[decodes + drafted :], requests=requests,
-        epochs=[0] * n,
+        table_rows=none, table_columns=none, table_blocks=none,
+        joins=[RowSettings.of(request) for request in requests[decodes + drafted :]],
+        prompt_targets={
+            i: PromptTargets([1], scored) for i in range(decodes + drafted, n)
+            if (scored := requests[i].params.prompt_logprobs) is not None
+        },
     )  # fmt: skip
 
 
@@ -249,18 +255,18 @@ def test_a_step_goes_by_the_graph_that_is_large_enough(
             self._joined = -1
             self.sampler: Any = SimpleNamespace(set_row=self._set, asked=self._asked)
 
-        def _set(self, row: int, request: Request) -> None:
+        def _set(self, settings: RowSettings) -> None:
             assert torch.is_inference_mode_enabled()
 
         def _asked(self, rows: np.ndarray) -> int:
-            params = step.requests[-1].params
-            return verify_graphs.DRAWABLE + 1 << 4 if params.logit_bias else 0
+            biased = any(settings.params.logit_bias for settings in step.joins)
+            return verify_graphs.DRAWABLE + 1 << 4 if biased else 0
 
-    monkeypatch.setattr(Runner, "_launch_decode", lambda self, plan: self._join(plan) or went.append("decode"))
+    monkeypatch.setattr(Runner, "_launch_decode", lambda self, plan, _: self._join(plan) or went.append("decode"))
     monkeypatch.setattr(Runner, "_launch_extend", lambda self, plan: self._join(plan) or went.append("extend"))
     eager = "engine.worker.runner.Runner.launch"
-    monkeypatch.setattr(eager, lambda self, plan: self._join(plan) or went.append("eager"))
+    monkeypatch.setattr(eager, lambda self, plan, _: self._join(plan) or went.append("eager"))
     runner = Runner()
-    runner._launch_verify = lambda plan, bucket: runner._join(plan) or went.append(f"verify {bucket}")
-    runner.launch(step)
+    runner._launch_verify = lambda plan, _, bucket: runner._join(plan) or went.append(f"verify {bucket}")
+    runner.launch(step, {})
     assert went == [wanted]

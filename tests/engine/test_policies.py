@@ -53,10 +53,10 @@ def documents(policy: str, requests: int, every: float = 0.03) -> Outcome:
         while len(came) < requests and (arrivals[len(came)][0] <= now[0] or not engine.has_work):
             now[0] = max(now[0], arrivals[len(came)][0])
             came.append(engine.add_request(arrivals[len(came)][1], SamplingParams(max_tokens=32, ignore_eos=True)))
-        plan = engine.scheduler.plan()
-        assert plan is not None
-        now[0] += STEP_S + TOKEN_S * plan.num_tokens
-        for emitted in engine.scheduler.commit(plan, engine.runner.launch(plan).wait()):
+        scheduled = engine.scheduler.plan()
+        assert scheduled is not None
+        now[0] += STEP_S + TOKEN_S * scheduled.plan.num_tokens
+        for emitted in engine.scheduler.commit(scheduled, engine.runner.launch(scheduled.plan, {}).wait()):
             first.setdefault(emitted.request.id, now[0])
     engine.check()
     waits = [first[request.id] - arrivals[i][0] for i, request in enumerate(came)]

@@ -192,7 +192,7 @@ def test_nothing_records_gradients(driver: Driver) -> None:
     """Autograd left on keeps every step's activations alive through the pool."""
     seen = []
     sample = driver.runner.sample
-    driver.runner.sample = lambda *step: seen.append(step[2]) or sample(*step)  # type: ignore[method-assign]
+    driver.runner.sample = lambda *step: seen.append(step[1]) or sample(*step)  # type: ignore[method-assign]
     driver.generate(make_request(prompt(0), 0), 3)
     assert len(seen) == 3
     assert all(logits.is_inference() and logits.grad_fn is None for logits in seen)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.core.request import Request
+from engine.core.step import RowSettings
 from engine.kernels.noise import (
     GOLDEN,
     MIX_1,
@@ -50,7 +51,7 @@ class Batch:
         length = len(ids) if prompt is None else prompt
         request = Request(row, ids, sampling, seed, 1000, stops, prompt_len=length, row=row, **extra)
         self.requests[row] = request
-        self.sampler.set_row(row, request)
+        self.sampler.set_row(RowSettings.of(request))
         return request
 
     def sample(self, logits: torch.Tensor, rows: list[int], positions: list[int] | None = None) -> Drawn:
@@ -62,7 +63,7 @@ class Batch:
                 np.array(where),
                 torch.tensor(rows),
                 torch.tensor(where),
-                lambda i: self.requests[rows[i]],
+                {i: grammar for i, row in enumerate(rows) if (grammar := self.requests[row].grammar) is not None},
             )
 
     def draw(self, logits: torch.Tensor, rows: list[int], positions: list[int] | None = None) -> list[int]:
@@ -344,6 +345,7 @@ def test_the_sampler_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch)
     batch.add(6)
     batch.add(7, temperature=0.0)
     for name in ("item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__float__"):
+
         def refuse(*args: Any, name: str = name, **kwargs: Any) -> None:
             raise AssertionError(f"Tensor.{name} waits for the device")
 
@@ -472,7 +474,7 @@ def test_a_rows_settings_never_affect_another_row() -> None:
         lonely = Batch()
         request = batch.requests[row]
         lonely.requests[row] = request
-        lonely.sampler.set_row(row, request)
+        lonely.sampler.set_row(RowSettings.of(request))
         alone.append(lonely.draw(logits[row : row + 1], [row], [6])[0])
     order = [5, 0, 7, 3, 6, 1, 4, 2]
     assert batch.draw(logits[order], order, [6] * 8) == [alone[row] for row in order]

@@ -13,7 +13,7 @@ from engine.core.step import StepPlan
 from engine.errors import InvalidRequest
 from engine.params import SamplingParams
 from engine.trace.state import State
-from tests.support.simulation import SimulatedRunner, alone
+from tests.support.simulation import SimulatedRunner, alone, simulated
 
 
 def make_engine(
@@ -22,7 +22,7 @@ def make_engine(
     prefix_caching = bool(options.pop("prefix_caching", True))
     runner = SimulatedRunner(blocks + 1, block_size, rows)
     config = SchedulerConfig(budget, rows, max_model_len=4096, **options)  # type: ignore[arg-type]
-    return Engine(runner, config, overlap=overlap, prefix_caching=prefix_caching, eos_ids=frozenset({49}))
+    return simulated(Engine(runner, config, overlap=overlap, prefix_caching=prefix_caching, eos_ids=frozenset({49})))
 
 
 def run(engine: Engine, limit: int = 100_000) -> None:
@@ -355,8 +355,8 @@ def test_rows_have_an_order_that_does_not_depend_on_hashes() -> None:
     for i in range(8):
         engine.add_request([i, 1], SamplingParams(max_tokens=9, ignore_eos=True))
     engine.step()
-    plan = engine.scheduler.plan()
-    assert plan is not None and plan.rows.tolist() == list(range(8))
+    scheduled = engine.scheduler.plan()
+    assert scheduled is not None and scheduled.plan.rows.tolist() == list(range(8))
 
 
 def test_a_prompt_that_does_not_fit_beside_the_running_ones_waits_instead_of_thrashing() -> None:

@@ -16,7 +16,7 @@ from engine.params import SamplingParams
 from engine.trace.records import as_dict
 from engine.trace.state import State
 from tests.engine.test_scheduler_simulation import Load, run
-from tests.support.simulation import SimulatedRunner, alone
+from tests.support.simulation import SimulatedRunner, alone, simulated
 
 EOS = frozenset({49})
 
@@ -24,7 +24,7 @@ EOS = frozenset({49})
 def make_engine(blocks: int = 64, block_size: int = 4, budget: int = 64, tokens: int = 4, **options: object) -> Engine:
     runner = SimulatedRunner(blocks + 1, block_size, 8, echo=True)
     config = SchedulerConfig(budget, 8, max_model_len=4096, speculative_tokens=tokens, **options)  # type: ignore[arg-type]
-    return Engine(runner, config, eos_ids=EOS)
+    return simulated(Engine(runner, config, eos_ids=EOS))
 
 
 class DraftingLoad(Load):
@@ -45,7 +45,7 @@ class DraftingLoad(Load):
             eos_ids=EOS,
         )  # fmt: skip
         drafting.delay = delay
-        self.engine = drafting
+        self.engine = simulated(drafting)
 
     def expected(self, request: Request) -> list[int]:
         prompt = request.ids[: request.prompt_len]

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from engine.core.engine import Engine
-from engine.core.request import Request
-from engine.core.scheduler import SchedulerConfig
+from engine.core.request import Grammar, Request
+from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.step import StepPlan, StepResult
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.params import SamplingParams
@@ -85,12 +85,16 @@ class ScriptedRunner:
         self._answer = answer
         self._codec = ByteCodec()
         self.fail_next = False
+        self.scheduler: Scheduler  # set when there is an engine
 
-    def launch(self, plan: StepPlan) -> ScriptedRunner._Launched:
+    def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> ScriptedRunner._Launched:
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the device stumbled")
-        drawn = [self._next(r) if samples else -1 for r, samples in zip(plan.requests, plan.samples, strict=True)]
+        requests = {request.row: request for request in self.scheduler.running}
+        drawn = [
+            self._next(requests[row]) if samples else -1 for row, samples in zip(plan.rows, plan.samples, strict=True)
+        ]
         return self._Launched(StepResult(drawn))
 
     def _next(self, request: Request) -> int:
@@ -178,6 +182,7 @@ class FakeSource:
             SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=self.max_num_seqs, max_model_len=4096),
             eos_ids=frozenset({END}),
         )
+        self.runner.scheduler = self.engine.scheduler
         self.outputs = OutputProcessor(ByteCodec(), self.engine.log)
         self.streams: dict[int, FakeStream] = {}
         self.error = None

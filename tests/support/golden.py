@@ -15,7 +15,7 @@ from engine.params import SamplingParams
 from engine.trace.records import Record, RecordLog
 from minitui.trace.reader import TraceReader
 from minitui.trace.recorder import Recorder
-from tests.support.simulation import SimulatedRunner
+from tests.support.simulation import SimulatedRunner, simulated
 
 GOLDEN = Path(__file__).with_name("golden.trace")
 STEPS = 140
@@ -36,9 +36,8 @@ class Clock:
 def make_engine() -> Engine:
     """48 blocks of 4 tokens, 8 rows, 24 tokens a step: small enough to evict and preempt."""
     runner = SimulatedRunner(INFO["num_blocks"] + 1, INFO["block_size"], 8)
-    return Engine(
-        runner, SchedulerConfig(24, 8, max_model_len=120), log=RecordLog(clock=Clock()), eos_ids=frozenset({0})
-    )
+    config = SchedulerConfig(24, 8, max_model_len=120)
+    return simulated(Engine(runner, config, log=RecordLog(clock=Clock()), eos_ids=frozenset({0})))
 
 
 def play(engine: Engine, seed: int = 7) -> None:

@@ -13,7 +13,7 @@ import torch
 from engine import build
 from engine.config import EngineConfig
 from engine.core.request import Request
-from engine.core.step import StepPlan
+from engine.core.step import PromptTargets, RowSettings, StepPlan
 from engine.model.hf_config import read_model_config
 from engine.params import SamplingParams
 from engine.worker.runner import Runner
@@ -111,6 +111,7 @@ class Driver:
         self._next_block = 1
         self._joined: set[int] = set()
         self._dealt: list[tuple[int, int, int]] = []
+        self.planned: list[Request] = []  # of the last plan, by entry
 
     def reserve(self, request: Request, tokens: int) -> None:
         """Blocks for the first `tokens` tokens of the request."""
@@ -153,21 +154,29 @@ class Driver:
             table_rows=dealt[:, 0],
             table_columns=dealt[:, 1],
             table_blocks=dealt[:, 2],
-            joins=joins,
-            requests=[request for request, _, _ in entries],
-            epochs=[request.epoch for request, _, _ in entries],
+            joins=[RowSettings.of(request) for request in joins],
+            prompt_targets={
+                i: PromptTargets(
+                    request.ids[request.planned + 1 : min(request.planned + count + 1, request.prompt_len)],
+                    request.params.prompt_logprobs,
+                )
+                for i, (request, count, _) in enumerate(entries)
+                if request.params.prompt_logprobs is not None and not _decodes(request, count)
+            },
         )
         for request, count, _ in entries:
             request.planned += count
         self.step += 1
+        self.planned = [request for request, _, _ in entries]
         return plan
 
     def run(self, entries: list[tuple[Request, int, bool]], unknown: bool = False) -> list[int]:
         """Plan, launch, wait and append what was drawn; the drawn ids, in the order of `entries`."""
         plan = self.plan(entries, unknown)
-        result = self.runner.launch(plan).wait()
+        grammars = {i: request.grammar for i, request in enumerate(self.planned) if request.grammar is not None}
+        result = self.runner.launch(plan, grammars).wait()
         drawn = {}
-        for request, token in zip(plan.requests, result.ids, strict=True):
+        for request, token in zip(self.planned, result.ids, strict=True):
             drawn[request.id] = token
             if token >= 0:
                 request.ids.append(token)

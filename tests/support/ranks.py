@@ -17,7 +17,6 @@ from engine.errors import DeviceLost, EngineError
 from engine.model.config import ModelConfig
 from engine.model.group import Group, Spent
 from engine.parallel.group import joined, own_rows
-from engine.parallel.processes import for_ranks
 from engine.worker import rank_runner as parallel_runner
 
 WAIT_S = 20.0
@@ -104,7 +103,7 @@ class ThreadWorkers:
             self.runners[rank] = runner
             self._ready.release()
             while (message := self._plans[rank - 1].get()) is not None:
-                runner.launch(pickle.loads(message))
+                runner.launch(pickle.loads(message), {})
         except Exception as error:
             self.failure = self.failure or f"rank {rank} of {self.size} failed: {error}"
             self._ready.release()
@@ -123,7 +122,7 @@ class ThreadWorkers:
         if self.failure:
             raise DeviceLost(self.failure)
         for plans in self._plans:
-            plans.put(pickle.dumps(for_ranks(plan)))
+            plans.put(pickle.dumps(plan))
 
     def cause(self) -> str:
         return self.failure

@@ -10,10 +10,13 @@ tokens last stood together. Which of a request's drafts are right is then as goo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from engine.core.engine import Engine
+from engine.core.request import Grammar
+from engine.core.scheduler import Scheduler
 from engine.core.step import StepPlan, StepResult
 
 
@@ -33,11 +36,13 @@ class SimulatedRunner:
         self.tokens_computed = 0
         self.prefill_tokens = 0
         self.steps = 0
+        self.scheduler: Scheduler  # set by `simulated`
         self.on_launch: Callable[[StepPlan], None] | None = None
         self.on_wait: Callable[[StepPlan], None] | None = None
         self.bad_request: int | None = None
 
-    def launch(self, plan: StepPlan) -> SimulatedLaunch:
+    def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> SimulatedLaunch:
+        requests = {request.row: request for request in self.scheduler.running}
         if self.on_launch:
             self.on_launch(plan)
         self.steps += 1
@@ -64,7 +69,7 @@ class SimulatedRunner:
             end = int(start + n)
             read = self.slots[self._slots(row, np.arange(end))]
             assert (read[:, 0] == np.arange(end)).all(), f"row {row} read another position's KV"
-            request = plan.requests[i]
+            request = requests[row]
             have = min(end, len(request.ids))
             assert read[:have, 1].tolist() == request.ids[:have], f"r{request.id} read another request's KV"
             if plan.num_decodes <= i < plan.num_decoding:
@@ -83,6 +88,13 @@ class SimulatedRunner:
 
     def _slots(self, row: int, positions: np.ndarray) -> np.ndarray:
         return self.table[row, positions // self.block_size] * self.block_size + positions % self.block_size
+
+
+def simulated(engine: Engine) -> Engine:
+    """An engine over a SimulatedRunner, which checks what it reads against the requests of the engine's scheduler."""
+    assert isinstance(engine.runner, SimulatedRunner)
+    engine.runner.scheduler = engine.scheduler
+    return engine
 
 
 class SimulatedLaunch:

@@ -9,13 +9,14 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 from textual.app import App
 
+from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.trace.records import RecordLog
 from minitui.tui.app import MinituiApp
@@ -64,9 +65,9 @@ class StillSource(FakeSource):
         self.by_hand, self._clock = by_hand, clock
         launch = self.runner.launch
 
-        def measured(plan: StepPlan) -> ScriptedRunner._Launched:
+        def measured(plan: StepPlan, grammars: Mapping[int, Grammar]) -> ScriptedRunner._Launched:
             clock.now += STEP_S + TOKEN_S * plan.num_tokens
-            return launch(plan)
+            return launch(plan, grammars)
 
         self.runner.launch = measured  # type: ignore[method-assign]
 

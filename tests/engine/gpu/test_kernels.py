@@ -8,6 +8,7 @@ import torch
 
 from engine.attention import kv_fp8
 from engine.core.request import Request
+from engine.core.step import RowSettings
 from engine.model import ops as reference_ops
 from engine.params import SamplingParams
 from engine.worker.sampler import Sampler
@@ -280,8 +281,8 @@ def test_the_sampling_kernel_draws_what_the_sampler_draws(vocab: int) -> None:
     sampler = Sampler(n + 2, vocab, DEVICE, lambda array: torch.from_numpy(array.copy()).to(DEVICE))
     order = np.random.default_rng(0).permutation(n + 2)[:n].astype(np.int32)
     for row, params in zip(order.tolist(), asked, strict=True):
-        request = Request(id=1, ids=[1, 2], params=params, seed=row * 1000 + 7, max_total=100, prompt_len=2)
-        sampler.set_row(row, request)
+        request = Request(id=1, ids=[1, 2], params=params, seed=row * 1000 + 7, max_total=100, prompt_len=2, row=row)
+        sampler.set_row(RowSettings.of(request))
     settings, keys, top_k = (torch.from_numpy(np.ascontiguousarray(a)).to(DEVICE) for a in sampler.host_settings())
     workspace = sample.SampleWorkspace(n + 1, vocab, DEVICE)
     rows = torch.from_numpy(np.append(order, 0)).to(DEVICE)
