@@ -1,5 +1,5 @@
-"""python -m minitui.bench: the same command where only the engine's dependencies are installed."""
+"""`python -m minitui.bench`: `minitui bench` for machines with only the engine's dependencies, rich and typer."""
 
-from minitui.bench.main import run
+from minitui.bench.main import run_alone
 
-run()
+run_alone()

@@ -1,23 +1,10 @@
-"""Load on any OpenAI-compatible server: `minitui bench --url`.
-
-    minitui bench --url http://127.0.0.1:8000 --rate 8 --requests 200          Poisson arrivals
-    minitui bench --url ... --shared-words 400 --groups 4                      four system prompts, shared
-    minitui bench --url ... --trace day.jsonl --speed 2                        replay, twice as fast
-
-Requests are sent when they are due, whether or not earlier ones have been answered (an open loop): a server that falls
-behind sees its queue grow, as from real callers. A trace has one JSON object a line: "t" (seconds), "prompt" or
-"messages", or "words" (so many random ones) after "prefix" (a name) of "prefix_words"; and "max_tokens". Or it has the
-format of Mooncake's, which tell no text, only who shares what: "timestamp" (ms), "input_length", "output_length" and
-"hash_ids", one for each 512 tokens.
-"""
+"""`minitui bench --url`: sends requests to an OpenAI-compatible server and measures its answers."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
-import os
 import random
 import sys
 import time
@@ -25,7 +12,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
+
+import typer
 
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from minitui.visible import json_text
@@ -34,14 +23,59 @@ WORDS = (
     "block", "cache", "token", "prefix", "tree", "queue", "batch", "step", "prompt", "answer", "page", "table",
     "decode", "prefill", "head", "layer", "request", "share", "evict", "admit", "stream", "model", "weight", "draw",
 )  # fmt: skip
-SAID = ("content", "reasoning_content", "tool_calls")  # of a chat's delta
-HASHED = 512  # tokens of a block in Mooncake's traces
-LEVELS = (50, 90, 99)
+TEXT_FIELDS = ("content", "reasoning_content", "tool_calls")  # of a chat's delta
+MOONCAKE_BLOCK = 512  # tokens
+PERCENTILES = (50, 90, 99)
+HELP = """Measure a server with OpenAI's endpoints under load.
+
+\b
+  minitui bench --url http://127.0.0.1:8000 --rate 8 --requests 200    Poisson arrivals
+  minitui bench --url ... --shared-words 400 --groups 4                four shared system prompts
+  minitui bench --url ... --trace day.jsonl --speed 2                  replay a trace twice as fast
+
+Each request is sent at its time, even if earlier requests are still running (open loop). So the queue of a slow server
+grows, as it would with real users.
+
+A trace is a JSONL file. A line is an object with "t" (seconds), optionally "max_tokens", and the text: "prompt",
+"messages", or "words" (a number of random words), optionally after a shared "prefix" (its name) of "prefix_words"
+words. Mooncake traces work too: "timestamp" (ms), "input_length", "output_length" and "hash_ids", one for each 512
+tokens; equal ids get equal text.
+"""
+
+
+@dataclass(kw_only=True)
+class LoadOptions:
+    """The options of `minitui bench --url`."""
+
+    url: Annotated[str, typer.Option(help="Address of the server: http://127.0.0.1:8000.")]
+    key: Annotated[str, typer.Option(help="Its API key.", envvar="MINITUI_KEY")] = ""
+    model: Annotated[str, typer.Option(help="Model to ask for. Default: the first that the server lists.")] = ""
+    rate: Annotated[float, typer.Option(help="Average requests per second; inf: all at once.")] = 4.0
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 100
+    prompt_words: Annotated[int, typer.Option(help="Random words in each prompt.")] = 40
+    shared_words: Annotated[int, typer.Option(help="Words before them that a group of requests shares.")] = 0
+    groups: Annotated[int, typer.Option(help="Number of groups.")] = 1
+    output_tokens: Annotated[int, typer.Option(help="max_tokens of each request.")] = 64
+    temperature: Annotated[float, typer.Option(help="0: the same answers each time.")] = 0.0
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Answers of full length; vLLM and minitui support it.")
+    ] = False
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Use /v1/chat/completions instead of /v1/completions.")
+    ] = False
+    trace: Annotated[Path | None, typer.Option(help="Replay this JSONL file instead.")] = None
+    speed: Annotated[float, typer.Option(help="Replay this many times as fast.")] = 1.0
+    seed: Annotated[int, typer.Option(help="Seed of arrival times and random words.")] = 0
+    timeout: Annotated[float, typer.Option(help="Give a request up after this many seconds without data.")] = 600.0
+    ttft_ms: Annotated[float | None, typer.Option(help="Goodput counts requests with a first token in time.")] = None
+    tpot_ms: Annotated[float | None, typer.Option(help="Goodput: limit of the time per output token.")] = None
+    e2e_ms: Annotated[float | None, typer.Option(help="Goodput: limit of the time of the whole answer.")] = None
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 
 
 @dataclass
 class Planned:
-    """A request that will be sent `at` seconds after the beginning."""
+    """A request, sent `at` seconds after the start."""
 
     at: float
     body: dict[str, Any]
@@ -50,47 +84,48 @@ class Planned:
 
 @dataclass
 class Outcome:
-    """What became of a request. Times in seconds after it was sent; `error` is empty if it was answered."""
+    """The result of a request. `sent` is in seconds after the start, other times in seconds after `sent`; `error` is
+    empty if it was answered."""
 
     sent: float
     first: float = 0.0
     total: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
-    cached_tokens: int | None = None  # not every server tells
+    cached_tokens: int | None = None  # None: the server does not report it
     error: str = ""
     detail: str = ""
 
     @property
     def per_token(self) -> float | None:
-        """Seconds between two tokens; None for replies of one."""
+        """Seconds between two tokens; None for answers of one token."""
         return (self.total - self.first) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
 @dataclass
 class Limits:
-    """What counts as good, in milliseconds; None: does not matter."""
+    """The limits within which a request counts for goodput, in milliseconds; None: no limit."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     e2e_ms: float | None = None
 
     def kept(self, outcome: Outcome) -> bool:
-        """Was this answered, and in time?"""
+        """True if the request was answered within the limits."""
         pairs = ((self.ttft_ms, outcome.first), (self.tpot_ms, outcome.per_token or 0.0), (self.e2e_ms, outcome.total))
         return not outcome.error and all(limit is None or value * 1e3 <= limit for limit, value in pairs)
 
 
-# ---- what is sent
+# ---- planning
 
 
 def words(count: int, source: random.Random) -> str:
-    """So many random words."""
+    """`count` random words."""
     return " ".join(source.choices(WORDS, k=count))
 
 
-def poisson(options: argparse.Namespace, model: str) -> list[Planned]:
-    """Requests whose distances are drawn from an exponential distribution."""
+def poisson(options: LoadOptions, model: str) -> list[Planned]:
+    """Requests with exponentially distributed gaps."""
     source = random.Random(options.seed)
     prefixes = [words(options.shared_words, source) for _ in range(max(1, options.groups))]
     at, plan = 0.0, []
@@ -102,8 +137,8 @@ def poisson(options: argparse.Namespace, model: str) -> list[Planned]:
     return plan
 
 
-def replay(lines: Iterable[str], options: argparse.Namespace, model: str) -> list[Planned]:
-    """Requests of a trace. Raises InvalidRequest with the number of the line at fault."""
+def replay(lines: Iterable[str], options: LoadOptions, model: str) -> list[Planned]:
+    """The requests of a trace. Raises InvalidRequest with the number of a bad line."""
     source = random.Random(options.seed)
     prefixes: dict[str, str] = {}
     plan = []
@@ -125,23 +160,23 @@ def replay(lines: Iterable[str], options: argparse.Namespace, model: str) -> lis
             body["max_tokens"] = int(entry.get("max_tokens", options.output_tokens))
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidRequest(
-                f"{options.trace}, line {number}: {type(error).__name__} {error}; a line is a JSON object with t and "
-                "prompt, messages or words, or one with timestamp and hash_ids", "trace",
+                f"{options.trace}, line {number}: {type(error).__name__} {error}; a line must be a JSON object with t "
+                "and prompt, messages or words, or with timestamp and hash_ids", "trace",
             ) from error  # fmt: skip
         plan.append(_planned(at, body, options, model))
     if not plan:
-        raise InvalidRequest(f"{options.trace} has no requests in it", "trace")
+        raise InvalidRequest(f"{options.trace} contains no requests", "trace")
     return sorted(plan, key=lambda planned: planned.at)
 
 
 def _of_mooncake(entry: dict[str, Any], seed: int) -> dict[str, Any]:
-    """A line of such a trace in our words: the same id, the same text; a word is taken for a token."""
-    blocks = [words(HASHED, random.Random(f"{seed} {block}")) for block in entry["hash_ids"]]
+    """A line of a Mooncake trace in our format: equal ids give equal text, and a word counts as a token."""
+    blocks = [words(MOONCAKE_BLOCK, random.Random(f"{seed} {block}")) for block in entry["hash_ids"]]
     text = " ".join(" ".join(blocks).split()[: int(entry["input_length"])])
     return {"t": float(entry["timestamp"]) / 1e3, "prompt": text, "max_tokens": int(entry["output_length"])}
 
 
-def _planned(at: float, body: dict[str, Any], options: argparse.Namespace, model: str) -> Planned:
+def _planned(at: float, body: dict[str, Any], options: LoadOptions, model: str) -> Planned:
     chat = options.chat or "messages" in body
     if chat and "prompt" in body:
         body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
@@ -156,7 +191,7 @@ def _planned(at: float, body: dict[str, Any], options: argparse.Namespace, model
 
 
 async def send(client: Any, planned: Planned, began: float) -> Outcome:
-    """One request, to its end."""
+    """Sends one request and reads its answer."""
     from minitui.sources.bounds import ANSWER
     from minitui.sources.http import check, httpx, parse, server_events
 
@@ -176,15 +211,15 @@ async def send(client: Any, planned: Planned, began: float) -> Outcome:
                 chunk = parse(data)
                 _count_usage(outcome, chunk.get("usage") or {})
                 for choice in chunk.get("choices", ()):
-                    said = choice.get("text") or any((choice.get("delta") or {}).get(key) for key in SAID)
-                    if said or choice.get("finish_reason"):
+                    text = choice.get("text") or any((choice.get("delta") or {}).get(key) for key in TEXT_FIELDS)
+                    if text or choice.get("finish_reason"):
                         outcome.first = outcome.first or time.perf_counter() - started
-                    pieces += bool(said)
-                    ended = ended or bool(choice.get("finish_reason"))  # not every server sends [DONE] after it
+                    pieces += bool(text)
+                    ended = ended or bool(choice.get("finish_reason"))  # some servers send no [DONE] after it
         if not ended:
             outcome.error, outcome.detail = "cut off", "the answer ended without a finish_reason"
-    except (TypeError, AttributeError, ValueError) as error:  # JSON, but not what it should be
-        outcome.error, outcome.detail = "no answer", f"it is no OpenAI-compatible server ({error})"
+    except (TypeError, AttributeError, ValueError) as error:  # JSON of another form
+        outcome.error, outcome.detail = "no answer", f"this is not an OpenAI-compatible server ({error})"
     except EngineDead as error:
         outcome.error, outcome.detail = "not available", str(error)
     except EngineError as error:
@@ -193,7 +228,7 @@ async def send(client: Any, planned: Planned, began: float) -> Outcome:
         outcome.error, outcome.detail = type(error).__name__, str(error)
     finally:
         outcome.total = time.perf_counter() - started
-        outcome.output_tokens = outcome.output_tokens or pieces  # without a usage a piece is taken for a token
+        outcome.output_tokens = outcome.output_tokens or pieces  # without a usage each piece counts as a token
     return outcome
 
 
@@ -209,7 +244,7 @@ def _count_usage(outcome: Outcome, usage: dict[str, Any]) -> None:
 async def run_load(
     url: str, key: str, plan: Sequence[Planned], timeout_s: float, progress: TextIO | None = None
 ) -> list[Outcome]:
-    """Send everything when it is due; what became of each, in the order of the plan."""
+    """Sends each request at its time; returns the outcomes in the order of the plan."""
     from minitui.sources.http import open_client
 
     done: list[Outcome] = []
@@ -217,7 +252,7 @@ async def run_load(
 
     async def one(planned: Planned) -> Outcome:
         await asyncio.sleep(max(0.0, planned.at - (time.perf_counter() - began)))
-        # A client each: looking after hundreds of connections, one pool takes longer than the server.
+        # One client per request: a pool of hundreds of connections is slower than the server.
         async with open_client(url, key) as client:
             client.timeout = timeout_s
             outcome = await send(client, planned, began)
@@ -225,31 +260,31 @@ async def run_load(
         return outcome
 
     tasks = [asyncio.create_task(one(planned)) for planned in plan]
-    telling = asyncio.create_task(_tell(progress, plan, done, began)) if progress else None
+    reporting = asyncio.create_task(_report_progress(progress, plan, done, began)) if progress else None
     try:
         return await asyncio.gather(*tasks)
     finally:
-        if telling is not None:
-            telling.cancel()
+        if reporting is not None:
+            reporting.cancel()
         for task in tasks:
             task.cancel()
 
 
-async def _tell(out: TextIO, plan: Sequence[Planned], done: list[Outcome], began: float) -> None:
+async def _report_progress(out: TextIO, plan: Sequence[Planned], done: list[Outcome], began: float) -> None:
     while True:
         await asyncio.sleep(1.0)
         now = time.perf_counter() - began
         due = sum(planned.at <= now for planned in plan)
         failed = sum(bool(outcome.error) for outcome in done)
-        line = f"{now:5.0f} s  {due} of {len(plan)} sent, {len(done)} ended, {failed} not answered"
+        line = f"{now:5.0f} s  {due} of {len(plan)} sent, {len(done)} finished, {failed} failed"
         print(line, file=out, flush=True)
 
 
-# ---- what is told
+# ---- the report
 
 
 def summarise(outcomes: Sequence[Outcome], limits: Limits) -> dict[str, Any]:
-    """The figures, times in milliseconds."""
+    """The figures of a run; times in milliseconds."""
     answered = [outcome for outcome in outcomes if not outcome.error]
     seconds = max((outcome.sent + outcome.total for outcome in outcomes), default=0.0)
     good = sum(limits.kept(outcome) for outcome in outcomes)
@@ -277,17 +312,17 @@ def summarise(outcomes: Sequence[Outcome], limits: Limits) -> dict[str, Any]:
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Mean, percentiles and maximum in milliseconds; None of nothing."""
+    """Mean, percentiles and maximum in milliseconds; None if there are no values."""
     if not seconds:
         return None
     ordered = sorted(seconds)
-    levels = {f"p{p}": ordered[min(len(ordered) - 1, math.ceil(len(ordered) * p / 100) - 1)] for p in LEVELS}
+    levels = {f"p{p}": ordered[min(len(ordered) - 1, math.ceil(len(ordered) * p / 100) - 1)] for p in PERCENTILES}
     values = {"mean": sum(ordered) / len(ordered), **levels, "max": ordered[-1]}
     return {name: round(value * 1e3, 3) for name, value in values.items()}
 
 
 def report(figures: dict[str, Any]) -> list[str]:
-    """The same for people."""
+    """The same as lines of text."""
     limits = ", ".join(f"{name.removesuffix('_ms')} {limit:g} ms" for name, limit in figures["limits"].items())
     good = f"{figures['goodput_per_s']:.2f} within the limits ({limits}), " if limits else ""
     missed = ", ".join(f"{count} {error}" for error, count in figures["not_answered"].items())
@@ -300,44 +335,16 @@ def report(figures: dict[str, Any]) -> list[str]:
         f"{figures['output_tokens_per_s']:,.0f} output tokens/s, {cached}",
     ]
     if figures["example_of_an_error"]:
-        lines.append(f"an error: {figures['example_of_an_error']}")
-    lines.append(f"{'ms':24}{'mean':>10}" + "".join(f"{f'p{p}':>10}" for p in LEVELS) + f"{'max':>10}")
+        lines.append(f"example of an error: {figures['example_of_an_error']}")
+    lines.append(f"{'ms':24}{'mean':>10}" + "".join(f"{f'p{p}':>10}" for p in PERCENTILES) + f"{'max':>10}")
     for key, name in (("ttft_ms", "first token"), ("tpot_ms", "per output token"), ("e2e_ms", "end to end")):
         values = figures[key]
         lines.append(f"{name:24}" + ("".join(f"{v:10,.1f}" for v in values.values()) if values else f"{'unknown':>10}"))
     return lines
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="minitui bench", formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__,
-        allow_abbrev=False,
-    )  # fmt: skip
-    parser.add_argument("--url", required=True, help="the server, such as http://127.0.0.1:8000")
-    parser.add_argument("--key", default=os.environ.get("MINITUI_KEY", ""), help="its API key; default: MINITUI_KEY")
-    parser.add_argument("--model", default="", help="model to ask for; default: the first that the server lists")
-    parser.add_argument("--rate", type=float, default=4.0, help="requests a second on average; inf: all at once")
-    parser.add_argument("--requests", type=int, default=100, help="how many")
-    parser.add_argument("--prompt-words", type=int, default=40, help="random words in each prompt")
-    parser.add_argument("--shared-words", type=int, default=0, help="words before them that a group shares")
-    parser.add_argument("--groups", type=int, default=1, help="different shared beginnings")
-    parser.add_argument("--output-tokens", type=int, default=64, help="max_tokens of each")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the same replies each time")
-    parser.add_argument("--ignore-eos", action="store_true", help="replies of full length; vLLM and minitui know it")
-    parser.add_argument("--chat", action="store_true", help="ask /v1/chat/completions instead of /v1/completions")
-    parser.add_argument("--trace", type=Path, help="JSONL file to replay instead")
-    parser.add_argument("--speed", type=float, default=1.0, help="replay so many times as fast")
-    parser.add_argument("--seed", type=int, default=0, help="of arrivals and random words")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds of silence before one is given up")
-    parser.add_argument("--ttft-ms", type=float, help="limit for goodput")
-    parser.add_argument("--tpot-ms", type=float, help="limit for goodput")
-    parser.add_argument("--e2e-ms", type=float, help="limit for goodput")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    return parser
-
-
-async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The whole run. Raises EngineError for whatever keeps it from beginning."""
+async def measure(options: LoadOptions) -> dict[str, Any]:
+    """Plans, sends and sums up. Raises EngineError if the run cannot start."""
     from minitui.sources.http import normalise
 
     url = normalise(options.url)
@@ -356,7 +363,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def first_model(url: str, key: str) -> str:
-    """The first model that a server lists."""
+    """The first model that the server lists."""
     from minitui.sources.http import check, httpx, load_json, open_client, unreachable
 
     async with open_client(url, key) as client:
@@ -366,13 +373,12 @@ async def first_model(url: str, key: str) -> str:
         except (httpx.HTTPError, OSError) as error:
             raise unreachable(url, error) from error
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise EngineError(f"{url}/v1/models lists no model: name one with --model") from error
+            raise EngineError(f"{url}/v1/models lists no model: choose one with --model") from error
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`minitui bench --url …`; returns the exit code."""
-    options = _parser().parse_args(arguments)
-    for name in ("rate", "requests", "speed", "timeout"):
+def load(options: LoadOptions) -> None:
+    """Runs the load and prints the report."""
+    for name in ("rate", "speed", "timeout"):
         if not getattr(options, name) > 0:
             raise InvalidRequest(f"--{name} is {getattr(options, name)}: it must be above 0", name)
     figures = asyncio.run(measure(options))
@@ -380,4 +386,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json_text({**figures, "rate": str(figures["rate"])}, indent=2))
     else:
         print("\n".join(report(figures)))
-    return 0

@@ -1,47 +1,104 @@
-"""The command: measure the machine, then the engine on it, and print what share of the machine it uses.
-
-    minitui bench                     on a GPU the shapes of Qwen3-0.6B and 8B, random weights; else the bundled model
-    minitui bench --model DIR         a checkpoint (with --dummy-weights a directory that holds only config.json)
-    minitui bench --shape 8B --json   one shape, as JSON
-    minitui bench --url ADDRESS       load on a server; with --help behind it, its own options
-"""
+"""`minitui bench`: measures the machine's limits, then the engine, and prints what share of the limits it reaches."""
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NoReturn
+
+import typer
 
 from engine.errors import EngineError
+from minitui.bench.options import run
 from minitui.progress import Status
 from minitui.visible import json_text
 
+HELP = """Measure this machine, and the share of its limits that the engine reaches.
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
-    options = parser().parse_args(arguments)
+\b
+  minitui bench                     on a GPU: Qwen3-0.6B and 8B with random weights; else the bundled model
+  minitui bench --model DIR         a checkpoint; with --dummy-weights DIR needs only a config.json
+  minitui bench --shape 8B --json   one built-in shape, as JSON
+  minitui bench --url ADDRESS       measure a server; minitui bench --url ADDRESS --help lists the options
+"""
+
+
+@dataclass(kw_only=True)
+class Options:
+    """The options of `minitui bench` without --url."""
+
+    model: Annotated[str | None, typer.Option(help="Directory or name of a checkpoint. Default: see above.")] = None
+    dummy_weights: Annotated[
+        bool, typer.Option("--dummy-weights", help="Random weights; reads only config.json.")
+    ] = False
+    shape: Annotated[list[str] | None, typer.Option(help="Built-in shape: 0.6B, 8B or 30B-A3B; may repeat.")] = None
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
+    quantization: Annotated[str, typer.Option(help="none; int8 on a CPU; fp8 on a GPU.")] = "none"
+    tensor_parallel_size: Annotated[int, typer.Option(help="Number of ranks that share the model.")] = 1
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False
+    overlap: Annotated[str, typer.Option(help="auto, on or off: plan a step while the previous one runs.")] = "auto"
+    attention_backend: Annotated[str, typer.Option(help="As in minitui chat: flash,triton.")] = "auto"
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, or fp8: 8-bit keys and values.")] = "auto"
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of a step, on a GPU.")] = 16_384
+    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: one fewer than there are cores.")] = None
+    no_compare: Annotated[
+        bool, typer.Option("--no-compare", help="On a CPU: do not measure transformers.")
+    ] = False
+    no_watching: Annotated[
+        bool, typer.Option("--no-watching", help="Do not measure the cost of engine records.")
+    ] = False
+    no_speculation: Annotated[
+        bool, typer.Option("--no-speculation", help="Do not measure speculation.")
+    ] = False
+    pairs: Annotated[int, typer.Option(help="Pairs of runs, with and without engine records.")] = 8
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+
+
+def bench(context: typer.Context) -> None:
+    """Measure speed: this machine's, or with --url a server's."""
+    main(context.args)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs the command with `arguments` (None: those of this process) and exits."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if any(one == "--url" or one.startswith("--url=") for one in given):
+        from minitui.bench.load import HELP as LOAD_HELP
+        from minitui.bench.load import LoadOptions, load
+
+        run(LoadOptions, load, arguments, "minitui bench", LOAD_HELP)
+    run(Options, measure, arguments, "minitui bench", HELP)
+
+
+def measure(options: Options) -> None:
+    """Measures and prints the report."""
+    from engine.config import EngineConfig
+    from minitui.bench.shapes import SIZES
+
+    EngineConfig("", **engine_options(options, True, False, 0))  # raises for a bad option, before anything is measured
+    if unknown := set(options.shape or ()) - set(SIZES):
+        raise typer.BadParameter(f"{min(unknown)!r} is not one of {', '.join(SIZES)}", param_hint="--shape")
     with Status(sys.stderr) as status:
         status({"text": "measuring the machine …"})
         report = _with_model(options, say_nothing if options.json else partial(_say, status))
     if options.json:
         print(json_text(report, indent=2))
-    return 0
 
 
-def _with_model(options: argparse.Namespace, say: Any) -> dict[str, Any]:
-    """The machine's limits, and each model beside them."""
+def _with_model(options: Options, say: Any) -> dict[str, Any]:
+    """The report: the machine's limits, and each model's rows."""
     import torch
 
     from minitui.bench.limits import measure_limits
 
     on_gpu = torch.cuda.is_available() and options.device != "cpu"
-    if not on_gpu:  # the machine's limits are those of what the engine may use
+    if not on_gpu:  # measure with the threads that the engine uses
         torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 2) - 1))
     fp8 = torch.float8_e4m3fn if options.quantization == "fp8" else torch.bfloat16
     limits = measure_limits(torch.device("cuda" if on_gpu else "cpu"), fp8 if on_gpu else torch.float32)
@@ -51,7 +108,7 @@ def _with_model(options: argparse.Namespace, say: Any) -> dict[str, Any]:
     report: dict[str, Any] = {"device": name, "torch": torch.__version__, "limits": vars(limits), "models": {}}
     with tempfile.TemporaryDirectory(prefix="minitui-bench-") as folder:
         for shape, model, dummy in models(options, Path(folder), on_gpu):
-            # Rows of their own: nobody else's numbers, which are of 16-bit caches, stand beside them.
+            # Another label, so that no reference figures apply: those are for 16-bit caches.
             label = f"{shape}, fp8 KV cache" if options.kv_cache_dtype == "fp8" else shape
             say(f"\n{label}")
             report["models"][label] = _measure(label, model, dummy, options, limits, on_gpu, say)
@@ -61,8 +118,8 @@ def _with_model(options: argparse.Namespace, say: Any) -> dict[str, Any]:
     return report
 
 
-def engine_options(options: argparse.Namespace, dummy: bool, on_gpu: bool, max_context: int) -> dict[str, Any]:
-    """The fields of the EngineConfig that everything here is measured with."""
+def engine_options(options: Options, dummy: bool, on_gpu: bool, max_context: int) -> dict[str, Any]:
+    """The fields of the EngineConfig for all measurements."""
     chosen: dict[str, Any] = {
         "dummy_weights": dummy, "load_tokenizer": False, "device": options.device,
         "enforce_eager": options.enforce_eager, "overlap": options.overlap,
@@ -77,18 +134,18 @@ def engine_options(options: argparse.Namespace, dummy: bool, on_gpu: bool, max_c
 
 
 def _say(status: Status, *lines: object, sep: str = " ") -> None:
-    """Print, and tell who waits for the next line that it is being measured."""
+    """Prints lines, then shows a status until the next ones."""
     status.clear()
     print(*lines, sep=sep, flush=True)
     status({"text": "measuring …"})
 
 
 def say_nothing(*lines: object, sep: str = " ") -> None:
-    """In place of print where only JSON is wanted."""
+    """Replaces print when the report is JSON."""
 
 
-def models(options: argparse.Namespace, folder: Path, on_gpu: bool) -> Iterator[tuple[str, str, bool]]:
-    """(label, model, random weights?) of each model that is to be measured."""
+def models(options: Options, folder: Path, on_gpu: bool) -> Iterator[tuple[str, str, bool]]:
+    """(label, model, random weights?) of each model to measure."""
     from minitui.bench.shapes import MEASURED, write_config
 
     if options.model:
@@ -103,7 +160,7 @@ def models(options: argparse.Namespace, folder: Path, on_gpu: bool) -> Iterator[
 
 
 def _measure(
-    label: str, model: str, dummy: bool, options: argparse.Namespace, limits: Any, on_gpu: bool, say: Any
+    label: str, model: str, dummy: bool, options: Options, limits: Any, on_gpu: bool, say: Any
 ) -> dict[str, Any]:
     import torch
 
@@ -156,7 +213,7 @@ def _measure(
     plain = {n: timed(llm, n, reply) for n in streams}
     llm.engine.check()
     llm.close()
-    del llm, found  # their memory is that of the next
+    del llm, found  # free their memory for the next engine
     gc.collect()
     if on_gpu:
         torch.cuda.empty_cache()
@@ -170,39 +227,9 @@ def _measure(
     return result
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's options."""
-    from minitui.bench.shapes import SIZES
-
-    made = argparse.ArgumentParser(
-        prog="minitui bench", formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__,
-        epilog="with --url ADDRESS: load on a server that runs already; minitui bench --url ADDRESS --help tells more",
-    )  # fmt: skip
-    made.add_argument("--model", help="directory or name of a checkpoint; default: as above")
-    made.add_argument("--dummy-weights", action="store_true", help="random weights: only config.json is read")
-    made.add_argument("--shape", action="append", choices=list(SIZES), help="a built-in shape; may be repeated")
-    made.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    made.add_argument(
-        "--quantization", default="none", choices=["none", "int8", "fp8"], help="int8: on a CPU; fp8: on a GPU"
-    )
-    made.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks that share the model")
-    made.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
-    made.add_argument("--overlap", default="auto", choices=["auto", "on", "off"])
-    made.add_argument("--attention-backend", default="auto", help="as in minitui chat: flash,triton")
-    made.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"], help="fp8: 8-bit KV cache")
-    made.add_argument("--max-num-batched-tokens", type=int, default=16_384, help="token budget of a step, on a GPU")
-    made.add_argument("--threads", type=int, help="on a CPU; default: one fewer than there are cores")
-    made.add_argument("--no-compare", action="store_true", help="on a CPU: do not measure transformers")
-    made.add_argument("--no-watching", action="store_true", help="skip what watching costs")
-    made.add_argument("--no-speculation", action="store_true", help="skip what drafts gain and cost")
-    made.add_argument("--pairs", type=int, default=8, help="runs each with records off and on, and attached")
-    made.add_argument("--json", action="store_true", help="one JSON object")
-    return made
-
-
-def run() -> None:
-    """For `python -m minitui.bench`, where typer is not installed."""
+def run_alone() -> NoReturn:
+    """`python -m minitui.bench`: prints an EngineError as a sentence."""
     try:
-        sys.exit(main())
+        main()
     except EngineError as error:
         sys.exit(f"minitui bench: {error}")

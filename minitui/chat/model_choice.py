@@ -1,4 +1,4 @@
-"""What the product knows about a checkpoint beyond the engine: its default prompt and known questions."""
+"""Which model a command runs on, with its default system prompt and known questions."""
 
 from __future__ import annotations
 
@@ -15,30 +15,41 @@ PLAIN_SYSTEM_PROMPT = "You are a helpful assistant. Answer clearly and briefly."
 
 @dataclass(frozen=True)
 class Choice:
-    """The model a command runs on: `name` is what the engine resolves."""
+    """A model, its system prompt, and how the application shows it."""
 
-    name: str
-    label: str  # as it is shown; empty: as the engine calls it
+    name: str  # as the engine resolves it
+    label: str  # as the application shows it; empty: the engine's name for it
     system: str
     speaker: str
     known_questions: list[str] = field(default_factory=list)
 
 
 def choose_model(name: str | None, system: str | None = None) -> Choice:
-    """The bundled model for None; else `name` as the engine resolves it: a directory, the local cache, or the hub."""
+    """The bundled model if `name` is None; else a directory, or a model of the local cache or the hub."""
     if name is not None:
-        return Choice(name, "", PLAIN_SYSTEM_PROMPT if system is None else system, "model")
+        return _plain(name, system)
     path = tutor.model_dir()
     if not (path / "config.json").exists():
-        raise CheckpointError(
-            f"the bundled model is missing at {path}: name one with --model, or install minitui again"
-        )
+        raise CheckpointError(f"the bundled model is missing at {path}: reinstall minitui, or name a model (--model)")
+    return _bundled(str(path), "tutor", system)
+
+
+def served_choice(info: dict[str, Any], system: str | None) -> Choice:
+    """The model of a minitui server, from its `info`."""
+    return _bundled("", "", system) if info.get("bundled") else _plain("", system)
+
+
+def _bundled(name: str, label: str, system: str | None) -> Choice:
     prompt = tutor.DEFAULT_SYSTEM_PROMPT if system is None else system
-    return Choice(str(path), "tutor", prompt, "tutor", tutor.known_questions())
+    return Choice(name, label, prompt, "tutor", tutor.known_questions())
+
+
+def _plain(name: str, system: str | None) -> Choice:
+    return Choice(name, "", PLAIN_SYSTEM_PROMPT if system is None else system, "model")
 
 
 def load_codec(info: dict[str, Any]) -> Codec:
-    """The tokenizer of the checkpoint that the engine has loaded; raises CheckpointError."""
+    """The tokenizer of the checkpoint that the engine has loaded. Raises CheckpointError."""
     from engine.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(Path(info["model_dir"]))

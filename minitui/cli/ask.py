@@ -1,29 +1,69 @@
-"""`minitui ask`: one question, its answer streamed to stdout; for scripts and pipes."""
+"""`minitui ask`: streams one answer to stdout, for scripts and pipes."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Annotated, Any, TextIO
+
+import typer
 
 from engine.errors import EngineError
-from minitui.chat.model_choice import load_codec
+from minitui import settings as settings_file
+from minitui.chat.model_choice import choose_model, load_codec
 from minitui.chat.sessions import Chats, Message, Sampling, describe_answer
+from minitui.cli.launch import live_source, make_sampling, recorded, report_recording
+from minitui.cli.options import Model, Record, System, valid_text, with_options
 from minitui.progress import Status
 from minitui.sources.base import Source
 from minitui.visible import json_text
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-POLL = 0.02  # seconds between two looks at the answer
+POLL_S = 0.02
 
 
-async def ask(
+@with_options("sampling", "engine")
+def ask(
+    sampling: dict[str, Any],
+    engine: dict[str, Any],
+    question: Annotated[
+        str, typer.Argument(help="The question; '-' or nothing reads it from stdin.", callback=valid_text)
+    ] = "-",
+    model: Model = None,
+    system: System = None,
+    json: Annotated[bool, typer.Option("--json", help="Print answer and metrics as one JSON object.")] = False,
+    record: Record = None,
+) -> None:
+    """Ask one question. The answer streams to stdout; its metrics go to stderr.
+
+    \b
+      minitui ask "What is a radix tree?"
+      echo "Why is decode slow?" | minitui ask
+      minitui ask --json --temperature 0 "What is paging?" | jq .metrics
+    """
+    if question == "-":
+        if sys.stdin.isatty():
+            raise typer.BadParameter('give a question, as in minitui ask "What is a KV cache?", or pipe one in')
+        question = sys.stdin.buffer.read().decode("utf-8", "replace").strip()
+    if not question.strip():
+        raise typer.BadParameter("the question is empty")
+    settings = settings_file.load()
+    choice = choose_model(model, settings.chat.system if system is None else system)
+    chosen = make_sampling(sampling, settings.chat)
+
+    async def run() -> int:
+        source = recorded(live_source(choice, engine), record)
+        status = await ask_source(source, question, choice.system, chosen, json)
+        return report_recording(source, status)
+
+    raise typer.Exit(asyncio.run(run()))
+
+
+async def ask_source(
     source: Source, question: str, system: str, sampling: Sampling, as_json: bool, load: Callable[..., Any] = load_codec
 ) -> int:
-    """Start the engine, ask, stream; returns the exit code. The last line under the answer goes to stderr."""
+    """Starts the engine, asks and streams the answer; its metrics go to stderr. Returns the exit code."""
     status = Status(sys.stderr)
     try:
         try:
@@ -43,8 +83,8 @@ async def ask(
         if message.state == "error":
             raise EngineError(message.error)
         if as_json:
-            told = {"answer": message.text, "sampling": asdict(session.sampling), "metrics": message.metrics}
-            print(json_text(told, ensure_ascii=True))
+            answer = {"answer": message.text, "sampling": asdict(session.sampling), "metrics": message.metrics}
+            print(json_text(answer, ensure_ascii=True))
         else:
             print("\n" + " · ".join(text for text, _ in describe_answer(message)), file=sys.stderr)
         return 0
@@ -65,6 +105,6 @@ async def _stream(message: Message, out: TextIO | None) -> None:
             shown += len(text)
         if not busy:
             break
-        await asyncio.sleep(POLL)
+        await asyncio.sleep(POLL_S)
     if out and message.text and not message.text.endswith("\n"):
         out.write("\n")

@@ -1,4 +1,4 @@
-"""`minitui doctor`: what this machine can run, and what to install for more."""
+"""`minitui doctor`: says what this machine can run, and what to install for more."""
 
 from __future__ import annotations
 
@@ -8,24 +8,33 @@ import platform
 import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from engine.errors import how_to_install
 from engine.fields import listed
+from minitui.visible import json_text
 
-EXTRAS = {  # module -> (extra, what it is for)
-    "flash_attn": ("flash", "FlashAttention-4 for prompts, on NVIDIA Hopper and Blackwell: used where it is installed"),
-    "fastapi": ("serve", "minitui serve, and chat --connect to a server"),
+EXTRAS = {  # module -> (extra, purpose)
+    "flash_attn": ("flash", "FlashAttention-4 for prefill on NVIDIA Hopper and Blackwell; used if installed"),
+    "fastapi": ("serve", "minitui serve, and minitui chat --connect"),
     "textual_serve": ("web", "minitui chat --web: the application in a browser"),
-    "llguidance": ("structured", "answers that follow a JSON schema, a regular expression or a choice"),
-    "transformers": ("verify", "minitui verify: token-for-token parity with transformers"),
-    "triton": ("", "kernels for NVIDIA GPUs from Hopper on; comes with torch's CUDA builds"),
+    "llguidance": ("structured", "answers that follow a JSON schema, a regular expression or a list of choices"),
+    "transformers": ("verify", "minitui verify: comparison with transformers, token for token"),
+    "triton": ("", "kernels for NVIDIA GPUs, Hopper or newer; part of torch's CUDA builds"),
 }
 SIZES = (("Qwen3-0.6B", 0.6e9), ("Qwen3-1.7B", 1.7e9), ("Qwen3-4B", 4.0e9), ("Qwen3-8B", 8.2e9), ("Qwen3-32B", 32.8e9))
 
 
+def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Say what this machine can run, and what to install for more."""
+    found = examine()
+    print(json_text(found, indent=2) if json else "\n".join(report(found)))
+
+
 def examine() -> dict[str, Any]:
-    """Everything found, as plain data. Imports torch (a second or two)."""
+    """Everything found, as plain data. Imports torch, which takes a second or two."""
     import torch
 
     gpus: list[dict[str, Any]] = []
@@ -33,13 +42,9 @@ def examine() -> dict[str, Any]:
         for i in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(i)
             name, capability = torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)
+            compute = f"{capability[0]}.{capability[1]}"
             gpus.append(
-                {
-                    "name": name,
-                    "memory_gib": total / 2**30,
-                    "free_gib": free / 2**30,
-                    "compute": f"{capability[0]}.{capability[1]}",
-                }
+                {"name": name, "memory_gib": total / 2**30, "free_gib": free / 2**30, "compute": compute}
             )
     memory = _memory_gib()
     room = max((g["free_gib"] for g in gpus), default=memory)
@@ -66,7 +71,7 @@ def examine() -> dict[str, Any]:
 
 
 def report(found: dict[str, Any]) -> list[str]:
-    """The same for people, one line each."""
+    """The same as lines of text."""
     lines = [
         f"minitui {found['minitui']} · Python {found['python']} · torch {found['torch']} · {found['platform']}",
         f"{found['cpu_cores']} CPU cores, {found['memory_gib']:.0f} GiB of memory",
@@ -74,18 +79,18 @@ def report(found: dict[str, Any]) -> list[str]:
     for g in found["gpus"]:
         lines.append(f"GPU {g['name']}: {g['free_gib']:.0f} of {g['memory_gib']:.0f} GiB free, compute {g['compute']}")
     if len(found["gpus"]) > 1 and "nccl" in found["ranks"]:
-        lines.append(f"--tensor-parallel-size 2 to {len(found['gpus'])} cuts a model over several of them (NCCL)")
+        lines.append(f"--tensor-parallel-size 2 to {len(found['gpus'])} splits a model over several GPUs (NCCL)")
     if not found["gpus"]:
-        lines.append("no NVIDIA GPU that torch can use: everything runs on the CPU, in float32")
+        lines.append("no NVIDIA GPU that torch can use: models run on the CPU, in float32")
     lines += ["", "What runs here:", "  the bundled model: yes  (minitui chat)"]
     for name, fits in found["fits"].items():
         speed = "" if found["gpus"] else ", slowly"
-        lines.append(f"  {name:<12} {'yes' + speed if fits else 'no: its weights do not fit into memory'}")
+        lines.append(f"  {name:<12} {'yes' + speed if fits else 'no: the weights do not fit into memory'}")
     if found["models"]:
         lines += ["", "Checkpoints in the local Hugging Face cache: " + ", ".join(found["models"])]
     if found["incomplete_models"]:
-        lines += ["", "Incomplete there (--model NAME downloads what is missing):"]
-        lines += [f"  {name}: lacks {listed(missing)}" for name, missing in found["incomplete_models"].items()]
+        lines += ["", "Incomplete in that cache (--model NAME downloads the missing files):"]
+        lines += [f"  {name}: missing {listed(missing)}" for name, missing in found["incomplete_models"].items()]
     lines += ["", "Optional parts:"]
     for module, (extra, purpose) in EXTRAS.items():
         have = found["modules"][module]
@@ -94,18 +99,18 @@ def report(found: dict[str, Any]) -> list[str]:
     t = found["terminal"]
     size = f"{t['columns']}×{t['rows']}" + ("" if t["columns"] >= 80 and t["rows"] >= 24 else ": make it 80×24 or more")
     lines += ["", f"Terminal: {size}, {t['colours']} colours, {'UTF-8' if t['utf8'] else 'no UTF-8: use --ascii'}"]
-    lines += [f"{what}: {path}" for what, path in found["files"].items()]
+    lines += [f"{name}: {path}" for name, path in found["files"].items()]
     return lines
 
 
 def _backends() -> list[str]:
-    """What ranks that share a model could talk through."""
+    """The torch.distributed backends that ranks can use."""
     import torch.distributed as dist
 
     if not dist.is_available():
         return []
-    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-    return [name for name, is_there in there.items() if is_there]
+    available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    return [name for name, usable in available.items() if usable]
 
 
 def _installed(package: str) -> bool:
@@ -133,15 +138,9 @@ def _memory_gib() -> float:
 def _terminal() -> dict[str, Any]:
     size = shutil.get_terminal_size()
     term, depth = os.environ.get("TERM", ""), os.environ.get("COLORTERM", "")
-    colours = (
-        "no"
-        if os.environ.get("NO_COLOR")
-        else "16.7 million"
-        if depth in ("truecolor", "24bit")
-        else "256"
-        if "256" in term
-        else "16"
-    )
+    colours = "16.7 million" if depth in ("truecolor", "24bit") else "256" if "256" in term else "16"
+    if os.environ.get("NO_COLOR"):
+        colours = "no"
     return {
         "columns": size.columns,
         "rows": size.lines,
@@ -151,7 +150,7 @@ def _terminal() -> dict[str, Any]:
 
 
 def _cached_models() -> tuple[list[str], dict[str, list[str]]]:
-    """The models of the cache that can be used, and those that cannot: which files of weights are missing."""
+    """The usable models of the cache; and for each unusable one the missing weight files."""
     from engine.hub.cache import cached_snapshots
 
     snapshots = cached_snapshots()

@@ -1,10 +1,11 @@
-"""The engine's options on the command line: names, defaults and help in one place, for every command that runs one."""
+"""Options that several commands share: names, defaults and help texts."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -14,51 +15,89 @@ from engine.errors import EngineError
 if TYPE_CHECKING:
     from engine.config import EngineConfig
 
+
+def valid_text(value: str | None) -> str | None:
+    """Replaces bytes of an argument that are not UTF-8: no tokenizer accepts lone surrogates."""
+    return value and value.encode("utf-8", "replace").decode()
+
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="A directory, or a name in the local Hugging Face cache or on the hub. Default: the bundled model."
+    ),
+]
+System = Annotated[str | None, typer.Option(help="System prompt; '' for none.", callback=valid_text)]
+Record = Annotated[Path | None, typer.Option(help="Record everything the engine does in a file for minitui replay.")]
 DType = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-KvBlocks = Annotated[int | None, typer.Option(min=1, help="KV blocks in the pool. A small one (64) fills as you look.")]
+KvBlocks = Annotated[int | None, typer.Option(min=1, help="KV blocks in the pool. A small pool (64) fills quickly.")]
 
 
-def _options(
+def _sampling(
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the checkpoint's.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the smallest set of tokens with this total probability.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Maximum tokens of an answer. Default: as many as fit context and pool.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed gives the same answer, whatever else is in the batch.")
+    ] = None,
+) -> None: ...
+
+
+def _looks(
+    fps: Annotated[int | None, typer.Option(min=1, max=60, help="Frames per second; lower it on a slow line.")] = None,
+    theme: Annotated[str | None, typer.Option(help="dark, light or projector.")] = None,
+    ascii: Annotated[bool | None, typer.Option("--ascii/--unicode", help="Draw with ASCII characters only.")] = None,
+) -> None: ...
+
+
+def _engine(
     dummy_weights: Annotated[
         bool,
-        typer.Option("--dummy-weights", help="Random weights: only config.json is read. For looking, not for talking."),
+        typer.Option("--dummy-weights", help="Random weights; reads only config.json. The answers are nonsense."),
     ] = False,
     kv_blocks: KvBlocks = None,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a KV block.")] = 16,
-    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Requests that run at once.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Maximum number of running requests.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Token budget of a step.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(min=1, help="Most tokens of prompt and answer together.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Maximum tokens of prompt and answer together.")
+    ] = None,
     dtype: DType = "auto",
     quantization: Annotated[
         str,
         typer.Option(
-            help="none; int8, 8-bit weights on a CPU: a quarter of the memory, 2-3 times the speed; fp8, 8-bit weights "
-            "on a GPU: half the memory."
+            help="none; int8: 8-bit weights on a CPU, a quarter of the memory and 2-3 times the speed; fp8: 8-bit "
+            "weights on a GPU, half the memory."
         ),
     ] = "none",
     device: Device = "auto",
     tensor_parallel_size: Annotated[
-        int, typer.Option(min=1, help="Ranks to cut the model over: as many GPUs, or processes on the CPU.")
+        int, typer.Option(min=1, help="Split the model over this many ranks: GPUs, or processes on the CPU.")
     ] = 1,
     attention_backend: Annotated[
         str,
         typer.Option(
-            help="auto (on a GPU Triton, with FlashAttention for prompts if it is installed), torch, triton or flash; "
-            "or two, for prefill and decode: flash,triton."
+            help="auto, torch, triton or flash; or one for prefill and one for decode: flash,triton. On a GPU, auto is "
+            "triton, and flash for prefill if FlashAttention is installed."
         ),
     ] = "auto",
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="auto, or fp8: 8-bit keys and values: twice as many tokens, and decode reads half.")
+        str, typer.Option(help="auto, or fp8: 8-bit keys and values. The pool holds twice as many tokens.")
     ] = "auto",
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the device's memory to use.")] = 0.9,
     scheduling_policy: Annotated[
         str,
         typer.Option(
-            help="Who of those who wait runs next: fcfs, first come first served; longest-prefix, who finds most of "
-            "the prompt in the tree (pays when many share long prefixes and the pool is short; nobody is overtaken "
-            "for ever); static, nobody until the whole batch has ended."
+            help="Order of waiting requests. fcfs: first come, first served. longest-prefix: the longest cached prefix "
+            "first, with a limit on overtaking; helps if many prompts share long prefixes and the pool is small. "
+            "static: a new batch starts when the whole previous batch has finished."
         ),
     ] = "fcfs",
     no_prefix_caching: Annotated[
@@ -67,53 +106,56 @@ def _options(
     speculation: Annotated[
         str,
         typer.Option(
-            help="off; prompt-lookup, or prompt-lookup:K for drafts of up to K tokens: guess what follows from the "
-            "request's own text and check it in one step. The same answers, in fewer steps where text repeats."
+            help="off; prompt-lookup, or prompt-lookup:K for drafts of up to K tokens. Drafts are copied from the "
+            "request's own text and checked in one step. The answers stay the same; repetitive text needs fewer steps."
         ),
     ] = "off",
-) -> None:
-    """What engine_config takes, as typer reads it."""
+) -> None: ...
 
 
-PARAMETERS = [
-    parameter.replace(annotation=get_type_hints(_options, include_extras=True)[name], kind=parameter.KEYWORD_ONLY)
-    for name, parameter in inspect.signature(_options).parameters.items()
-]
-
-
-def engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the engine's options after its own; it gets them as a dictionary, `engine`."""
-
-    @wraps(command)
-    def run(**given: Any) -> None:
-        engine = {parameter.name: given.pop(parameter.name) for parameter in PARAMETERS}
-        command(**given, engine=engine)
-
-    hints = get_type_hints(command, include_extras=True)
-    own = [
+def _parameters(declared: Callable[..., None], without: tuple[str, ...] = ()) -> list[inspect.Parameter]:
+    hints = get_type_hints(declared, include_extras=True)
+    return [
         parameter.replace(annotation=hints[name], kind=parameter.KEYWORD_ONLY)
-        for name, parameter in inspect.signature(command).parameters.items()
-        if name != "engine"
+        for name, parameter in inspect.signature(declared).parameters.items()
+        if name not in without
     ]
-    run.__signature__ = inspect.Signature([*own, *PARAMETERS])  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *PARAMETERS)}
-    return run
+
+
+GROUPS = {"sampling": _parameters(_sampling), "looks": _parameters(_looks), "engine": _parameters(_engine)}
+
+
+def with_options(*groups: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: adds groups of options after the command's own. The command gets each group as one dictionary."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**given: Any) -> None:
+            chosen = {group: {one.name: given.pop(one.name) for one in GROUPS[group]} for group in groups}
+            command(**given, **chosen)
+
+        parameters = [*_parameters(command, groups), *(one for group in groups for one in GROUPS[group])]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        return run
+
+    return decorate
 
 
 def chosen_options(engine: dict[str, Any]) -> list[str]:
-    """Those of the engine's options that do not stand at their defaults, as they are typed."""
-    return [f"--{p.name.replace('_', '-')}" for p in PARAMETERS if engine[p.name] != p.default]
+    """The engine options that differ from their defaults, as typed: ["--kv-blocks"]."""
+    return [f"--{one.name.replace('_', '-')}" for one in GROUPS["engine"] if engine[one.name] != one.default]
 
 
 def engine_config(model: str, **options: Any) -> EngineConfig:
-    """An EngineConfig from options of the command line; EngineError says which of them cannot be."""
+    """An EngineConfig from the engine options of the command line. Raises EngineError naming a wrong one."""
     from engine.config import EngineConfig
 
     if "speculation" in options:
         text = options["speculation"]
         options["speculation"], _, tokens = text.partition(":")
         if tokens and not tokens.isdecimal():
-            raise EngineError(f"speculation is {text!r}: after the colon stands a number, as in prompt-lookup:8")
+            raise EngineError(f"speculation is {text!r}: after the colon goes a number, as in prompt-lookup:8")
         if tokens:
             options["speculative_tokens"] = int(tokens)
     if "kv_blocks" in options:

@@ -1,36 +1,71 @@
-"""The story of an engine as plain lines of text: for screen readers, for logs, and for pipes.
+"""`minitui tail`: what an engine does, as lines of text, for screen readers, logs and pipes.
 
     0.41 s  step 12  r4 runs · 102 prompt tokens · waited 3 ms
     0.41 s  step 12  r4 takes 96 of 102 tokens from the tree · all that can be shared
     0.41 s  step 12  6 tokens of r4's prompt, 3 requests decode · 9 of 512 tokens · 2.1 ms
     0.52 s  steps 13 to 37  4 requests decode one token each · 100 tokens · 2.0 ms a step
 
-Steps in which nothing but decoding happens are told together, with their extremes.
+Steps that only decode share one line, with their extremes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Annotated, Any, TextIO
+
+import typer
 
 from engine.errors import EngineDead
-from minitui.chat.model_choice import load_codec
+from minitui.chat.model_choice import choose_model, load_codec
 from minitui.chat.sessions import Chats, Sampling, describe_answer
+from minitui.cli.launch import live_source
+from minitui.cli.options import KvBlocks
 from minitui.sources.base import Source
-from minitui.viewmodel.model import View
-
-if TYPE_CHECKING:
-    pass
-from minitui.viewmodel.teller import Teller
 
 POLL_S = 0.05
 
 
+def tail(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            help="A recording, or the URL of a minitui server. Without it: asks each line of stdin as a question."
+        ),
+    ] = None,
+    kv_blocks: KvBlocks = None,
+) -> None:
+    """Print what the engine does as lines of text.
+
+    \b
+      minitui tail class.trace
+      minitui tail http://localhost:8000
+      echo "What is a KV cache?" | minitui tail
+    """
+    if source is not None and source.startswith(("http://", "https://")):
+        from minitui.sources.remote import RemoteSource
+
+        server = RemoteSource(source, os.environ.get("MINITUI_KEY", ""))
+        raise typer.Exit(asyncio.run(tail_server(server, print)))
+    if source is not None:
+        from minitui.trace.bundled import find_trace
+
+        raise typer.Exit(tail_trace(find_trace(source), print))
+    choice = choose_model(None)
+    live = live_source(choice, {"kv_blocks": kv_blocks, "no_prefix_caching": False})
+    if sys.stdin.isatty():
+        print("Type a question and press enter; ctrl+d ends.", file=sys.stderr)
+    raise typer.Exit(asyncio.run(tail_live(live, choice.system, Sampling(), sys.stdin, print)))
+
+
 def tail_trace(path: str | Path, out: Callable[[str], None]) -> int:
-    """`minitui tail FILE`: the whole recording as lines; returns the exit code."""
+    """Prints a whole recording; returns the exit code."""
     from minitui.trace.reader import TraceReader
+    from minitui.viewmodel.model import View
+    from minitui.viewmodel.teller import Teller
 
     reader = TraceReader(path)
     view = View()
@@ -39,7 +74,7 @@ def tail_trace(path: str | Path, out: Callable[[str], None]) -> int:
     for line in Teller(view).tell_all(reader):
         out(str(line))
     if not reader.complete:
-        out("(the recording ends here without its end: it was cut off)")
+        out("(the recording is incomplete: it was cut off here)")
     return 0
 
 
@@ -47,7 +82,11 @@ async def tail_live(
     source: Source, system: str, sampling: Sampling, questions: TextIO, out: Callable[[str], None],
     load: Any = load_codec,
 ) -> int:  # fmt: skip
-    """Start the engine, ask one question after the other in one chat, and tell what it does; returns the exit code."""
+    """Starts the engine, asks one question after the other in one chat and prints the records; returns the exit
+    code."""
+    from minitui.viewmodel.model import View
+    from minitui.viewmodel.teller import Teller
+
     try:
         await source.start(lambda progress: None)
         chats = Chats(source, sampling=sampling)
@@ -67,7 +106,7 @@ async def tail_live(
                 await asyncio.sleep(POLL_S)
                 for line in teller.tell(source.drain_records()):
                     out(str(line))
-            await source.snapshot()  # its records have come before its answer
+            await source.snapshot()  # all earlier records arrive before it
             for line in [*teller.tell(source.drain_records()), *teller.rest()]:
                 out(str(line))
             answer = session.messages[-1]
@@ -78,8 +117,11 @@ async def tail_live(
         await source.close()
 
 
-async def tail_watch(source: Source, out: Callable[[str], None], load: Any = load_codec) -> int:
-    """Tell what a server elsewhere does, until it ends or is interrupted; returns the exit code."""
+async def tail_server(source: Source, out: Callable[[str], None], load: Any = load_codec) -> int:
+    """Prints what a server does until it ends (raises EngineDead) or the user interrupts."""
+    from minitui.viewmodel.model import View
+    from minitui.viewmodel.teller import Teller
+
     try:
         await source.start(lambda progress: None)
         view = View()
@@ -90,7 +132,7 @@ async def tail_watch(source: Source, out: Callable[[str], None], load: Any = loa
             for line in teller.tell(source.drain_records()):
                 out(str(line))
             if view.gap:
-                out(f"({view.dropped:,} records were lost on the way: the story goes on from here)")
+                out(f"({view.dropped:,} records were lost; the story continues from here)")
                 view.reset(await source.snapshot())
                 teller = Teller(view)
             await asyncio.sleep(POLL_S)

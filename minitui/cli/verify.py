@@ -1,8 +1,8 @@
-"""`minitui verify`: does this engine say what transformers says, token for token, on a given checkpoint?
+"""`minitui verify`: compares this engine with transformers, token for token, on a given checkpoint.
 
-The reference runs first and is gone before the engine loads, so there is never more than one copy of the weights.
-Compared are log-probabilities under teacher forcing, greedy replies, a reply from a warm cache against one from a cold
-one, and a prompt prefilled in chunks against one prefilled whole.
+It compares log-probabilities under teacher forcing and greedy replies; then, within the engine, a warm cache with a
+cold one, and prefill in chunks with prefill in one step. transformers runs first and is freed before the engine loads:
+memory holds one copy of the weights.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from engine.errors import EngineError, not_installed
+from minitui import tutor
+from minitui.cli.options import Device, DType
 from minitui.visible import json_text
 
 NEW_TOKENS = 20
 TOP = 20  # log-probabilities compared at each position
-# The largest difference of a log-probability that rounding explains; measured on random and on trained models. float64:
-# transformers norms in float32; the bundled model differs by 1.00005e-5.
+# The largest difference of a log-probability that rounding explains, measured on random and trained models. float64:
+# transformers computes norms in float32, and the bundled model differs by 1.00005e-5.
 TOLERANCE = {"float64": 2e-5, "float32": 1e-2, "bfloat16": 0.5, "float16": 0.1}
 PROMPTS = (
     "The capital of France is",
@@ -30,7 +34,7 @@ PROMPTS = (
     "1, 2, 3, 5, 8, 13,",
     "A request arrives, waits in the queue until the scheduler admits it, and is then prefilled in chunks. " * 12,
 )
-# Qwen3-8B goes on with " Paris. The capital of France is", and so on for ever.
+# Qwen3-8B repeats " Paris. The capital of France is" without end.
 KNOWN = {"Qwen3-8B": ([12095, 13, 576, 6722, 315, 9625, 374] * 3)[:NEW_TOKENS]}
 
 
@@ -45,15 +49,34 @@ class Check:
 
 @dataclass(slots=True)
 class Reference:
-    """What transformers said: per prompt the greedy reply, and the log-probabilities over prompt and reply."""
+    """The results of transformers: for each prompt the greedy reply, and the log-probabilities of prompt and reply."""
 
     prompts: list[list[int]]
     replies: list[list[int]]
     logprobs: list[Any]  # float32, or float64 for a float64 model [prompt + reply, vocabulary], on the host
 
 
-def verify(model: str, dtype: str = "auto", device: str = "auto", as_json: bool = False) -> int:
-    """Print the comparison; 0 if everything agrees, 1 if anything differs. Raises EngineError if it cannot run."""
+def verify(
+    model: Annotated[
+        str | None, typer.Argument(help="A checkpoint, as --model of minitui chat. Default: the bundled model.")
+    ] = None,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare a checkpoint with transformers, token for token.
+
+    Needs the extra "verify". Exit code 1 if anything differs.
+
+    \b
+      minitui verify Qwen/Qwen3-0.6B
+      minitui verify ./Qwen3-8B --device cuda --dtype bfloat16
+    """
+    raise typer.Exit(run_verify(model or str(tutor.model_dir()), dtype, device, json))
+
+
+def run_verify(model: str, dtype: str = "auto", device: str = "auto", as_json: bool = False) -> int:
+    """Prints the comparison; returns 0 if everything agrees, else 1. Raises EngineError if it cannot run."""
     from engine.config import EngineConfig
     from engine.hub.resolve import resolve_model
     from engine.model.hf_config import read_model_config
@@ -66,17 +89,17 @@ def verify(model: str, dtype: str = "auto", device: str = "auto", as_json: bool 
     directory = resolve_model(model)
     limits = resolve(EngineConfig(model=model, dtype=dtype, device=device), read_model_config(directory))
     name = str(limits.dtype).removeprefix("torch.")
-    _say(f"{directory.name}: {name} on {limits.device}", as_json)
+    _print(f"{directory.name}: {name} on {limits.device}", as_json)
     started = time.perf_counter()
     reference = run_reference(directory, limits.dtype, limits.device)
-    _say(f"transformers answered after {time.perf_counter() - started:.1f} s", as_json)
+    _print(f"transformers answered after {time.perf_counter() - started:.1f} s", as_json)
     checks = compare(directory, reference, name, str(limits.device))
     _report(directory.name, checks, as_json)
     return 0 if all(check.passed for check in checks) else 1
 
 
 def run_reference(directory: Path, dtype: Any, device: Any) -> Reference:
-    """Greedy replies and all log-probabilities by transformers, one prompt at a time."""
+    """Greedy replies and all log-probabilities from transformers, one prompt at a time."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -88,16 +111,16 @@ def run_reference(directory: Path, dtype: Any, device: Any) -> Reference:
     tokenizer = Tokenizer(directory)
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    experts = "eager"  # their fast form of mixtures of experts knows no float64
+    experts = "eager"  # its fast path for mixtures of experts does not support float64
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, experts_implementation=experts)
     model = model.to(device).eval()
-    room = model.config.max_position_embeddings - NEW_TOKENS - 1  # teacher forcing draws one token more
+    room = model.config.max_position_embeddings - NEW_TOKENS - 1  # teacher forcing samples one token more
     prompts = [ids[:room] for ids in prompts]
     replies, logprobs = [], []
     with torch.inference_mode():
         for ids in prompts:
             batch = torch.tensor([ids], device=device)
-            # Not `generate`: its defaults come from the checkpoint, and here nothing but argmax is wanted.
+            # Not `generate`, which takes its defaults from the checkpoint: this must be argmax.
             cache, tokens, reply = None, batch, []
             for _ in range(NEW_TOKENS):
                 out = model(tokens, past_key_values=cache, use_cache=True)
@@ -114,7 +137,7 @@ def run_reference(directory: Path, dtype: Any, device: Any) -> Reference:
 
 
 def compare(directory: Path, reference: Reference, dtype: str, device: str) -> list[Check]:
-    """Run the same through the engine."""
+    """Runs the same prompts through the engine and compares."""
     from engine.llm import LLM
     from engine.params import SamplingParams
 
@@ -134,7 +157,7 @@ def compare(directory: Path, reference: Reference, dtype: str, device: str) -> l
     ]  # fmt: skip
     llm.engine.clear_cache()
     cold = replies()
-    # A tie is no closer than rounding explains; where the log-probabilities differ, nothing is explained by it.
+    # A tie is a margin that rounding explains. If the log-probabilities differ by more, nothing counts as a tie.
     slack = min(10 * worst, 2 * TOLERANCE[dtype]) if worst <= TOLERANCE[dtype] else 0.0
     checks.append(_same_tokens("greedy tokens, transformers", reference, reference.replies, cold, slack))
     warm = replies()
@@ -151,7 +174,7 @@ def compare(directory: Path, reference: Reference, dtype: str, device: str) -> l
 
 
 def _worst_logprob(llm: Any, reference: Reference) -> float:
-    """The largest difference, over all positions, of the log-probability of the token there and of the top ones."""
+    """The largest difference of a log-probability, over all positions: of the token there, and of the top tokens."""
     from engine.params import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=TOP, ignore_eos=True)
@@ -170,17 +193,17 @@ def _worst_logprob(llm: Any, reference: Reference) -> float:
 def _same_tokens(
     name: str, reference: Reference, expected: list[list[int]], got: list[list[int]], slack: float
 ) -> Check:
-    """Equal, but for places where the two best tokens are so close that rounding decides."""
+    """Checks that tokens are equal, except where rounding decides between two nearly equal tokens (a tie)."""
     ties, wrong = 0, []
     for i, (want, have) in enumerate(zip(expected, got, strict=True)):
         if want == have:
             continue
         at = next((n for n, (a, b) in enumerate(zip(want, have, strict=False)) if a != b), None)
         if at is None or len(want) != len(have):
-            wrong.append(f"prompt {i} has {len(have)} tokens in place of {len(want)}")
+            wrong.append(f"prompt {i}: {len(have)} tokens instead of {len(want)}")
             continue
         if want[:at] != reference.replies[i][:at]:
-            wrong.append(f"prompt {i} differs at token {at}, after a text that transformers did not judge")
+            wrong.append(f"prompt {i} differs at token {at}, where transformers has no reference")
             continue
         logprobs = reference.logprobs[i][len(reference.prompts[i]) + at - 1]
         margin = float(abs(logprobs[want[at]] - logprobs[have[at]]))
@@ -191,11 +214,11 @@ def _same_tokens(
     same = len(expected) - ties - len(wrong)
     detail = f"{same} of {len(expected)} replies of {NEW_TOKENS} tokens equal"
     if ties:
-        detail += f", {ties} part at a tie (margin under {slack:.2g})"
+        detail += f", {ties} differ at a tie (margin under {slack:.2g})"
     return Check(name, not wrong, "; ".join([detail, *wrong]))
 
 
-def _say(text: str, as_json: bool) -> None:
+def _print(text: str, as_json: bool) -> None:
     print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
 
 

@@ -1,45 +1,57 @@
-"""Measurements for developers, beside those of `minitui bench`.
-
-    python -m minitui.dev.bench --host        what the host does for a step, and the radix tree at 1,000 to 100,000
-    blocks python -m minitui.dev.bench --app         what the application costs: folding, Inspect, Chat, memory over
-    hours python -m minitui.dev.bench --attached    what the engine loses while the application watches it
-"""
+"""Measurements for developers, beside those of `minitui bench`."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NoReturn
+
+import typer
 
 from engine.config import EngineConfig
 from engine.hub.resolve import resolve_model
 from engine.model.hf_config import read_model_config
 from minitui.bench import main as bench
+from minitui.bench.options import run
 from minitui.visible import json_text
 
+HELP = """Measure what only developers ask for.
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
-    parser = bench.parser()
-    parser.prog, parser.description, parser.epilog = "python -m minitui.dev.bench", __doc__, None
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--host", action="store_true", help="the host's part of a step; no model is loaded")
-    what.add_argument("--app", action="store_true", help="the application over simulated records")
-    what.add_argument("--attached", action="store_true", help="an engine with and without the application")
-    parser.add_argument("--seconds", type=float, default=15.0, help="with --app: how long each screen is watched")
-    parser.add_argument("--hours", type=float, default=2.0, help="with --app: hours that are fast-forwarded")
-    options = parser.parse_args(arguments)
-    report = measure(options, bench.say_nothing if options.json else print)
+\b
+  python -m minitui.dev.bench --host       the host's part of a step; the radix tree with 1,000 to 100,000 blocks
+  python -m minitui.dev.bench --app        the application: folding records, Inspect, Chat, memory over hours
+  python -m minitui.dev.bench --attached   how much the application slows an engine down
+"""
+
+
+@dataclass(kw_only=True)
+class Options(bench.Options):
+    """The options of `minitui bench`, and those of these measurements."""
+
+    host: Annotated[bool, typer.Option("--host", help="The host's part of a step; loads no model.")] = False
+    app: Annotated[bool, typer.Option("--app", help="The application over simulated records.")] = False
+    attached: Annotated[bool, typer.Option("--attached", help="An engine with and without the application.")] = False
+    seconds: Annotated[float, typer.Option(help="With --app: how long to measure each screen.")] = 15.0
+    hours: Annotated[float, typer.Option(help="With --app: simulated hours.")] = 2.0
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs the command and exits."""
+    run(Options, measure, arguments, "python -m minitui.dev.bench", HELP)
+
+
+def measure(options: Options) -> None:
+    """Measures and prints the report."""
+    if options.host + options.app + options.attached != 1:
+        raise typer.BadParameter("give one of --host, --app and --attached")
+    report = _report(options, bench.say_nothing if options.json else print)
     if options.json:
         print(json_text(report, indent=2))
-    return 0
 
 
-def measure(options: argparse.Namespace, say: Any) -> Any:
-    """The report of the measurement that was asked for; `say` prints its lines."""
+def _report(options: Options, say: Any) -> Any:
     if options.host:
         from minitui.dev.bench_host import measure_host
 
@@ -51,7 +63,7 @@ def measure(options: argparse.Namespace, say: Any) -> Any:
     return _attached(options, say)
 
 
-def _attached(options: argparse.Namespace, say: Any) -> dict[str, Any]:
+def _attached(options: Options, say: Any) -> dict[str, Any]:
     import torch
 
     from minitui.dev.bench_attached import attached
@@ -70,4 +82,4 @@ def _attached(options: argparse.Namespace, say: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

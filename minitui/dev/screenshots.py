@@ -24,8 +24,9 @@ from textual import events
 from minitui import tutor
 from minitui.chat.model_choice import choose_model, load_codec
 from minitui.chat.sessions import Chats, Sampling
-from minitui.cli.launch import lesson_source, live_source, recorded
+from minitui.cli.launch import live_source, recorded
 from minitui.cli.options import engine_config
+from minitui.cli.teaching import lesson_source
 from minitui.export.png import find_browser, write_png
 from minitui.export.svg import offline
 from minitui.settings import Settings

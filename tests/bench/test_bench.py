@@ -85,7 +85,7 @@ def test_the_command_measures_the_bundled_model_on_a_cpu(
     monkeypatch.setattr(speculation, "CPU_REPLY", 40)
     monkeypatch.setattr(limits, "CPU_NUMBERS", 1 << 22)
     monkeypatch.setattr(main, "models", lambda *_: iter([("bundled", _bundled(), False)]))
-    assert main.main(["--device", "cpu", "--json", "--no-compare", "--no-watching", "--threads", "1"]) == 0
+    main.measure(main.Options(device="cpu", json=True, no_compare=True, no_watching=True, threads=1))
     report = json.loads(capsys.readouterr().out)
     assert report["limits"]["read"] > 0 and report["limits"]["matmul"] > 0
     rows = {row["name"]: row for row in report["models"]["bundled"]["rows"]}
@@ -123,7 +123,7 @@ def test_the_host_is_measured_without_a_device(
     monkeypatch.setattr(bench_host, "BATCHES", (2, 32))
     monkeypatch.setattr(bench_host, "TREES", (200,))
     monkeypatch.setattr(bench_host, "RUNS", 1)
-    assert dev_bench.main(["--host", "--json"]) == 0
+    dev_bench.measure(dev_bench.Options(host=True, json=True))
     report = json.loads(capsys.readouterr().out)
     assert {(cost["rows"], cost["delay"], cost["records"]) for cost in report["steps"]} == {
         (rows, delay, records) for rows in (2, 32) for delay in (0, 1) for records in (False, True)
@@ -155,4 +155,5 @@ def test_evicting_a_long_reply_block_by_block_costs_no_more_a_block_than_a_short
             assert tree.evict(1, "the pool is full") == 1
         return (time.perf_counter() - began) / blocks
 
-    assert per_block(2048) < 5 * min(per_block(64) for _ in range(3))  # it was 28 times as much
+    long, short = (min(per_block(blocks) for _ in range(5)) for blocks in (2048, 64))
+    assert long < 5 * short  # it was 28 times as much

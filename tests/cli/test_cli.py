@@ -19,7 +19,7 @@ from engine.errors import EngineError
 from minitui import __version__
 from minitui.chat.sessions import Sampling
 from minitui.cli import launch
-from minitui.cli.ask import ask
+from minitui.cli.ask import ask_source
 from minitui.cli.doctor import EXTRAS, report
 from minitui.cli.launch import apply_looks, make_sampling
 from minitui.cli.main import app, main
@@ -155,13 +155,13 @@ def test_the_command_line_comes_before_the_settings_and_those_before_the_checkpo
 
 async def test_ask_streams_and_closes_the_engine(capsys):
     source = FakeSource()
-    assert await ask(source, "why?", "Be brief.", Sampling(), False, load=lambda info: ByteCodec()) == 0
+    assert await ask_source(source, "why?", "Be brief.", Sampling(), False, load=lambda info: ByteCodec()) == 0
     assert capsys.readouterr().out == "A **block table** maps positions to blocks.\n"
     assert source.closed
 
 
 async def test_ask_as_json_has_the_metrics(capsys):
-    await ask(FakeSource(), "why?", "", Sampling(seed=3), True, load=lambda info: ByteCodec())
+    await ask_source(FakeSource(), "why?", "", Sampling(seed=3), True, load=lambda info: ByteCodec())
     told = json.loads(capsys.readouterr().out)
     assert told["answer"].startswith("A **block")
     assert told["sampling"]["seed"] == 3
@@ -171,7 +171,7 @@ async def test_ask_as_json_has_the_metrics(capsys):
 async def test_ask_that_is_refused_raises_the_sentence_and_closes_the_engine():
     source = FakeSource(num_blocks=5)
     with pytest.raises(EngineError, match="64"):
-        await ask(source, "w" * 900, "", Sampling(), False, load=lambda info: ByteCodec())
+        await ask_source(source, "w" * 900, "", Sampling(), False, load=lambda info: ByteCodec())
     assert source.closed
 
 
@@ -219,14 +219,14 @@ def _in_a_browser():
 
 
 def _verify():
-    from minitui.cli.verify import verify
+    from minitui.cli.verify import run_verify
 
-    verify("")
+    run_verify("")
 
 
 @pytest.mark.parametrize(("package", "extra", "use"), [
     ("uvicorn", "serve", lambda: _import_again("minitui.server.command")),
-    ("httpx", "serve", lambda: _import_again("minitui.sources.bounds")),  # http has httpx from there
+    ("httpx", "serve", lambda: _import_again("minitui.sources.bounds")),
     ("textual_serve", "web,serve", _in_a_browser),
     ("transformers", "verify", _verify),
 ])  # fmt: skip
@@ -257,10 +257,10 @@ def test_what_chat_is_told_reaches_the_applications_in_a_browser(monkeypatch):
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["--connect", "a:1", "--kv-blocks", "64", "--enforce-eager"], "--kv-blocks, --enforce-eager: an engine is set up"),
-    (["--web", "--connect", "a:1", "--device", "cpu"], "--device: an engine is set up"),
+    (["--connect", "a:1", "--kv-blocks", "64", "--enforce-eager"], "--kv-blocks, --enforce-eager: engine options"),
+    (["--web", "--connect", "a:1", "--device", "cpu"], "--device: engine options belong to the server"),
     (["--web", "--record", "f"], "minitui serve --record"),
-    (["--web", "--resume"], "--resume goes with --mirror"),
+    (["--web", "--resume"], "--resume needs --mirror"),
     (["--connect", ","], "needs an address"),
 ])  # fmt: skip
 def test_an_option_that_would_do_nothing_is_refused(words, said):
@@ -282,8 +282,6 @@ def test_a_recording_that_finds_no_room_is_a_failure(command, tmp_path):
 
 
 async def test_chat_says_that_its_recording_or_its_chats_were_not_kept_and_fails(monkeypatch, capsys):
-    from minitui.cli import launch
-
     monkeypatch.setattr(launch, "show", lambda app, guard: 0)
     for error, code in (("", 0), ("x.trace cannot be written", 1)):
         source = FakeSource()
@@ -291,7 +289,7 @@ async def test_chat_says_that_its_recording_or_its_chats_were_not_kept_and_fails
         assert launch.run_app(source, launch.Choice("", "", "", "model"), Settings(), Sampling()) == code
         said = capsys.readouterr().err
         assert said == (f"minitui: the recording is not complete: {error}\n" if error else "")
-    assert launch.tell_recording(source, 130) == 130
+    assert launch.report_recording(source, 130) == 130
 
     def unsaved(app, guard):
         app.chats.unsaved["a"] = app.chats.new("")
@@ -299,7 +297,7 @@ async def test_chat_says_that_its_recording_or_its_chats_were_not_kept_and_fails
 
     monkeypatch.setattr(launch, "show", unsaved)
     assert launch.run_app(FakeSource(), launch.Choice("", "", "", "model"), Settings(), Sampling()) == 1
-    assert "1 chats were not kept" in capsys.readouterr().err
+    assert "1 chats were not saved" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -316,7 +314,7 @@ async def test_chat_says_that_its_recording_or_its_chats_were_not_kept_and_fails
         (("replay", "small-pool", "--export", "svg", "--theme", "pink"), "dark, light and projector"),
         (("tail", "http://[::1"), "is no address of a server"),
         (("tail", "http://a\udcffb:80"), "is no address of a server"),
-        (("chats", "--show", "\udcff"), "whose id begins with '?'"),
+        (("chats", "--show", "\udcff"), "has an id that begins with '?'"),
     ],
 )
 def test_hostile_arguments_are_told_in_a_sentence(here, tmp_path, arguments, words):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minitui import tutor
-from minitui.cli.verify import Reference, _same_tokens, verify
+from minitui.cli.verify import Reference, _same_tokens, run_verify
 
 PROMPT, SAME = [5, 6], [1, 2, 3]
 
@@ -28,14 +28,14 @@ def row(reply: list[int], have: list[int], slack: float, margin: float = 0.5, sa
 def test_equal_replies_are_the_same_and_a_tie_is_told() -> None:
     assert row(SAME, SAME, 0.0).passed
     tie = row([2, 2, 3], [2, 1, 3], slack=0.6)
-    assert tie.passed and "1 part at a tie" in tie.detail
+    assert tie.passed and "1 differ at a tie" in tie.detail
 
 
 @pytest.mark.parametrize("have", [[], [1], [1, 2], [1, 2, 3, 4]])
 def test_another_length_is_no_tie(have: list[int]) -> None:
     check = row(SAME, have, slack=9.0)
     assert not check.passed
-    assert f"has {len(have)} tokens in place of 3" in check.detail
+    assert f"{len(have)} tokens instead of 3" in check.detail
 
 
 def test_no_slack_makes_no_tie_of_a_margin() -> None:
@@ -56,7 +56,7 @@ def test_a_weight_that_is_no_number_is_different(bad: float | None, tmp_path: Pa
         tensors = load_file(path)
         tensors["model.layers.1.self_attn.o_proj.weight"][3, 3] = bad
         save_file(tensors, path, metadata={"format": "pt"})
-    code = verify(str(directory), "float64", "cpu", as_json=True)
+    code = run_verify(str(directory), "float64", "cpu", as_json=True)
     checks = json.loads(capsys.readouterr().out)["checks"]
     assert code == (bad is not None)
     assert [check["passed"] for check in checks] == [bad is None] * len(checks) or (bad and not checks[0]["passed"])

@@ -21,7 +21,7 @@ from engine.params import SamplingParams
 from engine.trace.records import FIELDS
 from engine.trace.state import State
 from minitui.cli.main import app
-from minitui.cli.tail import tail_live, tail_trace, tail_watch
+from minitui.cli.tail import tail_live, tail_server, tail_trace
 from minitui.export import export
 from minitui.export.perfetto import DEVICE, HOST, REQUESTS
 from minitui.teaching.stage import sampling
@@ -284,7 +284,7 @@ async def test_an_engine_is_told_live_and_a_server_is_watched() -> None:
 
     lines.clear()
     watched = FakeSource()
-    watching = asyncio.create_task(tail_watch(watched, lines.append, lambda info: ByteCodec()))
+    watching = asyncio.create_task(tail_server(watched, lines.append, lambda info: ByteCodec()))
     while not watched.info:
         await asyncio.sleep(0.01)
     async for _ in watched.submit(list(range(40)), SamplingParams(max_tokens=4, ignore_eos=True)):

@@ -18,9 +18,9 @@ import pytest
 from engine.errors import EngineDead, InvalidRequest
 from minitui.bench.load import (
     Limits,
+    LoadOptions,
     Outcome,
-    _parser,
-    main,
+    load,
     measure,
     poisson,
     replay,
@@ -41,48 +41,48 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-def options(*arguments: str) -> Any:
-    return _parser().parse_args(["--url", "http://127.0.0.1:1", *arguments])
+def options(**chosen: Any) -> LoadOptions:
+    return LoadOptions(url="http://127.0.0.1:1", **chosen)
 
 
-def run(server: Running, *arguments: str) -> dict[str, Any]:
-    return asyncio.run(measure(_parser().parse_args(["--url", server.url, "--ignore-eos", "--json", *arguments])))
+def run(server: Running, **chosen: Any) -> dict[str, Any]:
+    return asyncio.run(measure(LoadOptions(url=server.url, ignore_eos=True, json=True, **chosen)))
 
 
 def test_arrivals_are_those_of_a_poisson_process() -> None:
-    plan = poisson(options("--rate", "50", "--requests", "4000", "--seed", "3"), "m")
+    plan = poisson(options(rate=50, requests=4000, seed=3), "m")
     gaps = [b.at - a.at for a, b in itertools.pairwise(plan)]
     assert statistics.mean(gaps) == pytest.approx(1 / 50, rel=0.1)
     assert statistics.stdev(gaps) == pytest.approx(1 / 50, rel=0.1), "the distances are not exponential"
-    again = poisson(options("--rate", "50", "--requests", "4000", "--seed", "3"), "m")
+    again = poisson(options(rate=50, requests=4000, seed=3), "m")
     assert [p.at for p in again] == [p.at for p in plan] and again[7].body == plan[7].body
-    assert {p.at for p in poisson(options("--rate", "inf"), "m")} == {0.0}
+    assert {p.at for p in poisson(options(rate=math.inf), "m")} == {0.0}
 
 
 def test_a_trace_is_replayed_at_its_times_with_its_shared_beginnings() -> None:
     lines = ['{"t": 4, "words": 5, "prefix": "a", "prefix_words": 30, "max_tokens": 7}', "",
              '{"t": 2, "words": 5, "prefix": "a"}', '{"t": 3, "messages": [{"role": "user", "content": "hi"}]}',
              '{"t": 1, "prompt": "said"}']  # fmt: skip
-    plan = replay(lines, options("--speed", "2", "--trace", "x"), "m")
+    plan = replay(lines, options(speed=2, trace=Path("x")), "m")
     assert [p.at for p in plan] == [0.5, 1.0, 1.5, 2.0]
     assert plan[0].body["prompt"] == "said" and plan[2].chat and plan[3].body["max_tokens"] == 7
     first, second = plan[1].body["prompt"].split(), plan[3].body["prompt"].split()
     assert first[:30] == second[:30] and first[30:] != second[30:] and len(first) == 35
     for broken in ('{"t": "x"}', '{"words": 5}', "nonsense", '{"t": 1}'):
         with pytest.raises(InvalidRequest, match="line 2"):
-            replay(['{"t": 0, "prompt": "x"}', broken], options("--trace", "x"), "m")
+            replay(['{"t": 0, "prompt": "x"}', broken], options(trace=Path("x")), "m")
 
 
 def test_a_trace_of_hashed_blocks_has_texts_that_are_shared_where_the_hashes_are() -> None:
     lines = ['{"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [7, 8]}',
              '{"timestamp": 1500, "input_length": 1030, "output_length": 6, "hash_ids": [7, 9, 10]}']  # fmt: skip
-    first, second = replay(lines, options("--trace", "x"), "m")
+    first, second = replay(lines, options(trace=Path("x")), "m")
     assert (first.at, second.at, second.body["max_tokens"]) == (0.0, 1.5, 6)
     one, two = first.body["prompt"].split(), second.body["prompt"].split()
     assert (len(one), len(two)) == (700, 1030)
     assert one[:512] == two[:512] and one[512:700] != two[512:700]
     with pytest.raises(InvalidRequest, match="line 1"):
-        replay(['{"timestamp": 0, "hash_ids": [1]}'], options("--trace", "x"), "m")
+        replay(['{"timestamp": 0, "hash_ids": [1]}'], options(trace=Path("x")), "m")
 
 
 def test_figures_are_those_of_the_outcomes() -> None:
@@ -101,7 +101,7 @@ def test_figures_are_those_of_the_outcomes() -> None:
 
 def test_a_run_against_a_server_tells_what_the_server_counts(server: Running) -> None:
     before = {name: server.metric(f"vllm:{name}_total") for name in ("prompt_tokens", "generation_tokens")}
-    figures = run(server, "--requests", "10", "--rate", "50", "--shared-words", "60", "--output-tokens", "12")
+    figures = run(server, requests=10, rate=50, shared_words=60, output_tokens=12)
     assert figures["answered"] == 10 and figures["output_tokens"] == 120 and figures["model"] == "tutor"
     server.wait_idle()
     server.wait_until(lambda: server.metric("vllm:generation_tokens_total") - before["generation_tokens"] == 120)
@@ -123,13 +123,13 @@ def test_overload_loses_no_request_without_a_sentence_and_bounds_the_wait(server
         most = max(most, service.open)
         return admitted(sequences)
 
-    full = run(server, "--requests", str(places), "--rate", "inf", "--output-tokens", "24")
+    full = run(server, requests=places, rate=math.inf, output_tokens=24)
     assert full["answered"] == places
     refused = server.metric("minitui:requests_refused_total")
     rate = full["requests_per_s"] * times
     service.admit = watched  # type: ignore[method-assign]
     try:
-        asked = options("--requests", str(sent), "--rate", str(rate), "--output-tokens", "24", "--ignore-eos")
+        asked = options(requests=sent, rate=rate, output_tokens=24, ignore_eos=True)
         outcomes = asyncio.run(run_load(server.url, "", poisson(asked, "tutor"), 60))
     finally:
         del service.admit  # type: ignore[method-assign]
@@ -156,9 +156,9 @@ def test_the_command_prints_a_table_or_json(
     command = [sys.executable, "-m", "minitui", "bench", "--url", server.url, "--trace", str(trace)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "2 of 2 requests answered" in done.stdout and "first token" in done.stdout
-    assert main(["--url", server.url, "--trace", str(trace), "--json"]) == 0
+    load(LoadOptions(url=server.url, trace=trace, json=True))
     assert json.loads(capsys.readouterr().out)["answered"] == 2
     with pytest.raises(EngineDead, match="cannot be reached"):
-        main(["--url", "http://127.0.0.1:9", "--requests", "1"])
+        load(LoadOptions(url="http://127.0.0.1:9", requests=1))
     with pytest.raises(InvalidRequest, match="rate"):
-        main(["--url", server.url, "--rate", "0"])
+        load(LoadOptions(url=server.url, rate=0))

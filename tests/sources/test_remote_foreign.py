@@ -15,7 +15,7 @@ import pytest
 
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.params import SamplingParams
-from minitui.bench.load import _parser, measure
+from minitui.bench.load import LoadOptions, measure
 from minitui.chat.sessions import Chats, Sampling
 from minitui.chat.store import Store
 from minitui.tutor import model_dir
@@ -285,8 +285,9 @@ async def test_a_chat_on_transformers_own_server(tmp_path: Path) -> None:
         source, chat = await two_turns(f"http://127.0.0.1:{port}", model=str(model_dir()))
         assert "key" in chat.messages[1].text and len(chat.messages[3].text) > 5
         assert source.vitals.running is None, "what this server does not tell was made up"
-        load = _parser().parse_args(["--url", source.url, "--model", str(model_dir()), "--chat", "--requests", "3"])
-        load.output_tokens, load.prompt_words, load.json = 8, 5, True
+        load = LoadOptions(
+            url=source.url, model=str(model_dir()), chat=True, requests=3, output_tokens=8, prompt_words=5, json=True
+        )
         figures = await measure(load)
         assert figures["answered"] == 3 and figures["output_tokens"] >= 3 and figures["ttft_ms"]["p50"] > 0, figures
         await source.close()

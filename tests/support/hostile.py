@@ -12,7 +12,7 @@ from typing import Any
 
 from minitui.chat.model_choice import Choice
 from minitui.chat.sessions import Chats
-from minitui.cli import launch
+from minitui.cli import ask, launch, tail
 from minitui.cli import main as cli
 from minitui.settings import Settings
 from minitui.tui.app import MinituiApp
@@ -85,11 +85,10 @@ def main() -> None:
         raise SystemExit(launch.show(hostile_app(guard), guard))
     error = EVIL + SURROGATE if "--fail" in sys.argv else ""
     sys.argv = [argument for argument in sys.argv if argument != "--fail"]
-    launch.choose_model = lambda *_: Choice("", "", EVIL, "model")  # type: ignore[assignment]
-    launch.live_source = lambda *_: HostileSource(start_error=error)  # type: ignore[assignment,return-value]
-    from minitui.cli import ask, tail
-
-    ask.ask.__defaults__ = (lambda info: ByteCodec(),)
+    for command in (ask, tail):
+        command.choose_model = lambda *_: Choice("", "", EVIL, "model")  # type: ignore[attr-defined]
+        command.live_source = lambda *_: HostileSource(start_error=error)  # type: ignore[attr-defined]
+    ask.ask_source.__defaults__ = (lambda info: ByteCodec(),)
     tail.tail_live.__defaults__ = (lambda info: ByteCodec(),)
     cli.main()
 

@@ -17,7 +17,7 @@ from engine.core.scheduler import SchedulerConfig
 from engine.errors import EngineError
 from minitui.chat.model_choice import choose_model, load_codec
 from minitui.chat.sessions import Chats
-from minitui.cli.main import engine_config
+from minitui.cli.options import engine_config
 from minitui.settings import Settings
 from minitui.sources.local import LiveSource
 from minitui.teaching.lessons import LESSONS, lesson

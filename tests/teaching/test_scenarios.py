@@ -14,7 +14,7 @@ import pytest
 from engine.trace.records import Packet, Record
 from minitui.chat.model_choice import choose_model, load_codec
 from minitui.chat.sessions import Chats
-from minitui.cli.main import engine_config
+from minitui.cli.options import engine_config
 from minitui.sources.local import LiveSource
 from minitui.sources.recording import RecordingSource
 from minitui.teaching.demo import tell_plainly

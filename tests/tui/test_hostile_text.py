@@ -295,7 +295,7 @@ def test_doctor_and_verify_write_plain_text(home: Path, command: Command, monkey
         verify._report(EVIL, [verify.Check(EVIL, False, EVIL)], as_json)
         return 1
 
-    monkeypatch.setattr(verify, "verify", checked)
+    monkeypatch.setattr(verify, "run_verify", checked)
     assert "␛[31;9m".encode() in command("verify")
     assert json.loads(command("verify", "--json"))["model"] == EVIL
 

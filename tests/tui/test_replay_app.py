@@ -16,7 +16,7 @@ import pytest
 from textual.pilot import Pilot
 
 from engine.errors import EngineError
-from minitui.cli.launch import run_export
+from minitui.cli.recordings import run_export
 from minitui.export import png
 from minitui.export.png import find_browser
 from minitui.export.svg import screen_svg

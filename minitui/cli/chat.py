@@ -1,0 +1,177 @@
+"""`minitui chat`: on an engine of its own, on one or several servers, or in a browser."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from engine.errors import EngineError
+from minitui import settings as settings_file
+from minitui.chat.model_choice import PLAIN_SYSTEM_PROMPT, Choice, choose_model, served_choice
+from minitui.chat.sessions import Sampling
+from minitui.chat.store import Store
+from minitui.cli.launch import apply_looks, live_source, log_path, make_sampling, recorded, run_app
+from minitui.cli.options import Model, Record, System, chosen_options, engine_config, with_options
+from minitui.tui.terminal import need_terminal
+
+if TYPE_CHECKING:
+    from minitui.web.serve import WebSettings
+
+FOR_PIPES = 'minitui ask "What is a KV cache?"'
+
+
+@with_options("sampling", "looks", "engine")
+def chat(
+    sampling: dict[str, Any],
+    looks: dict[str, Any],
+    engine: dict[str, Any],
+    model: Model = None,
+    system: System = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Reopen the chats of the last run.")] = False,
+    record: Record = None,
+    connect: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Address of a server: minitui serve, or any with OpenAI's endpoints. Repeat it, or separate addresses "
+            "with commas, for replicas: a table shows them, and each chat runs where its prefix is cached."
+        ),
+    ] = None,
+    key: Annotated[
+        str, typer.Option(help="The server's API key. MINITUI_KEY is safer.", envvar="MINITUI_KEY")
+    ] = "",
+    web: Annotated[bool, typer.Option("--web", help="Chat in a browser; all tabs share one engine.")] = False,
+    mirror: Annotated[
+        bool, typer.Option("--mirror", help="With --web: the other tabs show your application and cannot type.")
+    ] = False,
+    web_port: Annotated[int, typer.Option(min=1, max=65535, help="Port for --web.")] = 8001,
+    web_host: Annotated[
+        str, typer.Option(help="Address for --web. With --mirror, 0.0.0.0 lets other machines watch.")
+    ] = "127.0.0.1",
+) -> None:
+    """Chat, and see what the engine does meanwhile.
+
+    \b
+      minitui chat
+      minitui chat --model ./Qwen3-8B --device cuda
+      minitui chat --model Qwen/Qwen3-8B --dummy-weights   the model's shape, without downloading weights
+      minitui chat --kv-blocks 64                          a small pool: see evictions and preemptions
+      minitui chat --connect http://desk:8000              the engine of a server (minitui serve)
+      minitui chat --connect http://a:8000,http://b:8000   replicas; /pin keeps a chat on one
+      minitui chat --web                                   in a browser
+      minitui chat --web --mirror --web-host 0.0.0.0       others watch your application in their browsers
+    """
+    urls = [url for text in connect or () for url in text.split(",") if url.strip()]
+    if connect is not None and not urls:
+        raise typer.BadParameter("--connect needs an address, as in http://host:8000")
+    if urls and (own := chosen_options(engine)):
+        raise typer.BadParameter(f"{', '.join(own)}: engine options belong to the server, not to --connect")
+    if web:
+        from minitui.web.serve import WebSettings
+
+        if record is not None:
+            raise typer.BadParameter("--record works in one terminal; to record all tabs use minitui serve --record")
+        if resume and not mirror:
+            raise typer.BadParameter("--resume needs --mirror: otherwise every tab would reopen the same chats")
+        settings = WebSettings(web_host, web_port, tuple(urls), mirror=mirror)
+        options = {"system": system, **sampling, **looks, "resume": resume or None}
+        raise typer.Exit(run_in_browser(model, engine, settings, key, options))
+    if mirror:
+        raise typer.BadParameter("--mirror needs --web")
+    if urls:
+        raise typer.Exit(run_connected(urls, key, model, system, sampling, looks, resume, record))
+    raise typer.Exit(run_chat(model, system, engine, sampling, looks, resume, record))
+
+
+def run_chat(
+    model: str | None, system: str | None, engine: dict[str, Any], sampling: dict[str, Any], looks: dict[str, Any],
+    resume: bool, record: Path | None,
+) -> int:  # fmt: skip
+    """Chats on an engine of our own; returns the exit code."""
+    settings = settings_file.load()
+    apply_looks(settings, looks)
+    need_terminal("minitui chat", FOR_PIPES)
+    choice = choose_model(model, settings.chat.system if system is None else system)
+    chosen = make_sampling(sampling, settings.chat)
+    source = recorded(live_source(choice, engine), record)
+    return run_app(source, choice, settings, chosen, _store(), resume)
+
+
+def run_connected(
+    urls: list[str], key: str, model: str | None, system: str | None, sampling: dict[str, Any],
+    looks: dict[str, Any], resume: bool, record: Path | None,
+) -> int:  # fmt: skip
+    """Chats on one or several servers; returns the exit code."""
+    from minitui.sources.remote import RemoteSource, probe
+
+    settings = settings_file.load()
+    apply_looks(settings, looks)
+    need_terminal("minitui chat", FOR_PIPES)
+    chosen = make_sampling(sampling, settings.chat)
+    wanted = settings.chat.system if system is None else system
+    store = _store()
+    if len(urls) > 1:
+        if record is not None:
+            raise EngineError("--record records one engine: connect to one address, or use minitui serve --record")
+        return _run_replicas(urls, key, model, wanted, settings, chosen, store, resume)
+    [url] = urls
+    info = probe(url, key)
+    if info is None:  # not a minitui server
+        from minitui.sources.openai import ForeignSource
+        from minitui.tui.openai_app import ForeignApp
+
+        if record is not None:
+            raise EngineError(f"{url} sends no engine records: there is nothing to record")
+        choice = Choice("", "", PLAIN_SYSTEM_PROMPT if system is None else system, "model")
+        return run_app(ForeignSource(url, key, model or ""), choice, settings, chosen, store, resume, make=ForeignApp)
+    if info and model not in (None, info["model"]):
+        raise EngineError(f"{url} serves {info['model']!r}, not {model!r}: leave --model out")
+    source = recorded(RemoteSource(url, key), record)
+    return run_app(source, served_choice(info, wanted), settings, chosen, store, resume)
+
+
+def _run_replicas(
+    urls: list[str], key: str, model: str | None, system: str | None, settings: settings_file.Settings,
+    sampling: Sampling, store: Store, resume: bool,
+) -> int:  # fmt: skip
+    """Chats on several servers; token-exact if all of them are minitui servers."""
+    from minitui.sources.remote import probe_all
+    from minitui.sources.replicas import ReplicaSource
+    from minitui.tui.replica_app import BlindReplicaApp, ReplicaApp
+
+    found = probe_all(urls, key)
+    minitui_servers = [info for info in found if info is not None and not isinstance(info, EngineError)]
+    if not minitui_servers and None not in found:
+        raise EngineError("; ".join(str(error) for error in found))
+    source = ReplicaSource(urls, key, model or "", None not in found)
+    choice = served_choice(next((info for info in minitui_servers if info), {}), system)
+    app = ReplicaApp if minitui_servers else BlindReplicaApp
+    return run_app(source, choice, settings, sampling, store, resume, make=app)
+
+
+def run_in_browser(
+    model: str | None, engine: dict[str, Any], web: WebSettings, key: str, options: dict[str, Any]
+) -> int:
+    """Chats in a browser; returns the exit code. `options` are passed on to the application of each tab, None left
+    out."""
+    from minitui.web.serve import run_web
+
+    choice = choose_model(None if web.connect else model)
+    if key:
+        os.environ["MINITUI_KEY"] = key  # the applications read it
+    if web.connect:
+        options = {**options, "model": model}
+    flags = {("ascii", True): "--ascii", ("ascii", False): "--unicode", ("resume", True): "--resume"}
+    passed = (
+        flags.get((name, value)) or f"--{name.replace('_', '-')}={value}"
+        for name, value in options.items() if value is not None
+    )  # fmt: skip
+    web = replace(web, options=tuple(passed))
+    return run_web(web, engine_config(choice.name, **engine), choice.label, log_path())
+
+
+def _store() -> Store:
+    return Store(settings_file.data_dir() / "chats.sqlite")

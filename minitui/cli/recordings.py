@@ -1,0 +1,111 @@
+"""`minitui replay`: lists, plays and exports recordings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from engine.errors import EngineError
+from minitui import settings as settings_file
+from minitui.chat.model_choice import Choice
+from minitui.chat.sessions import Sampling
+from minitui.cli.launch import apply_looks, run_app, theme_name
+from minitui.cli.options import with_options
+from minitui.tui.terminal import need_terminal
+
+
+@with_options("looks")
+def replay(
+    looks: dict[str, Any],
+    trace: Annotated[
+        str | None,
+        typer.Argument(
+            help="A file written with --record, or the name of a bundled recording; without it, lists those.",
+            metavar="[FILE|NAME]",
+        ),
+    ] = None,
+    speed: Annotated[
+        float | None,
+        typer.Option(
+            help="1 is the engine's own speed, 0.1 ten times slower. Default: 1; bundled recordings play in about a "
+            "minute."
+        ),
+    ] = None,
+    export: Annotated[
+        str | None, typer.Option(help="Write a file instead of playing: perfetto, json, md, svg or png.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The file to write; default: beside the recording.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="The step that a picture shows; default: the last.")] = None,
+    size: Annotated[str, typer.Option(help="Columns x rows of a picture.")] = "120x36",
+) -> None:
+    """Play or export a recording.
+
+    \b
+      minitui replay                                 list the bundled recordings
+      minitui chat --record class.trace
+      minitui replay class.trace                     keys: space freezes, p pauses, n steps, ( ) jump, { } bookmarks
+      minitui replay class.trace --export perfetto   for ui.perfetto.dev
+      minitui replay class.trace --export svg --step 40 --size 160x48
+      minitui replay class.trace --export png --theme light    needs an installed Chromium
+    """
+    if trace is None:
+        run_list()
+    elif export is None:
+        raise typer.Exit(run_replay(trace, speed, looks))
+    else:
+        print(run_export(trace, export, out, step, size, looks["theme"]))
+
+
+def run_list() -> None:
+    """Prints the bundled recordings."""
+    from minitui.trace.bundled import bundled, describe
+    from minitui.trace.reader import TraceReader
+
+    for name, path in bundled().items():
+        print(f"minitui replay {name}\n    {describe(TraceReader(path))}")
+    print("minitui replay FILE\n    a recording of your own, written with --record FILE")
+
+
+def run_replay(trace: str, speed: float | None, looks: dict[str, Any]) -> int:
+    """Plays a recording in the application; returns the exit code."""
+    from minitui.sources.replay import ReplaySource
+    from minitui.trace.bundled import find_trace, is_bundled, watching_speed
+    from minitui.trace.reader import TraceReader
+    from minitui.tui.replay_app import ReplayApp
+
+    settings = settings_file.load()
+    apply_looks(settings, looks)
+    need_terminal("minitui replay", "minitui tail FILE or minitui replay FILE --export md")
+    path = find_trace(trace)
+    reader = TraceReader(path)  # raises for a bad file before the application takes the screen
+    if speed is None:
+        speed = watching_speed(reader) if is_bundled(path) else 1.0
+    source = ReplaySource(path, speed)
+    return run_app(source, Choice("", "", "", "model"), settings, Sampling(), make=ReplayApp)
+
+
+def run_export(
+    trace: str | Path, kind: str, out: Path | None, step: int | None, size: str, theme: str | None
+) -> Path:
+    """Exports a recording; returns the file written: `out`, or one beside the recording, or for a bundled recording
+    one in the working directory."""
+    from minitui.export import PICTURES, SUFFIXES, export
+    from minitui.trace.bundled import find_trace, is_bundled
+
+    trace = find_trace(str(trace))
+    if out is None and is_bundled(trace) and kind in SUFFIXES:
+        out = Path(trace.stem + SUFFIXES[kind])
+    if kind not in PICTURES:
+        return export(trace, kind, out)
+    from minitui.export.svg import write_picture
+
+    columns, _, rows = size.partition("x")
+    digits = size.isascii() and columns.isdigit() and rows.isdigit()
+    if not (digits and len(size) < 9 and 40 <= int(columns) <= 1000 and 12 <= int(rows) <= 500):
+        raise EngineError(f"the size is {size!r}: it must be columns x rows, from 40x12 to 1000x500, as in 120x36")
+    name = theme_name(theme or "dark")
+    return write_picture(str(trace), kind, out, step, (int(columns), int(rows)), name)

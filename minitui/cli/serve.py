@@ -1,0 +1,76 @@
+"""`minitui serve`: the engine over HTTP."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from minitui.chat.model_choice import choose_model
+from minitui.cli.launch import log_path
+from minitui.cli.options import Model, Record, engine_config, with_options
+
+
+@with_options("engine")
+def serve(
+    engine: dict[str, Any],
+    model: Model = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; an API key is required except on the loopback.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="Key that allows everything. MINITUI_API_KEY is safer.")
+    ] = None,
+    chat_key: Annotated[
+        list[str] | None, typer.Option(help="Key that allows to ask and to watch; or MINITUI_CHAT_KEY.")
+    ] = None,
+    watch_key: Annotated[
+        list[str] | None, typer.Option(help="Key that allows to watch only; or MINITUI_WATCH_KEY.")
+    ] = None,
+    record: Record = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin of a web page that may use this server: https://example.org.")
+    ] = None,
+    hide_text: Annotated[
+        bool, typer.Option("--hide-text", help="Leave the text of prompts and answers out of the telemetry.")
+    ] = False,
+    served_model_name: Annotated[str, typer.Option(help="The model's name in requests and answers.")] = "",
+    max_waiting: Annotated[
+        int, typer.Option(min=0, help="Maximum number of waiting sequences; more are refused (429).")
+    ] = 128,
+    max_body_mib: Annotated[int, typer.Option(min=1, help="Maximum size of a request body, in MiB.")] = 4,
+    request_timeout: Annotated[float, typer.Option(min=0.1, help="Time limit of an answer, in seconds.")] = 600.0,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0.0, help="After SIGTERM, time for running answers to finish.")
+    ] = 3.0,
+) -> None:
+    """Serve over HTTP.
+
+    POST /generate, OpenAI's endpoints, Prometheus metrics, and the telemetry for minitui chat --connect.
+
+    \b
+      minitui serve
+      minitui serve --model Qwen/Qwen3-0.6B --port 9000
+      MINITUI_API_KEY=$(openssl rand -hex 16) minitui serve --host 0.0.0.0
+      curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "What is a KV cache?"}]}'
+    """
+    from minitui.server.command import gather_keys, run_serve
+    from minitui.server.settings import ServerSettings
+
+    choice = choose_model(model)
+    config = engine_config(choice.name, **engine)
+    settings = ServerSettings(
+        host=host,
+        port=port,
+        keys=gather_keys(api_key or [], chat_key or [], watch_key or []),
+        record=record,
+        cors_origins=tuple(cors_origin or ()),
+        hide_text=hide_text,
+        served_name=served_model_name or choice.label,
+        max_waiting=max_waiting,
+        max_body=max_body_mib << 20,
+        request_s=request_timeout,
+        drain_s=drain_seconds,
+    )
+    raise typer.Exit(run_serve(config, settings, log_path()))

@@ -1,0 +1,132 @@
+"""`minitui demo` and `minitui lesson`."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import textwrap
+from typing import Annotated, Any
+
+import typer
+
+from engine.errors import EngineError
+from minitui import settings as settings_file
+from minitui.chat.model_choice import Choice, choose_model
+from minitui.chat.sessions import Sampling
+from minitui.cli.launch import live_source, recorded, report_recording, run_app
+from minitui.cli.options import KvBlocks, Record, engine_config
+from minitui.sources.local import LiveSource
+from minitui.tui.terminal import has_terminal
+
+ENGINE = {"kv_blocks": None, "no_prefix_caching": False}  # the options that demos and lessons change
+
+
+def demo(
+    name: Annotated[str | None, typer.Argument(help="Name of a demo; without it, lists them.")] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", "--headless", help="As lines of text; the default without a terminal.")
+    ] = False,
+    beat: Annotated[
+        float | None,
+        typer.Option(min=0, max=10, help="Scale of the reading pauses; 0: none. Default: 1, with --plain 0."),
+    ] = None,
+    kv_blocks: KvBlocks = None,
+    record: Record = None,
+) -> None:
+    """Watch a scenario step by step, in a small engine of its own.
+
+    \b
+      minitui demo shared-prefix     four chats share the blocks of one system prompt
+      minitui demo cache             the same six requests with the prefix cache off and on
+      minitui demo chunked-prefill   a long prompt beside running answers: at once and in chunks
+      minitui demo eviction          a full pool: predict whose blocks are evicted
+      minitui demo preemption        a pool that is too small: predict which request is preempted
+      minitui demo fork              one conversation with four continuations
+      minitui demo batching          static and continuous batching
+      minitui demo speculation       draft tokens copied from the text, several checked in one step
+      minitui demo cache --plain     the same as text
+    """
+    from minitui.teaching.demo import DEMOS, tell_plainly
+    from minitui.tui.demo import play_in_app
+
+    if name is None:
+        print(_columns([(f"minitui demo {name}", one.title) for name, one in DEMOS.items()]))
+        return
+    if name not in DEMOS:
+        raise EngineError(f"there is no demo {name!r}: the demos are {', '.join(DEMOS)}")
+    chosen = DEMOS[name]
+    choice = choose_model(None)
+    options = ENGINE | chosen.options | ({} if kv_blocks is None else {"kv_blocks": kv_blocks})
+    source = recorded(live_source(choice, options), record)
+    sampling = Sampling(temperature=0.0, max_tokens=chosen.max_tokens)
+
+    async def restart(changes: dict[str, Any]) -> None:
+        await source.reconfigure(engine_config(choice.name, **(options | changes)))
+
+    if plain or not has_terminal():
+        told = tell_plainly(chosen, source, choice.system, sampling, beat=beat or 0.0, restart=restart)
+        raise typer.Exit(report_recording(source, asyncio.run(told)))
+    pauses = 1.0 if beat is None else beat
+    settings = settings_file.load()
+    raise typer.Exit(
+        run_app(source, choice, settings, sampling, script=lambda app: play_in_app(chosen, app, restart, pauses))
+    )
+
+
+def lesson(
+    number: Annotated[str | None, typer.Argument(help="0 to 9; without it, lists the lessons.")] = None,
+    plain: Annotated[
+        bool,
+        typer.Option(
+            "--plain", "--headless", help="As lines of text with every experiment run; the default without a terminal."
+        ),
+    ] = False,
+) -> None:
+    """Read a lesson and run its experiments on the bundled model.
+
+    \b
+      minitui lesson              list the lessons
+      minitui lesson 8            the radix cache
+      minitui lesson 8 --plain    the same as text
+    """
+    from minitui.teaching.lessons import LESSONS
+    from minitui.teaching.lessons import lesson as find_lesson
+    from minitui.teaching.lessons.plain import tell_alone
+
+    if number is None:
+        print(_columns([(f"minitui lesson {one.number}   {one.title}", one.question) for one in LESSONS]))
+        return
+    chosen = find_lesson(number)
+    choice, source, restart = lesson_source(chosen.number)
+    sampling = Sampling(temperature=0.0, max_tokens=60)
+    if plain or not has_terminal():
+        raise typer.Exit(asyncio.run(tell_alone(chosen, source, choice.system, sampling, print)))
+    from minitui.tui.lessons_app import LessonApp
+
+    def make(*arguments: Any, **options: Any) -> LessonApp:
+        del options["script"]
+        return LessonApp(*arguments, lesson=chosen, restart=restart, **options)
+
+    raise typer.Exit(run_app(source, choice, settings_file.load(), sampling, make=make))
+
+
+def lesson_source(number: int) -> tuple[Choice, LiveSource, Any]:
+    """The bundled model, an engine with the lesson's options, and a coroutine that replaces that engine."""
+    from minitui.teaching.lessons import lesson as find_lesson
+
+    choice = choose_model(None)
+    source = live_source(choice, ENGINE | find_lesson(number).options)
+
+    async def restart(options: dict[str, Any]) -> None:
+        await source.reconfigure(engine_config(choice.name, **(ENGINE | options)))
+
+    return choice, source, restart
+
+
+def _columns(rows: list[tuple[str, str]]) -> str:
+    """Two columns, the second wrapped to the width of the terminal."""
+    widest = max(len(name) for name, _ in rows) + 3
+    room = max(24, shutil.get_terminal_size().columns - widest)
+    return "\n".join(
+        f"{name:<{widest}}" + ("\n" + " " * widest).join(textwrap.wrap(words, room)) for name, words in rows
+    )
