@@ -1,4 +1,4 @@
-"""What a command is doing meanwhile: one line on stderr, gone when there is something to read."""
+"""A status line on stderr, for example while a model loads."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from minitui.visible import PlainStream, visible_line
 
 
 class Status:
-    """One line, rewritten in place; nothing where the file is no terminal."""
+    """One line, rewritten in place; writes nothing if the file is not a terminal."""
 
     def __init__(self, file: TextIO) -> None:
-        self._file = file.stream if isinstance(file, PlainStream) else file  # the escape sequences are our own
+        self._file = file.stream if isinstance(file, PlainStream) else file  # our own escape sequences must pass
         self._shown = False
 
     def __call__(self, progress: dict[str, Any]) -> None:
@@ -25,7 +25,7 @@ class Status:
         self._shown = True
 
     def clear(self) -> None:
-        """Take the line away."""
+        """Erases the line."""
         if self._shown:
             self._file.write("\r\x1b[2K")
             self._file.flush()

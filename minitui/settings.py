@@ -1,10 +1,10 @@
-"""Settings of one user, in TOML: theme, keys, and what a new chat begins with.
+"""The user's settings, a TOML file: looks, keys, and defaults for new chats.
 
     theme = "minitui-light"
     fps = 20
     ascii = false
 
-    [keys]                  # binding id = key; the ids stand in the help (?)
+    [keys]                  # binding id = key; the help (?) lists the ids
     freeze = "f8"
 
     [chat]
@@ -12,7 +12,7 @@
     temperature = 0.0
     max_tokens = 400
 
-The file is read once at start and written in one atomic rename, so that a crash leaves the old one whole.
+The file is read once at start. It is replaced by an atomic rename, so a crash leaves the old file intact.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from engine.errors import EngineError
 
 
 class SettingsError(EngineError):
-    """A settings file that cannot be used: which line or name, and what would be right."""
+    """A settings file or data directory that cannot be used; the message says what is wrong and what is valid."""
 
 
 def config_path() -> Path:
-    """Where the settings live: $MINITUI_CONFIG, else settings.toml in the user's configuration directory."""
+    """The settings file: $MINITUI_CONFIG, else settings.toml in the user's configuration directory."""
     if named := os.environ.get("MINITUI_CONFIG"):
         return Path(named)
     from platformdirs import user_config_path
@@ -42,9 +42,9 @@ def config_path() -> Path:
 
 
 def data_dir() -> Path:
-    """Where chats and logs live: $MINITUI_DATA, else the XDG data directory. Created when missing.
+    """The directory for chats and logs: $MINITUI_DATA, else the user's data directory. Created if missing.
 
-    Raises SettingsError if it cannot be.
+    Raises SettingsError if it cannot be created.
     """
     if named := os.environ.get("MINITUI_DATA"):
         path = Path(named)
@@ -56,15 +56,15 @@ def data_dir() -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingsError(
-            f"{path}, where chats and logs are kept, cannot be made: {error.strerror}. Set MINITUI_DATA to a directory "
-            "that can be written."
+            f"{path}, the directory for chats and logs, cannot be created: {error.strerror}. Set MINITUI_DATA to a "
+            "writable directory."
         ) from None
     return path
 
 
 @dataclass
 class ChatSettings:
-    """What a new chat begins with. None: the bundled model's own, or the checkpoint's."""
+    """Defaults for new chats. None: those of the model."""
 
     system: str | None = None
     temperature: float | None = None
@@ -76,24 +76,24 @@ class ChatSettings:
 
 @dataclass
 class Settings:
-    """Everything that is kept from one run to the next, apart from the chats."""
+    """All settings."""
 
     theme: str = "minitui-dark"
-    fps: int = 20  # frames a second; lower it on a slow line
+    fps: int = 20  # frames per second; lower it on a slow line
     ascii: bool = False
     keys: dict[str, str] = field(default_factory=dict)
     chat: ChatSettings = field(default_factory=ChatSettings)
 
 
 def load(path: Path | None = None) -> Settings:
-    """Read the settings; a missing file gives the defaults. Raises SettingsError with the name at fault."""
+    """Reads the settings; a missing file gives the defaults. Raises SettingsError naming what is wrong."""
     path = path or config_path()
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return Settings()
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise SettingsError(f"{path} cannot be read: {error}. Mend it, or move it away to start afresh.") from None
+        raise SettingsError(f"{path} cannot be read: {error}. Correct it, or move it away to use the defaults.") from None
     settings = Settings()
     chat = data.pop("chat", {})
     keys = data.pop("keys", {})
@@ -113,7 +113,7 @@ def _fill(target: Any, data: dict[str, Any], path: Path, prefix: str) -> None:
     known = {f.name: f for f in fields(target) if f.name not in ("keys", "chat")}
     for name, value in data.items():
         if name not in known:
-            raise SettingsError(f"{path}: {prefix}{name} is no setting; known are {', '.join(known)}")
+            raise SettingsError(f"{path}: {prefix}{name} is not a setting; the settings are {', '.join(known)}")
         expected = str(known[name].type)
         fits = {
             "str": isinstance(value, str),
@@ -127,7 +127,7 @@ def _fill(target: Any, data: dict[str, Any], path: Path, prefix: str) -> None:
 
 
 def save(settings: Settings, path: Path | None = None) -> None:
-    """Write the settings by a rename, so that no reader ever sees half a file."""
+    """Writes the settings by an atomic rename: no reader sees half a file."""
     path = path or config_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
@@ -143,7 +143,7 @@ def save(settings: Settings, path: Path | None = None) -> None:
 
 
 def to_toml(settings: Settings) -> str:
-    """The file's text. JSON's strings, numbers and booleans are TOML's too; None is left out."""
+    """The settings as TOML, without None. JSON's strings, numbers and booleans are valid TOML."""
     lines = [f"{name} = {json.dumps(getattr(settings, name))}" for name in ("theme", "fps", "ascii")]
     if settings.keys:
         lines += ["", "[keys]"] + [f"{json.dumps(k)} = {json.dumps(v)}" for k, v in sorted(settings.keys.items())]

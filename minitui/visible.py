@@ -1,16 +1,15 @@
-"""Text that this program did not write never controls the terminal: such characters become visible signs.
+"""Keeps text from outside from controlling the terminal: control characters become visible symbols.
 
-Models, servers, chat templates, traces, file names and pasted text may hold escape sequences that set the window's
+Models, servers, chat templates, traces, file names and pasted text may contain escape sequences that set the window's
 title, write the clipboard, clear the screen or reverse the reading order. Stored text stays exact, because an answer is
-part of the next prompt. The border is where text leaves the process, so no panel and no command has to remember it:
+part of the next prompt. The text is made visible where it leaves the process, so panels and commands need not do it:
 
-    the application   every line of every widget passes minitui/tui/visible_lines.py, the frames of panels
-                      minitui/tui/theme.py
+    the application   every line of a widget passes minitui/tui/visible_lines.py; frames of panels minitui/tui/theme.py
     commands          the command line replaces sys.stdout and sys.stderr by `PlainStream` (minitui/cli/main.py)
-    documents         Markdown by `visible`, JSON by `json_text`, which escapes and thereby keeps the text exact
+    documents         Markdown by `visible`; JSON by `json_text`, whose escapes keep the text exact
     clipboard         MinituiApp.copy_to_clipboard
 
-Only our own code writes escape sequences: Textual's driver, and a status line through `PlainStream.stream`.
+Only our own code writes escape sequences: Textual's driver, and the status line through `PlainStream.stream`.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
-LOST = "\ufffd"  # for characters without a picture of their own
-# C1, line separators, bidirectional embeddings, overrides and isolates, lone surrogates, what XML cannot hold.
+LOST = "\ufffd"  # for characters without a symbol of their own
+# C1, line separators, bidirectional embeddings, overrides and isolates, lone surrogates, characters invalid in XML.
 _RARE = "\x80-\x9f\u2028-\u202e\u2066-\u206f\ud800-\udfff\ufffe\uffff"
 _IN_TEXT = re.compile(f"\r\n|[\\x00-\\x08\\x0b-\\x1f\\x7f{_RARE}]")
 _IN_LINE = re.compile(f"[\\x00-\\x1f\\x7f{_RARE}]")
@@ -38,34 +37,34 @@ def _sign(found: re.Match[str]) -> str:
 
 
 def visible(text: str) -> str:
-    """The text without characters that control a terminal: signs stand for them. Newlines and tabs stay."""
+    """The text with symbols for characters that control a terminal. Newlines and tabs stay."""
     return text if text.isprintable() else _IN_TEXT.sub(_sign, text)
 
 
 def visible_line(text: str) -> str:
-    """The same on one line: newlines and tabs become signs too."""
+    """The same on one line: newlines and tabs become symbols too."""
     return text if text.isprintable() else _IN_LINE.sub(_sign, text)
 
 
 def json_text(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    """JSON in which every character that `visible` would change is escaped; what it stands for stays exact."""
+    """JSON in which every character that `visible` would change is escaped, so the text stays exact."""
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
     return _IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class PlainStream:
-    """A text stream to which only plain text is written; in all else it is `stream`."""
+    """A wrapper of `stream` that writes only visible text."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        """Write `visible(text)`."""
+        """Writes `visible(text)`."""
         self.stream.write(visible(text))
         return len(text)
 
     def writelines(self, lines: Any) -> None:
-        """Write each of them."""
+        """Writes each line."""
         for line in lines:
             self.write(line)
 
@@ -75,7 +74,7 @@ class PlainStream:
 
 @contextlib.contextmanager
 def plain_output() -> Iterator[None]:
-    """While this lasts, nothing but plain text reaches stdout and stderr, and their encoding raises no error."""
+    """Within this, stdout and stderr get only visible text, and encoding raises no errors."""
     before = sys.stdout, sys.stderr
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")

@@ -1,1 +1,1 @@
-"""Conversations, without a terminal: sessions, their prompts, and the file that keeps them."""
+"""Chats without a terminal: conversations, prompts, answers, and the chat file."""

@@ -1,7 +1,7 @@
-"""Which minitui runs now. Each holds a lock on a file of its own beside the chat file for as long as it lives.
+"""Tells which minitui processes are running: each holds a lock on its own file beside the chat file.
 
-The system gives a lock back however its holder ends, and knows nothing of it after a restart; a process id would have
-to be taken on trust, and means nothing in another container.
+The kernel releases a lock however its process ends. A process id would be less safe: it can be reused, and means
+nothing in another container.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import time
 import uuid
 from pathlib import Path
 
-YOUNG_S = 60.0  # a file may be made and not locked yet: only older ones are tidied away
+YOUNG_S = 60.0  # a younger file may exist before its lock: only older files are deleted
 
 
 class Presence:
-    """This minitui, for the others: `id` names it, until `end`."""
+    """The lock of this process, held until `end`. `id` names it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -25,25 +25,25 @@ class Presence:
         self._tidy()
         self._path = self._file_of(self.id)
         self._held = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
-        with contextlib.suppress(OSError):  # a file system without locks: then nobody is known to run
+        with contextlib.suppress(OSError):  # a file system without locks: no process counts as running
             fcntl.flock(self._held, fcntl.LOCK_EX)
 
     def _file_of(self, id: str) -> Path:
         return self._folder / f"open-{id}.lock"
 
     def runs(self, id: str) -> bool:
-        """Is the minitui of this id, another than this, running?"""
+        """True if `id` is another minitui that is running."""
         return id != self.id and bool(id) and _is_held(self._file_of(id))
 
     def _tidy(self) -> None:
-        """Take away what those who crashed have left."""
+        """Deletes the files of crashed processes."""
         for path in self._folder.glob("open-*.lock"):
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > YOUNG_S and not _is_held(path):
                     path.unlink()
 
     def end(self) -> None:
-        """It runs no longer."""
+        """Releases the lock."""
         with contextlib.suppress(OSError):
             self._path.unlink()
         os.close(self._held)

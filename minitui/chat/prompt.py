@@ -1,5 +1,4 @@
-"""A chat's prompt as token ids: what the template renders, continued from the ids that were sent and received
-before."""
+"""A chat's next prompt as token ids: the rendered template, with the ids of earlier turns kept where they match."""
 
 from __future__ import annotations
 
@@ -11,25 +10,24 @@ THINK, END_THINK = "<think>", "</think>"
 
 
 
-
 class Codec(Protocol):
-    """As much of a tokenizer as a conversation needs."""
+    """The part of a tokenizer that a conversation needs."""
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of control tokens, which no text can spell."""
+        """Ids of control tokens, which no text encodes to."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of ids."""
+        """The text of the ids."""
 
     def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        """The ids of a conversation."""
+        """The ids of the rendered conversation."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The ids of a turn. `kept` leading ones are those of the conversation so far; where it goes another way although
-    more was kept, `diverges_at` is that token and `reason` says why."""
+    """A prompt. Its first `kept` ids are those of the conversation so far. If the template changed an earlier turn,
+    `diverges_at` is the first token that differs and `reason` says why."""
 
     ids: list[int]
     kept: int = 0
@@ -38,11 +36,11 @@ class Prompt:
 
 
 def continue_prompt(rendered: list[int], kept: list[int], codec: Codec) -> Prompt:
-    """Keep as much of the ids of the conversation so far as the template's rendering of it allows.
+    """The rendered prompt, with as many of the `kept` ids as possible.
 
-    Both are cut at their control tokens. Piece by piece, the kept ids stand where the ids are equal or spell the same
-    text: a model may have spelled its answer in other tokens than the tokenizer would. The first piece that says
-    something else ends it.
+    Both are split at their control tokens. Piece by piece, the kept ids replace rendered ids that are equal or have
+    the same text: a model may write a text in other tokens than the tokenizer. This ends at the first piece with
+    another text.
     """
 
     def spell(piece: list[int]) -> str:
@@ -61,16 +59,16 @@ def continue_prompt(rendered: list[int], kept: list[int], codec: Codec) -> Promp
         elif spell(old[index]) == spell(piece):
             ids += old[index]
         elif index == len(old) - 1 and (rest := _rest(old[index], piece, spell)) is not None:
-            # An answer cut short is the beginning of its piece: the rendering goes on after it.
+            # The answer was cut short: the rendering continues it.
             return Prompt(ids + old[index] + rest + _joined(new[index + 1 :]), kept=len(kept))
         elif index == len(new) - 1 and old[index][: len(piece)] == piece:
-            ids += piece  # an answer that goes on from here was taken back
+            ids += piece  # the end of the kept answer was removed
         else:
             at = len(ids) + _common(old[index], piece)
             reason = _why(spell(old[index]), spell(piece), index)
             return Prompt(ids + _joined(new[index:]), at, at, reason)
     else:
-        # Everything rendered was kept, and more was kept than rendered: a message was taken back.
+        # All rendered pieces matched, and some kept ones are left over: a message was removed.
         return Prompt(ids, len(ids))
     return Prompt(ids + _joined(new[len(old) :]), len(ids))
 
@@ -80,12 +78,12 @@ def _joined(pieces: list[list[int]]) -> list[int]:
 
 
 def _control(a: list[int], b: list[int], codec: Codec) -> bool:
-    """Is one of two different pieces a control token? Then no text can make them equal."""
+    """True if one of two different pieces is a control token: they cannot have the same text."""
     return a[0] in codec.special_ids or b[0] in codec.special_ids
 
 
 def _pieces(ids: list[int], special: frozenset[int]) -> list[list[int]]:
-    """Cut before and after every control token, which stands as a piece of its own."""
+    """Splits the ids; each control token is a piece of its own."""
     pieces: list[list[int]] = []
     run: list[int] = []
     for token in ids:
@@ -102,7 +100,7 @@ def _pieces(ids: list[int], special: frozenset[int]) -> list[list[int]]:
 
 
 def _rest(old: list[int], piece: list[int], spell: Callable[[list[int]], str]) -> list[int] | None:
-    """The last ids of `piece`, which spell what follows the text of `old`; None if no token begins there."""
+    """The last ids of `piece`, those after the text of `old`; None if no token begins exactly there."""
     begun, whole = spell(old), spell(piece)
     if not whole.startswith(begun):
         return None
@@ -111,7 +109,7 @@ def _rest(old: list[int], piece: list[int], spell: Callable[[list[int]], str]) -
         text = spell(piece[start:])
         if text == wanted:
             return piece[start:]
-        if len(text) > len(wanted) + 4:  # half a character spells up to four marks
+        if len(text) > len(wanted) + 4:  # half a character decodes to up to four replacement characters
             return None
     return None
 
@@ -132,4 +130,4 @@ def _why(old: str, new: str, piece: int) -> str:
         return "the template adds an empty thinking part"
     if piece <= 1:
         return "the system prompt was changed"
-    return "the conversation reads otherwise there"
+    return "the conversation differs there"

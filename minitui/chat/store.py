@@ -1,9 +1,9 @@
-"""Chats on disk: one SQLite file under the XDG data directory.
+"""The chat file: one SQLite database in the data directory.
 
-A user's message is saved before its answer is asked for; an answer every second or so while it is written, and when it
-ends, however it ends. So a crash loses at most the last second of one answer.
+A question is saved before it is sent. An answer is saved about once a second while it is written, and when it ends. So
+a crash loses at most a second of each answer.
 
-`PRAGMA user_version` is the schema's version; MIGRATIONS[i] takes a file from version i to i + 1.
+`PRAGMA user_version` is the schema's version; MIGRATIONS[i] updates a file from version i to i + 1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MIGRATIONS = (
         parent   TEXT,                -- the chat it was forked from
         settings TEXT NOT NULL,       -- JSON: sampling
         created  REAL NOT NULL,
-        closed   REAL                 -- NULL: may come back with `minitui chat --resume`
+        closed   REAL                 -- NULL: `minitui chat --resume` may reopen it
     );
     CREATE TABLE messages (
         chat     TEXT NOT NULL REFERENCES chats(id) ON DELETE CASCADE,
@@ -45,29 +45,29 @@ MIGRATIONS = (
         PRIMARY KEY (chat, position)
     );
     """,
-    # The ids a chat was made of, so that a conversation taken up again is token-exact; only valid for `model`.
+    # The token ids of a chat, so that a reopened conversation stays token-exact. Only valid for `model`.
     """
     ALTER TABLE chats ADD COLUMN model TEXT NOT NULL DEFAULT '';
     ALTER TABLE chats ADD COLUMN ids BLOB NOT NULL DEFAULT x'';
     """,
-    # Which minitui had it open last; as long as that runs, the chat is its own.
+    # The minitui that opened it last (instance_lock.py). While that runs, no other may write the chat.
     """
     ALTER TABLE chats ADD COLUMN run TEXT NOT NULL DEFAULT '';
     """,
 )
 
 
-BEGIN_S = 5.0  # for others that begin or end at the same moment
-PATIENCE_MS = 250  # for another minitui that is just writing: longer would be felt, for whoever saves also draws
+OPEN_S = 5.0  # patience for other processes that open or close the file
+PATIENCE_MS = 250  # for another process that writes; saving blocks drawing, so more would be noticed
 
 
 def _text(value: Any) -> Any:
-    """A value as SQLite takes it: a lone surrogate, as a server's error may hold, is no text."""
+    """A value that SQLite accepts: text without the lone surrogates that a server's error may contain."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 class StoreError(EngineError):
-    """A chat file that cannot be used, and the way out."""
+    """The chat file cannot be used; the message says what to do."""
 
 
 @dataclass
@@ -98,9 +98,8 @@ class StoredChat:
 
 
 @dataclass
-class Left:
-    """What was left open. `others` were, too, but not when a minitui was last used, or there are too many of them;
-    `elsewhere` are open in another one, which runs."""
+class Reopened:
+    """The chats to reopen, how many other chats are not closed, and how many of all are open in another minitui."""
 
     chats: list[StoredChat]
     others: int
@@ -109,7 +108,7 @@ class Left:
 
 @dataclass
 class Found:
-    """A chat of the file that fits what was searched for."""
+    """A chat that matches a search."""
 
     id: str
     title: str
@@ -117,36 +116,36 @@ class Found:
     closed: bool
     parent: str | None
     messages: int
-    line: str  # where the words stand, or the last thing said
+    line: str  # the line with a word that was searched for, or the last line
 
 
 class Store:
-    """The chat file. Every method commits before it returns, but for those called within `together`; a call takes well
-    under a millisecond, and raises StoreError when the file cannot be read or written."""
+    """The chat file. Every method takes well under a millisecond, commits before it returns (except within `together`),
+    and raises StoreError if the file cannot be read or written."""
 
     def __init__(self, path: Path | str) -> None:
-        """Open or create the file at `path` (":memory:" for none) and bring its schema up to date.
+        """Opens or creates the file at `path` (":memory:" for none) and updates its schema.
 
-        Raises StoreError if the file is of a newer minitui or no database.
+        Raises StoreError if the file is from a newer minitui, or not a database.
         """
         self.path = path
         self._presence: Presence | None = None
-        end = time.monotonic() + BEGIN_S
+        end = time.monotonic() + OPEN_S
         try:
-            while not self._begin(last=time.monotonic() > end):
+            while not self._open_file(last=time.monotonic() > end):
                 time.sleep(0.01)
         except sqlite3.Error as error:
             raise StoreError(f"{path} cannot be used as a chat file: {error}. {_way_out(error)}") from None
 
-    def _begin(self, last: bool) -> bool:
-        """Open the file; False if another minitui that begins or ends holds it, unless this is the `last` attempt."""
-        # Autocommit: one statement, one transaction. WAL: a reader beside us (another minitui) never blocks.
-        self._db = sqlite3.connect(self.path, isolation_level=None, timeout=BEGIN_S)
+    def _open_file(self, last: bool) -> bool:
+        """Opens the file. Returns False if another process locks it, or raises on the `last` attempt."""
+        # Autocommit: each statement is a transaction. WAL: readers in other processes do not block.
+        self._db = sqlite3.connect(self.path, isolation_level=None, timeout=OPEN_S)
         try:
-            self._db.execute("BEGIN IMMEDIATE")  # of two that begin at once the second finds a finished file
+            self._db.execute("BEGIN IMMEDIATE")  # so that only one process creates the tables
             self._migrate()
             self._db.execute("COMMIT")
-            self._db.execute("PRAGMA journal_mode = WAL")  # does not wait for a lock, whatever the timeout
+            self._db.execute("PRAGMA journal_mode = WAL")  # ignores the timeout: it does not wait for a lock
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.execute("PRAGMA foreign_keys = ON")
             self._db.execute(f"PRAGMA busy_timeout = {PATIENCE_MS}")
@@ -164,19 +163,19 @@ class Store:
 
     @property
     def _here(self) -> Presence | None:
-        """This minitui among others; None where the chats are in memory. Whoever only reads need not be known."""
+        """This process's lock, taken at the first use: readers need none. None for a file in memory."""
         if self._presence is None and str(self.path) != ":memory:":
             try:
                 self._presence = Presence(Path(self.path).parent)
             except OSError as error:
-                raise StoreError(f"no file can be made beside the chat file {self.path}: {error.strerror}") from None
+                raise StoreError(f"no file can be created beside the chat file {self.path}: {error.strerror}") from None
         return self._presence
 
     def _migrate(self) -> None:
         if self.version > len(MIGRATIONS):
             raise StoreError(
-                f"{self.path} has schema version {self.version}; this minitui knows up to {len(MIGRATIONS)}: "
-                "use a newer one, or set MINITUI_DATA to another directory."
+                f"{self.path} has schema version {self.version}; this minitui supports up to {len(MIGRATIONS)}: "
+                "update minitui, or set MINITUI_DATA to another directory."
             )
         for number in range(self.version, len(MIGRATIONS)):
             for statement in filter(str.strip, re.sub("--.*", "", MIGRATIONS[number]).split(";")):
@@ -185,7 +184,7 @@ class Store:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """What is done within is in the file as a whole, or not at all."""
+        """A transaction: the statements within are committed together, or not at all."""
         self._run("BEGIN IMMEDIATE")
         try:
             yield
@@ -202,28 +201,21 @@ class Store:
             raise StoreError(f"the chat file {self.path} cannot be used: {error}") from None
 
     def save_chat(self, chat: StoredChat) -> None:
-        """Insert the chat or bring its row up to date; its messages are saved by `save_message`. It is this minitui's
-        from now on: one that was in the file before must be `claim`ed first."""
+        """Inserts or updates the chat's row, without its messages. The chat then belongs to this process; `claim` an
+        existing one first."""
         self._run(
             "INSERT INTO chats (id, title, system, parent, settings, created, model, ids, run) "
             "VALUES (?,?,?,?,?,?,?,?,?) "
             "ON CONFLICT (id) DO UPDATE SET title=excluded.title, system=excluded.system, settings=excluded.settings, "
             "model=excluded.model, ids=excluded.ids, run=excluded.run, closed=NULL",
             (
-                chat.id,
-                chat.title,
-                chat.system,
-                chat.parent,
-                json.dumps(chat.settings),
-                chat.created or time.time(),
-                chat.model,
-                array("i", chat.ids).tobytes(),
-                self._here.id if self._here else "",
+                chat.id, chat.title, chat.system, chat.parent, json.dumps(chat.settings), chat.created or time.time(),
+                chat.model, array("i", chat.ids).tobytes(), self._here.id if self._here else "",
             ),
-        )
+        )  # fmt: skip
 
     def claim(self, chat: str) -> bool:
-        """Make a chat this minitui's own; False if another that runs has it open."""
+        """Makes the chat belong to this process; False if it is open in another minitui."""
         with self.together():
             rows = self._run("SELECT run FROM chats WHERE id = ? AND closed IS NULL", (chat,))
             if rows and self._here and self._here.runs(rows[0][0]):
@@ -232,44 +224,31 @@ class Store:
         return True
 
     def save_message(self, chat: str, position: int, message: StoredMessage) -> None:
-        """Insert or replace message `position` (0 is the first) of a chat that has been saved."""
+        """Inserts or replaces message `position` (from 0) of a saved chat."""
         self._run(
             "INSERT OR REPLACE INTO messages VALUES (?,?,?,?,?,?,?,?)",
             (
-                chat,
-                position,
-                message.role,
-                message.text,
-                message.state,
-                message.error,
-                json.dumps(message.metrics or {}),
-                message.created or time.time(),
+                chat, position, message.role, message.text, message.state, message.error,
+                json.dumps(message.metrics or {}), message.created or time.time(),
             ),
-        )
+        )  # fmt: skip
 
     def truncate(self, chat: str, count: int) -> None:
-        """Forget the messages from position `count` on (an answer asked for again)."""
+        """Deletes the messages from position `count` on (after a retry)."""
         self._run("DELETE FROM messages WHERE chat = ? AND position >= ?", (chat, count))
 
     def close_chat(self, chat: str) -> None:
-        """Mark a chat as closed: kept, but not restored."""
+        """Marks a chat as closed: stored, but not restored."""
         self._run("UPDATE chats SET closed = ? WHERE id = ?", (time.time(), chat))
 
-    def open_chats(self) -> list[StoredChat]:
-        """The chats that were not closed and hold a message, oldest first, with their messages."""
-        return [self._chat(*row[:-1]) for row in self._open()]
-
-    def _open(self) -> list[Any]:
-        return self._run(
-            "SELECT id, title, system, parent, settings, created, model, ids, run FROM chats "
-            "WHERE closed IS NULL AND EXISTS (SELECT 1 FROM messages WHERE chat = chats.id) ORDER BY created, rowid"
-        )
-
-    def take_over(self, most: int) -> Left:
-        """Claim the chats that were open in the minitui in which something was asked last, the `most` that were used
-        last; oldest first."""
+    def take_over(self, most: int) -> Reopened:
+        """Claims the open chats of the minitui that was used last, at most `most` of them; oldest first."""
         with self.together():
-            here, rows = self._here, self._open()
+            here = self._here
+            rows = self._run(
+                "SELECT id, title, system, parent, settings, created, model, ids, run FROM chats "
+                "WHERE closed IS NULL AND EXISTS (SELECT 1 FROM messages WHERE chat = chats.id) ORDER BY created, rowid"
+            )
             running = {run for run in {row[-1] for row in rows} if here and here.runs(run)}
             free = [row for row in rows if row[-1] not in running]
             used = dict(self._run("SELECT chat, max(created) FROM messages GROUP BY chat"))
@@ -278,10 +257,10 @@ class Store:
             for row in left:
                 self._run("UPDATE chats SET run = ? WHERE id = ?", (here.id if here else "", row[0]))
         chats = [self._chat(*row[:-1]) for row in free if row in left]
-        return Left(chats, len(free) - len(chats), len(rows) - len(free))
+        return Reopened(chats, len(free) - len(chats), len(rows) - len(free))
 
     def load(self, id: str) -> StoredChat | None:
-        """One chat with its messages, closed or not; an unambiguous beginning of its id will do. None: no such chat."""
+        """One chat with its messages, by its id or an unambiguous prefix of it; None if there is none."""
         rows = self._run(
             "SELECT id, title, system, parent, settings, created, model, ids FROM chats WHERE id = ?1 "
             "OR (length(?1) > 2 AND substr(id, 1, length(?1)) = ?1) ORDER BY id = ?1 DESC LIMIT 2",
@@ -292,21 +271,14 @@ class Store:
         return self._chat(*rows[0])
 
     def _chat(
-        self,
-        id: str,
-        title: str,
-        system: str,
-        parent: str | None,
-        settings: str,
-        created: float,
-        model: str,
+        self, id: str, title: str, system: str, parent: str | None, settings: str, created: float, model: str,
         ids: bytes,
-    ) -> StoredChat:
-        """A chat from its row; what is damaged in it, but for what was said, is left out."""
+    ) -> StoredChat:  # fmt: skip
+        """A chat from its row, without damaged settings, metrics and ids."""
         return StoredChat(id, title, system, parent, _object(settings), created, model, _ids(ids), self._messages(id))
 
     def search(self, words: str = "", most: int = 200) -> list[Found]:
-        """The chats in whose title or messages every word occurs (small and capital letters alike), newest first."""
+        """The chats whose title and messages contain every word, in any case; newest first."""
         wanted = words.split()
         rows = self._run(
             "SELECT id, title, created, closed, parent FROM chats WHERE "
@@ -317,7 +289,7 @@ class Store:
             if len(found) == most:
                 break
             texts = [text for (text,) in self._run("SELECT text FROM messages WHERE chat = ? ORDER BY position", (id,))]
-            said = "\n".join([title, *texts]).lower()  # LIKE knows the capitals of ASCII only
+            said = "\n".join([title, *texts]).lower()  # LIKE ignores case only in ASCII
             if all(word.lower() in said for word in wanted):
                 found.append(Found(id, title, created, closed is not None, parent, len(texts), _line(texts, wanted)))
         return found
@@ -332,7 +304,7 @@ class Store:
         ]
 
     def close(self) -> None:
-        """Close the file; what is open in it may be taken over by others."""
+        """Closes the file and releases its open chats to other processes."""
         self._db.close()
         if self._presence is not None:
             self._presence.end()
@@ -340,20 +312,20 @@ class Store:
 
 
 def _way_out(error: sqlite3.Error) -> str:
-    """What the user can do about a chat file that cannot be opened."""
+    """What the user can do if the chat file cannot be opened."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
     elsewhere = "set MINITUI_DATA to another directory"
     return {
-        sqlite3.SQLITE_FULL: f"Make room on its disk, or {elsewhere}.",
-        sqlite3.SQLITE_IOERR: f"Look whether its disk is full or broken, or {elsewhere}.",
-        sqlite3.SQLITE_CANTOPEN: f"Allow writing to its directory, or {elsewhere}.",
-        sqlite3.SQLITE_READONLY: f"Allow writing to it and its directory, or {elsewhere}.",
-        sqlite3.SQLITE_BUSY: "Another program holds it: try again when that has ended.",
-    }.get(code, "Move it away to start afresh.")
+        sqlite3.SQLITE_FULL: f"Free space on its disk, or {elsewhere}.",
+        sqlite3.SQLITE_IOERR: f"Check whether its disk is full or broken, or {elsewhere}.",
+        sqlite3.SQLITE_CANTOPEN: f"Make its directory writable, or {elsewhere}.",
+        sqlite3.SQLITE_READONLY: f"Make it and its directory writable, or {elsewhere}.",
+        sqlite3.SQLITE_BUSY: "Another program has locked it: try again when that has ended.",
+    }.get(code, "Move it away to start with an empty one.")
 
 
 def _line(texts: list[str], words: list[str]) -> str:
-    """The line in which the first of the words that occurs stands, from a little before it; else the last one said."""
+    """The line with the first word that occurs, from shortly before it; without words, the last line."""
     for word in words:
         for text in texts:
             at = text.lower().find(word.lower())
@@ -371,7 +343,7 @@ def _ids(blob: bytes) -> list[int]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """A JSON object; empty if the text is none."""
+    """The JSON object in `text`; empty if that is something else."""
     try:
         found = json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A chat as a document: Markdown to read, JSON to work with; and the pieces of it that one copies."""
+"""Chats as Markdown and JSON, pieces of them to copy, and files quoted in prompts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, Protocol
 from engine.errors import EngineError
 from minitui.visible import json_text, visible
 
-LARGEST_FILE = 256 * 1024  # bytes of a text file that goes into a prompt
+LARGEST_FILE = 256 * 1024  # bytes of a text file in a prompt
 
 
 class Spoken(Protocol):
-    """As much of a message as a transcript needs."""
+    """The part of a message that a transcript needs."""
 
     role: str
     text: str
@@ -26,11 +26,11 @@ class Spoken(Protocol):
 
     @property
     def metrics(self) -> Any:
-        """What the engine said with the answer: a dict, or nothing."""
+        """The engine's metrics of an answer: a dict, or None."""
 
 
 class Chat(Protocol):
-    """As much of a chat: one that is open, or one from the chat file."""
+    """The part of a chat that a transcript needs: of an open or a stored one."""
 
     id: str
     title: str
@@ -54,7 +54,7 @@ def as_markdown(chat: Chat, names: tuple[str, str] = ("You", "Assistant")) -> st
 
 
 def as_json(chat: Chat) -> str:
-    """The chat as one JSON object: what was said, when, how each answer ended, and the engine's figures for it."""
+    """The chat as one JSON object: messages, times, how each answer ended, and its metrics."""
     messages = [
         {
             "role": m.role, "content": m.text, "created": _when(m.created),
@@ -69,39 +69,39 @@ def as_json(chat: Chat) -> str:
 
 
 def named_file(name: str) -> Path:
-    """The file that a user's `name` means, "~" being his home. EngineError for what cannot be a file's name."""
+    """The path of a file name as typed, with "~" expanded. Raises EngineError for an impossible name."""
     try:
         path = Path(name).expanduser()
     except RuntimeError:
         raise EngineError(f"{name} cannot be found: there is no user {name.partition('/')[0][1:]!r} here") from None
     if "\0" in name:
-        raise EngineError(f"{name!r} is no name of a file: it holds a zero byte")
+        raise EngineError(f"{name!r} is not a file name: it contains a zero byte")
     return path
 
 
 def write(chat: Chat, path: Path) -> None:
-    """Write it to `path`, as JSON if that ends in .json, else as Markdown. EngineError if it cannot be written."""
+    """Writes the chat to a new file, as JSON if `path` ends in .json, else as Markdown. Raises EngineError."""
     try:
         with path.open("x", encoding="utf-8", errors="replace") as file:
             try:
                 file.write(as_json(chat) if path.suffix == ".json" else as_markdown(chat))
                 file.flush()
-            except OSError:  # half a file is none, and the name is free for another attempt
+            except OSError:  # leave no half file: it would block the next attempt
                 path.unlink(missing_ok=True)
                 raise
     except FileExistsError:
-        raise EngineError(f"{path} exists already: name another file") from None
+        raise EngineError(f"{path} exists already: choose another file") from None
     except OSError as error:
         raise EngineError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def file_name(chat: Chat) -> str:
-    """A name for its file: "kv-cache.md"."""
+    """A file name for the chat: "kv-cache.md"."""
     return (re.sub(r"[^a-z0-9]+", "-", chat.title.lower()).strip("-") or "chat") + ".md"
 
 
 def code_blocks(text: str) -> list[str]:
-    """What stands between the code fences of a Markdown text, in order; one that is not closed reaches to the end."""
+    """The code blocks of a Markdown text, in order. An unclosed block reaches to the end."""
     blocks: list[str] = []
     fence = ""
     lines: list[str] = []
@@ -119,7 +119,7 @@ def code_blocks(text: str) -> list[str]:
 
 
 def pieces(messages: Iterable[Spoken]) -> list[tuple[str, str]]:
-    """Everything one may want to copy, the newest first: (what it is, its text)."""
+    """Every question, answer and code block, newest first: (kind, text)."""
     found: list[tuple[str, str]] = []
     for m in messages:
         if m.text:
@@ -129,23 +129,23 @@ def pieces(messages: Iterable[Spoken]) -> list[tuple[str, str]]:
 
 
 def quoted_file(path: Path) -> str:
-    """A text file as a prompt holds it: its name, and its text between fences. EngineError says why it cannot be."""
+    """A text file as part of a prompt: its name, then its text between code fences. Raises EngineError."""
     try:
-        if not path.is_file() and path.exists() and not path.is_dir():  # a device or a pipe may never end
-            raise EngineError(f"{path} is no file but a device or a pipe: only text goes into a prompt")
+        if not path.is_file() and path.exists() and not path.is_dir():  # reading a device or a pipe may not end
+            raise EngineError(f"{path} is a device or a pipe: prompts can quote only text")
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE + 1)
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise EngineError(f"{path} cannot be read: {error.strerror}") from None
     if len(data) > LARGEST_FILE:
-        raise EngineError(f"{path} has {size:,} bytes: at most {LARGEST_FILE:,} go into a prompt; cut it")
+        raise EngineError(f"{path} has {size:,} bytes: a prompt can quote at most {LARGEST_FILE:,}; shorten it")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise EngineError(f"{path} is no text in UTF-8 (byte {error.start:,}): only text goes into a prompt") from None
+        raise EngineError(f"{path} is not UTF-8 text (byte {error.start:,}): prompts can quote only text") from None
     if "\0" in text:
-        raise EngineError(f"{path} has zero bytes in it: only text goes into a prompt")
+        raise EngineError(f"{path} contains zero bytes: prompts can quote only text")
     fence = "`" * max([3, *(len(run) + 1 for run in re.findall(r"`{3,}", text))])
     return f"{path.name}:\n{fence}\n{text.rstrip()}\n{fence}\n"
 

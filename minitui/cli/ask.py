@@ -12,8 +12,10 @@ import typer
 
 from engine.errors import EngineError
 from minitui import settings as settings_file
+from minitui.chat.conversation import Message, Sampling
+from minitui.chat.describe import describe_answer
 from minitui.chat.model_choice import choose_model, load_codec
-from minitui.chat.sessions import Chats, Message, Sampling, describe_answer
+from minitui.chat.sessions import Chats
 from minitui.cli.launch import live_source, make_sampling, recorded, report_recording
 from minitui.cli.options import Model, Record, System, valid_text, with_options
 from minitui.progress import Status

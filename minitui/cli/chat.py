@@ -11,8 +11,8 @@ import typer
 
 from engine.errors import EngineError
 from minitui import settings as settings_file
+from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import PLAIN_SYSTEM_PROMPT, Choice, choose_model, served_choice
-from minitui.chat.sessions import Sampling
 from minitui.chat.store import Store
 from minitui.cli.launch import apply_looks, live_source, log_path, make_sampling, recorded, run_app
 from minitui.cli.options import Model, Record, System, chosen_options, engine_config, with_options

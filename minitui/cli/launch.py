@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineError
 from minitui import settings as settings_file
+from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import Choice, load_codec
-from minitui.chat.sessions import Chats, Sampling
+from minitui.chat.sessions import Chats
 from minitui.cli.options import engine_config
 from minitui.sources.local import LiveSource
 from minitui.tui.terminal import TerminalGuard, takes_unicode, tolerant_input
@@ -123,8 +124,8 @@ def run_app(
         status = show(app, guard)
     finally:
         status = report_recording(source, status)
-        if chats.unsaved:
-            print(f"minitui: {len(chats.unsaved)} chats were not saved: {chats.save_error}", file=sys.stderr)
+        if unsaved := len(chats.saver.unsaved):
+            print(f"minitui: {unsaved} chats were not saved: {chats.saver.error}", file=sys.stderr)
             status = status or 1
     return status
 

@@ -9,8 +9,8 @@ import typer
 
 from engine.errors import EngineError
 from minitui import settings as settings_file
+from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import Choice
-from minitui.chat.sessions import Sampling
 from minitui.cli.launch import apply_looks, run_app, theme_name
 from minitui.cli.options import with_options
 from minitui.tui.terminal import need_terminal

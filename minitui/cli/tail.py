@@ -20,8 +20,10 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from engine.errors import EngineDead
+from minitui.chat.conversation import Sampling
+from minitui.chat.describe import describe_answer
 from minitui.chat.model_choice import choose_model, load_codec
-from minitui.chat.sessions import Chats, Sampling, describe_answer
+from minitui.chat.sessions import Chats
 from minitui.cli.launch import live_source
 from minitui.cli.options import KvBlocks
 from minitui.sources.base import Source

@@ -11,8 +11,8 @@ import typer
 
 from engine.errors import EngineError
 from minitui import settings as settings_file
+from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import Choice, choose_model
-from minitui.chat.sessions import Sampling
 from minitui.cli.launch import live_source, recorded, report_recording, run_app
 from minitui.cli.options import KvBlocks, Record, engine_config
 from minitui.sources.local import LiveSource

@@ -32,9 +32,10 @@ from engine.config import EngineConfig
 from engine.errors import EngineError, InvalidRequest
 from minitui.bench.rows import greedy, random_prompts
 from minitui.bench.watching import mean_interval, told_interval
+from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import Choice, load_codec
 from minitui.chat.prompt import Codec
-from minitui.chat.sessions import Chats, Sampling
+from minitui.chat.sessions import Chats
 from minitui.cli.launch import run_app
 from minitui.dev.pseudo_terminal import run_in_terminal
 from minitui.settings import Settings

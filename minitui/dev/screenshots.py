@@ -22,8 +22,9 @@ from typing import Any
 from textual import events
 
 from minitui import tutor
+from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import choose_model, load_codec
-from minitui.chat.sessions import Chats, Sampling
+from minitui.chat.sessions import Chats
 from minitui.cli.launch import live_source, recorded
 from minitui.cli.options import engine_config
 from minitui.cli.teaching import lesson_source

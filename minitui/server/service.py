@@ -39,7 +39,7 @@ BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)  # before an engine that died is st
 CALM_S = 60.0  # an engine that lived so long begins the list anew
 CLOSE_S = 1.0  # for the engine to end by itself when the server stops
 MASK_TEXT = "."
-CHAT_ID = re.compile(r"[0-9a-f]{8}")  # drawn at random by minitui/chat/sessions.py
+CHAT_ID = re.compile(r"[0-9a-f]{8}")  # drawn at random by minitui/chat/conversation.py
 
 
 class Service:

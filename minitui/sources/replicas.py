@@ -45,7 +45,7 @@ class Opening:
 
 
 class Turn(Protocol):
-    """A message of a chat, as minitui.chat.sessions.Message is one."""
+    """A message of a chat, as minitui.chat.conversation.Message is one."""
 
     role: str
     text: str
@@ -53,7 +53,7 @@ class Turn(Protocol):
 
 
 class Conversation(Protocol):
-    """A chat, as minitui.chat.sessions.Session is one."""
+    """A chat, as minitui.chat.conversation.Session is one."""
 
     system: str
 

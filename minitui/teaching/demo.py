@@ -9,7 +9,8 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
-from minitui.chat.sessions import Chats, Sampling
+from minitui.chat.conversation import Sampling
+from minitui.chat.sessions import Chats
 from minitui.sources.base import Source
 from minitui.teaching.scenarios import DEMOS, Demo
 from minitui.teaching.stage import Restart, Stage

@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.errors import EngineError
 from engine.trace.state import CACHED, FREE, SHARED, NodeView, State
-from minitui.chat.sessions import Session
+from minitui.chat.conversation import Session
 from minitui.teaching.stage import Figures, Stage
 from minitui.viewmodel.model import StepRow
 

@@ -16,7 +16,8 @@ from typing import Any
 from engine.core.gate import RUNNING
 from engine.errors import EngineError
 from engine.trace.state import RequestView, State
-from minitui.chat.sessions import Chats, Sampling, Session
+from minitui.chat.conversation import Sampling, Session
+from minitui.chat.sessions import Chats
 from minitui.sources.base import Source
 from minitui.viewmodel.model import Event, View
 from minitui.viewmodel.updater import Feed

@@ -22,8 +22,9 @@ from textual.widgets import TextArea
 from engine.errors import EngineError
 from engine.process.heartbeat import Condition
 from minitui import settings as settings_file
+from minitui.chat.conversation import Session
 from minitui.chat.prompt import Codec
-from minitui.chat.sessions import Chats, Session
+from minitui.chat.sessions import Chats
 from minitui.settings import Settings
 from minitui.sources.base import Source
 from minitui.teaching.stage import LETTERS, Stage
@@ -143,7 +144,7 @@ class MinituiApp(App[int]):
         self.set_keymap(settings.keys)
         self._names: dict[str, str] = {}
         chats.on_end = self._answered
-        chats.on_unsaved = partial(self.say, error=True)
+        chats.saver.on_unsaved = partial(self.say, error=True)
         source.on_death(self._died)
 
     @property

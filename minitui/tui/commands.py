@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from engine.errors import EngineError
 from minitui.chat import transcripts
-from minitui.chat.sessions import Session, split_thinking
+from minitui.chat.conversation import Session
+from minitui.chat.describe import split_thinking
 from minitui.tui.actions import ACTIONS, BY_ID, BY_SLASH, key_label, offered
 from minitui.tui.screens.keys import MOVES, keys_here
 from minitui.tui.widgets.chrome import has_chats

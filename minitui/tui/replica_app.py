@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 from engine.errors import EngineDead, EngineError
+from minitui.chat.conversation import Session
 from minitui.chat.model_choice import load_codec
-from minitui.chat.sessions import Session
 from minitui.sources.remote import RemoteSource
 from minitui.sources.replicas import Opening, Replica, ReplicaSource, opening_of
 from minitui.sources.server_metrics import Pulse

@@ -13,9 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import InvalidRequest
+from minitui.chat.conversation import Message, Sampling, Session
+from minitui.chat.describe import describe_answer, split_thinking
 from minitui.chat.prompt import continue_prompt
-from minitui.chat.sessions import Chats, Message, Sampling, Session, describe_answer, split_thinking
+from minitui.chat.sessions import Chats
 from minitui.chat.store import Store, StoredChat, StoredMessage, StoreError
+from tests.support.chat_file import open_chats
 from tests.support.fake_client import END, START, ByteCodec, FakeSource
 
 CODEC = ByteCodec()
@@ -103,7 +106,7 @@ async def test_a_template_that_drops_thinking_says_where_the_turn_diverges_and_w
     at = diverged["at"]
     assert CODEC.decode(kept[:at]).endswith("assistant\n")  # everything before the thinking is still shared
     text = " ".join(t for t, _ in describe_answer(session.messages[-1]))
-    assert f"from token {at} on the prompt is a new text" in text
+    assert f"the prompt is new from token {at} on" in text
 
 
 async def test_an_answer_that_is_asked_for_again_blames_no_template():
@@ -192,7 +195,7 @@ async def test_cancelling_keeps_what_is_there_and_frees_the_request(tmp_path):
     assert session.state == "cancelled"
     assert not chats.source.engine.has_work
     assert not chats.cancel(session)
-    [kept] = store.open_chats()
+    [kept] = open_chats(store)
     assert kept.messages[-1].state == "cancelled"
     assert kept.messages[-1].text == session.messages[-1].text
 
@@ -202,7 +205,7 @@ async def test_a_question_is_saved_before_it_is_answered(tmp_path):
     chats = Chats(FakeSource(), store)  # the engine never starts
     session = chats.new(SYSTEM)
     chats.send(session, "Is this kept?")
-    [kept] = Store(tmp_path / "chats.sqlite").open_chats()
+    [kept] = open_chats(Store(tmp_path / "chats.sqlite"))
     assert [(m.role, m.text, m.state) for m in kept.messages] == [
         ("user", "Is this kept?", "done"),
         ("assistant", "", "queued"),
@@ -270,7 +273,7 @@ async def test_after_many_starts_only_the_chats_of_the_last_come_back_and_the_ot
     store.close()
     chats = Chats(FakeSource(), Store(path))
     assert chats.restore() == 2 and [s.title for s in chats.sessions] == ["paging", "prefill"]
-    assert chats.left_out == "F finds the 6 older chats that were kept."
+    assert chats.left_out == "F opens 6 older chats."
     assert [one.title for one in chats.store.search("start 3")] == ["start 3"]
 
 
@@ -290,10 +293,10 @@ async def test_what_one_minitui_has_open_a_second_forks_and_neither_overwrites_t
     first = await asked(Store(path), "paging")
     second = await chats_on(FakeSource(), Store(path))
     assert second.restore() == 0 and not second.sessions
-    assert "1 chat is open in another minitui" in second.left_out and "opens a fork" in second.left_out
+    assert "1 chat is open in another minitui" in second.left_out and "opens a copy" in second.left_out
     mine = first.sessions[0]
     fork = second.reopen(mine.id)
-    assert fork.id != mine.id and fork.parent == mine.id and "another minitui has this chat open" in fork.note
+    assert fork.id != mine.id and fork.parent == mine.id and "open in another minitui" in fork.note
     second.send(fork, "asked in the second")
     first.send(mine, "asked in the first")
     await answered(fork, mine)
@@ -382,7 +385,7 @@ def test_sampling_is_set_by_name_and_refused_with_a_sentence():
     assert sampling.max_tokens is None
 
 
-@pytest.mark.parametrize(("full", "words"), [(False, "limit of its length"), (True, "may have 128 tokens together")])
+@pytest.mark.parametrize(("full", "words"), [(False, "stopped at max_tokens"), (True, "stopped at 128 tokens")])
 def test_an_answer_that_was_cut_says_whose_limit_it_was(full: bool, words: str) -> None:
     metrics = {"finish": "length", "full": full, "prompt_tokens": 124, "cached_tokens": 0, "output_tokens": 4}
     assert words in " · ".join(t for t, _ in describe_answer(Message("assistant", "x", metrics=metrics)))
@@ -438,7 +441,7 @@ def test_an_answer_that_ended_with_the_process_says_so_and_one_that_was_cancelle
     chats = Chats(FakeSource(), store)
     chats.restore()
     cut, cancelled = (m for m in chats.sessions[0].messages if m.role == "assistant")
-    assert describe_answer(cut) == [("cut short: minitui ended while it was written", "bad")]
+    assert describe_answer(cut) == [("cut short: minitui ended while writing it", "bad")]
     assert describe_answer(cancelled) == [("cancelled", "bad")]
 
 
@@ -450,7 +453,7 @@ async def test_a_chat_closed_in_mid_answer_stays_closed(tmp_path):
     for _ in range(20):  # the engine's last word on it has come
         await asyncio.sleep(0.001)
     assert not chats.source.engine.has_work
-    assert store.open_chats() == []
+    assert open_chats(store) == []
     [kept] = [store.load(session.id)]
     assert kept.messages[-1].state == "cancelled" and kept.messages[-1].text.startswith("yyyyy")
 
@@ -459,7 +462,7 @@ async def test_a_chat_file_that_fails_for_a_while_ends_no_chat_and_lacks_nothing
     store = Store(tmp_path / "chats.sqlite")
     chats = await chats_on(FakeSource(), store)
     told: list[str] = []
-    chats.on_unsaved = told.append
+    chats.saver.on_unsaved = told.append
     one, two, gone = chats.new(SYSTEM), chats.new(SYSTEM), chats.new(SYSTEM)
     chats.send(gone, "first of all")
     await answered(gone)
@@ -472,11 +475,11 @@ async def test_a_chat_file_that_fails_for_a_while_ends_no_chat_and_lacks_nothing
     await answered(one)
     assert (one.state, two.state) == ("done", "done")
     assert [sentence for sentence in told if "disk is full" not in sentence] == [] and len(told) == 1
-    assert chats.unsaved.keys() == {one.id, two.id}
+    assert chats.saver.unsaved.keys() == {one.id, two.id}
     monkeypatch.undo()
     chats.cancel_all()  # the application ends
-    assert not chats.unsaved
-    assert {c.id: [m.text for m in c.messages] for c in store.open_chats()} == {
+    assert not chats.saver.unsaved
+    assert {c.id: [m.text for m in c.messages] for c in open_chats(store)} == {
         s.id: [m.text for m in s.messages] for s in (one, two)
     }
 
@@ -492,9 +495,9 @@ async def test_a_chat_that_the_file_lacks_is_reopened_as_it_was_when_it_was_clos
         chats.send(chat, "second")
         await answered(chat)
         chats.close(chat)
-    chats._save_again = 0.0
+    chats.saver._retry_at = 0.0
     assert [m.text for m in chats.reopen(chat.id).messages if m.role == "user"] == ["first", "second"]
-    assert [len(c.messages) for c in store.open_chats()] == [4] and not chats.unsaved
+    assert [len(c.messages) for c in open_chats(store)] == [4] and not chats.saver.unsaved
 
 
 async def test_an_empty_chat_closed_while_the_file_fails_holds_up_no_other(tmp_path, monkeypatch):
@@ -508,7 +511,7 @@ async def test_an_empty_chat_closed_while_the_file_fails_holds_up_no_other(tmp_p
         chats.send(chat, "Is this kept?")
         await answered(chat)
     chats.cancel_all()  # the application ends
-    assert [c.id for c in store.open_chats()] == [chat.id] and not chats.unsaved
+    assert [c.id for c in open_chats(store)] == [chat.id] and not chats.saver.unsaved
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from engine.errors import EngineError
 from minitui import settings as settings_file
 from minitui.chat.store import MIGRATIONS, Store, StoredChat, StoredMessage, StoreError
 from minitui.settings import ChatSettings, Settings, SettingsError
+from tests.support.chat_file import open_chats
 
 
 def chat(id: str = "a", **changes) -> StoredChat:
@@ -34,7 +35,7 @@ def test_what_is_saved_comes_back(tmp_path):
     store.save_message("a", 1, StoredMessage("assistant", "half", "running", created=3.0))
     store.save_message("a", 1, StoredMessage("assistant", "whole", "done", metrics={"prompt_tokens": 7}, created=3.0))
     store.close()
-    [back] = Store(tmp_path / "chats.sqlite").open_chats()
+    [back] = open_chats(Store(tmp_path / "chats.sqlite"))
     assert (back.title, back.system, back.settings, back.ids) == ("paging", "be brief", {"seed": 3}, [1, 70_000])
     assert [(m.role, m.text, m.state, m.metrics) for m in back.messages] == [
         ("user", "why? ü 🫨", "done", {}),
@@ -49,9 +50,9 @@ def test_closed_and_empty_chats_are_kept_but_not_restored(tmp_path):
     for id in ("closed", "open"):
         store.save_message(id, 0, StoredMessage("user", "x"))
     store.close_chat("closed")
-    assert [c.id for c in store.open_chats()] == ["open"]
+    assert [c.id for c in open_chats(store)] == ["open"]
     store.truncate("open", 0)
-    assert store.open_chats() == []
+    assert open_chats(store) == []
 
 
 def test_a_file_of_the_first_schema_is_brought_up_to_date_with_its_chats(tmp_path):
@@ -66,7 +67,7 @@ def test_a_file_of_the_first_schema_is_brought_up_to_date_with_its_chats(tmp_pat
     db.close()
     store = Store(path)
     assert store.version == len(MIGRATIONS)
-    [old] = store.open_chats()
+    [old] = open_chats(store)
     assert (old.model, old.ids, old.messages[0].text) == ("", [], "still here?")
 
 
@@ -165,7 +166,7 @@ def test_what_is_damaged_in_a_row_costs_no_word_that_was_said(tmp_path):
     store.save_message("a", 0, StoredMessage("user", "why?"))
     store._db.execute("UPDATE chats SET settings = '{oops', ids = x'010203'")
     store._db.execute("UPDATE messages SET metrics = '[1'")
-    [back] = store.open_chats()
+    [back] = open_chats(store)
     assert (back.settings, back.ids, [(m.text, m.metrics) for m in back.messages]) == ({}, [], [("why?", {})])
 
 
@@ -179,11 +180,11 @@ def test_a_data_directory_that_cannot_be_made_is_told_with_the_way_out(tmp_path,
 @pytest.mark.parametrize(
     ("code", "way_out"),
     [
-        (sqlite3.SQLITE_FULL, "Make room on its disk, or set MINITUI_DATA"),
-        (sqlite3.SQLITE_IOERR, "Look whether its disk is full or broken, or set MINITUI_DATA"),
-        (sqlite3.SQLITE_READONLY, "Allow writing to it and its directory, or set MINITUI_DATA"),
-        (sqlite3.SQLITE_CANTOPEN | 512, "Allow writing to its directory, or set MINITUI_DATA"),
-        (sqlite3.SQLITE_NOTADB, "Move it away to start afresh"),
+        (sqlite3.SQLITE_FULL, "Free space on its disk, or set MINITUI_DATA"),
+        (sqlite3.SQLITE_IOERR, "Check whether its disk is full or broken, or set MINITUI_DATA"),
+        (sqlite3.SQLITE_READONLY, "Make it and its directory writable, or set MINITUI_DATA"),
+        (sqlite3.SQLITE_CANTOPEN | 512, "Make its directory writable, or set MINITUI_DATA"),
+        (sqlite3.SQLITE_NOTADB, "Move it away to start with an empty one"),
     ],
 )
 def test_a_chat_file_that_cannot_be_made_is_moved_away_only_if_it_is_none(tmp_path, monkeypatch, code, way_out):
@@ -199,5 +200,5 @@ def test_a_chat_file_that_cannot_be_made_is_moved_away_only_if_it_is_none(tmp_pa
 
 
 def test_a_chat_file_in_a_directory_that_is_not_there_cannot_be_made(tmp_path):
-    with pytest.raises(StoreError, match="Allow writing to its directory, or set MINITUI_DATA to another"):
+    with pytest.raises(StoreError, match="Make its directory writable, or set MINITUI_DATA to another"):
         Store(tmp_path / "missing" / "chats.sqlite")

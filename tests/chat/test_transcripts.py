@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import EngineError
-from minitui.chat.sessions import Message, Session, title_of
+from minitui.chat.conversation import Message, Session, title_of
 from minitui.chat.store import Store, StoredChat, StoredMessage
 from minitui.chat.transcripts import (
     as_json,
@@ -130,8 +130,8 @@ def test_every_word_must_occur_in_the_title_or_a_message(tmp_path):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("/dev/zero", "no file but a device"),
-        ("PIPE", "no file but a device or a pipe"),
+        ("/dev/zero", "a device"),
+        ("PIPE", "a device or a pipe"),
         ("BIG", "has 10,000,000,000 bytes"),
         (".", "Is a directory"),
         ("none", "No such file"),

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from engine.errors import EngineError
 from minitui import __version__
-from minitui.chat.sessions import Sampling
+from minitui.chat.conversation import Sampling
 from minitui.cli import launch
 from minitui.cli.ask import ask_source
 from minitui.cli.doctor import EXTRAS, report
@@ -292,7 +292,7 @@ async def test_chat_says_that_its_recording_or_its_chats_were_not_kept_and_fails
     assert launch.report_recording(source, 130) == 130
 
     def unsaved(app, guard):
-        app.chats.unsaved["a"] = app.chats.new("")
+        app.chats.saver.unsaved["a"] = app.chats.new("")
         return 0
 
     monkeypatch.setattr(launch, "show", unsaved)

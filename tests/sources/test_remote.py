@@ -325,8 +325,9 @@ async def test_a_server_that_goes_for_good_is_a_death(tmp_path: Path) -> None:
 
 
 async def test_the_application_shows_an_engine_elsewhere_as_its_own(server: Running, tmp_path: Path) -> None:
+    from minitui.chat.conversation import Sampling
     from minitui.chat.model_choice import load_codec
-    from minitui.chat.sessions import Chats, Sampling
+    from minitui.chat.sessions import Chats
     from minitui.settings import Settings
     from minitui.sources.remote import RemoteSource
     from minitui.tui.app import MinituiApp

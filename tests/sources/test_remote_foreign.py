@@ -16,7 +16,8 @@ import pytest
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.params import SamplingParams
 from minitui.bench.load import LoadOptions, measure
-from minitui.chat.sessions import Chats, Sampling
+from minitui.chat.conversation import Sampling
+from minitui.chat.sessions import Chats
 from minitui.chat.store import Store
 from minitui.tutor import model_dir
 from tests.support.fake_openai import FakeServer

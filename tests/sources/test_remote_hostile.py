@@ -255,7 +255,8 @@ def test_facts_that_are_none_are_refused(field: str, value: Any) -> None:
 
 
 def test_figures_that_are_none_do_not_reach_the_line_under_an_answer() -> None:
-    from minitui.chat.sessions import Message, describe_answer
+    from minitui.chat.conversation import Message
+    from minitui.chat.describe import describe_answer
     from minitui.sources.remote_checks import metrics
 
     odd: list[Any] = ["x", -1, 10**30, float("nan"), None, [], {}, True]

@@ -14,7 +14,9 @@ import pytest
 
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.params import SamplingParams
-from minitui.chat.sessions import Chats, Sampling, describe_answer
+from minitui.chat.conversation import Sampling
+from minitui.chat.describe import describe_answer
+from minitui.chat.sessions import Chats
 from minitui.settings import Settings
 from minitui.sources.routing import FEW, capacity, order, rank
 from tests.sources.test_remote_foreign import SGLANG, VLLM

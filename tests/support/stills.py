@@ -29,7 +29,10 @@ SIZES = [(80, 24), (120, 36), (200, 60)]
 STEP_S = 0.005  # an engine's step of decoding
 TOKEN_S = 0.00005  # more for each token that it computes
 STEP_CLOCKS = ("engine.core.engine.now", "engine.core.step_clock.now")
-WATCHES = ("minitui.tui.app", "minitui.chat.sessions", "minitui.tui.screens.chat", "minitui.tui.screens.lessons")
+WATCHES = (
+    "minitui.tui.app", "minitui.chat.sessions", "minitui.chat.conversation", "minitui.tui.screens.chat",
+    "minitui.tui.screens.lessons",
+)  # fmt: skip
 
 
 class Clock:

@@ -18,7 +18,8 @@ from textual.widgets import OptionList
 
 from engine.process.heartbeat import Condition
 from engine.trace.state import CACHED
-from minitui.chat.sessions import Chats, Message
+from minitui.chat.conversation import Message
+from minitui.chat.sessions import Chats
 from minitui.chat.store import Store
 from minitui.settings import Settings
 from minitui.teaching.stage import Stage
@@ -35,6 +36,7 @@ from minitui.tui.widgets.block_table import BlockTable
 from minitui.tui.widgets.chrome import SessionStrip, StatusBar, TopBar
 from minitui.tui.widgets.prompt import Prompt
 from minitui.tui.widgets.tree import RadixTree
+from tests.support.chat_file import open_chats
 from tests.support.driving import drawn, press, settled, type_text, until
 from tests.support.fake_client import ByteCodec, FakeSource
 
@@ -746,7 +748,7 @@ async def test_leaving_keeps_the_answer_as_far_as_it_is(tmp_path: Path):
         app.submit("once more")
         await until(pilot, lambda: app.session.messages[-1].text)
         app.commands.run("quit")
-    [kept] = Store(path).open_chats()
+    [kept] = open_chats(Store(path))
     assert [m.state for m in kept.messages] == ["done", "cancelled", "done", "cancelled"]
     assert kept.messages[-1].text.startswith("y")
 

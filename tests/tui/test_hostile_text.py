@@ -30,6 +30,7 @@ from minitui.tui.visible_lines import VisibleLines
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, cells, cut, plain
 from minitui.visible import json_text, visible, visible_line
+from tests.support.chat_file import open_chats
 from tests.support.golden import INFO, make_engine
 from tests.support.hostile import EVIL, EVIL_FILE, MARKDOWN, SURROGATE, assert_plain, hostile_app
 from tests.support.terminal import Terminal, python
@@ -313,6 +314,6 @@ def test_a_chat_with_lone_surrogates_can_be_kept(home: Path):
     store = Store(home / "data" / "chats.sqlite")
     store.save_chat(StoredChat("abc", SURROGATE, SURROGATE, None, {}, 1.0, messages=[], model="m", ids=[]))
     store.save_message("abc", 0, StoredMessage("user", SURROGATE, "error", SURROGATE))
-    [kept] = store.open_chats()
+    [kept] = open_chats(store)
     store.close()
     assert kept.title == kept.messages[0].error == "? half ?"

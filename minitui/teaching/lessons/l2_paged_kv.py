@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from engine.trace.state import ACTIVE, CACHED, FREE, SHARED
-from minitui.chat.sessions import Session
+from minitui.chat.conversation import Session
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.stage import Stage
 

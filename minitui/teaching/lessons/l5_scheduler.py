@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minitui.chat.sessions import Session
+from minitui.chat.conversation import Session
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.scenarios import paste
 from minitui.teaching.stage import Stage

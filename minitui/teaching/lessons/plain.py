@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import load_codec
-from minitui.chat.sessions import Chats, Sampling
+from minitui.chat.sessions import Chats
 from minitui.sources.base import Source
 from minitui.teaching.lessons.page import LETTERS, Lesson, Page, find_code, fresh, paragraphs
 from minitui.teaching.stage import Stage

@@ -9,7 +9,7 @@ from textual.app import App
 from textual.geometry import Size
 from textual.widgets import TextArea
 
-from minitui.chat.sessions import Session
+from minitui.chat.conversation import Session
 from minitui.tui.actions import BY_ID, key_label, offered
 from minitui.tui.theme import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture

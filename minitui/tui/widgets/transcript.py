@@ -14,7 +14,8 @@ from textual.scroll_view import ScrollView
 from textual.selection import Selection
 from textual.strip import Strip
 
-from minitui.chat.sessions import Message, Session, describe_answer, split_thinking
+from minitui.chat.conversation import Message, Session
+from minitui.chat.describe import describe_answer, split_thinking
 from minitui.tui import markdown
 from minitui.tui.theme import glyphs, palette
 from minitui.tui.widgets.rows import Run, plain

@@ -1,0 +1,163 @@
+"""A conversation: its messages, how its answers are sampled, and its title. Knows no engine and no terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engine.errors import InvalidRequest
+from engine.params import SamplingParams
+from minitui.sources.base import Stream
+
+STEADY = 0.2  # share of the window that arrivals must span before `rate` reports: a few tokens give no rate
+LONGEST_TITLE = 40
+SKIPPED_WORDS = (  # at the beginning of a question, for its title
+    "a an and about are can could did do does explain for from give i in is it me mean of on please tell the to what "
+    "whats when where which who would you your"
+)
+
+
+@dataclass
+class Message:
+    """One message. `state`: done | queued | running | cancelled | error. `metrics` are the engine's, after the end."""
+
+    role: str
+    text: str = ""
+    state: str = "done"
+    error: str = ""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    created: float = field(default_factory=time.time)
+    unfolded: bool = False  # the application shows its thinking
+    version: int = 0  # counts changes
+
+    @property
+    def busy(self) -> bool:
+        """True while it is an unfinished answer."""
+        return self.state in ("queued", "running")
+
+    def touch(self) -> None:
+        """Marks it as changed."""
+        self.version += 1
+
+
+@dataclass
+class Sampling:
+    """How the answers of a chat are sampled. None: as the checkpoint says, else the engine's default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    ignore_eos: bool = False
+
+    def params(self, defaults: dict[str, Any]) -> SamplingParams:
+        """The engine's parameters; `defaults` is the checkpoint's generation_config."""
+        chosen: dict[str, Any] = {"temperature": 0.7, "max_tokens": None} | {
+            k: v for k, v in defaults.items() if k in ("temperature", "top_p", "top_k") and v is not None
+        }
+        chosen |= {k: v for k, v in vars(self).items() if v is not None}
+        return SamplingParams(**chosen)
+
+    def set(self, name: str, text: str) -> str:
+        """Sets one by name and typed value; returns a sentence for the user. Raises InvalidRequest."""
+        kinds: dict[str, Callable[[str], Any]] = {
+            "temperature": float,
+            "top_p": float,
+            "top_k": int,
+            "max_tokens": int,
+            "seed": int,
+            "ignore_eos": _switch,
+        }
+        if name not in kinds:
+            raise InvalidRequest(f"there is no setting {name!r}; the settings are {', '.join(kinds)}", name)
+        try:
+            value = None if text in ("", "default", "none") else kinds[name](text)
+        except ValueError:
+            raise InvalidRequest(f"{name} cannot be {text!r}", name) from None
+        changed = replace(self)
+        setattr(changed, name, bool(value) if name == "ignore_eos" else value)
+        changed.params({}).validate(1 << 31)
+        vars(self).update(vars(changed))
+        return f"{name} is {'the default' if value is None else value}, from the next message on"
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in ("on", "off", "true", "false", "1", "0", "yes", "no"):
+        raise ValueError(text)
+    return text.lower() in ("on", "true", "1", "yes")
+
+
+@dataclass
+class Session:
+    """One chat. `ids` are the token ids that were sent and received so far."""
+
+    id: str
+    title: str
+    system: str
+    sampling: Sampling = field(default_factory=Sampling)
+    messages: list[Message] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    spelled_by: str = ""  # the checkpoint that `ids` belong to
+    parent: str | None = None
+    named: bool = False  # the user chose the title
+    note: str = ""  # shown under the transcript
+    request: int | None = None  # the engine's id of the current or last answer
+    created: float = field(default_factory=time.time)
+    closed: bool = False
+    _stream: Stream | None = None
+    _cancelled: bool = False  # the engine was asked to end the answer
+    _task: asyncio.Task[None] | None = None
+    _arrivals: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=128))
+
+    @property
+    def busy(self) -> bool:
+        """True while an answer is unfinished."""
+        return bool(self.messages) and self.messages[-1].busy
+
+    @property
+    def state(self) -> str:
+        """The state of the last message; idle if there is none."""
+        return self.messages[-1].state if self.messages else "idle"
+
+    def rate(self, window: float = 1.0, now: float | None = None) -> float:
+        """Tokens per second over the last `window` seconds; 0 until arrivals span STEADY of it."""
+        now = time.monotonic() if now is None else now
+        recent = [(t, n) for t, n in self._arrivals if now - t <= window]
+        if not recent or recent[-1][0] - recent[0][0] < STEADY * window:
+            return 0.0
+        return sum(n for _, n in recent[1:]) / (recent[-1][0] - recent[0][0])
+
+    def forget_rate(self) -> None:
+        """Restarts the measurement of `rate`."""
+        self._arrivals.clear()
+
+    def conversation(self) -> list[dict[str, str]]:
+        """The messages for the chat template: the system prompt, and every finished message that has text."""
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        return head + [
+            {"role": m.role, "content": m.text} for m in self.messages if not m.busy and (m.text or m.role == "user")
+        ]
+
+
+def title_of(question: str) -> str:
+    """A title for a question: at most LONGEST_TITLE characters of its first line, without SKIPPED_WORDS in front."""
+    words = question.strip().split("\n")[0].replace("?", " ").replace("!", " ").split()
+    while len(words) > 1 and words[0].lower().rstrip(",.:;'") in SKIPPED_WORDS.split():
+        words.pop(0)
+    title = ""
+    for word in words:
+        if title and len(title) + 1 + len(word) > LONGEST_TITLE:
+            break
+        title = f"{title} {word}".strip()[:LONGEST_TITLE]
+    return title.rstrip(".,;: ")
+
+
+def new_id() -> str:
+    """A random id for a new chat."""
+    return uuid.uuid4().hex[:8]

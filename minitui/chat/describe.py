@@ -1,0 +1,73 @@
+"""Answers in words: the line under an answer, and its thinking apart from its text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minitui.chat.conversation import Message
+from minitui.chat.prompt import END_THINK, THINK
+from minitui.text import duration
+
+
+def split_thinking(text: str) -> tuple[str, str, bool]:
+    """`text` as (thinking, answer, still thinking). A Markdown parser would drop the <think> part as HTML."""
+    stripped = text.lstrip()
+    if not stripped.startswith(THINK):
+        # While streaming, "<thi" may still become the tag.
+        return ("", "", True) if stripped and THINK.startswith(stripped) else ("", text, False)
+    inner, end, rest = stripped[len(THINK) :].partition(END_THINK)
+    return inner.strip("\n"), rest.lstrip("\n"), not end
+
+
+def describe_answer(message: Message) -> list[tuple[str, str]]:
+    """The line under an answer as (text, tone) parts. Tones: dim, hit, bad."""
+    m = message.metrics
+    parts: list[tuple[str, str]] = []
+    if message.state == "cancelled":
+        parts.append((message.error or "cancelled", "bad"))
+    if message.state == "error":
+        parts.append((message.error, "bad"))
+    if not m:
+        return parts
+    if message.state == "cancelled" and not m.get("output_tokens"):
+        return [("cancelled before its first token", "bad")]
+    if m.get("ttft_ms") is not None:
+        parts.append((f"first token {duration(m['ttft_ms'])}", "dim"))
+    if m.get("decode_tok_s"):
+        parts.append((f"{m['decode_tok_s']:,.0f} tok/s", "dim"))
+    parts.append((f"{m.get('output_tokens', 0):,} tokens", "dim"))
+    if m.get("finish") == "length":
+        tokens = (m.get("prompt_tokens") or 0) + m.get("output_tokens", 0)
+        full = f"stopped at {tokens:,} tokens of prompt and answer: the context or the pool is full"
+        parts.append((full if m.get("full") else "stopped at max_tokens", "dim"))
+    if by := m.get("replica"):
+        passed = " and ".join(str(number) for number in by["passed"])
+        why = f", as {passed} did not answer" if passed else ""
+        parts.append((f"replica {by['number']} ({by['name']}){why}", "dim"))
+    total, cached = m.get("prompt_tokens", 0), m.get("cached_tokens", 0)
+    if total is None or cached is None:  # other servers may not report it
+        parts.append(("cache use unknown", "dim"))
+        return parts
+    parts.append((f"{cached:,} of {total:,} prompt tokens from cache", "hit" if cached else "dim"))
+    if why := describe_match(m.get("match") or {}, total - cached):
+        parts.append((why, "dim"))
+    if m.get("drafted_tokens"):
+        parts.append((f"{m['accepted_tokens']:,} of {m['drafted_tokens']:,} draft tokens accepted", "dim"))
+    if m.get("preemptions"):
+        parts.append((f"preempted {m['preemptions']}×", "bad"))
+    if gone := m.get("diverged"):
+        parts.append((f"{gone['reason']}: the prompt is new from token {gone['at']:,} on", "dim"))
+    return parts
+
+
+def describe_match(match: dict[str, Any], missed: int) -> str:
+    """Why the cache did not contain the rest of a prompt, in a few words."""
+    at = match.get("at")
+    return {
+        "whole": "all that can be shared",
+        "differs": f"differs at token {at:,}" if isinstance(at, int) else "differs",
+        "ends": "no more is cached",
+        "short": f"the other {missed:,} are shorter than a block" if missed else "",
+        "empty": "nothing cached begins like this",
+        "evicted": f"evicted at step {at:,}" if isinstance(at, int) else "evicted",
+    }.get(str(match.get("stop")), "")

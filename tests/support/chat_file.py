@@ -1,0 +1,11 @@
+"""The chat file as a test reads it."""
+
+from __future__ import annotations
+
+from minitui.chat.store import Store, StoredChat
+
+
+def open_chats(store: Store) -> list[StoredChat]:
+    """The chats that were not closed and have a message, oldest first."""
+    chats = [store.load(found.id) for found in reversed(store.search()) if not found.closed]
+    return [chat for chat in chats if chat is not None]
