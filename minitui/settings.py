@@ -93,7 +93,7 @@ def load(path: Path | None = None) -> Settings:
     except FileNotFoundError:
         return Settings()
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise SettingsError(f"{path} cannot be read: {error}. Correct it, or move it away to use the defaults.") from None
+        raise SettingsError(f"{path} cannot be read: {error}. Correct it, or move it away for the defaults.") from None
     settings = Settings()
     chat = data.pop("chat", {})
     keys = data.pop("keys", {})
