@@ -202,7 +202,7 @@ def test_doctor_says_what_runs_here_and_what_to_install():
     assert "[structured]" not in text
     assert "make it 80×24 or more" in text
     assert "use --ascii" in text
-    assert "Qwen/Qwen3-4B: lacks model.safetensors" in text
+    assert "Qwen/Qwen3-4B: missing model.safetensors" in text
     gpu = {"name": "A", "memory_gib": 80.0, "free_gib": 79.0, "compute": "9.0"}
     assert "--tensor-parallel-size 2 to 4" in "\n".join(report({**found, "gpus": [gpu] * 4, "ranks": ["nccl"]}))
 
