@@ -1,13 +1,12 @@
-"""Which block belongs to whom.
+"""The state of every block of the KV pool.
 
-A block of the KV pool is in one of four states, which follow from two facts, the number of requests that hold it and
-whether the radix tree refers to it::
+Two facts decide a block's state: how many requests hold it, and whether the radix tree refers to it::
 
-    free     nobody                       active   one request
-    shared   two requests or more         cached   the tree alone: evictable
+    free     no request, not in the tree      active   one request
+    shared   two requests or more             cached   only the tree: evictable
 
-The allocator owns these facts; nobody else keeps them. Block 0 is the null block: padding points at it, it is owned
-by nobody and stands outside all totals.
+Only the allocator keeps these facts. Block 0 is the null block: padding points at it, it has no owner, and no total
+counts it.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ NULL_BLOCK = 0
 
 
 class BlockAllocator:
-    """Reference counts over blocks 1 … num_blocks - 1.
+    """Reference counts of blocks 1 … num_blocks - 1.
 
-    `num_blocks` counts the null block, as the pool's tensors do. All changes are O(1) per block.
+    `num_blocks` includes the null block, as the pool's tensors do. All changes are O(1) per block.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -30,7 +29,7 @@ class BlockAllocator:
         self.total = num_blocks - 1
         self._holders = [0] * num_blocks
         self._in_tree = bytearray(num_blocks)
-        # A stack: the block freed last is taken first, and at the start they come in order 1, 2, 3 …
+        # A stack: the block freed last is taken first. At the start the order is 1, 2, 3 …
         self._free = list(range(num_blocks - 1, 0, -1))
         self.num_active = self.num_shared = self.num_cached = 0
 
@@ -45,7 +44,7 @@ class BlockAllocator:
         return bool(self._in_tree[block])
 
     def allocate(self, n: int) -> list[int] | None:
-        """`n` blocks held by one request, or None: all or nothing."""
+        """Take `n` free blocks for one request; None, with nothing taken, if there are fewer."""
         if n > len(self._free):
             return None
         if n == 0:
@@ -58,7 +57,7 @@ class BlockAllocator:
         return blocks
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """One more request holds each of these blocks, which the tree refers to or a request holds already."""
+        """Add one holder to each of these blocks. Each is already in the tree or held by a request."""
         for block in blocks:
             holders = self._holders[block] = self._holders[block] + 1
             if holders == 1:
@@ -69,7 +68,7 @@ class BlockAllocator:
                 self.num_shared += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One request fewer holds each of these; a block that nobody refers to becomes free."""
+        """Remove one holder from each of these blocks; without holders and outside the tree, a block becomes free."""
         for block in blocks:
             holders = self._holders[block] = self._holders[block] - 1
             if holders == 0:
@@ -85,12 +84,12 @@ class BlockAllocator:
                 raise AssertionError(f"block {block} was released more often than it was held")
 
     def tree_add(self, blocks: Iterable[int]) -> None:
-        """The tree refers to these blocks, which a request holds."""
+        """Note that the tree refers to these blocks. A request holds each of them."""
         for block in blocks:
             self._in_tree[block] = 1
 
     def tree_drop(self, blocks: Iterable[int]) -> None:
-        """The tree no longer refers to these; those that no request holds become free."""
+        """Note that the tree no longer refers to these blocks; those without a holder become free."""
         for block in blocks:
             self._in_tree[block] = 0
             if self._holders[block] == 0:

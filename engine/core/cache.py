@@ -1,9 +1,9 @@
-"""The blocks of each request: taking them from the tree, growing, publishing, giving back.
+"""Changes the block tables of requests: shares blocks of the tree, grows, publishes and releases.
 
-This is the one place where a request's block table changes. The table's regions and who owns them::
+No other file changes a block table. A table has two regions::
 
-    table[0 : shared_blocks]   on the tree's path to `node`; held, never written again
-    table[shared_blocks : ]    private: this request writes them, and frees them
+    table[0 : shared_blocks]   blocks on the tree's path to `node`: held by the request, never written again
+    table[shared_blocks : ]    private blocks: this request writes and frees them
 
 `publish_*` moves full blocks from the second region to the first.
 """
@@ -23,7 +23,7 @@ NO_CHANGES = (np.empty(0, np.int32),) * 3
 
 
 class KVCache:
-    """Allocator and tree of one pool, as the scheduler uses them. Sizes in blocks unless a name says tokens."""
+    """The allocator and the tree of one pool, behind the calls that the scheduler makes."""
 
     def __init__(self, num_blocks: int, block_size: int, log: RecordLog, prefix_caching: bool = True) -> None:
         self.block_size = block_size
@@ -31,24 +31,25 @@ class KVCache:
         self.prefix_caching = prefix_caching
         self.allocator = BlockAllocator(num_blocks)
         self.tree = RadixTree(block_size, self.allocator, log)
-        # What the device's copy of the block tables lacks: (row, column) -> block, the last change counts.
+        # (row, column) -> block: changes that the device's copy of the block tables does not have yet.
         self._table_changes: dict[tuple[int, int], int] = {}
 
     @property
     def available(self) -> int:
-        """Blocks that can be had without taking any from a request."""
+        """Blocks that are free or evictable."""
         return self.allocator.num_free + self.allocator.num_cached
 
     def blocks_for(self, tokens: int) -> int:
+        """The number of blocks that hold so many tokens."""
         return -(-tokens // self.block_size)
 
     # ---- reading from the tree
 
     def look_up(self, request: Request) -> Match | None:
-        """How much more of this request's tokens the tree knows, or None if it may not read.
+        """Match the request's next tokens with the tree; None if it may not read.
 
-        The last token is never matched: its logits are needed. A request whose own copies wait to be reconciled
-        with the tree (`publish_committed`) reads nothing until then.
+        The last token is never matched: its logits are needed. A request that has computed full blocks which are not
+        in its path yet reads nothing until `publish_committed` has added them.
         """
         if not self.may_read(request) or request.shared_blocks != request.planned // self.block_size:
             return None
@@ -56,12 +57,12 @@ class KVCache:
         return self.tree.match(request.ids, limit, request.node or self.tree.root, request.shared_blocks)
 
     def may_read(self, request: Request) -> bool:
-        """Whether it may take blocks from the tree at all; not if it wants the logits of every prompt position."""
-        scored = request.params.prompt_logprobs is not None and len(request.ids) == request.prompt_len
-        return self.prefix_caching and not scored
+        """Whether the request may use blocks of the tree; not if it still needs the logits of its whole prompt."""
+        needs_logits = request.params.prompt_logprobs is not None and len(request.ids) == request.prompt_len
+        return self.prefix_caching and not needs_logits
 
     def take(self, request: Request, match: Match) -> int:
-        """Let the request hold what `look_up` found; a partly filled private block is dropped for it. Tokens gained."""
+        """Let the request hold what `look_up` found, in place of its private blocks; return the tokens gained."""
         if not match.blocks:
             return 0
         private = request.table[request.shared_blocks :]
@@ -84,7 +85,7 @@ class KVCache:
     # ---- growing
 
     def grow(self, request: Request, tokens: int) -> bool:
-        """Make the table cover `tokens` tokens, evicting if need be. False, and nothing done, if it cannot."""
+        """Make the table cover `tokens` tokens; evicts if necessary. False, with nothing changed, if it cannot."""
         start = len(request.table)
         short = -(-tokens // self.block_size) - start
         if short <= 0:
@@ -101,7 +102,7 @@ class KVCache:
         return True
 
     def resend_table(self, request: Request) -> None:
-        """Let the next plan carry the request's whole table again."""
+        """Send the request's whole table to the device with the next plan."""
         self._changed(request, 0, len(request.table))
 
     def _changed(self, request: Request, start: int, end: int) -> None:
@@ -110,7 +111,7 @@ class KVCache:
             changes[row, column] = table[column]
 
     def take_table_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rows, columns and blocks (int32) of what changed since this was last called."""
+        """Rows, columns and blocks (int32) of the changes since the last call."""
         changes = self._table_changes
         if not changes:
             return NO_CHANGES
@@ -122,9 +123,9 @@ class KVCache:
     # ---- publishing to the tree
 
     def publish_planned(self, request: Request, step: int) -> None:
-        """Publish, pending, the full blocks that `step` is going to write: others may share them from now on.
+        """Publish the full blocks that `step` will write, as pending: other requests may share them from now on.
 
-        Where the tree knows a block already, this stops; the copies are reconciled when the step has committed.
+        If the tree has the first of them already, nothing is published: `publish_committed` replaces the copies later.
         """
         end = min(request.planned, len(request.ids)) // self.block_size
         if not self.prefix_caching or end <= request.shared_blocks:
@@ -134,8 +135,10 @@ class KVCache:
             self._append(request, keys, step)
 
     def publish_committed(self, request: Request, written: int) -> None:
-        """Publish the full blocks of the first `written` tokens, whose KV and ids are known; of those the tree knows,
-        adopt its copy and free ours."""
+        """Publish the full blocks of the first `written` tokens, whose KV and ids are known.
+
+        Where the tree has a block already, the request takes that copy and frees its own.
+        """
         end = min(written, len(request.ids)) // self.block_size
         while self.prefix_caching and request.shared_blocks < end:
             start, node = request.shared_blocks, request.node or self.tree.root
@@ -160,23 +163,23 @@ class KVCache:
     # ---- giving back
 
     def release(self, request: Request, clock: int) -> None:
-        """Give back every block; what stands in the tree stays there until evicted. `clock`: the record's number."""
+        """Release every block; those in the tree stay cached. `clock`: the sequence number of the record."""
         if request.node is not None:
             self.tree.unlock(request.node, clock)
-        # Last block first, so that the free list hands them out in their old order.
+        # Last block first: the free list, a stack, then returns them in their old order.
         self.allocator.release(reversed(request.table))
         request.table = []
         request.node = None
         request.shared_blocks = request.planned = 0
 
     def forget(self, leaf: Node) -> None:
-        """Evict this leaf and those ancestors that nobody else uses: their contents are not to be trusted."""
+        """Evict this leaf and its unused ancestors, whose contents may be wrong."""
         for node in list(leaf.path()):
             if node.evictable:
                 self.tree.drop(node, "its request failed")
 
     def clear(self) -> int:
-        """Evict everything no request holds, as if it had never been there. Returns the number of blocks freed."""
+        """Evict every block that no request holds, and forget these evictions; return the number of blocks."""
         freed = self.tree.evict(self.allocator.num_cached, CLEARED)
         self.tree.forget_evicted()
         return freed
@@ -200,9 +203,10 @@ class KVCache:
                 assert not self.allocator.in_tree(block), f"r{request.id}: private block {block} is in the tree"
         for block in range(self.allocator.num_blocks):
             kept = self.allocator.holders(block)
-            assert kept == holders[block], f"block {block}: {holders[block]} tables have it, {kept} counted"
+            assert kept == holders[block], f"block {block}: {kept} holders counted, {holders[block]} found"
         for node in self.tree.nodes.values():
             if node is not self.tree.root:
-                assert node.users == users[node.id], f"node {node.id}: {node.users} users kept, {users[node.id]} found"
+                found = users[node.id]
+                assert node.users == found, f"node {node.id}: {node.users} users counted, {found} found"
         self.allocator.check()
         self.tree.check()

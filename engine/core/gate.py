@@ -1,7 +1,7 @@
-"""The gate between two steps: pause, step n, run until something happens, slow motion.
+"""The gate between two steps: pause, step n times, run until an event, slow motion.
 
-The engine's loop asks `allows()` before a step and calls `committed()` after each, and `settle()` after a command. The
-gate decides nothing about what a step contains: submissions and aborts are taken while it is closed.
+The engine's loop asks `allows()` before each step. It calls `committed()` after each step and `settle()` after each
+command. The gate does not influence what a step contains: requests can be added and aborted while it is closed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from engine.errors import InvalidRequest
 from engine.trace.records import CLEARED, Record, RecordLog
 
 MAX_PACE = 1000.0
-EVENTS = {  # what "run until" can wait for -> the records that fulfil it
+EVENTS = {  # the events of "run until" -> the kinds of record that can fulfil them
     "admission": ("admit",),
     "prefill": ("step",),
     "hit": ("match",),
@@ -19,11 +19,11 @@ EVENTS = {  # what "run until" can wait for -> the records that fulfil it
     "finish": ("finish",),
     "slow": ("time",),
 }
-RUNNING = "running until "  # how the reason begins while an event is waited for; its name follows
+RUNNING = "running until "  # the reason while the gate waits for an event; the event's name follows
 
 
 class Gate:
-    """State "open": steps run freely. "closed": only the steps still allowed, counted or until an event."""
+    """Open: steps run freely. Closed: only the steps that `step` or `run_until` allow."""
 
     def __init__(self, log: RecordLog) -> None:
         self._log = log
@@ -33,20 +33,20 @@ class Gate:
         self._allowed = 0
         self._until: str | None = None
         self._slower_than_ms = 0.0
-        self._cause = ""  # what has fulfilled the wait, as a phrase for the screen
+        self._cause = ""  # what ended the wait, as a phrase for the screen
 
     @property
     def free_running(self) -> bool:
-        """Steps may overlap: nobody watches them one by one."""
+        """True if steps may overlap: they are not shown one by one."""
         return self.state == "open" and self.pace == 1.0
 
     def allows(self) -> bool:
-        """May the next step run now?"""
+        """True if the next step may run now."""
         return self.state == "open" or self._allowed > 0 or (self._until is not None and not self._cause)
 
     @property
     def stretch_s(self) -> float:
-        """How long to wait after the last step so that it seems `pace` times as long."""
+        """Seconds to wait after the last step, so that it takes `pace` times as long."""
         return (self.pace - 1.0) * self.last_wall_s if self.pace > 1.0 else 0.0
 
     def pause(self, reason: str = "paused") -> None:
@@ -64,9 +64,9 @@ class Gate:
         self._allowed = n
 
     def run_until(self, event: str, slower_than_ms: float = 0.0) -> None:
-        """Let steps through until `event` (a key of EVENTS) happens from now on, then stay closed."""
+        """Let steps through until `event` (a key of EVENTS) happens; then stay closed."""
         if not isinstance(event, str) or event not in EVENTS:
-            raise InvalidRequest(f"run until {event!r:.80}: there are {', '.join(EVENTS)}", "event")
+            raise InvalidRequest(f"run until {event!r:.80}: the events are {', '.join(EVENTS)}", "event")
         if not _is_number(slower_than_ms) or not slower_than_ms >= 0:
             raise InvalidRequest(f"run until a step takes {slower_than_ms!r:.40} ms: it must be 0 or more", "ms")
         self._set("closed", f"{RUNNING}{event}", always=True)
@@ -82,7 +82,7 @@ class Gate:
             self._log.append("pace", self.pace)
 
     def committed(self, wall_s: float) -> None:
-        """A step has committed after `wall_s` seconds of work."""
+        """Count a step that was committed after `wall_s` seconds of work."""
         self.last_wall_s = wall_s
         if self.state == "open":
             return
@@ -91,21 +91,21 @@ class Gate:
         self.settle()
 
     def settle(self) -> None:
-        """Between two steps: if what was waited for has happened, stay closed and say why."""
+        """Between two steps: if the event has happened, record why the gate stays closed."""
         if self._cause:
             cause, self._cause, self._until = self._cause, "", None
             self._log.append("gate", "closed", cause)
 
     def _see(self, record: Record) -> None:
-        """The log's watcher while an event is waited for. The step in which it happens is finished first."""
+        """Watch the log while the gate waits for an event. The step in which it happens is finished first."""
         assert self._until is not None
         if cause := fulfils(record, self._until, self._slower_than_ms):
             self._cause, self._log.watch = cause, None
 
     def _set(self, state: str, reason: str, always: bool = False) -> None:
-        news = always or state != self.state or self._until is not None
+        changed = always or state != self.state or self._until is not None
         self._allowed, self._until, self._cause, self._log.watch = 0, None, "", None
-        if news:
+        if changed:
             self.state = state
             self._log.append("gate", state, reason)
 
@@ -115,7 +115,7 @@ def _is_number(value: object) -> bool:
 
 
 def fulfils(record: Record, event: str, slower_than_ms: float = 0.0) -> str:
-    """How this record fulfils a wait for `event` (a key of EVENTS), as a phrase for the screen; else nothing."""
+    """How this record fulfils `event` (a key of EVENTS), as a phrase for the screen; empty if it does not."""
     if record[2] not in EVENTS[event]:
         return ""
     if event == "prefill" and record[4]:

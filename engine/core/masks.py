@@ -1,4 +1,4 @@
-"""Which tokens the masks of a request (its grammar, and min_tokens) leave to be drawn next; without torch."""
+"""Checks that a request's masks (its grammar and min_tokens) allow at least one token."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from engine.core.request import Request
 
 
 def dead_end(request: Request) -> str:
-    """Why no token may be drawn next, as a sentence; empty if some may.
+    """Why no token is allowed next, as a sentence; empty if a token is allowed.
 
-    Asks the grammar for its mask, so it is for the rare cases: a submission with both masks, a draw that failed.
+    It computes the grammar's mask, so call it only in rare cases: a new request with both masks, a failed draw.
     """
     drawn, least = len(request.ids) - request.prompt_len, request.params.min_tokens
     if request.grammar is None:
-        return ""  # a request whose stop ids are the whole vocabulary is refused
+        return ""  # min_tokens alone forbids only the stop ids, and they are never the whole vocabulary
     bits = np.unpackbits(request.grammar.mask().view(np.uint8), bitorder="little")
     if request.grammar.failed:
         return request.grammar.failed
@@ -24,7 +24,7 @@ def dead_end(request: Request) -> str:
         return f"the reply's grammar allows no token after {tokens}"
     if drawn < least and allowed <= request.stop_ids:
         return (
-            f"after {tokens} the reply's grammar allows nothing but its end, and min_tokens = {least:,} does not "
-            "let it end: lower min_tokens or widen the grammar"
+            f"after {tokens} the reply's grammar allows only the end, which min_tokens = {least:,} forbids: lower "
+            "min_tokens or widen the grammar"
         )
     return ""

@@ -1,35 +1,34 @@
-"""Where the n-grams of a text stood before: what prompt lookup drafts from (engine/core/speculation.py)."""
+"""An index of the n-grams of a text, for prompt lookup (engine/core/speculation.py)."""
 
 from __future__ import annotations
 
 from array import array
 
-NGRAM = 3  # tokens that must have stood together before
-CANDIDATES = 16  # places looked at, the most recent first
-ENOUGH = 16  # tokens in common beyond which a place is taken without looking further
-LONGEST_PAUSE = 64  # tokens decoded without drafts after many failures
+NGRAM = 3  # tokens that must occur earlier in the same order; 2 gave more drafts, fewer of them right
+CANDIDATES = 16  # earlier places that are compared, the latest first
+ENOUGH = 16  # tokens in common after which the search stops
+LONGEST_PAUSE = 64  # tokens decoded without drafts after many failed drafts
 
 
 class Lookup:
-    """The n-grams of one request's text, and how its drafts have fared.
+    """The n-grams of one request's text, and the success of its drafts.
 
-    The places of an n-gram are chained as in LZ77: `_last` knows its last place, `_before` of each place the one
-    before it. A token costs an entry of each, whatever the length of the text.
+    A place is the position after an n-gram. The places of an n-gram form a chain, as in LZ77: `_last` has the latest
+    place, and `_before` leads from each place to the one before it. Each token costs one entry in both.
     """
 
     __slots__ = ("_before", "_failures", "_last", "_resume")
 
     def __init__(self) -> None:
-        self._last: dict[tuple[int, ...], int] = {}  # n-gram -> the position after it
-        self._before = array("i", [0] * NGRAM)  # position after an n-gram -> that of the one before; 0: there is none
-        self._failures = 0  # drafts in a row of which nothing was accepted
-        self._resume = NGRAM + 1  # tokens of text from which on drafts are made
+        self._last: dict[tuple[int, ...], int] = {}  # n-gram -> its latest place
+        self._before = array("i", [0] * NGRAM)  # place -> the place before it; 0: none
+        self._failures = 0  # drafts in a row without an accepted token
+        self._resume = NGRAM + 1  # no drafts while the text is shorter than this
 
     def follow(self, ids: list[int], most: int) -> list[int]:
-        """The `most` tokens after the place that has the most in common with the end of `ids`; of equals, the latest.
+        """The `most` tokens after the place whose preceding text matches the end of `ids` best; the latest if equal.
 
-        Nothing if the last NGRAM tokens never stood together before, as far as `take_in` has come, or drafts are
-        paused.
+        Empty if the last NGRAM tokens do not occur in the indexed text before, or while drafts are paused.
         """
         if len(ids) < self._resume:
             return []
@@ -44,16 +43,16 @@ class Lookup:
         if not best:
             return []
         run = ids[best : best + most]
-        return (run * (most // len(run) + 1))[:most]  # a text that repeats itself goes on repeating
+        return (run * (most // len(run) + 1))[:most]  # near the end of `ids`, assume that the text repeats
 
     def learn(self, accepted: int, length: int) -> None:
-        """Of a draft so many tokens were accepted; the text is `length` tokens long now."""
+        """Note that `accepted` tokens of a draft were right; the text now has `length` tokens."""
         self._failures = 0 if accepted else self._failures + 1
         if self._failures:
             self._resume = length + min(2**self._failures, LONGEST_PAUSE)
 
     def take_in(self, ids: list[int], most: int) -> int:
-        """Index the next n-grams that have a token behind them, at most so many. Returns how many."""
+        """Index up to `most` further n-grams, each followed by a token; return how many."""
         last, before, start = self._last, self._before, len(self._before)
         end = max(start, min(len(ids), start + most))
         columns = [ids[start - NGRAM + i : end - NGRAM + i] for i in range(NGRAM)]
@@ -64,7 +63,7 @@ class Lookup:
 
 
 def _in_common(ids: list[int], place: int) -> int:
-    """How many tokens before `place` are those at the end of `ids`, up to ENOUGH."""
+    """How many tokens before `place` equal those at the end of `ids`; at most ENOUGH."""
     length, end = NGRAM, len(ids)
     while length < ENOUGH and length < place and ids[place - 1 - length] == ids[end - 1 - length]:
         length += 1

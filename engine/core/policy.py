@@ -1,10 +1,8 @@
-"""The policy "longest-prefix": whose prompt the tree knows best is admitted first.
+"""The policy "longest-prefix": admit the requests with the longest cached prefix first.
 
-The order is SGLang's (Zheng et al. 2024), with a bound on how long anybody may be passed over. Worth it where many
-share long prefixes and the pool is short: 400 questions about 24 texts of 512 tokens, a pool for five of them, more
-work than the device can do: 54 % of the tokens came from the tree instead of 20 %, the mean time to first token fell
-from 3.6 s to 0.5 s and the worst from 6.9 s to 1.3 s, nobody was overtaken by more than 29. Without a queue there is
-nothing to sort, and it changes nothing (tests/engine/test_policies.py).
+The order is SGLang's (Zheng et al. 2024), with a limit on how often a request may be overtaken. It helps when many
+requests share long prefixes and the pool is small: with 400 questions about 24 texts and a pool for five texts, the
+mean time to first token fell from 3.6 s to 0.5 s (engine/kernels/MEASURED.md). Without a queue it changes nothing.
 """
 
 from __future__ import annotations
@@ -17,28 +15,30 @@ from engine.core.cache import KVCache
 from engine.core.request import Request, RequestState
 from engine.trace.records import RecordLog
 
-CANDIDATES = 64  # so many at the head of the queue are compared in a step
-HASHED_BLOCKS = 2048  # so many blocks of prompts are hashed in a step
-OVERTAKES = 64  # as often may younger requests be admitted before an older one
+CANDIDATES = 64  # requests at the head of the queue that are compared in a step
+HASHED_BLOCKS = 2048  # blocks of prompts that are hashed in a step, at most
+OVERTAKES = 64  # how many younger requests may overtake an older one
 
 
 class LongestPrefix:
-    """Sorts the head of the scheduler's queue, and counts how often those in it are overtaken.
+    """Sorts the head of the scheduler's queue and counts how often each request there is overtaken.
 
-    The tree knows the hashes of its prefixes, and those of a prompt are computed once, HASHED_BLOCKS a step. How much
-    of it is cached is then found by bisection. Walking the tree for 64 waiting prompts took 15 ms a step when 10,000
-    tokens of each were cached, 69 ms when 60,000 were; this takes 0.4 and 2 ms, 4 while the hashes are computed.
+    The tree keeps the hashes of its prefixes. The hashes of a prompt are computed once, HASHED_BLOCKS a step, and a
+    bisection finds how many of them are cached. For 64 prompts of 10,000 cached tokens this takes 0.4 ms a step;
+    walking the tree took 15 ms.
     """
 
     def __init__(self, cache: KVCache, log: RecordLog) -> None:
         self._cache = cache
         self._log = log
-        self._hashes: dict[int, list[int]] = {}  # request in the head -> hashes of its prefixes, as far as needed
+        self._hashes: dict[int, list[int]] = {}  # request -> hashes of its prefixes, as far as needed
         self._hashable = 0  # blocks that may still be hashed in this step
 
     def sort(self, waiting: deque[Request]) -> None:
-        """The preempted first, as they stand; then who has been overtaken OVERTAKES times, and is not any more; then
-        the best cached. So nobody is overtaken by more than OVERTAKES and what one step admits."""
+        """Sort the head of the queue: preempted requests, then requests at the limit, then the longest cached prefix.
+
+        A request is at the limit once OVERTAKES younger ones have overtaken it; one step may admit a few more.
+        """
         head = list(islice(waiting, CANDIDATES))
         self._hashes = {request.id: self._hashes.get(request.id, []) for request in head}
         self._hashable = HASHED_BLOCKS
@@ -57,7 +57,7 @@ class LongestPrefix:
         return 2, -self._cached_blocks(request), request.id
 
     def _cached_blocks(self, request: Request) -> int:
-        """Blocks of its prompt that the tree has; fewer while there are too many to hash in one step."""
+        """Blocks of the prompt that are cached; fewer while the prompt is not fully hashed."""
         if not self._cache.may_read(request):
             return 0
         hashes, prefixes, size = self._hashes[request.id], self._cache.tree.prefixes, self._cache.block_size
@@ -72,7 +72,7 @@ class LongestPrefix:
 
     @staticmethod
     def count_overtaken(waiting: deque[Request], admitted: list[Request]) -> None:
-        """Those who wait have seen younger ones admitted in this step."""
+        """Count, for each waiting request, the younger requests among `admitted`."""
         ids = sorted(request.id for request in admitted)
         for request in islice(waiting, CANDIDATES):
             request.overtaken += len(ids) - bisect(ids, request.id)

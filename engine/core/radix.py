@@ -1,15 +1,16 @@
 """The prefix tree: which token sequences have their KV in the pool.
 
-Block-granular: a node is a run of whole blocks, its children are keyed by the tokens of their first block, so two
-siblings never begin alike and a lookup costs one dictionary access per node. Splits fall on block boundaries; the
-partly filled last block of a request is never here. (The idea is SGLang's RadixAttention, Zheng et al. 2024.)
+The tree works in whole blocks. A node is a run of blocks, and its children are keyed by the tokens of their first
+block. So siblings differ in their first block, and a lookup costs one dictionary access per node. Nodes are split
+between blocks only. A request's partly filled last block is never in the tree. (The idea is SGLang's RadixAttention,
+Zheng et al. 2024.)
 
-Ownership: a node's blocks are referred to by the tree; the requests that hold the node hold them too. `users` counts
-those requests, and since a request holds the whole path, a node has at least as many users as any of its children.
-So every block that no request holds stands in a subtree that no request holds, and can be evicted, leaves first.
+Ownership: the tree refers to the blocks of a node, and the requests that hold the node hold its blocks too. `users`
+counts these requests. A request holds the whole path from the root, so a node has at least as many users as each of
+its children. A block without a holder is therefore in a subtree without a holder: it can be evicted, leaves first.
 
-A block may be *pending*: published when the step that writes it was planned. Later work may read it, because the
-device runs steps in order; if that step fails, `withdraw` takes it out again together with all that was built on it.
+A block is *pending* from the planning to the commit of the step that writes it. Later steps may read it, because the
+device runs steps in order. If the step fails, `withdraw` removes the block and everything that was built on it.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ from engine.core.allocator import BlockAllocator
 from engine.trace.records import RecordLog
 
 Key = tuple[int, ...]  # the token ids of one block
-RIVALS = 64  # siblings compared with a block that missed, to say at which token it differs
-GHOSTS = 8192  # evicted prefixes remembered, so that a miss can say when it was a hit
+MAX_COMPARED = 64  # siblings compared with a block that missed, to find the token that differs
+MAX_GHOSTS = 8192  # evicted prefixes remembered, so that a miss can name the step of the eviction
 
 
 class Node:
-    """A run of blocks. `keys[i]` are the tokens of `blocks[i]`, `hashes[i]` is the hash of the whole prefix that ends
-    with them; `last_used` is the log's sequence number."""
+    """A run of blocks.
+
+    `keys[i]` are the tokens of `blocks[i]`; `hashes[i]` is the hash of the whole prefix up to and including them.
+    `last_used` is a sequence number of the log.
+    """
 
     __slots__ = ("blocks", "children", "hashes", "id", "keys", "last_used", "parent", "users")
 
@@ -46,7 +50,7 @@ class Node:
 
     @property
     def end_hash(self) -> int:
-        """Of the whole prefix that ends here."""
+        """The hash of the whole prefix up to the end of this node."""
         return self.hashes[-1] if self.hashes else 0
 
     @property
@@ -54,7 +58,7 @@ class Node:
         return self.users == 0 and not self.children and self.parent is not None
 
     def path(self) -> Iterator[Node]:
-        """This node and its ancestors, the root excluded."""
+        """This node and its ancestors, without the root."""
         node: Node = self
         while node.parent is not None:
             yield node
@@ -63,18 +67,18 @@ class Node:
 
 @dataclass(slots=True)
 class Match:
-    """How far a sequence is known, beyond a given node: `blocks` in order; the last node may match in part."""
+    """How much of a sequence is in the tree below a given node. The last node may match in part."""
 
-    node: Node  # matched whole
-    part: Node | None  # its child, matched for the first `part_blocks` blocks only
+    node: Node  # the last node that matched as a whole
+    part: Node | None  # a child of it, of which only the first `part_blocks` blocks matched
     part_blocks: int
-    blocks: list[int]
-    stop: str  # whole | differs | ends | short | empty | evicted
-    at: int  # the first token that differs; for "evicted", the step
+    blocks: list[int]  # all that matched, in order
+    stop: str  # why the match ended: whole | differs | ends | short | empty | evicted (see engine/trace/records.py)
+    at: int  # the first token that differs; for "evicted", the step of the eviction
 
 
 class RadixTree:
-    """All nodes, the order in which they may go, and the blocks whose step has not committed."""
+    """All nodes, the order of eviction, and the pending blocks."""
 
     def __init__(self, block_size: int, allocator: BlockAllocator, log: RecordLog) -> None:
         self.block_size = block_size
@@ -82,10 +86,10 @@ class RadixTree:
         self.log = log
         self.root = Node(0, None, [], [], 0, 0)
         self.nodes: dict[int, Node] = {0: self.root}
-        self.step = -1  # the step being planned, for the record of evictions
-        self.prefixes: set[int] = set()  # hashes of all prefixes of whole blocks that stand here
+        self.step = -1  # the step that is being planned; ghosts remember it
+        self.prefixes: set[int] = set()  # `hashes` of all nodes
         self._next_id = 1
-        self._node_of: dict[int, Node] = {}  # block -> the node it stands in
+        self._node_of: dict[int, Node] = {}  # block -> its node
         self._pending: dict[int, int] = {}  # block -> the step that writes it
         self._pending_of: dict[int, list[int]] = {}  # step -> blocks
         self._oldest: list[tuple[int, int]] = []  # heap of (last_used, node id); stale entries are skipped
@@ -94,7 +98,7 @@ class RadixTree:
     # ---- looking up
 
     def match(self, ids: list[int], limit: int, node: Node | None = None, depth: int = 0) -> Match:
-        """Follow `ids` from block `depth` on, which is where `node` ends, up to block `limit`. Changes nothing."""
+        """Match the blocks [depth, limit) of `ids` below `node`, which ends at block `depth`. Changes nothing."""
         node = node or self.root
         size = self.block_size
         blocks: list[int] = []
@@ -102,7 +106,7 @@ class RadixTree:
             key = tuple(ids[depth * size : (depth + 1) * size])
             child = node.children.get(key)
             if child is None:
-                return self._missed(ids, node, node.end_hash, depth, key, None, 0, blocks)
+                return self._miss(ids, node, node.end_hash, depth, key, None, 0, blocks)
             n, most = 1, min(len(child.keys), limit - depth)
             while n < most and child.keys[n] == (key := tuple(ids[(depth + n) * size : (depth + n + 1) * size])):
                 n += 1
@@ -111,52 +115,53 @@ class RadixTree:
             if n < len(child.keys):
                 if depth >= limit:
                     return Match(node, child, n, blocks, "whole", depth * size)
-                return self._missed(ids, node, child.hashes[n - 1], depth, key, child, n, blocks)
+                return self._miss(ids, node, child.hashes[n - 1], depth, key, child, n, blocks)
             node = child
         stop = "whole" if limit > 0 else "short"
         return Match(node, None, 0, blocks, stop, depth * size)
 
-    def _missed(
+    def _miss(
         self, ids: list[int], node: Node, end: int, depth: int, key: Key, part: Node | None, n: int, blocks: list[int]
     ) -> Match:
+        """The match of `blocks`, and why it ended before `key`. `end`: the hash of the prefix that matched."""
         step = self._ghosts.get(hash((end, key)))
         if step is not None:
             return Match(node, part, n, blocks, "evicted", step)
-        rivals = [part.keys[n]] if part is not None else list(islice(node.children, RIVALS))
-        common = max((_common(key, rival) for rival in rivals), default=0)
-        stop = "differs" if common or (depth and rivals) else "ends" if depth else "empty"
+        others = [part.keys[n]] if part is not None else list(islice(node.children, MAX_COMPARED))
+        common = max((_common(key, other) for other in others), default=0)
+        stop = "differs" if common or (depth and others) else "ends" if depth else "empty"
         return Match(node, part, n, blocks, stop, depth * self.block_size + common)
 
     # ---- holding
 
     def claim(self, match: Match) -> Node:
-        """The node at which the match ends, split off if it matched in part."""
+        """The node that ends where the match ends; a node that matched in part is split."""
         return match.node if match.part is None else self._split(match.part, match.part_blocks)
 
     def lock(self, node: Node, above: Node, clock: int) -> None:
-        """One more request holds the path to `node`; it held that to `above`, an ancestor, before."""
+        """Let a request hold the path to `node`. It held the path to `above`, an ancestor, before."""
         held = False
-        for step in node.path():
-            held = held or step is above
+        for each in node.path():
+            held = held or each is above
             if not held:
-                step.users += 1
-            step.last_used = clock
+                each.users += 1
+            each.last_used = clock
 
     def unlock(self, node: Node, clock: int) -> None:
-        """One request fewer holds the path to `node`."""
-        for step in node.path():
-            step.users -= 1
-            step.last_used = clock
-            if step.evictable:
-                self._push(step)
+        """A request gives up the path to `node`."""
+        for each in node.path():
+            each.users -= 1
+            each.last_used = clock
+            if each.evictable:
+                self._push(each)
 
     # ---- growing
 
     def add(self, node: Node, request: int, keys: list[Key], blocks: list[int], step: int) -> Node:
-        """Append blocks of a request, which holds `node`, below it; return the node it now holds.
+        """Append blocks below `node`, which the request holds; return the node that the request now holds.
 
-        A leaf that this request alone holds is extended in place, so that a reply is one node and not one per block.
-        `step` is the step that writes them, or -1 if they are written.
+        A leaf that only this request holds is extended in place: a reply is one node, not one per block.
+        `step` is the step that will write the blocks, or -1 if they are written.
         """
         ids = list(chain.from_iterable(keys))
         if node.parent is not None and node.users == 1 and not node.children:
@@ -185,7 +190,7 @@ class RadixTree:
         return leaf
 
     def _split(self, node: Node, n: int) -> Node:
-        """The first `n` blocks of `node` become a new parent. Whoever holds `node` holds both; its identity stays."""
+        """Move the first `n` blocks of `node` to a new parent and return it. Holders of `node` hold both."""
         parent = node.parent
         assert parent is not None
         self.log.append("split", node.id, self._next_id, n)
@@ -203,13 +208,16 @@ class RadixTree:
     # ---- shrinking
 
     def evict(self, n: int, reason: str) -> int:
-        """Free `n` blocks, least recently used leaves first, the last leaf by its tail only. Returns how many."""
+        """Free up to `n` blocks, least recently used leaves first; return how many.
+
+        The last leaf loses only as many blocks as needed, from its end.
+        """
         freed = 0
         while freed < n and self._oldest:
             clock, node_id = heapq.heappop(self._oldest)
             node = self.nodes.get(node_id)
             if node is None or not node.evictable or node.last_used != clock:
-                continue  # it was used again, or is gone
+                continue  # a stale entry: the node was used again or removed
             take = min(n - freed, len(node.blocks))
             keep = len(node.blocks) - take
             self._remember(node.hashes[keep])
@@ -221,16 +229,16 @@ class RadixTree:
         return freed
 
     def forget_evicted(self) -> None:
-        """From now on a miss is told as a miss, not as an eviction."""
+        """Forget past evictions: later misses do not mention them."""
         self._ghosts.clear()
 
     def drop(self, node: Node, reason: str) -> None:
-        """Take a whole evictable leaf out of the tree."""
+        """Evict a whole leaf."""
         self.log.append("evict", node.id, len(node.blocks), reason)
         self._cut(node, 0)
 
     def _cut(self, node: Node, keep: int) -> None:
-        """Drop all but the first `keep` blocks of a childless node; an empty node leaves the tree."""
+        """Drop all but the first `keep` blocks of a childless node; an empty node is removed."""
         parent = node.parent
         assert parent is not None and not node.children
         dropped, first = node.blocks[keep:], node.keys[0]
@@ -247,7 +255,7 @@ class RadixTree:
                 self._push(parent)
 
     def _push(self, node: Node) -> None:
-        if len(self._oldest) > 64 + 2 * len(self.nodes):  # mostly stale: begin anew
+        if len(self._oldest) > 64 + 2 * len(self.nodes):  # most entries are stale: rebuild the heap
             self._oldest = [(n.last_used, n.id) for n in self.nodes.values() if n.evictable]
             heapq.heapify(self._oldest)
         heapq.heappush(self._oldest, (node.last_used, node.id))
@@ -255,13 +263,13 @@ class RadixTree:
     def _remember(self, prefix: int) -> None:
         self._ghosts[prefix] = self.step
         self._ghosts.move_to_end(prefix)
-        if len(self._ghosts) > GHOSTS:
+        if len(self._ghosts) > MAX_GHOSTS:
             self._ghosts.popitem(last=False)
 
     # ---- pending blocks
 
     def settle(self, step: int) -> None:
-        """The step has committed: what it published is written."""
+        """Mark the blocks of a committed step as written."""
         blocks = self._pending_of.pop(step, None)
         if blocks is None:
             return
@@ -271,9 +279,9 @@ class RadixTree:
         self.log.append("settle", step)
 
     def doomed_by(self, step: int) -> tuple[list[tuple[Node, int]], set[int]]:
-        """What a failed step takes with it: [(node, blocks kept)], deepest first, and the blocks concerned.
+        """What a failed step makes invalid: [(node, blocks kept)], deepest first, and the blocks to remove.
 
-        What later steps have published goes, too: the first tokens of such a block may be the failed step's.
+        Blocks of later steps are included: the failed step may have written their first tokens.
         """
         first_bad: dict[int, int] = {}
         for block, written_by in self._pending.items():
@@ -291,13 +299,13 @@ class RadixTree:
             seen.add(node.id)
             doomed.append((node, min(keep, first_bad.get(node.id, keep))))
             stack += [(child, 0) for child in node.children.values()]
-        # A node below another doomed one goes whole, whatever it was first seen with.
+        # A node below another doomed node is removed as a whole.
         doomed = [(n, 0 if any(a.id in seen for a in n.path() if a is not n) else keep) for n, keep in doomed]
         doomed.sort(key=lambda item: -sum(1 for _ in item[0].path()))
         return doomed, {block for node, keep in doomed for block in node.blocks[keep:]}
 
     def withdraw(self, step: int, doomed: list[tuple[Node, int]]) -> None:
-        """Take out what `doomed_by(step)` named; no request may hold any of it any more."""
+        """Remove what `doomed_by(step)` returned. No request may hold any of it."""
         self._pending_of.pop(step, None)
         self.log.append("withdraw", step, [(node.id, keep) for node, keep in doomed])
         for node, keep in doomed:
@@ -306,7 +314,7 @@ class RadixTree:
                 self._push(node)
 
     def pending_blocks(self) -> dict[int, int]:
-        """block -> the step that writes it, for all that have not committed."""
+        """Pending blocks, each with the step that writes it."""
         return dict(self._pending)
 
     # ---- checking
@@ -321,7 +329,7 @@ class RadixTree:
             assert len(node.keys) == len(node.blocks) == len(node.hashes), f"node {node.id} has {len(node.keys)} keys"
             assert node is self.root or node.keys, f"node {node.id} is empty"
             for block in node.blocks:
-                assert block not in seen, f"block {block} stands in two nodes"
+                assert block not in seen, f"block {block} is in two nodes"
                 seen[block] = node
                 assert self.allocator.in_tree(block), f"block {block} of node {node.id} is not marked"
                 assert self.allocator.holders(block) == node.users, f"block {block}: holders differ from users"
@@ -336,10 +344,11 @@ class RadixTree:
         assert self.prefixes == {prefix for node in self.nodes.values() for prefix in node.hashes}
         assert self._pending.keys() <= seen.keys(), "a pending block is not in the tree"
         in_tree = sum(self.allocator.in_tree(b) for b in range(self.allocator.num_blocks))
-        assert in_tree == len(seen), f"{in_tree} blocks are marked, {len(seen)} stand in the tree"
+        assert in_tree == len(seen), f"{in_tree} blocks are marked, {len(seen)} are in nodes"
 
 
 def _common(a: Key, b: Key) -> int:
+    """The length of the common beginning."""
     n = 0
     for x, y in zip(a, b, strict=False):
         if x != y:

@@ -1,10 +1,10 @@
-"""How long each step took, and where: the records "first", "comm" and "time" (engine/trace/records.py).
+"""Measures each step and writes the records "first", "comm" and "time" (engine/trace/records.py).
 
-A step passes four moments before it is committed, each of which is noted when it has come::
+Four moments of a step are noted before its commit::
 
     begun ── plan ── planned ── launch ── launched ── the device works ── arrived ── commit
 
-With overlap other steps are committed and planned between `launched` and `arrived`.
+With overlap, other steps are committed and planned between `launched` and `arrived`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class StepTimes:
     begun: float
     planned: float = 0.0
     launched: float = 0.0
-    arrived: float = 0.0  # its ids, on the host
+    arrived: float = 0.0  # its ids are on the host
 
 
 class StepClock:
-    """Turns moments into records, and knows since when the device has had nothing else to do.
+    """Turns the moments of steps into records.
 
-    `synchronous`: a step is over when its launch returns, so that what the device took is not the host's.
+    `synchronous`: a step is over when its launch returns, so the launch includes the time of the device.
     """
 
     def __init__(self, log: RecordLog, synchronous: bool) -> None:
@@ -40,8 +40,10 @@ class StepClock:
         self._device_free_at = 0.0
 
     def record(self, times: StepTimes, plan: StepPlan, result: StepResult, emitted: list[Emitted]) -> float:
-        """Write down a step that has just been committed. Its wall time in seconds: from when it was begun, or the
-        device was free of the step before, until its ids had arrived."""
+        """Record a step that was just committed; return its wall time in seconds.
+
+        It begins with the step, or when the device has finished the step before; it ends when the ids arrive.
+        """
         wall_s = times.arrived - max(times.begun, self._device_free_at)
         self._device_free_at = times.arrived
         prefills = len(plan.rows) - plan.num_decoding
@@ -51,7 +53,7 @@ class StepClock:
         commit_s = now() - times.arrived
         launch_s = times.launched - times.planned
         if self._synchronous and result.device_ms is not None:
-            launch_s -= result.device_ms / 1e3  # what is left is the host's own part
+            launch_s -= result.device_ms / 1e3  # keep the host's part only
         if result.comm is not None:
             ranks, comm_ms = result.comm
             self._log.append("comm", plan.step, ranks, round(comm_ms, 3))
@@ -62,7 +64,7 @@ class StepClock:
         return wall_s
 
     def _record_first_tokens(self, emitted: list[Emitted], sample_ms: float) -> None:
-        """Of each request that has drawn its first token: the three parts of its time to first token."""
+        """Record the three parts of the time to first token, for each request that has just drawn it."""
         for item in emitted:
             request = item.request
             if item.token_id is not None and not request.first_token_work:
