@@ -1,1 +1,1 @@
-"""Triton kernels. They import torch, triton and each other, nothing above them."""
+"""Triton kernels. They import only torch, triton and each other."""

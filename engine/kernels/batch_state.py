@@ -1,12 +1,12 @@
-"""The first kernel of a captured decode step: from the few numbers the host sends to the inputs of the model.
+"""The first kernel of a captured decode step: makes the model's inputs from the numbers that the host sends.
 
 One buffer of int32, copied from pinned memory in one piece before the graph runs:
 
     [0] n, entries that decode   [1] m, changes to the block table   then three lists of `capacity` each
-    row, start and token of the entries (token -1: the one this row drew last, which only the device knows)
+    row, start and token of the entries (token -1: the last token of this row, which only the device knows)
     row, column and block of the changes
 
-Everything persistent (block table, last token) is written on the compute stream only: here, and by the sampler.
+Persistent state (block table, last token) is written on the compute stream only: here, and by the sampler.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-HEADER = 16  # ints, so that the lists begin aligned
+HEADER = 16  # ints; the lists begin aligned
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def prepare(
     sent: torch.Tensor, block_table: torch.Tensor, last_token: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor,
     seq_lens: torch.Tensor, batch: int, capacity: int, changes: int,
 ) -> None:  # fmt: skip
-    """Fill tokens int64, rows int32, seq_lens int32 [batch] and apply the changes to the block table."""
+    """Fill tokens int64, rows int32, seq_lens int32 [batch]; apply the changes to the block table."""
     _prepare_kernel[(1,)](
         sent, block_table, last_token, tokens, rows, seq_lens, block_table.stride(0), ENTRIES=capacity,
         CHANGES=changes, BATCH=batch, HEAD=HEADER, BLOCK=max(32, triton.next_power_of_2(capacity)), num_warps=4,

@@ -1,26 +1,21 @@
-"""Paged attention of one query token per sequence (decode), grouped queries, the keys split over programs.
+"""Paged attention of one query token per sequence (decode), with grouped queries and the keys split over programs.
 
-Fuses: q/k RMSNorm, RoPE, the store of the new key and value, the gather through the block table, attention, and the
-combination of the splits: a decode layer has one kernel between its two projections. With `fused=None` it is
+Fused: q/k RMSNorm, RoPE, the store of the new key and value, the gather through the block table, attention, and the
+combination of the splits. So a decode layer has one kernel between its two projections. With `fused=None` it is
 attention alone.
 
 Shapes: caches [blocks, block_size, kv_heads, d]; block_table int32 [rows, max_blocks]; seq_lens int32 [n], each
-counting the token being decoded (0: a padding row, its output is zeros); rows int32 [n]: the line of the block table
-of each sequence. The grid is (kv_heads, n, splits) and depends on no length: lengths are read on the device, so a
-captured graph serves every batch of its size. The newest token never comes from the cache: its key and value are at
-hand.
+including the token that is decoded (0: a padding row, its output is zeros); rows int32 [n]: the row of each sequence
+in the block table. The grid is (kv_heads, n, splits) and does not depend on lengths, which are read on the device: a
+captured graph serves every batch of its size. The key and value of the newest token come from the projection, not from
+the cache.
 
-The program that finishes last for a (sequence, kv head) combines the splits (an atomic counter, reset by itself):
-no second launch. The splits are FlashDecoding's (Dao et al. 2023), the last-arrival reduction is stream-K's (Osama et
-al. 2023).
+For each sequence and kv head, the program that finishes last combines the splits. An atomic counter finds it, so no
+second launch is needed. The splits are FlashDecoding's (Dao et al. 2023), the reduction is stream-K's (Osama et al.
+2023).
 
-Measured on an H200, bf16, 32 query and 8 kv heads of 128, block size 16, norm to combination: 64 sequences of 1,024
-tokens 76 us (3.5 TB/s), 256 of 1,024 272 us (3.9 TB/s), one of 4,096 14 us, one of 300 9 us. What did not pay:
-prefetching the first tiles to L2 while the query is rotated (64 of 256 tokens: 27 us for 25), more splits than needed
-(idle programs).
-
-With 8-bit keys and values (engine/attention/kv_fp8.py), against 16 bits in the same run: 64 sequences of 1,024 tokens
-42 of 68 us, 256 of 512 76 of 130, 256 of 1,024 135 of 247 (4.0 TB/s), 16 of 2,048 26 of 45, one of 4,096 10 of 13. """
+On an H200, 64 sequences of 1,024 tokens take 76 us (3.5 TB/s), with an 8-bit cache 42 us (MEASURED.md).
+"""
 
 from __future__ import annotations
 
@@ -37,7 +32,7 @@ MAX_SPLITS = 32
 
 @triton.jit
 def norm_rope(base, weight, rope, position, head, row_mask, EPS: tl.constexpr, HAS_NORM: tl.constexpr, D: tl.constexpr):
-    """[R, D]: heads `head` [R] of the qkv row at `base`, RMS-normalised and rotated (half-split), rounded as in ops."""
+    """Heads `head` [R] of the qkv row at `base`, RMS-normalised and rotated (half-split): [R, D], rounded as in ops."""
     d = tl.arange(0, D)
     half = D // 2
     other = (d + half) % D
@@ -61,7 +56,7 @@ def norm_rope(base, weight, rope, position, head, row_mask, EPS: tl.constexpr, H
 
 @triton.jit
 def _load_tile(cache, table, token, inside, kvh, BLOCK_SIZE: tl.constexpr, TOKEN: tl.constexpr, D: tl.constexpr):
-    """[TILE, D] of keys or values; rows outside are zeros, whatever lies there."""
+    """[TILE, D] keys or values; rows outside are zeros."""
     d = tl.arange(0, D)
     block = tl.load(table + token // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
     offset = (block * BLOCK_SIZE + token % BLOCK_SIZE) * TOKEN + kvh * D
@@ -70,7 +65,7 @@ def _load_tile(cache, table, token, inside, kvh, BLOCK_SIZE: tl.constexpr, TOKEN
 
 @triton.jit
 def _online(q_tile, k, v, inside, m, mass, acc, scale):
-    """One tile of keys into the running softmax."""
+    """Add one tile of keys to the running softmax."""
     scores = tl.where(inside[None, :], tl.dot(q_tile, tl.trans(k)) * scale, -1.0e30)
     m_new = tl.maximum(m, tl.max(scores, 1))
     p = tl.exp2(scores - m_new[:, None])
@@ -82,10 +77,10 @@ def _online(q_tile, k, v, inside, m, mass, acc, scale):
 
 @triton.jit
 def fp8_pairs(v):
-    """Pairs of 8-bit floating-point numbers, each in 16 bits -> the first of every pair, the second; float16.
+    """Pairs of 8-bit floating-point numbers, each pair in 16 bits -> the first and the second of each pair, float16.
 
-    Values are read so because no instruction transposes bytes on their way from shared memory to a matrix product, but
-    one does pairs of them: with single bytes the loop had 2,257 instructions a tile, with pairs 1,312.
+    There is an instruction that transposes pairs of bytes between shared memory and a matrix product, but none for
+    single bytes: with these the loop had 2,257 instructions a tile, with pairs 1,312.
     """
     return tl.inline_asm_elementwise(
         """{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t;
@@ -96,7 +91,7 @@ def fp8_pairs(v):
 
 @triton.jit
 def _online_fp8(q_tile, k, v, inside, m, mass, even, odd):
-    """`_online` for 8-bit keys [TILE, D] and pairs of values [TILE, D / 2]; the sums of even and odd columns apart."""
+    """`_online` for 8-bit keys [TILE, D] and pairs of values [TILE, D / 2]; sums even and odd columns separately."""
     scores = tl.where(inside[None, :], tl.dot(q_tile, tl.trans(k.to(tl.float16))), -1.0e30)
     m_new = tl.maximum(m, tl.max(scores, 1))
     p = tl.exp2(scores - m_new[:, None])
@@ -155,10 +150,10 @@ def _decode_kernel(
         v_scale = tl.load(kv_scales + KV_HEADS + kvh)
         v_pairs = v_cache.to(tl.pointer_type(tl.int16))
 
-    # Lengths, tables and older keys were written two kernels ago or more: they may be read before waiting.
+    # Lengths, tables and older keys were written at least two kernels ago, so they may be read before waiting.
     length = tl.load(seq_lens + i)
     if not FUSED:
-        length += 1  # the newest token is in the cache like every other
+        length += 1  # the newest token is in the cache too
     old = length - 1  # tokens in the cache
     chunk = tl.maximum(tl.cdiv(tl.cdiv(old, SPLITS), TILE) * TILE, MIN_CHUNK)
     active = tl.maximum(tl.cdiv(old, chunk), 1)
@@ -167,7 +162,7 @@ def _decode_kernel(
     h_mask = h < GROUP
     out_at = out + i * stride_o + (kvh * GROUP + h)[:, None] * D + d[None, :]
     if split >= active:
-        return  # the programs of split 0, which every sequence has, wait for the kernel before
+        return  # every sequence has a program of split 0, and these wait for the previous kernel
     if old < (0 if FUSED else 1):
         if PDL:
             gdc_wait()
@@ -211,7 +206,7 @@ def _decode_kernel(
     else:
         q_tile = tl.load(q_row + (kvh * GROUP + h)[:, None] * D + d[None, :], mask=h_mask[:, None], other=0.0)
     if FP8:
-        # Half precision holds 8-bit numbers exactly, and takes one instruction to make; the scale stays in its range.
+        # float16 holds 8-bit numbers exactly, and the conversion is one instruction. The scaled query is in its range.
         q_tile = (q_tile.to(tl.float32) * (scale * k_scale)).to(tl.float16)
         scale = 1.0
 
@@ -248,7 +243,7 @@ def _decode_kernel(
     tl.store(partial + (base + split) * GROUP * D + h[:, None] * D + d[None, :], acc, mask=h_mask[:, None])
     tl.store(stats + (base + split) * 2 * GROUP + h, m, mask=h_mask)
     tl.store(stats + (base + split) * 2 * GROUP + GROUP + h, mass, mask=h_mask)
-    tl.debug_barrier()  # every thread's part is written before one of them announces it
+    tl.debug_barrier()  # all threads have written their parts before the counter is raised
     arrived = tl.atomic_add(counters + pair, 1, sem="acq_rel")
     if arrived == active - 1:
         tl.debug_barrier()
@@ -271,12 +266,12 @@ def _decode_kernel(
 
 
 class DecodeWorkspace:
-    """Scratch for the splits, allocated once: pointers stay fixed under graph capture. Counters start and end at 0."""
+    """Scratch memory for the splits, allocated once: graphs need fixed addresses. Counters start and end at 0."""
 
     def __init__(
         self, max_rows: int, kv_heads: int, group: int, head_dim: int, device: torch.device, longest: int = 8192
     ) -> None:
-        """`longest`: keys of the longest sequence there will be."""
+        """`longest`: the keys of the longest possible sequence."""
         self.longest = longest
         parts = max(n * kv_heads * num_splits(n, kv_heads, longest) for n in range(1, max_rows + 1))
         self.partial = torch.empty(parts * group * head_dim, dtype=torch.float32, device=device)
@@ -287,15 +282,15 @@ class DecodeWorkspace:
 def num_splits(n: int, kv_heads: int, longest: int) -> int:
     """Splits per (sequence, kv head), a power of two: 1,024 programs keep a GPU busy.
 
-    More than are needed cost: programs with nothing to do took 6 us of 58 at 64 sequences of 900. Too few, and one long
-    sequence among many is read by too few programs.
+    Idle programs cost time: 6 of 58 us at 64 sequences of 900 tokens. With too few splits, too few programs read one
+    long sequence among many short ones.
     """
     least = 2 if longest <= 8192 else 4
     return max(least, min(MAX_SPLITS, 1 << (max(1, 1024 // (n * kv_heads)).bit_length() - 1)))
 
 
 class Form(NamedTuple):
-    """What a launch is compiled for, beyond the model: decided by how many sequences there are, not by lengths."""
+    """The compile-time parameters of a launch. They depend on the number of sequences, not on lengths."""
 
     tile: int
     warps: int
@@ -306,22 +301,22 @@ class Form(NamedTuple):
 
 
 def form_for(n: int, kv_heads: int, longest: int) -> Form:
-    """The fastest measured for n sequences, in whole steps of Qwen3-8B at the clock the card keeps up.
+    """The form that was fastest for n sequences, in whole steps of Qwen3-8B at the clock that the card sustains.
 
-    Alone and cool, programs of one warp with tiles of 32 in 4 splits took 0.87 to 0.93 of the time at 96 to 192
-    sequences; within steps that run for seconds, the clock down by a quarter, they gained 2 % at contexts of 256 and
-    lost 2 to 4 % at 300 to 1,500.
+    At full clock, programs of one warp with tiles of 32 in 4 splits took 0.87 to 0.93 of the time at 96 to 192
+    sequences. In steps that run for seconds the clock falls by a quarter: there they gained 2 % at contexts of 256
+    tokens and lost 2 to 4 % at 300 to 1,500.
     """
     pairs, splits = n * kv_heads, num_splits(n, kv_heads, longest)
-    if pairs <= 64:  # latency counts: the first tile is loaded before the kernel ahead has ended
+    if pairs <= 64:  # latency matters: load the first tile before the previous kernel has ended
         return Form(64, 4, 3, 64, splits, True)
-    if pairs >= 1792:  # many short programs: the more fit on a multiprocessor at once, the less its last wave idles
+    if pairs >= 1792:  # many short programs: more of them on a multiprocessor leave less idle time at the end
         return Form(32, 1, 4, 1024, splits, False)
     return Form(64, 2, 4, 256 if pairs < 512 else 1024, splits, False)
 
 
 def form_for_fp8(n: int, kv_heads: int, longest: int) -> Form:
-    """`form_for` where keys and values have 8 bits: the same bytes are twice the tokens."""
+    """`form_for` for 8-bit keys and values: twice the tokens in the same bytes."""
     pairs, splits = n * kv_heads, num_splits(n, kv_heads, longest)
     if pairs <= 64:
         return Form(64, 2, 3, 64, splits, True)
@@ -340,8 +335,8 @@ def decode_attention(
 
     q: [n, heads * d] (row stride free); or, with `fused` = (qk_weight [heads + kv_heads, d] or None, rope table fp32
     [positions, d], eps), rows [n, (heads + 2 kv_heads) * d] of the qkv projection. `pdl` needs `fused`: the kernel
-    then starts before the one ahead of it has ended, and may read neither what that wrote to the cache nor its
-    lengths. kv_scales: fp32 [2, kv_heads] of a cache of 8-bit numbers (engine/attention/kv_fp8.py).
+    then starts before the previous one has ended, so it must not read lengths or cache entries which that one writes.
+    kv_scales: fp32 [2, kv_heads] of an 8-bit cache (engine/attention/kv_fp8.py).
     """
     n = seq_lens.shape[0]
     block_size, kv_heads, head_dim = k_cache.shape[1:]

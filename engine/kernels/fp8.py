@@ -1,26 +1,17 @@
 """Linear layers whose weights are e4m3 with a scale per row (engine.model.linear.Fp8Weight).
 
-    1 token     gemv: weights are widened as they are read, activations stay as they are
-    2 to 64     a kernel of its own, on the tensor cores: e4m3 times e4m3, a row of activations as the sum of two
-    more        torch._scaled_mm: e4m3 times e4m3, a row of activations rounded to one
+    1 token     gemv: weights are widened as they are read, activations are not rounded
+    2 to 64     this file's kernel, on the tensor cores: e4m3 times e4m3, each row of activations as a sum of two rows
+    more        torch._scaled_mm: e4m3 times e4m3, each row of activations rounded to one row
 
-Up to 64 tokens all the time is reading weights. Widening them there would be bound by arithmetic; instead each row of
-activations is written as high + low / 16, both e4m3, low what high has left. That is as near as bfloat16 is, and the
-weights go to the tensor cores as they lie in memory. Beyond, arithmetic counts, and is twice as fast in e4m3; there
-activations lose what weights have lost. Scales per row of both sides are Micikevicius et al., FP8 formats for deep
-learning, 2022.
+Up to 64 tokens the time is spent on reading weights. Widening them in registers would make arithmetic the limit.
+Instead each row of activations is written as high + low / 16, both e4m3, where low is the rounding error of high. This
+is as precise as bfloat16, and the weights go from memory to the tensor cores unchanged. Beyond 64 tokens arithmetic is
+the limit, and e4m3 is twice as fast; there activations lose as much precision as the weights. Scales per row on both
+sides are those of Micikevicius et al., FP8 formats for deep learning, 2022.
 
-Measured on an H200, a layer's four products of Qwen3-8B (bfloat16 -> e4m3, the rounding of activations included, in
-us): 1 token 97 -> 58, 256 tokens 158 -> 120, 8,192 tokens 3,960 -> 2,240. Of 16 tokens, without rounding (1.3 to 2.4
-us each): output 9.7 -> 6.5, gate and up 50 -> 30.4, down 25.6 -> 15.5; of 64, 10.5 -> 8.7, 53.9 -> 42, 27.3 -> 19.0.
-Widening the weights in registers instead took 15, 9.1, 35.9 and 21.0 us at 8 tokens. Products of activations in two
-parts are off by 6e-4 (bfloat16's own rounding: 1.7e-3), of activations in one by 0.027.
-
-Qwen3-0.6B is too small to gain beyond one request: a decode step of 1, 16, 64 and 256 takes 0.63, 1.07, 1.44 and 3.01
-ms for 0.76, 1.00, 1.25 and 2.76; its prefill 418,000 tokens a second for 365,000. With random weights its logits are
-0.12 of their norm from float32's at up to 64 tokens a step and 0.16 beyond; bfloat16's are 0.014 (mean difference of a
-log-probability: 0.06, 0.08 and 0.007). Weights take 0.60 GB for 1.19, Qwen3-8B's 8.20 for 16.38. A whole step
-of Qwen3-8B has not been timed, only its products.
+The four products of a layer of Qwen3-8B on an H200, bfloat16 -> e4m3: 97 -> 58 us for 1 token, 158 -> 120 us for 256,
+3,960 -> 2,240 us for 8,192 (MEASURED.md, with errors and smaller models).
 """
 
 from __future__ import annotations
@@ -34,9 +25,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from engine.kernels.gemv import ScaledMatrix, gemv
 
 SKINNY = 64  # tokens
-E4M3_MAX = 448.0  # of e4m3
-BLOCK_K = 128  # as many products are summed before float32 takes over: the tensor cores keep fewer bits
-LOW = 16.0  # what is left of a number after rounding to e4m3 is at most a sixteenth of it
+E4M3_MAX = 448.0
+BLOCK_K = 128  # products summed on the tensor cores, which keep fewer bits, before they are added in float32
+LOW = 16.0  # the rounding error of e4m3 is at most a sixteenth of the number
 
 
 @triton.jit
@@ -66,7 +57,7 @@ def _round_rows_kernel(
         v = (s * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
     else:
         v = tl.load(x + row * K + k, mask=inside, other=0.0).to(tl.float32)
-    largest = tl.max(tl.where(v != v, float("inf"), tl.abs(v)), 0)  # a row with a NaN is bad as a whole
+    largest = tl.max(tl.where(v != v, float("inf"), tl.abs(v)), 0)  # a NaN makes the whole row bad
     tl.store(scale + row, largest / MOST)
     v = v * (MOST / tl.maximum(largest, 1e-30))
     high = v.to(values.dtype.element_ty)
@@ -79,7 +70,7 @@ def _round_rows_kernel(
 def round_rows(x: torch.Tensor, *, silu: bool = False, both: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, K] -> e4m3 [T, K] and scale fp32 [T, 1]; with `silu`, of silu(gate) * up for x = gate, up [T, 2 K].
 
-    With `both`, e4m3 [2 T, K]: the high parts, and behind them the low ones, to be divided by LOW.
+    With `both`, e4m3 [2 T, K]: first the high parts, then the low parts, which are to be divided by LOW.
     """
     tokens, k = x.shape[0], x.shape[1] // (2 if silu else 1)
     values = torch.empty(tokens * (2 if both else 1), k, dtype=torch.float8_e4m3fn, device=x.device)
@@ -92,7 +83,7 @@ def round_rows(x: torch.Tensor, *, silu: bool = False, both: bool = False) -> tu
     return values, scale
 
 
-@triton.jit(do_not_specialize=["M"])  # of any number of tokens the same program
+@triton.jit(do_not_specialize=["M"])  # one compiled program for any number of tokens
 def _skinny_kernel(
     x,
     x_scale,
@@ -123,7 +114,7 @@ def _skinny_kernel(
     low = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for k0 in tl.range(0, SPAN, BLOCK_K, num_stages=STAGES):
         a = w.load([tile * BLOCK_N, part * SPAN + k0])
-        b = x.load([0, part * SPAN + k0])  # rows past M are other rows or zeros: they are not stored
+        b = x.load([0, part * SPAN + k0])  # rows past M belong to the low parts or are zeros; they are not stored
         c = x.load([M, part * SPAN + k0])
         high = tl.dot(a, b.T, high, max_num_imprecise_acc=BLOCK_K)
         low = tl.dot(a, c.T, low, max_num_imprecise_acc=BLOCK_K)
@@ -137,9 +128,9 @@ def skinny(
     values: torch.Tensor, scale: torch.Tensor, w: ScaledMatrix, parts: int = 1, dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Of x [M, K], M at most 64, as round_rows(both=True) left it -> x W^T as [parts, M, N], in so many parts of K.
+    """The result of round_rows(both=True) for x [M, K], M at most 64 -> x W^T as [parts, M, N], to be summed.
 
-    K must be a multiple of 128 times `parts`.
+    K is cut into `parts` parts and must be a multiple of 128 times `parts`.
     """
     m, (n, k) = len(scale), w.shape
     block_m = max(16, triton.next_power_of_2(m))
@@ -156,7 +147,7 @@ def skinny(
 def product(
     values: torch.Tensor, scale: torch.Tensor, w: ScaledMatrix, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What round_rows left of x [T, K] -> x W^T [T, N] in bfloat16."""
+    """The result of round_rows for x [T, K] -> x W^T [T, N] in bfloat16."""
     if out is None:
         out = torch.empty(len(values), len(w.values), dtype=torch.bfloat16, device=values.device)
     torch._scaled_mm(
@@ -168,7 +159,7 @@ def product(
 
 def fp8_linear(x: torch.Tensor, w: ScaledMatrix, out: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, K] bfloat16 -> x W^T [T, N], in `out` if given."""
-    if not len(x):  # a step in which nobody samples; the copy engine cannot be told of a tensor without rows
+    if not len(x):  # a step in which no row samples; the copy engine does not accept a tensor without rows
         return x.new_empty(0, w.shape[0])
     if len(x) == 1:
         return gemv(x, w, out=out)

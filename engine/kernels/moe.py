@@ -1,32 +1,17 @@
-"""A mixture of experts as grouped products: the pairs of a token and one of its experts lie sorted by expert, and a
-program multiplies one tile of them by one tile of that expert's weights.
+"""A mixture of experts as grouped matrix products.
+
+The pairs of a token and one of its experts are sorted by expert. A program multiplies one tile of pairs by one tile of
+their expert's weights.
 
     gate_up   rows of x, gathered by token -> silu(gate) · up, sorted
-    down      those rows, times the pair's weight -> one row for each pair, where the token wants it
+    down      those rows, times the pair's weight -> one row for each pair, in the order of the tokens
     total     the sum of each token's pairs, in a fixed order
 
 T tokens of hidden size H; E experts of inner size I, K of them for each token; P = T · K pairs. The weights are
-gate_up [E, 2 I, H] (gates before ups) and down [E, H, I], read by the bulk tensor copy engine: H and I must be
+gate_up [E, 2 I, H] (gates before ups) and down [E, H, I]. The bulk tensor copy engine reads them, so H and I must be
 multiples of 8 in half precision.
 
-Measured on an H200 at Qwen3-30B-A3B's layer (H 2,048, E 128, I 768, K 8) in CUDA graphs, in microseconds; the limit is
-the larger of the bytes of the experts that are used at 4.1 TB/s and the operations at 680 TFLOP/s, which is what this
-card sustains:
-
-    tokens        2     8    16    64   128   256   512  1,024  2,048  8,192
-    limit        36   118   198   289   295   295   295    295    295    910
-    products     42   117   187   271   280   291   320    383    470  1,216
-    routing       7     7     7     7           8           12     16     40
-    sum           2     2     2     2     2     3     4      6     20     70
-
-Up to 256 tokens the time is reading weights. From 512 on, tiles are filled to a half or two thirds, and each tile of
-weights is read from the L2 cache once for every tile of rows. In the end it is the products, at 540 to 590 TFLOP/s with
-a ninth of the rows padding.
-
-What did not pay: x sorted ahead, so that its tiles too come by the copy engine (gate_up 275 us for 315 at 2,048 tokens,
-as much as the sorting costs; nothing at 8,192); a persistent gate_up (1,060 us for 750); tiles of 256 rows; slices of
-128 with two stages. Down by itself takes 370 us at 8,192 when it is persistent, 425 when it is not: its sums are short,
-so storing one tile and loading the next are a large part of it.
+At Qwen3-30B-A3B's shape, up to 256 tokens, nearly all the time is spent on reading weights (MEASURED.md).
 """
 
 from __future__ import annotations
@@ -44,8 +29,10 @@ from engine.kernels.moe_route import Form, Routes, form_for, route
 
 
 class Tile(NamedTuple):
-    """Rows of a program's weights, of which gate_up takes as many gates and as many ups; its slice of what is summed
-    over; warps; tiles on their way."""
+    """The tile of weights of one program: `n` rows (gate_up: n gates and n ups), `k` columns at a time.
+
+    `stages`: tiles that are loaded ahead.
+    """
 
     n: int
     k: int
@@ -54,7 +41,7 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """How many pairs a tile holds, whether they stand on the narrow side of the product, and each product's tile."""
+    """Pairs in a tile, whether they are on the narrow side of the product, and the tile of each product."""
 
     rows: int
     narrow: bool
@@ -153,7 +140,7 @@ def _down_tile(
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k0 in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
-        a = inner.load([first, k0])  # rows past this tile's are another's, or zeros: nobody stores them
+        a = inner.load([first, k0])  # rows past this tile belong to others or are zeros; they are not stored
         b = w.load([at, k0])
         if NARROW:
             acc = tl.dot(b, a.T, acc, input_precision="ieee")
@@ -195,7 +182,7 @@ def _down_kernel(
         gdc_launch_dependents()
     works = tl.load(tiles + 3) * ((H + BLOCK_N - 1) // BLOCK_N)
     first = tl.program_id(0)
-    if PERSISTENT:  # the next tile's loads are on their way while this one is stored
+    if PERSISTENT:  # loads the next tile while it stores this one
         for work in tl.range(first, works, tl.num_programs(0), flatten=True):
             _down_tile(
                 inner, w, out, order, tiles, weights, work, H, INNER, BLOCK_M, BLOCK_N, BLOCK_K, NARROW, STAGES
@@ -223,8 +210,8 @@ def _total_kernel(
 
 
 def tiles_for(tokens: int, per_token: int, experts: int) -> Tiles:
-    """The tiles measured fastest."""
-    each = tokens * per_token / experts  # pairs of an expert, if all are used alike
+    """The tiles that were fastest in measurements."""
+    each = tokens * per_token / experts  # pairs of an expert, if all experts get the same number
     if each <= 10:
         return Tiles(16, True, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3))
     if each <= 20:
@@ -235,7 +222,7 @@ def tiles_for(tokens: int, per_token: int, experts: int) -> Tiles:
 
 
 def forms(most: int, hidden: int, experts: int, per_token: int) -> list[int]:
-    """Numbers of tokens up to `most`, such that steps of these use every form of the kernels that any step does."""
+    """Numbers of tokens whose steps together use every form of the kernels that steps of up to `most` tokens use."""
     found: dict[tuple[Tiles, Form], int] = {}
     for tokens in range(1, most + 1):
         tiles = tiles_for(tokens, per_token, experts)
@@ -251,8 +238,10 @@ def _processors(device: torch.device) -> int:
 def products(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routes: Routes, tiles: Tiles, *, pdl: bool = True
 ) -> torch.Tensor:
-    """x [T, H] -> [T, K, H]: what each of a token's experts adds to it. Rows of tokens without experts are left as they
-    are found."""
+    """x [T, H] -> [T, K, H]: the weighted output of each token's experts.
+
+    Rows of tokens without experts are not written.
+    """
     (tokens, hidden), (experts, inner_size) = x.shape, (len(down), down.shape[2])
     pairs, each = len(routes.order), routes.weights.shape[1]
     inner = torch.empty(pairs, inner_size, dtype=x.dtype, device=x.device)
@@ -295,10 +284,10 @@ def each_expert(
     x: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, per_token: int, normalised: bool,
     load: torch.Tensor, live: torch.Tensor | None = None, *, tiles: Tiles | None = None, pdl: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """x [T, H] -> [T, K, H], to be summed over K: what each token's experts make of it, times their weights.
+    """x [T, H] -> [T, K, H]: the weighted output of each token's experts, to be summed over K.
 
-    Adds to load int64 [E] how many tokens each expert got. `live` int32 [1]: only so many tokens, the first, count;
-    the others' rows are left as they are found. `tiles` overrides `tiles_for`.
+    Adds the tokens of each expert to load int64 [E]. `live` int32 [1]: only the first `live` tokens count, and only
+    their rows are written. `tiles` overrides `tiles_for`.
     """
     tiles = tiles or tiles_for(len(x), per_token, len(router))
     routes = route(x, router, per_token, normalised, load, tiles.rows, live, pdl=pdl)

@@ -1,16 +1,14 @@
-"""A mixture of experts for one token: two matrix-vector products over the experts it is sent to, all of whose time is
-reading their weights.
+"""A mixture of experts for one token: two matrix-vector products over its experts.
 
-    pick      the router's logits -> the K experts, and what they count
-    gate_up   silu(gate) · up of a few rows of one of them, with the norm before it
-    down      a few rows of the result over all K experts, with the residual behind it
+Nearly all the time is spent on reading the experts' weights.
+
+    pick      the router's logits -> the K experts and their weights
+    gate_up   silu(gate) · up of a few rows of one expert, with the norm before it
+    down      a few rows of the result over all K experts, plus the residual
 
 Shapes: x [1, H], gate_up [E, 2 I, H] (gates before ups), down [E, H, I].
 
-Measured on an H200 at Qwen3-30B-A3B's layer (H 2,048, I 768, 8 of 128 experts), with the router before it: 28 us; to
-read those experts at 4.1 TB/s takes 18.4. The rest is the way from one kernel to the next, four times. Letting every
-program of gate_up find the experts by itself took 34 us: comparing all with all takes so many registers that two
-programs share a multiprocessor where eight can.
+At Qwen3-30B-A3B's shape it takes 28 us with the router; reading the weights alone takes 18.4 us (MEASURED.md).
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.kernels.moe_route import most_probable
 
-MOST_EXPERTS = 256  # one program compares all with all
+MOST_EXPERTS = 256  # one program compares every expert with every other
 
 
 @triton.jit
@@ -45,7 +43,7 @@ def _pick_kernel(
     logit = tl.load(logits + e, mask=e < E, other=float("-inf")).to(tl.float32)
     counted = tl.load(live) > 0
     before = tl.load(load + e, mask=e < E, other=0)
-    # The rank of an expert: how many are more probable, or as probable and before it.
+    # The rank of an expert: the number of experts that are more probable, or equally probable with a lower index.
     score = most_probable(logit, e, E)
     more = (score[None, :] > score[:, None]) | ((score[None, :] == score[:, None]) & (e[None, :] < e[:, None]))
     rank = tl.sum(more.to(tl.int32), 1)
@@ -83,7 +81,7 @@ def _gate_up_kernel(
         gdc_wait()
         gdc_launch_dependents()
     row = w + (tl.load(chosen + slot).to(tl.int64) * 2 * INNER + n)[:, None] * H + k[None, :]
-    # The first tiles are on their way while the norm is computed.
+    # Load the first tiles while the norm is computed.
     first = tl.load(row, mask=rows & (k < H)[None, :], other=0.0, eviction_policy="evict_first")
     first2 = tl.load(row + INNER * H, mask=rows & (k < H)[None, :], other=0.0, eviction_policy="evict_first")
     square = tl.zeros([BLOCK_K], tl.float32)
@@ -134,7 +132,7 @@ def _down_kernel(
     CHUNKS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    # The kernel before this one has waited for `chosen`, so these weights can be on their way before it ends.
+    # The kernel before this one has waited for `chosen`, so these weights can be loaded before it ends.
     early = ()
     for slot in tl.static_range(AHEAD):
         expert = tl.load(chosen + slot).to(tl.int64)
@@ -173,8 +171,8 @@ def one_token(
 ) -> torch.Tensor:  # fmt: skip
     """x [1, H], logits [1, E] of its norm (weight, eps) -> x + experts(norm(x)) [1, H].
 
-    Adds 1 to load int64 [E] where the token goes, unless `live` int32 [1] is 0. The tiles are (rows, columns, warps),
-    down's with the number of experts that are read ahead.
+    Adds 1 to load int64 [E] for each chosen expert, unless `live` int32 [1] is 0. The tiles are (rows, columns, warps);
+    down's has a fourth number, the experts that are read ahead.
     """
     hidden, (experts, _, inner_size) = x.shape[1], down.shape
     inner = torch.empty(per_token, inner_size, dtype=x.dtype, device=x.device)

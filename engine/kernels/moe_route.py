@@ -1,16 +1,15 @@
-"""Which experts each token goes to, and the (token, expert) pairs in an order in which those of an expert lie together:
-all on the device, so that a CUDA graph may hold it.
+"""Chooses the experts of each token and sorts the (token, expert) pairs by expert.
+
+All of it runs on the device, so a CUDA graph can contain it.
 
     router   x · router^T, in fp32 parts over slices of the hidden size
-    choose   softmax and top-k of each token; how many pairs each expert has got so far numbers its pairs
-    group    from the experts' counts: where each pair goes, and the tiles that the products work on
+    choose   softmax and top-k of each token; numbers each pair by the pairs that its expert has so far
+    group    from the experts' counts: the place of each pair, and the tiles of the products
 
-T tokens of hidden size H, E experts, K of them for each token; a pair is t · K + k. The order of the pairs within an
-expert differs from run to run (they are numbered by atomic counters); what is computed for a pair does not depend on
-its place.
+T tokens of hidden size H, E experts, K of them for each token; a pair is t · K + k. Atomic counters number the pairs,
+so their order within an expert differs from run to run; the result of a pair does not depend on its place.
 
-Measured on an H200 at H = 2,048, E = 128, K = 8, all three together: 7 us at 2 to 64 tokens, 8 at 256, 16 at 2,048, 40
-at 8,192. Programs of one warp with one token or two; the same work for 4 tokens a program took twice as long at 64.
+All three take 7 us for up to 64 tokens of Qwen3-30B-A3B on an H200 (MEASURED.md).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 ROUTER_PROGRAMS = 128
 
 
-@triton.jit(do_not_specialize=["T"])  # of any number of tokens the same program
+@triton.jit(do_not_specialize=["T"])  # one compiled program for any number of tokens
 def _router_kernel(
     x,
     router,
@@ -67,7 +66,7 @@ def _router_kernel(
 
 @triton.jit
 def most_probable(logits, e, E):
-    """logits fp32 [..., BLOCK_E] -> what top-k compares: no NaN, -inf only where there is no expert."""
+    """logits fp32 [..., BLOCK_E] -> the values for top-k: no NaN, and -inf only where there is no expert."""
     low = tl.where(logits > -3.0e38, logits, -3.0e38)
     return tl.where(e < E, low, float("-inf"))
 
@@ -161,10 +160,10 @@ def _group_kernel(
     count = tl.load(counts + e, mask=e < E, other=0)
     before = tl.sum(tl.where(e[None, :] < expert[:, None], count[None, :], 0), 1)
     tl.store(order + before + place, pair, mask=valid)
-    # This program's share of the tiles.
+    # The tiles of this program.
     ends = tl.cumsum((count + BLOCK_M - 1) // BLOCK_M, 0)
     j = tl.program_id(0) * BLOCK_TILES + tl.arange(0, BLOCK_TILES)
-    of = tl.sum((ends[None, :] <= j[:, None]).to(tl.int32), 1)  # its expert; E: no tile
+    of = tl.sum((ends[None, :] <= j[:, None]).to(tl.int32), 1)  # the tile's expert; E: no tile
     earlier = e[None, :] < of[:, None]
     begin = tl.sum(tl.where(earlier, count[None, :], 0), 1)
     size = tl.sum(tl.where(e[None, :] == of[:, None], count[None, :], 0), 1)
@@ -181,34 +180,36 @@ def _group_kernel(
 
 @dataclass(slots=True)
 class Routes:
-    """Where the products find their rows: tile j holds tiles[j, 2] pairs of expert tiles[j, 0], order[tiles[j, 1]] the
-    first of them. There are tiles[0, 3] of them; those behind are of no rows."""
+    """The rows of the products.
 
-    weights: torch.Tensor  # [T, K]   what each pair's output counts
+    Tile j holds tiles[j, 2] pairs of expert tiles[j, 0], from order[tiles[j, 1]] on. tiles[0, 3] tiles are in use; the
+    others have no rows.
+    """
+
+    weights: torch.Tensor  # [T, K]   the weight of each pair's output
     order: torch.Tensor  # int32 [T·K]
     tiles: torch.Tensor  # int32 [tiles, 4]
 
 
 def most_tiles(pairs: int, experts: int, rows: int) -> int:
-    """As many tiles of `rows` are needed at most."""
+    """The largest number of tiles of `rows` pairs that any routing needs."""
     used = min(pairs, experts)
     return used + (pairs - used) // rows
 
 
 class Form(NamedTuple):
-    """Tokens of a tile of the router, slices of the hidden size, experts of a tile; tokens of a program of choose;
-    pairs and tiles of one of group."""
+    """Tile sizes of the three kernels."""
 
-    tokens: int
-    split: int
-    experts: int
-    choose: int
-    pairs: int
-    tiles: int
+    tokens: int  # in a tile of the router
+    split: int  # slices of the hidden size
+    experts: int  # in a tile of the router
+    choose: int  # tokens in a program of choose
+    pairs: int  # in a program of group
+    tiles: int  # in a program of group
 
 
 def form_for(tokens: int, hidden: int, experts: int, per_token: int, rows: int) -> Form:
-    """The one measured fastest. `rows`: pairs of a tile of the products."""
+    """The form that was fastest in measurements. `rows`: pairs in a tile of the products."""
     block_m = 16 if tokens <= 512 else 64
     block_k = _block_k(hidden)
     programs = triton.cdiv(tokens, block_m)
@@ -234,9 +235,9 @@ def route(
     x: torch.Tensor, router: torch.Tensor, per_token: int, normalised: bool, load: torch.Tensor, rows: int,
     live: torch.Tensor | None = None, *, pdl: bool = True,
 ) -> Routes:  # fmt: skip
-    """x [T, H], router [E, H] -> the pairs in tiles of at most `rows`; adds to load int64 [E].
+    """x [T, H], router [E, H] -> the pairs in tiles of at most `rows`.
 
-    `live` int32 [1]: only so many tokens, the first, are sent to experts; the others are padding.
+    Adds the number of tokens of each expert to load int64 [E]. `live` int32 [1]: only the first `live` tokens are routed; the others are padding.
     """
     (tokens, hidden), experts = x.shape, len(router)
     pairs, device = tokens * per_token, x.device

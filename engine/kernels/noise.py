@@ -1,10 +1,10 @@
 """Counter-based sampling noise: Gumbel variates that are a pure function of (seed, sample index, position, token id).
 
-No generator state exists, so a draw depends neither on the batch it is made in, nor on chunks, preemptions or the
-cache. All arithmetic is on 32-bit words that wrap around, and so the same in numpy, torch and Triton.
+There is no generator state, so a draw does not depend on its batch, on chunks, preemptions or the cache. All arithmetic
+is on 32-bit words that wrap around, and therefore the same in numpy, torch and Triton.
 
-Two 32-bit keys are made of the seed and the sample index when a request joins. Each position turns them into the start
-and the (odd) increment of a Weyl sequence over the token ids, which `mix` scrambles: splitmix with a gamma per draw.
+When a request joins, its seed and sample index become two 32-bit keys. At each position the keys give the start and the
+(odd) increment of a Weyl sequence over the token ids, which `mix` scrambles: splitmix with a gamma per draw.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GOLDEN, MURMUR = 0x9E3779B1, 0x85EBCA6B
 
 
 def mix_int(x: int) -> int:
-    """The finaliser on one Python integer, 32 bits."""
+    """The finaliser of a hash, for one 32-bit Python integer."""
     x &= WORD
     x = ((x ^ (x >> 16)) * MIX_1) & WORD
     x = ((x ^ (x >> 15)) * MIX_2) & WORD
@@ -27,19 +27,19 @@ def mix_int(x: int) -> int:
 
 
 def request_keys(seed: int, sample_index: int) -> tuple[int, int]:
-    """Two signed 32-bit keys of a request: from all 64 bits of its seed and from which of n samples it is."""
+    """Two signed 32-bit keys of a request, from all 64 bits of its seed and from its sample index."""
     low = mix_int((seed & WORD) + mix_int(sample_index * GOLDEN))
     high = mix_int(((seed >> 32) & WORD) ^ low)
     return signed(mix_int(low + high * MURMUR)), signed(mix_int(high ^ GOLDEN))
 
 
 def signed(word: int) -> int:
-    """A 32-bit word as int32 has it."""
+    """A 32-bit word as a signed integer."""
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
 def mix(x: torch.Tensor) -> torch.Tensor:
-    """The finaliser on an int32 tensor; may overwrite it. Right shifts are arithmetic in torch, hence the masks."""
+    """The finaliser for an int32 tensor, which it overwrites. Right shifts are arithmetic in torch, hence the masks."""
     x ^= (x >> 16) & 0xFFFF
     x *= signed(MIX_1)
     x ^= (x >> 15) & 0x1FFFF
@@ -49,7 +49,7 @@ def mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def hashes(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """int32 [s, vocab_size] of the draws at `positions` [s] by requests with `keys` int32 [s, 2]."""
+    """Random int32 [s, vocab_size] for the draws at `positions` [s] of requests with `keys` int32 [s, 2]."""
     start = mix(keys[:, 0] + positions.to(torch.int32) * signed(GOLDEN))
     step = ((start * signed(MURMUR)) ^ keys[:, 1]) | 1
     ids = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
@@ -59,13 +59,13 @@ def hashes(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torc
 def gumbel(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Standard Gumbel noise, fp32 [s, vocab_size], all finite: −log(E) with E = −log(1 − u) exponential.
 
-    u has 31 bits. Small u decide who wins, and near 0 floating point keeps all of them apart.
+    u has 31 bits. Small values of u decide the draw, and floating point distinguishes all values near 0.
     """
     return _gumbel((hashes(keys, positions, vocab_size) & 0x7FFFFFFF).to(torch.float32))
 
 
 def host_gumbel(keys: np.ndarray, positions: np.ndarray, vocab_size: int) -> torch.Tensor:
-    """The same on a CPU, from arrays: a third of the time, for numpy has unsigned words and cheaper calls."""
+    """The same on a CPU, from arrays: numpy takes a third of the time, with unsigned words and cheaper calls."""
     start = _host_mix(keys[:, 0].view(np.uint32) + positions.astype(np.uint32) * np.uint32(GOLDEN))
     step = ((start * np.uint32(MURMUR)) ^ keys[:, 1].view(np.uint32)) | np.uint32(1)
     words = _host_mix(np.arange(vocab_size, dtype=np.uint32) * step[:, None] + start[:, None])
@@ -74,7 +74,7 @@ def host_gumbel(keys: np.ndarray, positions: np.ndarray, vocab_size: int) -> tor
 
 
 def _host_mix(x: np.ndarray) -> np.ndarray:
-    """`mix` on an uint32 array, in place."""
+    """`mix` for a uint32 array, in place."""
     x ^= x >> np.uint32(16)
     x *= np.uint32(MIX_1)
     x ^= x >> np.uint32(15)
@@ -84,6 +84,6 @@ def _host_mix(x: np.ndarray) -> np.ndarray:
 
 
 def _gumbel(bits: torch.Tensor) -> torch.Tensor:
-    """Of 31 random bits each, as fp32; overwritten."""
+    """Gumbel noise from 31 random bits each, given as fp32; overwrites them."""
     bits.add_(0.5).mul_(-(2.0**-31)).clamp_min_(-1 + 2.0**-24)
     return bits.log1p_().neg_().log_().neg_()

@@ -1,11 +1,7 @@
 """Row-wise kernels around the matrix products: (residual +) RMSNorm, q/k norm + RoPE + KV store, SiLU-and-multiply.
 
-Each reads its input once and writes its output once. Shapes are those of engine/model/ops.py, their specification;
-roundings fall at the same places. Measured on an H200 at 8,192 tokens of Qwen3-8B's shape: norm 68 us (3.9 TB/s), q/k
-norm + RoPE + store 72 us, SiLU 140 us (4.3 TB/s); at 64 tokens 2.7, 3.2 and 2.8 us. To a cache of 8-bit numbers the
-store took 114 and 3.8 us with the keys in one tile with the queries; apart from them, as now, it has not been timed.
-What did not pay: prefetching the next layer's weights to L2 from here (a step of 64 rows of 8B took 6.1 ms for 5.8: the
-kernel ends only when its prefetches do).
+Each reads its input once and writes its output once. engine/model/ops.py specifies shapes and roundings. On an H200
+they run at 3.9 to 4.3 TB/s for 8,192 tokens of Qwen3-8B (MEASURED.md).
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     mask = i < H
-    w = tl.load(weight + i, mask=mask, other=0.0)  # does not depend on the kernel before
+    w = tl.load(weight + i, mask=mask, other=0.0)  # does not depend on the previous kernel
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -58,9 +54,9 @@ def _rms_norm_kernel(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, *, pdl: bool = False
 ) -> torch.Tensor:
-    """x [..., H] -> rms_norm(x) * weight; with `residual` [T, H]: residual += x in place, and its norm is returned.
+    """x [..., H] -> rms_norm(x) * weight; with `residual` [T, H]: adds x to it in place and returns its norm.
 
-    x may be fp32 [parts, T, H], as engine.kernels.split_linear leaves it: the sum of its parts is what is meant.
+    x may be fp32 [parts, T, H], as engine.kernels.split_linear returns it; its parts are summed first.
     """
     hidden = x.shape[-1]
     parts = x.shape[0] if x.dtype == torch.float32 and x.dim() == 3 else 1
@@ -110,7 +106,7 @@ def _qk_norm_rope_store_kernel(
     v = tl.load(v_at, mask=inside)
     cell = slot + j[:, None] * D + d[None, :]
     if k_cache.dtype.element_ty == tl.float8e4nv:
-        # The row, too, holds what the cache does: attention may read this step's keys and values from either.
+        # The qkv row gets the rounded values of the cache: attention may read this step's keys from either.
         mask = h < HEADS
         rotated = norm_rope(base, qk_weight, rope, position, h, mask, EPS, HAS_NORM, D)
         k = norm_rope(base, qk_weight, rope, position, HEADS + j, j < KV_HEADS, EPS, HAS_NORM, D)
@@ -118,7 +114,7 @@ def _qk_norm_rope_store_kernel(
         v_scale = tl.load(kv_scales + KV_HEADS + j, mask=j < KV_HEADS, other=1.0)[:, None]
         small_k = (k.to(tl.float32) * tl.div_rn(1.0, k_scale)).to(tl.float8e4nv)
         small_v = (v.to(tl.float32) * tl.div_rn(1.0, v_scale)).to(tl.float8e4nv)
-        tl.debug_barrier()  # all of the row has been read: queries and keys are rotated in place
+        tl.debug_barrier()  # the whole row has been read: queries and keys are rotated in place
         tl.store(k_cache + cell, small_k, mask=inside)
         tl.store(v_cache + cell, small_v, mask=inside)
         k = (small_k.to(tl.float32) * k_scale).to(k.dtype)
@@ -146,8 +142,9 @@ def qk_norm_rope_store(
     *,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """As ops.qk_norm_rope_store, with rope = (table fp32 [max_positions, D], positions int64 [T]). Queries and keys
-    rotate in place.
+    """ops.qk_norm_rope_store in one kernel; rope = (table fp32 [max_positions, D], positions int64 [T]).
+
+    Queries and keys are rotated in place.
     """
     kv_heads, dim = k_cache.shape[2:]
     tokens = qkv.shape[0]
@@ -197,6 +194,6 @@ def silu_mul(gate_up: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
     tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, inner, dtype=gate_up.dtype, device=gate_up.device)
     blocks = triton.cdiv(inner, 1024)
-    # One grid axis: the others end at 65,535, and a step may have more tokens.
+    # One grid axis: the others are limited to 65,535, and a step may have more tokens.
     _silu_mul_kernel[(tokens * blocks,)](gate_up, out, inner, blocks, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl)
     return out

@@ -1,25 +1,19 @@
-"""Causal attention of chunks of queries over a paged cache (prefill, and extends after a cached prefix).
+"""Causal attention of chunks of queries over a paged cache: prefill, also after a cached prefix.
 
-Query heads that share a key/value head are packed into one tile: BLOCK_M rows are BLOCK_M / GROUP tokens, so every
-tile of keys is loaded once for all of them. Short extends over long contexts split the keys over programs (SPLITS >
-1); the program that finishes last combines, as in decode_attention.
+Query heads that share a key/value head are packed into one tile: BLOCK_M rows are BLOCK_M / GROUP tokens, so each tile
+of keys is loaded once for all of them. For short chunks after long contexts the keys are split over programs (SPLITS >
+1); the program that finishes last combines the splits, as in decode_attention.
 
-The keys and values of the chunk itself are read where the projection left them, whole tiles at a time by the bulk
-tensor copy engine; only the cached context goes through the block table.
-
-Measured on an H200, bf16, 4 prompts of 4,096, 8 kv heads of 128: 502 TFLOP/s with 32 query heads, 494 with 16 (through
-the block table alone 379 and 366; torch's own variable-length flash attention 327); 64 tokens after 2,048 cached: 25
-us.
-
-Steps in which nobody has keys of earlier steps have a form of their own, without the loops over the cache: 16 prompts
-of 512 take 151 us for 165. A context of 8-bit numbers (engine/attention/kv_fp8.py) costs more than one of 16 bits,
-because its tiles pass through registers on their way to the tensor cores: 8 x 64 tokens on 2,048 82 us for 61, 2 x
-2,048 on 2,048 668 for 499.
+The keys and values of the chunk itself are read from the output of the projection, in whole tiles, by the bulk tensor
+copy engine. Only the cached context is read through the block table. Steps without cached context have a form of their
+own, without the loops over the cache.
 
 Shapes: q [T, heads, d] with sequences laid end to end, cu_seqlens int32 [n + 1]; caches [blocks, block_size, kv_heads,
 d]; block_table int32 [n, max_blocks]; seq_lens int32 [n]. Token i of a sequence sees keys 0 ... seq_len - q_len + i.
 The grid is (tiles, kv_heads, splits) with tiles = T // tokens per tile + n, enough for any division of T into n
-sequences; which sequence a tile belongs to is found on the device, so a captured graph serves every such batch.
+sequences. The device finds the sequence of each tile, so a captured graph serves every such batch.
+
+On an H200, 4 prompts of 4,096 tokens run at 502 TFLOP/s (MEASURED.md).
 """
 
 from __future__ import annotations
@@ -37,8 +31,8 @@ MAX_SPLITS = 8
 
 @triton.jit
 def _softmax_step(q, k, v, seen, m, mass, acc, scale, MASKED: tl.constexpr):
-    """One tile of keys [TILE, D] into the running softmax; `seen` [BLOCK_M, TILE] says who sees which."""
-    k = k.to(q.dtype)  # from 8 bits; else they are of one type
+    """Add one tile of keys [TILE, D] to the running softmax; `seen` [BLOCK_M, TILE]: which query sees which key."""
+    k = k.to(q.dtype)  # changes only 8-bit keys
     v = v.to(q.dtype)
     scores = tl.dot(q, tl.trans(k))
     if MASKED:
@@ -46,7 +40,7 @@ def _softmax_step(q, k, v, seen, m, mass, acc, scale, MASKED: tl.constexpr):
     m_new = tl.maximum(m, tl.max(scores, 1) * scale)
     p = tl.exp2(scores * scale - m_new[:, None])
     if MASKED:
-        p = tl.where(seen, p, 0.0)  # a split may hold no key that a query sees: -1e30 less -1e30 is not 0 once fused
+        p = tl.where(seen, p, 0.0)  # a query may see no key of this split: -1e30 minus -1e30 is not 0 once fused
     alpha = tl.exp2(m - m_new)
     mass = mass * alpha + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
@@ -57,7 +51,7 @@ def _softmax_step(q, k, v, seen, m, mass, acc, scale, MASKED: tl.constexpr):
 def _over_cache(q, m, mass, acc, k_cache, v_cache, table, position, low, high, end, scale, kvh,
                 TOKEN: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
                 MASKED: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Keys [low, high) of the cache; MASKED where some lie after a query or at `end` or past it."""
+    """Add keys [low, high) of the cache. MASKED: some of them are after a query, or at or past `end`."""
     d = tl.arange(0, D)
     t = tl.arange(0, TILE)
     for n0 in tl.range(low, high, TILE, num_stages=STAGES):
@@ -70,7 +64,7 @@ def _over_cache(q, m, mass, acc, k_cache, v_cache, table, position, low, high, e
         k = tl.load(k_cache + offset[:, None] + d[None, :])
         v = tl.load(v_cache + offset[:, None] + d[None, :])
         if MASKED:
-            # A key past the end has weight 0, but 0 * NaN is NaN: blocks nobody owns may hold anything.
+            # A key past the end has weight 0, but 0 * NaN is NaN, and free blocks may hold NaN.
             v = tl.where((token < end)[:, None], v, 0.0)
         seen = (token[None, :] <= position[:, None]) & (token < end)[None, :]
         m, mass, acc = _softmax_step(q, k, v, seen, m, mass, acc, scale, MASKED)
@@ -80,14 +74,14 @@ def _over_cache(q, m, mass, acc, k_cache, v_cache, table, position, low, high, e
 @triton.jit
 def _over_chunk(q, m, mass, acc, keys, values, first, query, low, high, count, scale, kvh, D: tl.constexpr,
                 TILE: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Keys [low, high) of the chunk itself, which lies densely from row `first` on: whole tiles by the copy engine."""
+    """Add keys [low, high) of the chunk itself, whose rows begin at `first`; the copy engine reads whole tiles."""
     t = tl.arange(0, TILE)
     for n0 in tl.range(low, high, TILE, num_stages=STAGES):
         k = keys.load([first + n0, kvh * D])
         v = values.load([first + n0, kvh * D])
         token = n0 + t
         if MASKED:
-            v = tl.where((token < count)[:, None], v, 0.0)  # the next sequence's, which may be NaN
+            v = tl.where((token < count)[:, None], v, 0.0)  # rows of the next sequence, which may be NaN
         seen = (token[None, :] <= query[:, None]) & (token < count)[None, :]
         m, mass, acc = _softmax_step(q, k, v, seen, m, mass, acc, scale, MASKED)
     return m, mass, acc
@@ -133,7 +127,7 @@ def _prefill_kernel(
     TOKEN: tl.constexpr = KV_HEADS * D
     FP8: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
     kvh = tl.program_id(0)
-    index = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first: later tiles of a sequence see more keys
+    index = tl.num_programs(1) - 1 - tl.program_id(1)  # longest first: later tiles of a sequence see more keys
     split = tl.program_id(2)
     s = tl.arange(0, SEQS)
     begins = tl.load(cu_seqlens + first + s, mask=s < n, other=0)
@@ -151,13 +145,13 @@ def _prefill_kernel(
     r = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D)
     query = tile * BLOCK_Q + r // GROUP
-    live = (query < q_len) & (r < BLOCK_Q * GROUP)  # a group that does not divide BLOCK_M leaves rows over
+    live = (query < q_len) & (r < BLOCK_Q * GROUP)  # if GROUP does not divide BLOCK_M, some rows are unused
     head = kvh * GROUP + r % GROUP
     row = (q_start + query).to(tl.int64)
     q_tile = tl.load(q + (row * stride_q + head * D)[:, None] + d[None, :], mask=live[:, None], other=0.0)
     table = block_table + seq.to(tl.int64) * stride_table
 
-    end = tl.minimum(context + (tile + 1) * BLOCK_Q, length)  # keys this tile sees
+    end = tl.minimum(context + (tile + 1) * BLOCK_Q, length)  # the keys that this tile sees
     low = 0
     high = end
     if SPLITS > 1:
@@ -173,11 +167,11 @@ def _prefill_kernel(
     position = context + query
     q_cache = q_tile
     scale_cache = scale
-    if FP8:  # as in decode_attention: the scale of the keys is the query's, that of the values the sum's
+    if FP8:  # as in decode_attention: the query takes the scale of the keys, the sum takes that of the values
         q_cache = (q_tile.to(tl.float32) * (scale * tl.load(kv_scales + kvh))).to(tl.float16)
         scale_cache = 1.0
     if DENSE:
-        # The context from the cache, then the chunk itself from where the projection left it.
+        # First the context from the cache, then the chunk itself from the output of the projection.
         if CONTEXT:
             cached = tl.minimum(high, context)
             whole = tl.maximum(low + (cached - low) // TILE * TILE, low)
@@ -224,7 +218,7 @@ def _prefill_kernel(
         tl.store(partial + (cell + split).to(tl.int64) * BLOCK_M * D + r[:, None] * D + d[None, :], acc)
         tl.store(stats + (cell + split) * 2 * BLOCK_M + r, m)
         tl.store(stats + (cell + split) * 2 * BLOCK_M + BLOCK_M + r, mass)
-        tl.debug_barrier()  # every thread's part is written before one of them announces it
+        tl.debug_barrier()  # all threads have written their parts before the counter is raised
         arrived = tl.atomic_add(counters + index * KV_HEADS + kvh, 1, sem="acq_rel")
         if arrived == active - 1:
             tl.debug_barrier()
@@ -243,7 +237,7 @@ def _prefill_kernel(
 
 
 class PrefillWorkspace:
-    """Scratch for splits, allocated once. Counters start and end at 0."""
+    """Scratch memory for the splits, allocated once. Counters start and end at 0."""
 
     def __init__(self, kv_heads: int, head_dim: int, device: torch.device) -> None:
         self.max_parts = MAX_SPLIT_TILES * kv_heads * MAX_SPLITS
@@ -253,7 +247,7 @@ class PrefillWorkspace:
 
 
 def num_splits(tiles: int, kv_heads: int) -> int:
-    """Over how many programs the keys of a chunk are spread, a power of two: 256 programs keep a GPU busy."""
+    """Programs that share the keys of a chunk, a power of two: 256 programs in all keep a GPU busy."""
     splits = 1
     while splits < MAX_SPLITS and tiles * kv_heads * splits < 256:
         splits *= 2
@@ -268,18 +262,18 @@ def prefill_attention(
 ) -> None:  # fmt: skip
     """Write attention of sequences `first` ... n - 1 to their tokens of `out` [T, heads * d].
 
-    The sequences before `first` have one token each. max_seq_len decides, with the number of tiles, whether keys are
-    split. dense: this step's keys and values [T, kv_heads, d], rotated, rows of one larger tensor; without it they are
-    read from the cache like the others. kv_scales: fp32 [2, kv_heads] of a cache of 8-bit numbers
-    (engine/attention/kv_fp8.py); `dense` is then rounded to what the cache holds. fresh: no chunk has keys of earlier
-    steps; with `dense`, nothing is read from the cache. """
+    The sequences before `first` have one token each. max_seq_len and the number of tiles decide whether keys are split.
+    dense: this step's rotated keys and values [T, kv_heads, d], as rows of one larger tensor; None: read them from the
+    cache too. kv_scales: fp32 [2, kv_heads] of an 8-bit cache (engine/attention/kv_fp8.py); `dense` is then rounded to
+    the values in the cache. fresh: no chunk has keys of earlier steps; with `dense`, the cache is not read.
+    """
     block_size, kv_heads, head_dim = k_cache.shape[1:]
     group = q.shape[1] // kv_heads
     n, tokens = seq_lens.shape[0] - first, q.shape[0] - first
     block_m = max(BLOCK_M, triton.next_power_of_2(group))
     tiles = tokens // (block_m // group) + n
     if tiles > MAX_SPLIT_TILES:
-        splits = 1  # enough programs, and no room for their parts
+        splits = 1  # there are enough programs, and too many for the workspace
     elif splits is None:
         splits = num_splits(tiles, kv_heads) if max_seq_len >= 512 else 1
     tile = 64 if head_dim <= 128 else 32

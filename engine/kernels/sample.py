@@ -1,14 +1,13 @@
-"""From logits to the next token of every row in one or two launches, without the host: engine/worker/sampler.py's order
-and noise.
+"""Draws the next token of every row from the logits, in one or two launches and without the host.
 
-Fuses: temperature, the floor of top-k/top-p/min-p, Gumbel noise (the integer hash of engine/kernels/noise.py), argmax
-over the vocabulary, the check for NaN and infinity, and the update of last_token. Rows that are greedy are exact
-argmax.
+Order and noise are those of engine/worker/sampler.py. Fused: temperature, the floor of top-k/top-p/min-p, Gumbel noise
+(the integer hash of engine/kernels/noise.py), argmax over the vocabulary, the check for NaN and infinity, and the
+update of last_token. Greedy rows are an exact argmax.
 
-    floors   one program per row, only launched when a row truncates: the lowest score that stays, by bisection over
-    the 16-bit patterns of the logits (no sort; ties with the last one kept are kept)
-    draw     grid (n, chunks of the vocabulary): best score of each chunk; the last program of a row to finish picks
-    among them
+    floors   one program per row, launched only if a row truncates: the lowest score that is kept, by bisection over
+             the 16-bit patterns of the logits (no sort; ties with the lowest are kept)
+    draw     grid (n, chunks of the vocabulary): the best score of each chunk; the last program of a row to finish
+             compares the chunks
 
 Shapes: logits [n, V] in bfloat16 or float16; rows, seq_lens int32 [n]; per row of the batch: settings fp32
 [max_rows, NUM_SETTINGS] and top_k int32 [max_rows] (V: off), keys int32 [max_rows, 2].
@@ -47,7 +46,7 @@ def _pattern(x):
 
 @triton.jit
 def _value(pattern, dtype: tl.constexpr):
-    """The float whose pattern it is, as float32."""
+    """The float with this pattern, as float32."""
     bits = tl.where(pattern < 0, pattern ^ 0x7FFF, pattern)
     return bits.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
 
@@ -204,7 +203,7 @@ def _draw_kernel(
 
 
 class SampleWorkspace:
-    """Scratch of the two kernels for up to max_rows rows; counters start and end at 0."""
+    """Scratch memory of the two kernels, for up to max_rows rows; counters start and end at 0."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         cells = max_rows * triton.cdiv(vocab_size, CHUNK)
@@ -220,11 +219,11 @@ def draw(
     keys: torch.Tensor, outcome: torch.Tensor, last_token: torch.Tensor, workspace: SampleWorkspace, *, noisy: bool,
     truncated: bool, piece: tuple[int, torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Write the drawn ids, or -1 - id where the logits are bad, to `outcome` int64 [n], and to last_token[rows].
+    """Write the drawn ids to `outcome` int64 [n] (-1 - id where the logits are bad) and to last_token[rows].
 
-    The token drawn for row i will stand at position seq_lens[i]; entries with seq_lens 0 are padding and left alone.
-    `piece` = (its first id, scores fp32 [n]): the logits are those of a piece of the vocabulary, so the score of the
-    best goes to `scores`, and last_token stays as it is until the pieces have been compared. Not with truncation.
+    The token drawn for row i has position seq_lens[i]; entries with seq_lens 0 are padding and are not written.
+    `piece` = (first id, scores fp32 [n]): the logits are a piece of the vocabulary. Then the best score is written to
+    `scores`, and last_token is not written, because the pieces must be compared first. Not with truncation.
     """
     n, vocab = logits.shape
     first, scores = piece or (0, workspace.floors)

@@ -1,14 +1,10 @@
-"""A linear layer for 2 to 256 tokens whose input dimension is split over programs: fp32 parts, to be summed by the
-norm behind it.
+"""A linear layer for 2 to 256 tokens whose input dimension is split over programs; the next norm sums the fp32 parts.
 
-y = x W^T with W read once. Narrow layers (the projections back to the hidden size) have too few output tiles to keep
-all multiprocessors reading, so K is split; instead of a reduction kernel of its own, rms_norm adds the parts while it
-reads.
+y = x W^T, with W read once. Narrow layers (the projections back to the hidden size) have too few output tiles to keep
+all multiprocessors reading, so K is split. rms_norm adds the parts as it reads them, so no reduction kernel is needed.
 
-Measured on an H200 at M = 64, with the norm behind it, against cuBLAS and the same norm: Qwen3-8B's output projection
-13.1 us for 14.2, its down projection 29.0 for 33.0; Qwen3-0.6B's 5.4 for 8.0 and 6.1 for 8.7. At M = 128 8B 15.9 for
-17.0 and no gain, 0.6B 6.2 for 8.1 and 7.2 for 8.8; at 256 8B 20.4 for 22.1 and 44.9 for 46.1 (a whole step 9.32 ms for
-9.43). Elsewhere up to 256 cuBLAS is as fast or faster: `form_for`.
+On an H200 with 64 tokens and the norm, Qwen3-8B's down projection takes 29.0 us, with cuBLAS 33.0 us (MEASURED.md).
+Where cuBLAS is as fast, `form_for` returns None.
 
 Shapes: x [M, K], W [N, K] row-major, both read by the bulk tensor copy engine; result fp32 [SPLIT_K, M, N].
 """
@@ -57,9 +53,9 @@ def _split_linear_kernel(
 
 
 class Form(NamedTuple):
-    """How a product is cut up."""
+    """The parts and tile sizes of a product."""
 
-    parts: int  # of K
+    parts: int  # K is cut into so many
     block_n: int
     block_k: int
     stages: int
@@ -67,7 +63,7 @@ class Form(NamedTuple):
 
 
 def form_for(m: int, n: int, k: int) -> Form | None:
-    """The fastest measured for x [m, k] and W [n, k]; None: cuBLAS is."""
+    """The fastest form in measurements for x [m, k] and W [n, k]; None: cuBLAS is as fast."""
     if m < 2 or m > 256:
         return None
     if m <= 64:
@@ -82,9 +78,7 @@ def form_for(m: int, n: int, k: int) -> Form | None:
 
 
 def parts(n: int, k: int, block_k: int = 128) -> int:
-    """Into how many parts K is split: as many as keep about 128 programs busy, at most 4; 0: this layer is not for
-    it.
-    """
+    """The number of parts of K: enough for about 128 programs, at most 4; 0: K does not divide."""
     split = 1
     while split < 4 and split * triton.cdiv(n, 64) < 128 and k % (2 * split * block_k) == 0:
         split *= 2
