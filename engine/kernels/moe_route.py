@@ -237,7 +237,8 @@ def route(
 ) -> Routes:  # fmt: skip
     """x [T, H], router [E, H] -> the pairs in tiles of at most `rows`.
 
-    Adds the number of tokens of each expert to load int64 [E]. `live` int32 [1]: only the first `live` tokens are routed; the others are padding.
+    Adds the number of tokens of each expert to load int64 [E]. `live` int32 [1]: only the first `live` tokens are
+    routed; the others are padding.
     """
     (tokens, hidden), experts = x.shape, len(router)
     pairs, device = tokens * per_token, x.device
