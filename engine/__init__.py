@@ -1,4 +1,4 @@
-"""minitui's inference engine: usable alone, without the terminal application.
+"""minitui's inference engine, which also works without the terminal application.
 
 from engine import LLM, SamplingParams
 print(LLM("Qwen/Qwen3-0.6B").generate("The capital of France is", SamplingParams(max_tokens=20)))
@@ -18,7 +18,7 @@ __all__ = ["LLM", "CheckpointError", "EngineDead", "EngineError", "InvalidReques
 
 
 def __getattr__(name: str) -> Any:
-    # LLM pulls in torch, which takes a second to import: only for those who use it.
+    # LLM imports torch, which takes a second: do it only when LLM is used.
     if name == "LLM":
         from engine.llm import LLM
 

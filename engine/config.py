@@ -1,5 +1,4 @@
-"""EngineConfig: what the user chose. It needs no torch, so the application can describe an engine without loading
-it."""
+"""EngineConfig: the user's choices. It does not import torch, so an application can make one without loading torch."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 POLICIES = ("fcfs", "longest-prefix", "static")  # of the scheduler
 SPECULATION = ("off", "prompt-lookup")
 MOST_SPECULATIVE_TOKENS = 32
-MOST = {  # of each size: beyond, it is a slip of the keyboard; whether the rest fits is for engine/worker/memory.py
+MOST = {  # larger values are typing errors; engine/worker/memory.py checks that smaller ones fit the memory
     "block_size": 1 << 16,
     "num_blocks": (1 << 31) - 1,
     "kv_tokens": (1 << 31) - 1,
@@ -26,33 +25,33 @@ MOST = {  # of each size: beyond, it is a slip of the keyboard; whether the rest
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How the engine is to run a model. None and "auto" are decided by `resolve`, from the model and the device."""
+    """How to run a model. `resolve` (engine/worker/limits.py) replaces None and "auto" by values."""
 
-    model: str = ""  # a directory, or a name for engine.hub.resolve_model
-    dtype: str = "auto"  # auto: float32 on a CPU; elsewhere the checkpoint's, bfloat16 for a float32 one
+    model: str = ""  # a directory, or the name of a model on the Hugging Face hub
+    dtype: str = "auto"  # auto: float32 on a CPU; on a GPU the checkpoint's type, or bfloat16 if that is float32
     quantization: str = "none"  # 8-bit matrices (engine/model/linear.py): int8 on a CPU, fp8 on a GPU
-    device: str = "auto"  # auto: cuda if there is one
+    device: str = "auto"  # auto: cuda if there is a GPU
     block_size: int = 16  # tokens
-    num_blocks: int | None = None  # KV blocks, the null block not counted; None: from kv_tokens, or from memory
+    num_blocks: int | None = None  # KV blocks without the null block; None: from kv_tokens, or from the memory
     kv_tokens: int | None = None  # the same in tokens, rounded up to whole blocks
-    gpu_memory_utilization: float = 0.9  # of the device's memory: weights, activations and KV cache together
-    max_num_seqs: int | None = None  # requests that run at once; None: 64 on a CPU, 256 elsewhere
-    max_num_batched_tokens: int | None = None  # a step's token budget; None: 512 on a CPU, 8192 elsewhere
-    max_model_len: int | None = None  # tokens of prompt and reply together; None: what the model is made for
+    gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations and KV cache
+    max_num_seqs: int | None = None  # requests that run at the same time; None: 64 on a CPU, 256 on a GPU
+    max_num_batched_tokens: int | None = None  # token budget of a step; None: 512 on a CPU, 8192 on a GPU
+    max_model_len: int | None = None  # tokens of prompt and reply together; None: the model's context
     kv_cache_dtype: str = "auto"  # fp8: 8-bit keys and values (engine/attention/kv_fp8.py); auto: the model's type
-    dummy_weights: bool = False  # random weights: only config.json is read
+    dummy_weights: bool = False  # random weights; of the checkpoint only config.json is read
     attention_backend: str = "auto"
     enforce_eager: bool = False  # no CUDA graphs
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    scheduling_policy: str = "fcfs"  # longest-prefix: the best cached first; static: one batch after the other
+    scheduling_policy: str = "fcfs"  # longest-prefix: longest cached prefix first; static: one batch after another
     speculation: str = "off"  # prompt-lookup: drafts from the request's own text (engine/core/speculation.py)
     speculative_tokens: int = 8  # the longest draft, with speculation
-    overlap: str = "auto"  # plan step n+1 while n runs: "on", "off"; auto: where the device is not the CPU
-    seed: int = 0  # of dummy weights; a request that brings none is given one at random
-    tensor_parallel_size: int = 1  # ranks that share the model, each a process with a device of its own
+    overlap: str = "auto"  # plan step n+1 while step n runs: "on" or "off"; auto: on a GPU
+    seed: int = 0  # of dummy weights; a request without a seed gets a random one
+    tensor_parallel_size: int = 1  # ranks that share the model, each a process with its own device
     load_tokenizer: bool = True
-    cpu_threads: int | None = None  # None: one fewer than there are cores, at least one
+    cpu_threads: int | None = None  # None: one fewer than the cores, at least one
 
     def __post_init__(self) -> None:
         if self.dtype != "auto" and self.dtype not in DTYPES:

@@ -1,18 +1,18 @@
-"""What can go wrong, as sentences: each message carries the numbers and the way out."""
+"""The engine's errors. Each message is a sentence with the numbers and with what to do."""
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Base of every error the engine raises on purpose; `str(error)` may be shown to a user as it stands."""
+    """The base of every error that the engine raises on purpose; `str(error)` can be shown to a user."""
 
 
 class CheckpointError(EngineError):
-    """A model directory that cannot be used: which file, what is wrong with it, what to do."""
+    """A model directory cannot be used. The message names the file, the fault and the remedy."""
 
 
 class InvalidRequest(EngineError):
-    """A request refused at submission. `field` names what to change; the engine has not been touched."""
+    """A request was refused at submission; the engine is unchanged. `field` names the parameter to change."""
 
     def __init__(self, message: str, field: str = "prompt") -> None:
         super().__init__(message)
@@ -20,26 +20,26 @@ class InvalidRequest(EngineError):
 
 
 class EngineDead(EngineError):
-    """The engine process has ended; every open request ends with this error and it can be started again."""
+    """The engine process has ended. Every open request ends with this error; the process can be started again."""
 
 
 def how_to_install(extra: str) -> str:
-    """The command that adds an optional part, for whoever installed minitui from its folder."""
+    """The command that installs an extra, for an installation from minitui's folder."""
     return f"pip install '.[{extra}]' in the folder of minitui"
 
 
 def not_installed(what: str, error: ImportError, extra: str) -> str:
-    """The sentence for a feature (`what`, its subject) whose optional package could not be imported."""
+    """The sentence that says which package the feature `what` needs, and how to install it."""
     package = (error.name or "a package").partition(".")[0]
     return f"{what} needs {package}, which is not installed: {how_to_install(extra)}"
 
 
 class DeviceLost(RuntimeError):
-    """The device's context (a CUDA error) or a rank is gone: this process cannot go on and must be started again."""
+    """The CUDA context or a rank is lost: this process cannot continue and must be started again."""
 
 
 def loses_device(error: BaseException) -> bool:
-    """Does this error mean that the device is lost? CUDA accepts no call after most of its errors."""
+    """True if this error means that the device is lost. After most of its errors CUDA accepts no further call."""
     if not isinstance(error, RuntimeError):
-        return False  # the text of a refusal may quote anything
+        return False  # other errors may quote any text
     return isinstance(error, DeviceLost) or "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"

@@ -1,4 +1,4 @@
-"""The engine in-process, for scripts: the names vLLM's users know.
+"""LLM: the engine in this process, for scripts. The names are those of vLLM.
 
 llm = LLM("Qwen/Qwen3-0.6B")
 for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=20)):
@@ -24,7 +24,7 @@ Message = dict[str, Any]
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One sample of a reply. `token_ids` includes the token that ended it; `text` does not."""
+    """One sample of a reply. `token_ids` includes the end token; `text` does not."""
 
     index: int
     text: str = ""
@@ -55,7 +55,7 @@ class LLM:
             raise EngineError(f"LLM: {error}; the options are {known}") from None
         built = build_engine(config)
         self.engine, self.tokenizer, self.info = built.engine, built.tokenizer, built.info
-        self.close = built.close  # ends the processes of other ranks now, not when this object is gone
+        self.close = built.close  # ends the processes of other ranks at once
         self._outputs = OutputProcessor(self.tokenizer, self.engine.log)
 
     def generate(
@@ -64,10 +64,10 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Reply to each prompt (text, or token ids) and return the outputs in the order of the prompts.
+        """Reply to each prompt (text or token ids); return the outputs in the order of the prompts.
 
-        `use_tqdm` draws a progress line on stderr; None: when stderr is a terminal. Raises InvalidRequest, before
-        anything runs, if one of the prompts or parameters is not acceptable.
+        `use_tqdm` draws a progress line on stderr; None: if stderr is a terminal. If a prompt or a parameter cannot be
+        used, raises InvalidRequest before anything runs.
         """
         batch: list[Any] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
         params = sampling_params if sampling_params is not None else SamplingParams()
@@ -81,7 +81,7 @@ class LLM:
                 ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
                 result = RequestOutput(prompt if isinstance(prompt, str) else None, ids, [])
                 results.append(result)
-                chosen.validate(self.engine.runner.vocab_size)  # n = 0 would submit nothing that could be refused
+                chosen.validate(self.engine.runner.vocab_size)  # with n = 0 no request would be submitted and refused
                 for index in range(chosen.n):
                     request = self.engine.add_request(ids, chosen, sample_index=index)
                     self._outputs.open(request)
@@ -89,7 +89,7 @@ class LLM:
                     open_samples[request.id] = (result, result.outputs[-1])
             self._run(open_samples, len(open_samples), sys.stderr.isatty() if use_tqdm is None else use_tqdm)
         finally:
-            for request_id in open_samples:  # an error or Ctrl+C: leave nothing behind
+            for request_id in open_samples:  # after an error or Ctrl+C, end the open requests
                 self._outputs.close(request_id, "abort")
                 self.engine.abort(request_id)
         return results
@@ -101,7 +101,10 @@ class LLM:
         use_tqdm: bool | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Reply to one conversation or several, each a list of {"role", "content"}; `template` goes to the template."""
+        """Reply to one or several conversations, each a list of {"role", "content"}.
+
+        `template`: further arguments for the chat template.
+        """
         if self.tokenizer is None:
             raise EngineError("this engine has no tokenizer (load_tokenizer=False): give generate() token ids")
         conversations: list[Any] = list(messages) if messages and isinstance(messages[0], list) else [messages]

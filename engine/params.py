@@ -1,4 +1,4 @@
-"""What a caller asks for: how a reply is drawn, and when it ends."""
+"""SamplingParams: how a reply is drawn and when it ends."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MAX_STOP_STRINGS = 16
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a reply is drawn. Names and defaults are those of vLLM, so that what is known there holds here.
+    """How a reply is drawn. Names, meanings and defaults are those of vLLM.
 
     Logits are processed in this order: grammar mask and `logit_bias`, `min_tokens`, penalties, `temperature`,
-    `top_k`, `top_p`, `min_p`, then a draw by Gumbel-max. `temperature=0` is exact argmax.
+    `top_k`, `top_p`, `min_p`, then a draw by Gumbel-max. `temperature=0` is an exact argmax.
     """
 
     n: int = 1
@@ -29,23 +29,23 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
-    min_tokens: int = 0  # so many are drawn before a stop token or a stop string may end the reply
+    min_tokens: int = 0  # no stop token or stop string ends the reply before
     max_tokens: int | None = 16  # None: as many as context and pool allow
-    seed: int | None = None  # None: one is drawn at submission, and recorded
+    seed: int | None = None  # None: a random one, drawn at submission
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    logprobs: int | None = None  # the sampled token's, and the top n
+    logprobs: int | None = None  # of the sampled token and the n most likely ones
     prompt_logprobs: int | None = None
-    # At most one of these three constrains the reply (needs the extra "structured").
+    # Constraints of the reply, at most one of the three (needs the extra "structured").
     json_schema: dict[str, Any] | str | None = None
     regex: str | None = None
     choice: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        # Callers pass lists and single strings, as they may with vLLM; keep one form.
+        # vLLM accepts lists and single strings; keep tuples.
         for name in ("stop", "stop_token_ids", "choice"):
             value = getattr(self, name)
             if isinstance(value, str):
@@ -68,7 +68,7 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def validate(self, vocab_size: int) -> None:
-        """Raise InvalidRequest, naming the field, for anything the engine must never see."""
+        """Raise InvalidRequest, with the name of the field, for values that the engine cannot use."""
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, float) and not math.isfinite(value):
@@ -86,7 +86,7 @@ class SamplingParams:
             _integer("max_tokens", self.max_tokens, 1, 1 << 31)
             if self.min_tokens > self.max_tokens:
                 raise InvalidRequest(
-                    f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}", "min_tokens"
+                    f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens})", "min_tokens"
                 )
         if self.seed is not None:
             _integer("seed", self.seed, -(1 << 63), (1 << 63) - 1)
@@ -122,7 +122,7 @@ class SamplingParams:
         if (self.json_schema is not None) + (self.regex is not None) + bool(self.choice) > 1:
             raise InvalidRequest("only one of json_schema, regex and choice can constrain a reply", "json_schema")
         if self.prompt_logprobs is not None and self.n > 1:
-            raise InvalidRequest(f"prompt_logprobs goes with n = 1 only; n is {self.n}", "prompt_logprobs")
+            raise InvalidRequest(f"prompt_logprobs needs n = 1; n is {self.n}", "prompt_logprobs")
 
 
 def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:

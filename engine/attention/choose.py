@@ -13,17 +13,19 @@ BACKENDS = ("auto", "torch", "triton", "flash")
 
 
 def backend_names(name: str) -> tuple[str, str]:
-    """(prefill, decode) of "prefill,decode", or of one name for both; "flash" alone leaves decoding to "auto", because
-    FlashAttention does not split the keys of a sequence: on an H200, 64 sequences of 1,024 tokens take it 179 us, ours
-    76."""
+    """(prefill, decode) of "prefill,decode", or of one name for both.
+
+    "flash" alone leaves decoding to "auto": FlashAttention does not split the keys of a sequence, so it decodes more
+    slowly (64 sequences of 1,024 tokens on an H200: 179 us, our kernel 76 us).
+    """
     prefill, comma, decode = (part.strip() for part in name.partition(","))
     if not comma:
         decode = "auto" if prefill == "flash" else prefill
     for part in (prefill, decode):
         if part not in BACKENDS:
             raise EngineError(
-                f"attention_backend is {name!r}: it must be {', '.join(BACKENDS)}, or two of these, for prefill and "
-                "decode, as in flash,triton"
+                f"attention_backend is {name!r}: it must be one of {', '.join(BACKENDS)}, or two of them for prefill "
+                "and decode, as in flash,triton"
             )
     return prefill, decode
 
@@ -32,9 +34,9 @@ def choose_attention(
     name: str, config: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device, max_rows: int,
     max_model_len: int = 8192, kv_dtype: torch.dtype | None = None,
 ) -> AttentionBackend:  # fmt: skip
-    """The backend called `name`, see `backend_names`; "auto": the fastest there is for the device and the model.
+    """The backend called `name` (see `backend_names`); "auto": the fastest for the device and the model.
 
-    EngineError if it cannot run here. kv_dtype: of the cache, if not the model's.
+    Raises EngineError if it cannot run here. kv_dtype: the type of the cache; None: the model's.
     """
     from engine.attention.torch_backend import TorchAttention
 
@@ -71,11 +73,11 @@ def choose_attention(
 
 
 def without_triton(config: AttentionShape, dtype: torch.dtype, device: torch.device) -> str:
-    """Empty if our Triton kernels can run this model on this device, else why not."""
+    """Why our Triton kernels cannot run this model on this device; empty if they can."""
     if device.type != "cuda":
         return "it needs a CUDA device"
     major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:  # their launches overlap by instructions that older ones do not have
+    if major < 9:  # older GPUs lack the instructions for overlapping launches
         return (
             f"our Triton kernels are for GPUs of compute capability 9.0 (Hopper) and later, and "
             f"{torch.cuda.get_device_name(device)} has {major}.{minor}"

@@ -1,4 +1,4 @@
-"""Stage 3's tensors: one pool of keys and one of values per layer. Who owns which block, allocator.py knows."""
+"""The tensors of the KV cache: a pool of keys and a pool of values per layer. core/allocator.py has their owners."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from engine.attention.base import AttentionShape
 class KVPool:
     """keys[layer], values[layer]: [num_blocks, block_size, kv_heads, head_dim], zeros at first; storage never moves.
 
-    scales[layer]: None, or of a cache of 8-bit numbers the scales fp32 [2, kv_heads] of its keys and of its values.
-    Block 0 is the null block: padding points at it, nobody owns it, and what it holds is always finite.
+    scales[layer]: fp32 [2, kv_heads], the scales of keys and values in an 8-bit cache; None in others.
+    Block 0 is the null block: padding points at it, it has no owner, and its contents are always finite.
     """
 
     def __init__(

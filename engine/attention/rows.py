@@ -1,4 +1,4 @@
-"""Where this step's keys and values stand behind its queries."""
+"""Finds this step's keys and values in memory, after its queries."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import torch
 
 
 def own_keys_and_values(q: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """This step's keys and values [T, Hkv, D], if q [T, Hq, D] is the head of rows of qkv: the fused operations rotate
-    those in place, and of an 8-bit cache round them to what it holds. None if it is not."""
+    """This step's keys and values [T, Hkv, D], if q [T, Hq, D] is the beginning of rows of qkv; else None.
+
+    The fused operations have rotated them in place, and rounded them if the cache is 8-bit.
+    """
     tokens, heads, dim = q.shape
     width = (heads + 2 * kv_heads) * dim
     if q.stride() != (width, dim, 1) or q.dtype.itemsize * width % 16:

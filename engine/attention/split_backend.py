@@ -1,4 +1,4 @@
-"""One backend for the sequences that decode, another for chunks of prompts."""
+"""Two attention backends in one: one for sequences that decode, one for chunks of prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TwoBackends:
-    """Cuts every step in two. Each backend sees its own sequences alone."""
+    """Cuts every step in two parts, one for each backend."""
 
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         self.name = f"{prefill.name} + {decode.name}"
@@ -42,7 +42,7 @@ class TwoBackends:
         self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
         kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """As AttentionBackend.run."""
+        """See AttentionBackend.run."""
         n, parts = self._num_decodes, []
         if n:
             parts.append(self._decode.run(layer, q[:n], k_cache, v_cache, kv_scales))

@@ -1,7 +1,7 @@
-"""Attention in plain torch: the specification of the other backends, and what a CPU runs.
+"""Attention in plain torch: the specification of the other backends, and the backend of CPUs.
 
-Keys and values are gathered by slot, so that only what a sequence has written is ever read: positions beyond a
-sequence's end are redirected to slot 0, in the null block, which is finite, and masked.
+Keys and values are gathered by slot, so that a sequence only reads what it has written. Positions past its end are
+read from slot 0, in the null block, which is finite, and they are masked.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from engine.attention import kv_fp8
 from engine.attention.base import AttentionShape, ForwardMeta
 
-SMALL_GATHER = 1 << 21  # elements of K; up to here one thread of numpy's is faster than several of torch's
+SMALL_GATHER = 1 << 21  # elements of K; up to this size one thread of numpy is faster than several of torch
 
 
 @dataclass(slots=True)
 class _Cache:
-    """The cache of one layer, as it is read."""
+    """Views of the cache of one layer."""
 
     k_cache: torch.Tensor
     arrays: tuple[np.ndarray, np.ndarray]  # keys and values [all slots, Hkv, D]
@@ -30,18 +30,18 @@ class _Cache:
 
 @dataclass(slots=True)
 class _Gather:
-    """Keys and values of n sequences, L each, copied out of the cache: where they lie, and the buffers they come to."""
+    """Keys and values of n sequences, L each, to be copied from the cache: their slots and the buffers."""
 
     slots: np.ndarray  # int64 [n · L]
     buffers: torch.Tensor  # [2, n · L, Hkv, D]
-    arrays: np.ndarray | None  # the same memory; None: torch does the copying
+    arrays: np.ndarray | None  # the same memory for numpy; None: torch copies
     keys: torch.Tensor  # [n, Hkv, L, D], a view of the first buffer
-    values: torch.Tensor  # of the second
+    values: torch.Tensor  # a view of the second buffer
 
 
 @dataclass(slots=True)
 class _Run:
-    """Keys and values of one sequence whose slots are in a row: they are read where they lie."""
+    """Keys and values of one sequence with consecutive slots: read in place."""
 
     first: int
     length: int
@@ -52,16 +52,16 @@ class _Decodes:
     """All sequences that decode, as one padded batch."""
 
     gather: _Gather | _Run
-    mask: torch.Tensor | None  # [n, 1, 1, L], 0 or −inf, added to the scores; None: everything is seen
+    mask: torch.Tensor | None  # [n, 1, 1, L], 0 or −inf, added to the scores; None: no mask
 
 
 @dataclass(slots=True)
 class _Prefill:
-    """One sequence's chunk: which tokens in q, and who sees whom."""
+    """One sequence's chunk: its tokens in q, its keys and values, and its mask."""
 
     tokens: slice
     gather: _Gather | _Run
-    mask: torch.Tensor | None  # [q_len, L], 0 or −inf; None: plainly causal, as many keys as queries
+    mask: torch.Tensor | None  # [q_len, L], 0 or −inf; None: causal, with as many keys as queries
 
 
 class TorchAttention:
@@ -77,9 +77,9 @@ class TorchAttention:
         self._device = device
         self._by_numpy = device.type == "cpu" and dtype != torch.bfloat16  # numpy can copy
         self._num_decodes = 0
-        self._scales: torch.Tensor | None = None  # of the layer that runs
+        self._scales: torch.Tensor | None = None  # of the current layer
         self._plans: dict[int, tuple[_Decodes | None, list[_Prefill]]] = {}
-        # One buffer for all layers and steps: fresh memory would cost more in page faults than the copy into it.
+        # One buffer for all layers and steps: the page faults of new memory would cost more than the copy.
         self._buffer = torch.empty(0, dtype=dtype, device=device)
         self._caches: dict[int, _Cache] = {}
         self._offsets = np.arange(block_size)
@@ -90,7 +90,7 @@ class TorchAttention:
         self.plan_arrays(table, lengths, bounds, meta.num_decodes)
 
     def plan_arrays(self, table: np.ndarray, lengths: np.ndarray, bounds: np.ndarray, num_decodes: int) -> None:
-        """`plan` where block table [n, columns], lengths [n] and the n + 1 bounds of their tokens are on the host."""
+        """`plan` with arrays on the host: block table [n, columns], lengths [n], n + 1 bounds of their tokens."""
         self._num_decodes = n = num_decodes
         self._plans = {}
         for window in set(self._windows):
@@ -102,7 +102,7 @@ class TorchAttention:
             self._plans[window] = decodes, prefills
 
     def plan_decodes(self, table: np.ndarray, lengths: np.ndarray) -> None:
-        """`plan` for decodes alone whose block table [n, columns] and lengths [n] are on the host."""
+        """`plan` for decodes only, with arrays on the host: block table [n, columns] and lengths [n]."""
         self._num_decodes = len(lengths)
         self._plans = {window: (self._plan_decodes(table, lengths, window), []) for window in set(self._windows)}
 
@@ -127,7 +127,7 @@ class TorchAttention:
     ) -> torch.Tensor:
         n, (kv_heads, dim) = len(q), self._heads
         keys, values = self._read(layer, decodes.gather, k_cache, v_cache)
-        # The query heads that share a key head stand where a sequence's queries usually stand: no key is repeated.
+        # Query heads that share a key head take the place of several queries, so that no key is repeated.
         grouped = q.reshape(n, kv_heads, -1, dim)
         return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=decodes.mask).reshape(n, -1)
 
@@ -144,7 +144,7 @@ class TorchAttention:
     def _read(
         self, layer: int, gather: _Gather | _Run, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [n, Hkv, L, D] of this layer, good until the next call."""
+        """Keys and values [n, Hkv, L, D] of this layer, valid until the next call."""
         if self._scales is not None:
             return self._read_fp8(gather, self._scales, k_cache, v_cache)
         cache = self._caches.get(layer)
@@ -168,7 +168,7 @@ class TorchAttention:
     def _read_fp8(
         self, gather: _Gather | _Run, scales: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`_read` of 8-bit numbers: gathered as bytes, then made the model's type."""
+        """`_read` for an 8-bit cache: gather bytes, then convert them to the model's type."""
         n, length = (1, gather.length) if isinstance(gather, _Run) else gather.keys.shape[::2]
         found = []
         for cache, scale in zip((k_cache, v_cache), scales, strict=True):
@@ -182,7 +182,7 @@ class TorchAttention:
         return found[0], found[1]
 
     def _plan_decodes(self, table: np.ndarray, lengths: np.ndarray, window: int) -> _Decodes:
-        """The last `window` (0: all) positions of each sequence, padded on the right to the longest."""
+        """Plan decodes over the last `window` (0: all) positions of each sequence, padded on the right."""
         longest = int(lengths.max())
         if window == 0:
             table, positions = table[:, : -(-longest // self._block_size)], self._count(longest)[None]
@@ -216,14 +216,14 @@ class TorchAttention:
         return self._positions[:length]
 
     def _slots(self, table: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """int64 [n, L]: where the keys at `positions` ([n, L], or [1, L] for all) of each sequence lie."""
+        """int64 [n, L]: the slots of the keys at `positions` ([n, L], or [1, L] for all sequences)."""
         blocks, offsets = np.divmod(positions, self._block_size)
         if len(positions) == 1:
             return table[:, blocks[0]] * np.int64(self._block_size) + offsets
         return np.take_along_axis(table, blocks, 1) * np.int64(self._block_size) + offsets
 
     def _gather(self, slots: np.ndarray) -> _Gather | _Run:
-        """How to come by the keys in slots [n, L]."""
+        """How to read the keys in slots [n, L]: in place if they are consecutive, else by a copy."""
         if len(slots) == 1 and (slots[0, 1:] - slots[0, :-1] == 1).all():
             return _Run(int(slots[0, 0]), len(slots[0]))
         count, shape = slots.size, (*slots.shape, *self._heads)

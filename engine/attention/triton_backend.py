@@ -15,7 +15,7 @@ from engine.kernels.prefill_attention import PrefillWorkspace, prefill_attention
 
 
 class TritonAttention:
-    """Sequences that decode go through one kernel, chunks through another; what they share is planned on the device."""
+    """One kernel for sequences that decode, another for chunks. The device plans what they share."""
 
     name = "triton"
 
@@ -23,7 +23,7 @@ class TritonAttention:
         self, config: AttentionShape, max_rows: int, max_model_len: int, device: torch.device,
         flash: FlashAttention | None = None,
     ) -> None:  # fmt: skip
-        """`flash`: takes the chunks, except those of captured steps and of others below `flash_from` tokens."""
+        """`flash`: computes chunks, except in captured steps and in steps with fewer than `flash_from` tokens."""
         if flash is not None:
             self.name = "flash + triton"
         self._flash, self.flash_from = flash, 0
@@ -36,13 +36,15 @@ class TritonAttention:
         self._rows = torch.arange(max_rows, dtype=torch.int32, device=device)
         self._meta: ForwardMeta | None = None
         self._padded = False
-        self._kept: list[torch.Tensor] = []  # the last is in use; captured graphs may know those before it
+        self._kept: list[torch.Tensor] = []  # the last one is in use; captured graphs may use the earlier ones
         self._splits: int | None = None
 
     def plan(self, meta: ForwardMeta, padded: bool = False, splits: int | None = None) -> None:
-        """`padded`: q may hold tokens of no sequence; their output is finite (it is undefined otherwise). `splits`:
-        over how many programs the keys of a chunk are spread, given for steps that are captured, which may hold empty
-        sequences; None: as many as suit a batch without any."""
+        """See AttentionBackend.plan.
+
+        `padded`: q may have rows of padding; their output is finite then, and undefined otherwise. `splits`: programs
+        that share the keys of a chunk, for captured steps, which may have empty sequences; None: chosen from the batch.
+        """
         self._meta, self._padded, self._splits = meta, padded, splits
 
     def run(
@@ -55,7 +57,7 @@ class TritonAttention:
         n = meta.num_decodes
         flash = self._flash if tokens > n and tokens >= self.flash_from and self._splits is None else None
         if flash is not None:
-            out = flash.chunks(meta, n, layer, q, k_cache, v_cache)  # what it leaves undefined is written now
+            out = flash.chunks(meta, n, layer, q, k_cache, v_cache)  # the undefined rows are written below
         elif self._padded:
             out = self._padded_out(q)
         else:
@@ -74,8 +76,9 @@ class TritonAttention:
         return out
 
     def _padded_out(self, q: torch.Tensor) -> torch.Tensor:
-        """[T, heads * d], one buffer for all layers and steps: rows of padding are never written, so they hold zeros or
-        what an earlier step left there, and no layer has to clear them.
+        """[T, heads * d], one buffer for all layers and steps, so that no layer has to clear rows of padding.
+
+        These rows are never written in a step; they hold zeros or values of an earlier step.
         """
         tokens, width = q.shape[0], q.shape[1] * q.shape[2]
         if not self._kept or len(self._kept[-1]) < tokens:
@@ -83,7 +86,7 @@ class TritonAttention:
         return self._kept[-1][:tokens]
 
     def warm_up(self, pool: KVPool, dtype: torch.dtype) -> None:
-        """Run every form of the kernels that a step may need, on padding: none is compiled while somebody waits."""
+        """Run every form of the kernels on padding, so that none is compiled during a request."""
         kv_heads, dim, most = pool.keys[0].shape[2], pool.keys[0].shape[3], len(self._rows)
         heads = kv_heads * self.group
         device = self._rows.device
@@ -109,7 +112,7 @@ class TritonAttention:
 
 
 def supports(config: AttentionShape, dtype: torch.dtype) -> str:
-    """Empty if TritonAttention can run this model, else why not."""
+    """Why TritonAttention cannot run this model; empty if it can."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the triton backend computes in half precision; this model runs in {str(dtype).removeprefix('torch.')}"
     if config.head_dim not in (16, 32, 64, 128, 256):

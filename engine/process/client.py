@@ -1,13 +1,13 @@
-"""The async client of an engine process: submit, abort, control, records, snapshot.
+"""EngineClient: the async client of an engine process. It submits and aborts requests, controls steps, reads records.
 
     client = await EngineClient.start(EngineConfig(model="Qwen/Qwen3-0.6B"))
     async for delta in client.submit(ids, SamplingParams(max_tokens=64)):
         print(delta.text, end="")
     await client.close()
 
-Loads neither torch nor a model: the process that draws a user interface stays small and is never held up by a step.
-If the engine process ends, every open stream and call raises EngineDead at once, and `restart()` starts it anew.
-`condition` says whether the process lives, and what takes it long (engine/process/heartbeat.py).
+It loads neither torch nor a model: the process of a user interface stays small, and no step delays it. If the engine
+process ends, every open stream and call raises EngineDead at once, and `restart()` starts a new process. `condition`
+shows a hang or a long task (engine/process/heartbeat.py).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from engine.progress import Progress
 from engine.text.output import Delta
 from engine.trace.records import Packet, Record, packets
 
-MAX_RECORDS = 200_000  # kept for a reader that does not drain
+MAX_RECORDS = 200_000  # kept if the reader does not drain them
 CLOSE_S = 4.0
 
 
 class Stream:
-    """One request's deltas, as an async iterator. `text`, `ids`, `finish_reason` and `metrics` gather what came."""
+    """One request's deltas, as an async iterator; `text`, `ids`, `finish_reason` and `metrics` collect them."""
 
     def __init__(self, client: EngineClient, tag: int, group: str) -> None:
         self.tag = tag
@@ -70,7 +70,7 @@ class Stream:
             yield self._next()
 
     def drain(self) -> list[Delta]:
-        """What has come since it was last asked, without waiting; for a frame timer. Raises like the iteration."""
+        """The deltas since the last call, without waiting, for a frame timer. Raises the errors of the iteration."""
         news: list[Delta] = []
         while self._news and not (news and isinstance(self._news[0], EngineError)):
             news.append(self._next())
@@ -88,7 +88,7 @@ class Stream:
         return item
 
     async def started(self) -> int:
-        """The request's id, once the engine has accepted it; raises what the iteration would if it did not."""
+        """Wait until the engine accepts the request; return its id, or raise the error of the iteration."""
         await self._accepted.wait()
         if self.request_id is None:
             for item in self._news:
@@ -98,7 +98,7 @@ class Stream:
         return self.request_id
 
     def cancel(self) -> None:
-        """Ask the engine to end this request; its last delta says "abort"."""
+        """Ask the engine to end this request; its last delta has the finish reason "abort"."""
         self._client._send("abort", self.tag)
 
     def _put(self, item: Delta | EngineError) -> None:
@@ -109,17 +109,19 @@ class Stream:
 
 
 class EngineClient:
-    """One engine process. Belongs to the event loop that started it."""
+    """One engine process. Use it from the event loop in which it was made."""
 
     def __init__(self, config: EngineConfig, log_file: Path | None = None, on_progress: Progress | None = None) -> None:
-        """Starts nothing; `launch` does. The process writes to `log_file` (by default one in the temporary directory),
-        never to the terminal."""
+        """`log_file`: the process writes there, not to the terminal; None: a file in the temporary directory.
+
+        `launch` starts the process.
+        """
         self.config = config
         self.log_file = log_file or Path(tempfile.gettempdir()) / f"minitui-engine-{os.getpid()}.log"
         self.info: dict[str, Any] = {}
-        self.error: str | None = None  # why there is no engine, as a sentence
+        self.error: str | None = None  # why there is no engine, as a sentence; None: there is one
         self._loop = asyncio.get_running_loop()
-        # These belong to the process that runs, the last of `_generation` that were started.
+        # These belong to the running process, the one started last; `_generation` counts the starts.
         self._process: subprocess.Popen[bytes] | None = None
         self._outbox: Outbox | None = None
         self._watch: Watch | None = None
@@ -130,8 +132,8 @@ class EngineClient:
         self._closing = False
         self._generation = 0
         self._packets: deque[Packet] = deque()
-        self._waiting = 0  # records in them
-        self._lock = threading.Lock()  # of these two and of _generation
+        self._waiting = 0  # records in the packets
+        self._lock = threading.Lock()  # guards these two and _generation
         self._tag = 0
         self._on_progress = on_progress
         self._on_death: list[Callable[[str], None]] = []
@@ -140,7 +142,7 @@ class EngineClient:
     async def start(
         cls, config: EngineConfig, log_file: Path | None = None, on_progress: Progress | None = None
     ) -> EngineClient:
-        """Start an engine process and wait until its model is loaded. Raises EngineError with its sentence if not."""
+        """Start an engine process and wait until its model is loaded. Raises EngineError if that fails."""
         client = cls(config, log_file, on_progress)
         await client.launch()
         return client
@@ -151,7 +153,7 @@ class EngineClient:
 
     @property
     def condition(self) -> Condition:
-        """How the engine's process is, and what takes it long."""
+        """The condition of the engine process: its task, its silence, a hang."""
         return self._watch.condition if self._watch is not None and self._outbox is not None else Condition()
 
     @property
@@ -159,14 +161,14 @@ class EngineClient:
         return self._process.pid if self._process is not None else None
 
     def on_death(self, callback: Callable[[str], None]) -> None:
-        """Call `callback(sentence)` on the event loop if the process ends without having been closed."""
+        """Call `callback(sentence)` on the event loop if the process ends without `close` or `kill`."""
         self._on_death.append(callback)
 
     async def launch(self) -> None:
-        """Start the process and wait until its model is loaded; one that still runs is killed. Raises EngineError."""
+        """Start the process and wait until its model is loaded; kill a running one first. Raises EngineError."""
         self.kill()
-        self._let_go()
-        self._strand(EngineDead("the engine was started again"))
+        self._disconnect()
+        self._fail_waiting(EngineDead("the engine was started again"))
         ours, theirs = socket.socketpair()
         environment = dict(os.environ)
         # Waiting threads sleep instead of spinning: the user interface needs the cores.
@@ -177,7 +179,7 @@ class EngineClient:
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
             with theirs, self.log_file.open("ab") as log:
                 process = subprocess.Popen(
-                    # -P: whatever lies in the current directory is not imported by accident.
+                    # -P: do not import files of the current directory by accident.
                     [sys.executable, "-P", "-m", "engine.process.server", str(theirs.fileno())],
                     stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()],
                     start_new_session=True, env=environment,
@@ -212,7 +214,7 @@ class EngineClient:
             watch.tick()
 
     def _read(self, connection: Connection, process: subprocess.Popen[bytes], watch: Watch, generation: int) -> None:
-        """A thread: takes messages off the socket, keeps the records, hands the rest to the event loop."""
+        """The reader thread: reads the socket, keeps the records, and passes other messages to the event loop."""
         last_words = ""
         try:
             while True:
@@ -233,7 +235,7 @@ class EngineClient:
                 self._loop.call_soon_threadsafe(self._deliver, message, generation)
         except (EOFError, OSError):
             pass
-        except Exception as error:  # nothing that follows could be read: all that wait are told
+        except Exception as error:  # later messages cannot be read either
             last_words = f"what it sent could not be read ({type(error).__name__}: {error})"
             process.kill()
         status = process.wait()
@@ -241,7 +243,7 @@ class EngineClient:
             self._loop.call_soon_threadsafe(self._ended, status, last_words, generation)
 
     def _keep(self, come: list[Packet], generation: int) -> None:
-        """Packets that have come; the oldest of too many go, and a reader sees that from the gap."""
+        """Keep packets; drop the oldest if there are too many, which leaves a gap in the sequence numbers."""
         with self._lock:
             if generation != self._generation:
                 return
@@ -290,23 +292,23 @@ class EngineClient:
                 self._ready.set_exception(EngineError(rest[0]))
 
     def _ended(self, status: int, last_words: str, generation: int) -> None:
-        """The process is gone: everybody who waits for it is told."""
+        """Report to all waiting streams and calls that the process has ended."""
         if generation != self._generation:
             return
-        self._let_go()
+        self._disconnect()
         if self._closing:
             self.error = "the engine was closed"
         else:
             how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
             said = f": {last_words}" if last_words else ""
             self.error = f"the engine process ended {how}{said}; its log is {self.log_file}"
-        self._strand(EngineDead(self.error))
+        self._fail_waiting(EngineDead(self.error))
         if not self._closing:
             for callback in self._on_death:
                 callback(self.error)
 
-    def _let_go(self) -> None:
-        """Send nothing more to the process, and watch it no more. The connection closes with its two threads."""
+    def _disconnect(self) -> None:
+        """Stop sending to the process and watching it. Its two threads close the connection."""
         if self._outbox is not None:
             self._outbox.close()
             self._outbox = None
@@ -314,11 +316,11 @@ class EngineClient:
             self._ticks.cancel()
             self._ticks = None
 
-    def _strand(self, error: EngineError) -> None:
-        """Tell everybody who waits for the process that it will not answer."""
+    def _fail_waiting(self, error: EngineError) -> None:
+        """Raise `error` in everything that waits for the process."""
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(error)
-            self._ready.exception()  # whoever waited may have been cancelled: then nobody asks for it
+            self._ready.exception()  # read it once: the waiting task may have been cancelled
         streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
             stream._put(error)
@@ -328,7 +330,7 @@ class EngineClient:
                 future.set_exception(error)
 
     def _send(self, kind: str, tag: int, *arguments: Any) -> None:
-        """Queue a command; returns at once. InvalidRequest if it cannot be packed, or far too much waits already."""
+        """Queue a command; returns at once. InvalidRequest if it cannot be packed or the queue is too long."""
         if self._outbox is None:
             raise EngineDead(self.error or "the engine is not running")
         try:
@@ -339,10 +341,10 @@ class EngineClient:
             ) from error
         if not self._outbox.put(packed):
             raise InvalidRequest(
-                f"more than {MAX_UNSENT >> 20} MiB wait for the engine to take them: try again later", "queue"
+                f"more than {MAX_UNSENT >> 20} MiB of commands wait for the engine: try again later", "queue"
             )
 
-    # ---- what callers want
+    # ---- requests and control
 
     def submit(self, ids: list[int], params: SamplingParams, group: str = "", sample_index: int = 0) -> Stream:
         """Queue a prompt; returns at once. A refusal (InvalidRequest) is raised by the stream's iteration."""
@@ -353,54 +355,58 @@ class EngineClient:
         return stream
 
     async def call(self, action: str, **arguments: Any) -> Any:
-        """Ask the engine to do something between two steps, and wait for its answer."""
+        """Let the engine perform `action` between two steps; return its answer."""
         self._tag += 1
         self._send("call", self._tag, action, arguments)
         future = self._calls[self._tag] = self._loop.create_future()
         return await future
 
     async def control(self, action: str, **arguments: Any) -> Any:
-        """pause | resume | step n= | run_until predicate={"event", "ms"} | pace factor= | clear_cache |
-        records enabled= (whoever folds them finds a gap when they go on, and takes a snapshot).
+        """Perform an action: pause, resume, step n=, run_until predicate={"event", "ms"}, pace factor=, clear_cache,
+        or records enabled=.
+
+        Records that are switched off leave a gap in the sequence numbers; take a snapshot after it.
         """
         return await self.call(action, **arguments)
 
     async def snapshot(self) -> dict[str, Any]:
-        """The engine's state at its record `seq`; records drained later may begin before that."""
+        """The engine's state at record `seq`. Records drained later may begin before it."""
         return await self.call("snapshot")
 
     def drain_records(self) -> list[Record]:
-        """The records that have come since the last drain; cheap, for a frame timer."""
+        """The records since the last drain; cheap, for a frame timer."""
         return [record for packet in self.drain_packets() for record in packet.records()]
 
     def drain_packets(self) -> list[Packet]:
-        """The same still packed, for a reader that takes its time."""
+        """The same as packets, for a reader that unpacks them later."""
         with self._lock:
             drained, self._waiting = list(self._packets), 0
             self._packets.clear()
         return drained
 
     async def restart(self) -> None:
-        """End the process if it still runs, and start a new one with the same configuration."""
+        """End the process and start a new one with the same configuration."""
         await self.close()
         await self.launch()
 
     async def reconfigure(self, config: EngineConfig) -> None:
-        """Put an engine with another configuration in the place of this one, in the same process: seconds sooner than a
-        new process, since what Python imports stays. Open streams end with an error; EngineError if it cannot start.
+        """Replace the engine by one with another configuration, in the same process.
+
+        This is seconds faster than a new process, because torch is imported already. Open streams end with an error.
+        Raises EngineError if the new engine cannot start.
         """
         self._send("start", 0, config)
-        gone = InvalidRequest("another engine was started in the place of this one")
+        gone = InvalidRequest("another engine replaced this one")
         streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
             stream._put(gone)
         self.config = config
         ready = self._ready = self._loop.create_future()
         self.info = {**await ready, "log_file": str(self.log_file)}
-        self.drain_packets()  # those of the engine before
+        self.drain_packets()  # drop the records of the previous engine
 
     async def close(self) -> None:
-        """End the process; it is killed if it does not go within a few seconds, and at once if it hangs."""
+        """End the process. It is killed after a few seconds, or at once if it hangs."""
         process = self._process
         if process is None:
             return
@@ -414,7 +420,7 @@ class EngineClient:
         _end(process)
 
     def kill(self) -> None:
-        """At once, with whatever it started; safe to call at any time, also without a running loop."""
+        """Kill the process and its children at once. Safe at any time, also without a running loop."""
         self._closing = True
         if self._process is not None:
             _end(self._process)
@@ -424,5 +430,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # in a call of the system it may take a while to go
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a system call may delay its end
             process.wait(timeout=CLOSE_S)

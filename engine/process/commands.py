@@ -1,4 +1,4 @@
-"""Commands for the engine's process: their form, and the thread of the client that sends them."""
+"""Commands for the engine process, and the client's thread that sends them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_UNSENT = 256 << 20  # bytes
 
 
 class Command(NamedTuple):
-    """What the client asks: submit, abort, call, start or close. "lost" comes from within."""
+    """A request of the client: submit, abort, call, start or close. The engine process itself makes "lost"."""
 
     kind: str
     tag: int  # the client's name for the stream or the call
@@ -20,12 +20,12 @@ class Command(NamedTuple):
     problem: BaseException | None = None  # why the arguments could not be read
 
     def packed(self) -> bytes:
-        """As bytes. The arguments are packed on their own: if they cannot be read, what they belong to can."""
+        """The command as bytes. The arguments are packed separately: if they are unreadable, kind and tag are not."""
         return pickle.dumps((self.kind, self.tag, pickle.dumps(self.arguments, pickle.HIGHEST_PROTOCOL)))
 
     @classmethod
     def read(cls, data: bytes) -> Command:
-        """The command in `data`. It carries the error if its arguments cannot be read."""
+        """The command in `data`, with a `problem` if its arguments are unreadable."""
         kind, tag = "unreadable", 0
         try:
             kind, tag, arguments = pickle.loads(data)
@@ -37,7 +37,7 @@ class Command(NamedTuple):
 
 
 class Outbox:
-    """Sends byte strings in order, from a thread: a process that takes none must not block the event loop."""
+    """Sends byte strings in order, from a thread, so that a process that does not read cannot block the event loop."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -56,14 +56,14 @@ class Outbox:
         return True
 
     def close(self) -> None:
-        """Send nothing more after what is queued."""
+        """Stop after sending what is queued."""
         self._queue.put(None)
 
     def _run(self) -> None:
         while (message := self._queue.get()) is not None:
             try:
                 self._connection.send_bytes(message)
-            except OSError:  # the process has ended: the thread that reads tells everybody
+            except OSError:  # the process has ended; the reader thread reports it
                 return
             with self._lock:
                 self._unsent -= len(message)

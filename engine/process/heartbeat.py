@@ -1,12 +1,12 @@
-"""Does the engine's process live? It sends a heartbeat from a thread of its own; the client judges its silence.
+"""Detects a hanging engine process. Its heartbeat thread sends messages, and the client watches for silence.
 
-Heartbeats alone cannot tell a hang from a long call: a C function that holds Python's lock (the import of torch, the
-compilation of a kernel) stops the thread as SIGSTOP does. But such a call uses the processor or waits for the disk, and
-the client can see that from outside. So there are three cases:
+Heartbeats alone do not distinguish a hang from a long call: a C function that holds Python's lock (the import of torch,
+the compilation of a kernel) stops the heartbeat thread, as SIGSTOP does. But such a call uses the processor or waits
+for the disk, which the client can see from outside. There are three cases:
 
-    heartbeats come, one task lasts                   a long task: the client tells which, and nothing is wrong
+    heartbeats, and one task goes on                  a long task: the client reports which, as information
     no heartbeat, but the process uses the processor  a long call: the same
-    no heartbeat and no sign of life for SILENCE_S    a hang: the client says so, and the engine can be restarted
+    no heartbeat and no sign of life for SILENCE_S    a hang: the client reports it, and the engine can be restarted
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 BEAT_S = 1.0
-TICK_S = 0.5  # how often the client looks
-LONG_S = 5.0  # a task that lasts longer is told
+TICK_S = 0.5  # how often the client checks
+LONG_S = 5.0  # longer tasks are reported
 SILENCE_S = 5.0
-WORKING_S = 0.1  # seconds of processor time that are a sign of life; threads that wait for Python's lock use a tenth
+WORKING_S = 0.1  # processor time that is a sign of life; threads that wait for Python's lock use a tenth of it
 STOPPED, ON_DISK = "Tt", "D"  # states of a process in /proc/PID/stat and in ps
 IDLE = ""
 
 
 class Heart:
-    """In the engine's process: tells every BEAT_S what the main thread does, and for how long it has done so."""
+    """In the engine process: sends the main thread's task and its duration every BEAT_S."""
 
     def __init__(self, send: Callable[[str, str, float], None]) -> None:
         self._send = send
@@ -39,7 +39,7 @@ class Heart:
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def begin(self, task: str) -> None:
-        """The main thread begins `task`, or IDLE."""
+        """Note that the main thread begins `task`, or IDLE."""
         self._task = (task, time.monotonic())
 
     def _run(self) -> None:
@@ -51,16 +51,16 @@ class Heart:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """How the engine's process is. `hung`: why it is taken to hang, as a sentence; empty while it lives."""
+    """The condition of the engine process. `hung`: why it seems to hang, as a sentence; empty while it is alive."""
 
     task: str = IDLE  # load | step | start | the kind of a command
-    task_s: float = 0.0  # for how long it has done so
-    silent_s: float = 0.0  # for how long it has given no sign of life
+    task_s: float = 0.0  # duration of the task so far
+    silent_s: float = 0.0  # time without a sign of life
     hung: str = ""
 
     @property
     def long(self) -> str:
-        """A task that lasts, as a phrase for the screen; empty if none does. Loading tells its own progress."""
+        """The long task, as a phrase for the screen; empty if there is none. Loading reports its own progress."""
         if self.silent_s > 2 * BEAT_S or self.task in (IDLE, "load") or self.task_s < LONG_S:
             return ""
         name = "one step" if self.task == "step" else f"one command ({self.task})"
@@ -68,14 +68,14 @@ class Condition:
 
 
 class Watch:
-    """In the client: hears the messages of one process, and looks at it from outside while none come.
+    """In the client: watches one process by its messages, and from outside while there are none.
 
-    Silence is counted in ticks of the client, so a client that was itself suspended takes no engine for hung.
+    Silence is counted in ticks of the client, so a suspended client does not report a hang when it continues.
     """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._messages = 0  # the reader thread counts, `tick` compares
+        self._messages = 0  # counted by the reader thread, compared by `tick`
         self._seen = 0
         self._task, self._task_s, self._task_at = "load", 0.0, time.monotonic()
         self._silent = 0  # ticks
@@ -83,15 +83,15 @@ class Watch:
         self._hung = ""
 
     def heard(self) -> None:
-        """A message has come (called by the thread that reads)."""
+        """Note a message (called by the reader thread)."""
         self._messages += 1
 
     def beat(self, task: str, seconds: float) -> None:
-        """A heartbeat has come (called by the thread that reads)."""
+        """Note a heartbeat (called by the reader thread)."""
         self._task, self._task_s, self._task_at = task, seconds, time.monotonic()
 
     def tick(self) -> None:
-        """Look; to be called every TICK_S."""
+        """Check the process; call this every TICK_S."""
         if self._messages != self._seen:
             self._seen, self._silent, self._hung = self._messages, 0, ""
             return
@@ -103,7 +103,7 @@ class Watch:
 
     def _sentence(self, state: str) -> str:
         stopped = bool(state) and state in STOPPED
-        why = f"it is stopped, and kill -CONT {self.pid} lets it go on" if stopped else "it does not use the processor"
+        why = f"it is stopped, and kill -CONT {self.pid} continues it" if stopped else "it does not use the processor"
         return f"the engine's process {self.pid} has given no sign of life for {self._silent * TICK_S:.0f} s: {why}"
 
     @property
@@ -118,7 +118,7 @@ class Usage(NamedTuple):
 
 
 def look_at(pid: int) -> Usage:
-    """The state of a process and the processor time it has used: from /proc, or by ps where there is none."""
+    """The state and the processor time of a process, from /proc, or from ps where /proc does not exist."""
     with contextlib.suppress(OSError, ValueError, IndexError, subprocess.SubprocessError):
         if Path("/proc/self/stat").exists():
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

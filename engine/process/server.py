@@ -1,16 +1,16 @@
-"""The engine in a process of its own: commands come in, text, records and answers go out.
+"""The engine process: it receives commands, runs steps, and sends text, records and answers.
 
-Why a process: in the process of a user interface the engine would suffer its garbage collection and it the engine's
-steps. The parent holds the other end of a socket; when that closes, for whatever reason, this process ends.
+In the process of a user interface, garbage collections would delay steps, and steps would delay the interface. The
+parent holds the other end of a socket; when it closes, this process ends.
 
-    reader thread   blocks on the socket, puts commands on a queue; ends the process when the parent is gone
-    main thread     owns the engine: takes commands, steps, detokenizes. A command that raises is refused, with a
+    reader thread   blocks on the socket and queues commands; ends the process when the parent is gone
+    main thread     owns the engine: takes commands, steps, detokenizes. A command that raises is refused with a
                     sentence; only a lost device ends the engine
-    heartbeat       tells every second what the main thread does, and for how long (engine/process/heartbeat.py)
-    writer thread   packs and sends; a reader that is too slow loses records (and learns it from the gap in their
-                    numbers), never text, and never holds up a step
+    heartbeat       sends the main thread's task and its duration every second (engine/process/heartbeat.py)
+    writer thread   packs and sends. A slow reader loses records, which leaves a gap in their numbers, but never text;
+                    it never delays a step
 
-Idle costs nothing: without work the main thread blocks on its queue.
+Without work the main thread blocks on its queue, so an idle engine uses no processor time.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ from engine.trace.records import Record, pack
 
 logger = logging.getLogger("engine")
 
-FLUSH_S = 0.004  # news are sent at most this late
-FEW = 12  # records that are packed by whoever reads them
+FLUSH_S = 0.004  # the longest delay of news
+FEW = 12  # up to so many records are packed by the reader
 MAX_UNSENT_RECORDS = 100_000
-MAX_WAITING = 4096  # requests in the queue; others are refused
-EXIT_GRACE_S = 2.0  # after the parent is gone, a step may end in peace for this long
-
+MAX_WAITING = 4096  # requests in the queue; further ones are refused
+EXIT_GRACE_S = 2.0  # time for a step to end after the parent is gone
 MAX_SENTENCE = 1000  # characters of a refusal
 
 Message = tuple[Any, ...]  # to the client
@@ -62,12 +61,12 @@ class Writer:
         self._queue.put(message)
 
     def send_beat(self, *beat: Any) -> None:
-        """Send a heartbeat, unless messages wait already: a client that reads none would gather them without end."""
+        """Send a heartbeat, unless messages wait already: they would pile up if the client does not read."""
         if self._queue.empty():
             self._queue.put(beat)
 
     def send_news(self, deltas: list[tuple[Any, ...]], records: list[Record]) -> None:
-        """Deltas, packed, always; records only while the reader keeps up."""
+        """Send packed deltas always, and records only while the reader keeps up."""
         with self._lock:
             if self._unsent_records + len(records) > MAX_UNSENT_RECORDS:
                 records = []
@@ -90,7 +89,7 @@ class Writer:
 
 
 def _packed(message: Message) -> bytes:
-    """A message as bytes; of one that cannot be packed, as much as can."""
+    """A message as bytes; if it cannot be packed, the part that can."""
     try:
         return on_the_wire(message)
     except Exception as error:
@@ -102,8 +101,11 @@ def _packed(message: Message) -> bytes:
 
 
 def on_the_wire(message: Message) -> bytes:
-    """A message as bytes; the records of news are packed on their own, so that the reader can leave them so. A few
-    are not: that would take longer here than to pickle them, and the reader can do it."""
+    """A message as bytes.
+
+    Many records are packed separately, so that the reader can keep them packed. A few are pickled, which takes less
+    time here; the reader packs them.
+    """
     if message[0] == "news" and len(message[2]) > FEW:
         message = ("packed", message[1], pack(message[2]))
     return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
@@ -125,14 +127,14 @@ class EngineServer:
         self._successor: Command | None = None
 
     def run(self) -> Command | None:
-        """Until the client says close; the command, if it says to start another engine instead."""
+        """Serve until the client closes; return its command if it asks for another engine."""
         engine = self.engine
         while True:
             may_step = engine.has_work and engine.gate.allows()
             if not may_step:
                 self._take(engine.drain())
                 self._flush()
-            if not self._obey(block=not may_step):
+            if not self._run_commands(block=not may_step):
                 return self._successor
             if may_step:
                 self.heart.begin("step")
@@ -140,38 +142,38 @@ class EngineServer:
                 if engine.gate.stretch_s > 0.0:
                     self._take(engine.drain())
                     self._flush()
-                    if not self._linger(engine.gate.stretch_s):
+                    if not self._wait_slowly(engine.gate.stretch_s):
                         return self._successor
                 elif time.perf_counter() >= self._next_flush:
                     self._flush()
 
-    def _linger(self, seconds: float) -> bool:
-        """Slow motion: wait, obeying commands meanwhile. A change of pace or gate ends the wait."""
+    def _wait_slowly(self, seconds: float) -> bool:
+        """Slow motion: wait, and run commands meanwhile. A change of pace or gate ends the wait."""
         gate = self.engine.gate
         until, pace, state = time.perf_counter() + seconds, gate.pace, gate.state
         while (left := until - time.perf_counter()) > 0 and (gate.pace, gate.state) == (pace, state):
             with contextlib.suppress(queue.Empty):
-                if not self._command(self._held(left)):
+                if not self._run_command(self._next_command(left)):
                     return False
                 self._flush()
         return True
 
-    def _obey(self, block: bool) -> bool:
-        """Take all commands that wait, or block for one. False if the engine is to end."""
+    def _run_commands(self, block: bool) -> bool:
+        """Run all waiting commands, or block for one. False if the engine must end."""
         taken = block
-        if block and not self._command(self._held(None)):
+        if block and not self._run_command(self._next_command(None)):
             return False
         try:
-            while self._command(self.commands.get(block=False)):
+            while self._run_command(self.commands.get(block=False)):
                 taken = True
             return False
         except queue.Empty:
             if taken:
-                self._flush()  # the step that follows may take long
+                self._flush()  # the next step may take long
             return True
 
-    def _held(self, timeout: float | None) -> Command:
-        """The next command; while work waits for it, the clock of work stands. Raises queue.Empty after `timeout`."""
+    def _next_command(self, timeout: float | None) -> Command:
+        """The next command; the wait does not count as work. Raises queue.Empty after `timeout`."""
         began = time.perf_counter()
         self.heart.begin(IDLE)
         try:
@@ -180,8 +182,8 @@ class EngineServer:
             if self.engine.has_work:
                 self.engine.log.held += time.perf_counter() - began
 
-    def _command(self, command: Command) -> bool:
-        """Obey one command; False if the engine is to end. A command that raises is refused, whatever it raises."""
+    def _run_command(self, command: Command) -> bool:
+        """Run one command; False if the engine must end. A command that raises is refused."""
         kind, tag, arguments, problem = command
         if kind == "lost":
             raise DeviceLost(arguments[0])
@@ -229,7 +231,7 @@ class EngineServer:
 
     def _submit(self, tag: int, ids: list[int], params: Any, group: str, sample_index: int) -> None:
         if tag in self._id_of:
-            raise InvalidRequest(f"the tag {tag} is that of a request that has not ended", "tag")
+            raise InvalidRequest(f"the tag {tag} belongs to a request that has not ended", "tag")
         request = self.engine.add_request(ids, params, group, sample_index)
         try:
             self.outputs.open(request)
@@ -249,10 +251,10 @@ class EngineServer:
             self._emit([delta])
 
     def _answer(self, action: str, arguments: dict[str, Any]) -> Any:
-        """Do what a call of the client asks: control, snapshot and the like."""
+        """Perform the action of a call and return its answer."""
         engine, gate = self.engine, self.engine.gate
         if action == "snapshot":
-            self._flush()  # so that the records up to its number are on their way before it
+            self._flush()  # the records before the snapshot are sent first
             return engine.snapshot()
         if action == "pause":
             gate.pause()
@@ -260,13 +262,13 @@ class EngineServer:
         elif action == "resume":
             gate.resume()
         elif action == "step":
-            self._take(engine.drain())  # a step under way is none of those let through
+            self._take(engine.drain())  # a step in flight does not count
             gate.step(arguments.get("n", 1))
         elif action == "run_until":
             predicate = arguments.get("predicate")
             if not isinstance(predicate, dict) or "event" not in predicate:
-                raise InvalidRequest('run_until needs predicate={"event": what to wait for}', "predicate")
-            self._take(engine.drain())  # what a step under way contains happened before
+                raise InvalidRequest('run_until needs predicate={"event": name}', "predicate")
+            self._take(engine.drain())  # a step in flight must not fulfil it
             gate.run_until(predicate["event"], predicate.get("ms", 0.0))
         elif action == "pace":
             gate.set_pace(arguments.get("factor", 1.0))
@@ -287,7 +289,7 @@ class EngineServer:
     # ---- news
 
     def _take(self, emitted: list[Any]) -> None:
-        """Turn what a commit emitted into deltas; the next step is already on the device."""
+        """Turn the tokens of a commit into deltas. With overlap the next step is already on the device."""
         if not emitted:
             return
         deltas, stopped = self.outputs.process(emitted)
@@ -300,7 +302,7 @@ class EngineServer:
             tag = self._tag_of[delta.request_id]
             if delta.finish_reason:
                 del self._tag_of[delta.request_id], self._id_of[tag]
-            delta.request_id = tag  # the client knows its streams by the tags it gave
+            delta.request_id = tag  # the client identifies streams by tag
             self._deltas.append(delta.packed())
 
     def _flush(self) -> None:
@@ -318,25 +320,25 @@ def _text(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:
-        return "its text cannot be had"
+        return "without a text"
 
 
 def _read(connection: Connection, commands: queue.SimpleQueue[Command]) -> None:
-    """The reader thread. When the parent is gone it asks the main thread to end, and makes it if it does not."""
+    """The reader thread. When the parent is gone, it asks the main thread to end, then ends the process."""
     try:
         while True:
             commands.put(Command.read(connection.recv_bytes()))
     except (EOFError, OSError):
         logger.info("the client is gone")
-    except BaseException:  # after half a message none that follows can be told apart
-        logger.exception("the client's messages cannot be read any further")
+    except BaseException:  # after half a message, later ones cannot be found
+        logger.exception("the client's messages can no longer be read")
     commands.put(Command("close", 0))
     time.sleep(EXIT_GRACE_S)
     os._exit(0)
 
 
 def main(fd: int) -> int:
-    """Serve the client at the other end of socket `fd`. Its first command is "start" with an EngineConfig."""
+    """Serve the client at the other end of socket `fd`; its first command is "start" with an EngineConfig."""
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
@@ -357,7 +359,7 @@ def main(fd: int) -> int:
 def _serve(
     command: Command, commands: queue.SimpleQueue[Command], writer: Writer, heart: Heart
 ) -> tuple[int, Command | None]:
-    """Build an engine and serve it: (exit status, the command that asks for another engine, if one does)."""
+    """Build an engine and serve it; return the exit status and the command that asks for another engine, if any."""
     try:
         from engine.build import as_engine_error, build_engine
 
@@ -391,8 +393,7 @@ def _serve(
 
 
 def _lost(sentence: str, commands: queue.SimpleQueue[Command], writer: Writer) -> None:
-    """Called in a thread when a rank is gone: the main thread ends the engine, or it is ended if a collective holds
-    it."""
+    """Called in a thread when a rank is gone: let the main thread end the engine; end it here if a collective hangs."""
     commands.put(Command("lost", 0, (sentence,)))
     time.sleep(EXIT_GRACE_S)
     writer.send("failed", sentence)
@@ -404,4 +405,4 @@ def _lost(sentence: str, commands: queue.SimpleQueue[Command], writer: Writer) -
 if __name__ == "__main__":
     status = main(int(sys.argv[1]))
     sys.stderr.flush()
-    os._exit(status)  # without waiting for torch's threads
+    os._exit(status)  # do not wait for torch's threads

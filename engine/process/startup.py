@@ -1,4 +1,4 @@
-"""What makes a process of the engine ready sooner: importing torch is most of its start."""
+"""A faster import of torch, which is most of the start of an engine process."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 
 
 def import_torch() -> None:
-    """Import torch while the garbage collector rests, which passes by all that stands afterwards.
+    """Import torch without garbage collections, and exclude its objects from later ones.
 
-    A full collection looks at every function of torch: many times during the import, and later between two steps.
+    A full collection visits every object of torch: often during the import, and later between steps.
     """
     if "torch" in sys.modules:
         return

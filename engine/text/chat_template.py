@@ -1,8 +1,9 @@
-"""A checkpoint's chat template, rendered in a process of its own with limits of time, memory and output.
+"""Renders a checkpoint's chat template in a separate process with limits of time, memory and output.
 
-The process (`engine/text/template_process.py`) starts at the first rendering, or at `start`, and serves the later ones:
-a rendering costs about 0.1 ms more than one in this process. It is killed when a limit is met, and ends with its
-parent. """
+The process (`engine/text/template_process.py`) starts with `start` or with the first rendering, and serves the later
+ones. A rendering takes about 0.1 ms longer than in this process. The process is killed when it exceeds a limit, and it
+ends with its parent.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from typing import Any
 
 from engine.errors import CheckpointError, EngineError, InvalidRequest
 
-SECONDS = 5.0  # for one rendering, the first one's compilation included
+SECONDS = 5.0  # for one rendering; the first includes the compilation
 MEMORY = 1 << 30  # bytes of address space
 LONGEST = 16 << 20  # bytes of a rendering
 LONGEST_VALUES = 64 << 20  # bytes of messages, tools and the rest, as JSON
@@ -34,10 +35,10 @@ HEAD = struct.Struct("!cQ")
 
 
 class ChatTemplate:
-    """One template. Its methods may be called from any thread; renderings take turns."""
+    """One template. Its methods may be called from any thread; one rendering runs at a time."""
 
     def __init__(self, source: str, directory: Path) -> None:
-        """`directory` is the checkpoint's, for the errors. Nothing runs yet."""
+        """`directory`: the checkpoint's, for error messages. The process is not started yet."""
         self.source = source
         self.directory = directory
         self._turn = threading.Lock()
@@ -46,19 +47,19 @@ class ChatTemplate:
         self._stops = 0
 
     def start(self) -> None:
-        """Start the process, and do not wait for it: the first rendering finds it ready."""
+        """Start the process without waiting for it, so that the first rendering is fast."""
         self._running()
 
     def stop(self) -> None:
-        """End the process: renderings under way or waiting raise InvalidRequest. A later one starts it anew."""
+        """End the process: running and waiting renderings raise InvalidRequest. A later rendering starts it again."""
         self._stops += 1
         self._end()
 
     def render(self, values: dict[str, Any]) -> str:
-        """The text that the template makes of `values`, which must be what JSON can say.
+        """Render the template with `values`, which must be JSON values; return the text.
 
-        Raises CheckpointError if the template cannot be compiled, InvalidRequest if it refuses the values, fails, or
-        meets a limit.
+        Raises CheckpointError if the template cannot be compiled, and InvalidRequest if it refuses the values, fails
+        or exceeds a limit.
         """
         stops = self._stops
         request = _as_json(values)
@@ -69,7 +70,7 @@ class ChatTemplate:
                 process = self._running()
                 process.prepare(self.source)
                 kind, contents = process.ask(request)
-            except BaseException as error:  # the process may still be at it: its answer would be taken for the next
+            except BaseException as error:  # it may still answer, and that answer would be taken for the next one
                 self._end()
                 if isinstance(error, TimeoutError):
                     raise _refusal(f"did not end within {SECONDS:g} seconds") from None
@@ -77,14 +78,14 @@ class ChatTemplate:
                     raise
                 if self._stops != stops:
                     raise _refusal("was stopped") from None
-                raise _refusal("ended its process, probably for want of memory") from None
+                raise _refusal("ended its process, probably because memory ran out") from None
         if kind == TEXT:
             return contents.decode("utf-8", "surrogatepass")
         raise self._failure(*json.loads(contents))
 
     def _failure(self, kind: str, name: str, sentence: str) -> EngineError:
         if name == "MemoryError":
-            self._end()  # what it holds is not given back
+            self._end()  # it does not return the memory that it holds
             return _refusal(f"needs more than {MEMORY >> 20:,} MiB of memory")
         if name == "TooLong":
             return _refusal(f"writes more than {LONGEST >> 20} MiB")
@@ -110,15 +111,15 @@ class ChatTemplate:
 
 
 class _Process:
-    """The child and the socket to it."""
+    """The child process and the socket to it."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        pipe, lifeline = os.pipe()  # nothing is written: the kernel closes our end when this process ends
+        pipe, lifeline = os.pipe()  # never written; the kernel closes our end when this process ends
         arguments = [str(number) for number in (SECONDS + 1, MEMORY, LONGEST, pipe)]
         with theirs:
             try:
-                # -P: the script's directory holds a types.py. A session of its own: ctrl+c is not for it.
+                # -P: do not import from the script's directory. A new session: ctrl+c does not reach it.
                 self._child = subprocess.Popen(
                     [sys.executable, "-P", str(SCRIPT), *arguments], pass_fds=[pipe],
                     stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
@@ -137,11 +138,11 @@ class _Process:
 
     @property
     def ended(self) -> bool:
-        """True once it cannot be used any more."""
+        """True once the process can no longer be used."""
         return not self.end.alive or self._child.poll() is not None
 
     def prepare(self, source: str) -> None:
-        """Wait until it runs, and hand the template over. Raises EngineError."""
+        """Wait until the process runs and send it the template. Raises EngineError."""
         if self._prepared:
             return
         self._until = time.monotonic() + START_SECONDS
@@ -152,7 +153,7 @@ class _Process:
                 f"the process that renders chat templates did not start within {START_SECONDS:g} seconds"
             ) from None
         except EOFError:
-            if not self.end.alive:  # stopped meanwhile
+            if not self.end.alive:  # it was stopped
                 raise
             raise EngineError(
                 f"the process that renders chat templates did not start (exit code {self._child.wait()})"
@@ -161,7 +162,7 @@ class _Process:
         self._prepared = True
 
     def ask(self, request: bytes) -> tuple[bytes, bytes]:
-        """The kind and the contents of the answer. Raises TimeoutError, EOFError, OSError."""
+        """Send a request; return the kind and the contents of the answer. Raises TimeoutError, EOFError, OSError."""
         self._until = time.monotonic() + SECONDS
         self._send(request)
         return self._receive()
@@ -186,13 +187,13 @@ class _Process:
         return bytes(parts)
 
     def _left(self) -> float:
-        # Not below a moment: after a pause of this process (ctrl+z) an answer may lie there although the time is over.
+        # Never 0: after a pause of this process (ctrl+z) an answer may be there although the time is over.
         return max(0.01, self._until - time.monotonic())
 
 
 def _kill(child: subprocess.Popen[bytes], connection: socket.socket, lifeline: int) -> None:
     with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for it
+        connection.shutdown(socket.SHUT_RDWR)  # wakes a waiting thread
     child.kill()
     child.wait()
     connection.close()
@@ -204,11 +205,11 @@ def _as_json(values: dict[str, Any]) -> bytes:
         request = json.dumps(values, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(
-            f"these messages cannot be given to the chat template, which takes what JSON can say: {error}", "messages"
+            f"the chat template takes JSON values only, and these messages have others: {error}", "messages"
         ) from None
     if len(request) > LONGEST_VALUES:
         raise InvalidRequest(
-            f"these messages have {len(request) >> 20:,} MiB; a chat template takes {LONGEST_VALUES >> 20} MiB",
+            f"these messages have {len(request) >> 20:,} MiB; a chat template takes at most {LONGEST_VALUES >> 20} MiB",
             "messages",
         )
     return request

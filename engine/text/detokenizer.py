@@ -1,12 +1,12 @@
-"""Stage 6, ids to text as they are drawn, for every decoder that a tokenizer.json can name.
+"""Stage 6: turns ids into text as they are drawn, for every decoder that a tokenizer.json can name.
 
-    byte-level BPE (GPT-2, Qwen, Llama 3)         text is the tokens' bytes end to end, read as UTF-8
-    all others (SentencePiece, Unigram, WordPiece)  the library decodes the last token and the new one; text is what
-                                                    the new one adds
+    byte-level BPE (GPT-2, Qwen, Llama 3)           the bytes of the tokens, end to end, decoded as UTF-8
+    all others (SentencePiece, Unigram, WordPiece)  the library decodes the last token and the new one; the text is
+                                                    what the new one adds
 
-Tokens that are one byte (<0xE2>, the fallback of SentencePiece's tokenizers) are put together to characters first. A
-byte that belongs to no character is one replacement character, as in SentencePiece itself. The library `tokenizers`
-replaces every byte of a run of such tokens if one of them is wrong: text could not be shown before the run has ended.
+Tokens of one byte (<0xE2>, the fallback of SentencePiece) are first joined to characters. A byte that is not part of
+a character becomes one replacement character, as in SentencePiece. The library `tokenizers` replaces all bytes of a
+run if one of them is wrong, so it could show text only after the end of the run.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from typing import Any, Protocol
 import tokenizers
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-_EACH_BYTE = "engine.each-byte"  # an error handler of codecs: one replacement character for each wrong byte
+_EACH_BYTE = "engine.each-byte"  # a codecs error handler: one replacement character for each wrong byte
 
 codecs.register_error(_EACH_BYTE, lambda error: ("\ufffd" * (error.end - error.start), error.end))  # type: ignore[attr-defined]
 
 
 class Detokenizer(Protocol):
-    """Turns a reply's ids to text as they come. Joined, the pieces and what `flush` returns are decode(all ids).
+    """Turns a reply's ids into text as they come. All pieces and the text of `flush` together are decode(all ids).
 
-    A character whose bytes are not all there yet is held back, so no piece contains a replacement character unless the
-    bytes are not UTF-8. The cost of a token does not depend on how many came before.
+    An incomplete character is held back, so a replacement character appears only if the bytes are not UTF-8. The cost
+    of a token does not depend on the number of tokens before it.
     """
 
     def push(self, ids: list[int]) -> str:
-        """The text that these ids complete; may be empty."""
+        """Add ids; return the text that they complete, which may be empty."""
 
     def flush(self) -> str:
-        """At the end of a reply: what has been held back."""
+        """The text held back, at the end of a reply."""
 
 
 class Decoding:
-    """What the detokenizers of one tokenizer share.
+    """The decoder of one tokenizer, shared by its detokenizers.
 
-    byte_level      text is the tokens' bytes, nothing else
-    byte_fallback   a character may be spelled by tokens that are one byte each
+    byte_level      text is the bytes of the tokens
+    byte_fallback   a character may be a sequence of one-byte tokens
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
@@ -58,7 +58,7 @@ class Decoding:
         self._bytes: dict[int, bytes] = {}
 
     def start(self, skip_special_tokens: bool) -> Detokenizer:
-        """For one reply."""
+        """A detokenizer for one reply."""
         skip = self._special_ids if skip_special_tokens else frozenset()
         return _ByteDetokenizer(self, skip) if self.byte_level else _WindowDetokenizer(self, skip)
 
@@ -71,11 +71,11 @@ class Decoding:
         return self.join([token for part in (*stream.parts(ids), *stream.rest()) for token in part])
 
     def token(self, token_id: int) -> str | None:
-        """As the vocabulary spells it; None for an id that it does not have (models pad their vocabulary)."""
+        """The token as the vocabulary spells it; None for an unknown id (models pad their vocabulary)."""
         return self._tokenizer.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for behind another; nothing for an id that the tokenizer does not have."""
+        """The bytes of a token that follows another token; empty for an unknown id."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._to_bytes(self.token(token_id) or "")
@@ -85,7 +85,7 @@ class Decoding:
         if self.byte_level:
             try:
                 return bytes(BYTE_OF[character] for character in token)
-            except KeyError:  # an added token, written as it is
+            except KeyError:  # an added token is spelled as plain text
                 return token.encode()
         if self.byte_fallback and _BYTE_TOKEN.fullmatch(token):
             return bytes([int(token[3:5], 16)])
@@ -111,15 +111,15 @@ class _ByteDetokenizer:
 
 
 class _WindowDetokenizer:
-    """For every other decoder. A *part* is a token, or the byte tokens of one character: what can be text by itself."""
+    """For every other decoder. A *part* is a token, or the byte tokens of one character."""
 
     def __init__(self, decoding: Decoding, skip: frozenset[int]) -> None:
         self._decoding = decoding
         self._skip = skip
         self._utf8 = codecs.getincrementaldecoder("utf-8")(_EACH_BYTE)
-        self._token: list[str] = []  # the last token that is no byte; it decides about the space before the next
-        self._before: list[str] = []  # the same, and the last character of the bytes behind it
-        self._known = 0  # characters that those are
+        self._token: list[str] = []  # the last token that is no byte; the space before the next depends on it
+        self._before: list[str] = []  # `_token` and the last character made of bytes after it
+        self._known = 0  # characters in the text of `_before`
 
     def push(self, ids: list[int]) -> str:
         return "".join([self._emit(part) for part in self.parts(ids)])
@@ -141,7 +141,7 @@ class _WindowDetokenizer:
                 yield [token]
 
     def rest(self) -> Iterator[list[str]]:
-        """The bytes held back, which belong to no character then."""
+        """The bytes held back; at this point they are not part of a character."""
         yield from map(_spelled, self._utf8.decode(b"", final=True))
 
     def _emit(self, part: list[str]) -> str:
@@ -157,12 +157,12 @@ class _WindowDetokenizer:
 
 @lru_cache(4096)
 def _spelled(character: str) -> list[str]:
-    """The byte tokens of a character; not to be changed."""
+    """The byte tokens of a character. Callers must not change the list."""
     return [f"<0x{byte:02X}>" for byte in character.encode()]
 
 
 def _kinds(decoder: dict[str, Any]) -> Iterator[str]:
-    """The types of a decoder and of those it is made of."""
+    """The types of a decoder and of its parts."""
     if decoder["type"] == "Sequence":
         for part in decoder["decoders"]:
             yield from _kinds(part)
@@ -171,7 +171,7 @@ def _kinds(decoder: dict[str, Any]) -> Iterator[str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's way of writing bytes as printable characters, character -> byte."""
+    """GPT-2's printable character for each byte: character -> byte."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in printable)

@@ -1,8 +1,8 @@
-"""Stages 6 and 7, detokenize and emit: what a commit drew becomes text for whoever asked.
+"""Stages 6 and 7, detokenize and emit: turns the tokens of a commit into text for the clients.
 
-Runs after the next step has been launched, so none of it stands between two steps. Stop strings are found here, in
-text: a request that meets one is ended like an abort, and what it drew beyond is never shown. Text that may be the
-beginning of a stop string is held back until it is decided.
+It runs after the next step has been launched, so it does not delay a step. It also finds stop strings: a request that
+reaches one is ended like an abort, and its later text is not shown. Text that may be the beginning of a stop string is
+held back until that is certain.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class TextStream(Protocol):
 
 @dataclass(slots=True)
 class Delta:
-    """News of one request. `ids` are what it drew, its end token included; `text` is what may be shown of it so far.
+    """New output of one request: the ids it drew, the end token included, and the text that can be shown.
 
-    The last delta has `finish_reason`: stop, length, abort, or "error: …". `metrics` come with it.
+    The last delta has a `finish_reason` (stop, length, abort or "error: …") and `metrics`.
     """
 
     request_id: int
@@ -39,8 +39,10 @@ class Delta:
     prompt_logprobs: Sequence[TokenLogprobs] = ()
 
     def packed(self) -> tuple[Any, ...]:
-        """Its fields, without those at the end that are empty: `Delta(*packed)` is the same again. What travels between
-        processes, because a thousand of these tuples take 0.3 ms to pickle and 12 KB, a thousand objects 2.1 and 44."""
+        """The fields as a tuple for another process, without empty ones at the end: `Delta(*packed)` is an equal delta.
+
+        A thousand tuples take 0.3 ms to pickle and 12 KB, a thousand deltas 2.1 ms and 44 KB.
+        """
         if self.finish_reason or self.logprobs or self.prompt_logprobs:
             return (
                 self.request_id, self.text, self.ids, self.finish_reason, self.metrics, self.logprobs,
@@ -53,13 +55,13 @@ class Delta:
 class _Open:
     request: Request
     text: TextStream | None
-    held: str = ""  # decoded, but it may be the beginning of a stop string
-    protected: int = 0  # characters of `held` that min_tokens protects: no stop string may end within them
-    drawn: int = 0  # tokens told; the request may have drawn more in the same step
+    held: str = ""  # decoded text that may be the beginning of a stop string
+    protected: int = 0  # characters of `held` within min_tokens: no stop string may end there
+    drawn: int = 0  # tokens processed; the request may have drawn more in the same step
 
 
 class OutputProcessor:
-    """One open stream per request. `tokenizer` may be None: then there is no text, and no stop string is found."""
+    """Keeps a text stream for each request. Without a tokenizer there are no texts and no stop strings."""
 
     def __init__(self, tokenizer: Any, log: RecordLog) -> None:
         self._tokenizer = tokenizer
@@ -67,27 +69,27 @@ class OutputProcessor:
         self._open: dict[int, _Open] = {}
 
     def open(self, request: Request) -> None:
-        """Begin a stream; must be called before the request's first step."""
+        """Open a stream. Call this before the request's first step."""
         stream = None
         if self._tokenizer is not None:
             stream = self._tokenizer.detokenizer(skip_special_tokens=request.params.skip_special_tokens)
         self._open[request.id] = _Open(request, stream)
 
     def close(self, request_id: int, reason: str) -> Delta | None:
-        """End a stream from outside (an abort): its last delta, with the text still held back."""
+        """Close a stream, as for an abort; return its last delta, with the text held back."""
         state = self._open.pop(request_id, None)
         if state is None:
             return None
         return Delta(request_id, _rest(state), [], reason, self._metrics(state))
 
     def process(self, emitted: list[Emitted]) -> tuple[list[Delta], list[int]]:
-        """The deltas of one commit, and the ids of requests that met a stop string and must be ended."""
+        """The deltas of one commit, and the ids of the requests to end because they reached a stop string."""
         deltas: list[Delta] = []
         stopped: list[int] = []
         for item in emitted:
             state = self._open.get(item.request.id)
             if state is None:
-                continue  # it met a stop string, or was aborted, while this token was in flight
+                continue  # stopped or aborted while this token was in flight
             delta = Delta(item.request.id, "", [] if item.token_id is None else [item.token_id], item.finish_reason)
             state.drawn += len(delta.ids)
             if item.logprobs is not None:
@@ -104,13 +106,13 @@ class OutputProcessor:
         return deltas, stopped
 
     def _advance(self, state: _Open, item: Emitted, delta: Delta) -> bool:
-        """Decode what was drawn into the delta. True if a stop string was met."""
+        """Decode the drawn token into the delta; return True if a stop string was reached."""
         if state.text is None:
             return False
         params = state.request.params
         ends = item.finish_reason == "stop" and item.token_id in state.request.stop_ids
         text = state.held
-        if item.token_id is not None and not ends:  # the token that ends a reply is not part of it
+        if item.token_id is not None and not ends:  # the end token is not part of the text
             text += state.text.push([item.token_id])
         if item.finish_reason:
             text += state.text.flush()
@@ -126,9 +128,7 @@ class OutputProcessor:
         return False
 
     def _metrics(self, state: _Open) -> dict[str, Any]:
-        """What the line under an answer says: milliseconds (of work: a closed gate and slow motion do not count), and
-        tokens per second of the decode part.
-        """
+        """The figures of a reply. Times count only work, not a closed gate or slow motion."""
         request, drawn, now = state.request, state.drawn, self._log.worked()
         submitted = request.submitted_work
         first, admitted = request.first_token_work or now, request.admitted_work or now
@@ -154,14 +154,16 @@ def _rest(state: _Open) -> str:
 
 
 def _find_stop(text: str, stops: tuple[str, ...], protected: int) -> list[tuple[int, int]]:
-    """The earliest stop string that ends beyond `protected` characters of the text as [(where, length)], or []; of two
-    that begin there, the longer."""
+    """The earliest stop string that ends after the `protected` characters, as [(position, length)], or [].
+
+    If two begin at the same position, the longer one.
+    """
     found = [(text.find(stop, max(0, protected - len(stop) + 1)), -len(stop)) for stop in stops]
     return [(where, -length) for where, length in sorted(hit for hit in found if hit[0] >= 0)[:1]]
 
 
 def _possible_stop(text: str, stops: tuple[str, ...]) -> int:
-    """Length of the longest end of `text` that is the beginning of a stop string."""
+    """The length of the longest end of `text` with which a stop string may begin."""
     longest = 0
     for stop in stops:
         for n in range(min(len(stop) - 1, len(text)), longest, -1):

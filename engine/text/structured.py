@@ -1,7 +1,7 @@
-"""Replies that obey a JSON schema, a regular expression or a list of choices: masks over the vocabulary, by llguidance.
+"""Constrains replies to a JSON schema, a regular expression or a list of choices, with the library llguidance.
 
-The grammar of a request is compiled when it is submitted (what cannot be compiled is refused there), asked for a mask
-before each draw, and advanced by the token when it is committed. The library is the extra "structured".
+A request's grammar is compiled at submission, which refuses invalid grammars. It makes a mask over the vocabulary
+before each draw and advances by the token at commit. The library is in the extra "structured".
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from engine.errors import InvalidRequest, not_installed
 from engine.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 
-MAX_SYMBOLS = 20_000  # of a grammar: about 0.3 s to compile, in which an engine serves nobody
+MAX_SYMBOLS = 20_000  # in a grammar: about 0.3 s to compile, in which the engine runs no step
 
 MAX_REASON = 300  # characters
 
 
 class Grammar:
-    """What one request's reply may still become. `failed`: a sentence once it cannot be followed any further."""
+    """The grammar of one reply. `failed`: why the grammar cannot continue, as a sentence; empty if it can."""
 
     def __init__(self, matcher: Any, tokens: np.ndarray) -> None:
-        """`tokens`: the mask of all ids that the model can draw."""
+        """`tokens`: a mask of all ids that the model can draw."""
         self.failed = ""
         self._matcher = matcher
         self._tokens = tokens
 
     def mask(self) -> np.ndarray:
-        """int32 [ceil(vocab_size / 32)]: bit t % 32 of word t // 32 says whether token t may come next.
+        """int32 [ceil(vocab_size / 32)]: bit t % 32 of word t // 32 is 1 if token t is allowed next.
 
-        A grammar can turn out too costly only now; then it has `failed`, and the mask allows the reply's end alone.
+        If the grammar is found to be too costly here, it has `failed`, and the mask allows only the end of the reply.
         """
         mask = np.zeros_like(self._tokens)
         found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
         mask[: len(found)] = found[: len(mask)]
         mask &= self._tokens
         if self._matcher.is_error():
-            self.failed = f"the reply's grammar cannot be followed any further: {_reason(self._matcher)}"
+            self.failed = f"the reply's grammar cannot continue: {_reason(self._matcher)}"
         elif not mask.any():
-            self.failed = "the reply's grammar cannot be followed any further: no token of this model may come next"
+            self.failed = "the reply's grammar cannot continue: it allows no token of this model"
         return mask
 
     def advance(self, token_id: int) -> bool:
-        """Take a drawn token; True if the reply is complete, so that nothing may follow."""
+        """Advance by a drawn token; return True if the reply is complete."""
         self._matcher.consume_token(token_id)
         return self.finished
 
@@ -55,16 +55,16 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer. What that needs is made at first use: it takes a while."""
+    """Compiles grammars for one tokenizer. The first use takes longer, because it reads the tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """`vocab_size` is the model's, which may be more than the tokenizer's."""
+        """`vocab_size`: the model's, which may be larger than the tokenizer's."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._vocabulary: Any = None
 
     def compile(self, params: SamplingParams) -> Grammar:
-        """The grammar that `params` asks for; InvalidRequest, naming the field, if it is not one."""
+        """The grammar that `params` asks for; InvalidRequest, with the name of the field, if it cannot be compiled."""
         field = "json_schema" if params.json_schema is not None else "regex" if params.regex is not None else "choice"
         try:
             import llguidance
@@ -77,7 +77,7 @@ class Grammars:
             matcher = llguidance.LLMatcher(vocabulary, source, log_level=0, limits=limits)
             grammar = Grammar(matcher, self._tokens(no_token))
             if not matcher.is_error():
-                grammar.mask()  # what nothing can satisfy shows here
+                grammar.mask()  # fails if nothing can satisfy the grammar
         except (InvalidRequest, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in the library's Rust is not an Exception
@@ -88,15 +88,15 @@ class Grammars:
         return grammar
 
     def _tokens(self, no_token: int | None) -> np.ndarray:
-        """The mask of the model's ids, without the one that stands for an end that it does not have."""
+        """The mask of the model's ids, without `no_token`."""
         bits = np.arange(-(-self._vocab_size // 32) * 32)
         allowed = (bits < self._vocab_size) & (bits != (-1 if no_token is None else no_token))
         return np.packbits(allowed, bitorder="little").view(np.int32)
 
     def _vocabulary_for(self, llguidance: Any, field: str) -> tuple[Any, int | None]:
-        """The tokenizer in the library's form, and the id that stands for the end if the model has none.
+        """The tokenizer in the library's form, and a made-up end id if the model has no end token.
 
-        InvalidRequest if the library cannot read this kind of tokenizer; that is found out once.
+        InvalidRequest if the library cannot read this kind of tokenizer. The result is kept.
         """
         if self._vocabulary is None:
             try:
@@ -117,20 +117,20 @@ class Grammars:
         source, size = self._tokenizer.to_json(), self._tokenizer.vocab_size
         ends = [token for token in self._tokenizer.eos_ids if 0 <= token < min(size, self._vocab_size)]
         no_token = None
-        if not ends:  # the library wants one: a token that the model does not have, and that no mask allows
+        if not ends:  # the library needs an end token: add one, which no mask allows
             source, no_token = self._tokenizer.json_with_another_token("<end of the grammar>")
             ends, size = [no_token], no_token + 1
         return llguidance.LLTokenizer(source, n_vocab=max(size, self._vocab_size), eos_token=ends), no_token
 
 
 def _reason(matcher: Any) -> str:
-    """Why a matcher is in its error state."""
+    """Why a matcher has failed."""
     error = matcher.get_error().replace("<non-verbose/>", "")
     return "no reply can satisfy it" if error.startswith("NoExtension") else _short(error)
 
 
 def _short(error: str) -> str:
-    """One line of it, for it may quote a grammar of any length."""
+    """The error in one short line: it may quote a whole grammar."""
     line = " ".join(error.split())
     return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}…"
 

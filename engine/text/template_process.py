@@ -1,11 +1,11 @@
-"""The process in which a chat template runs: a script that `engine/text/chat_template.py` starts.
+"""The process that runs a chat template: a script that `engine/text/chat_template.py` starts.
 
-A template is a program that came with a checkpoint. No check inside a process can stop one call of C (`'a' * 10**10`, a
-sort), so the limits are the kernel's: of memory by RLIMIT_AS (where the system keeps it; macOS does not), of time by a
-timer whose signal ends this process; so does the signal of a pipe when the parent is gone.
+A template is a program that comes with a checkpoint. No check inside the process can stop one call of C (`'a' *
+10**10`, a sort), so the kernel keeps the limits. RLIMIT_AS limits memory (macOS ignores it). A timer limits time: its
+signal ends this process. So does the signal of a pipe when the parent is gone.
 
-    stdin, a socket    in: a frame with the template, then one with each rendering's values, as JSON
-                       out: READY, then one frame for each rendering
+    stdin, a socket    in: a frame with the template, then a frame with the values of each rendering, as JSON
+                       out: READY, then a frame for each rendering
     arguments          seconds, bytes of memory, bytes of output, the pipe's descriptor
 """
 
@@ -28,7 +28,7 @@ import jinja2.ext
 import jinja2.sandbox
 
 READY, TEXT, FAILURE = b".", b"=", b"!"
-HEAD = struct.Struct("!cQ")  # kind, length of what follows
+HEAD = struct.Struct("!cQ")  # kind, length of the contents
 LONGEST_MESSAGE = 500  # characters of an error
 
 
@@ -57,23 +57,23 @@ def main() -> None:
 
 
 def limit(memory: int) -> None:
-    """Set the limits that hold for the whole life of this process."""
-    for number in (signal.SIGALRM, signal.SIGIO):  # they end the process; the parent may have ignored or blocked them
+    """Set the limits of this process."""
+    for number in (signal.SIGALRM, signal.SIGIO):  # these must end the process, even if the parent ignores them
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for kind, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
-        with contextlib.suppress(ValueError, OSError):  # the system has none, or a lower one holds already
+        with contextlib.suppress(ValueError, OSError):  # no such limit here, or a lower one is set
             resource.setrlimit(kind, (most, most))
 
 
 def end_with_parent(lifeline: int) -> None:
-    """End this process when the other end of the pipe is closed, also in a call of C. Nothing is ever written there."""
+    """End this process when the other end of the pipe is closed, even during a call of C."""
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)  # SIGIO
 
 
 def receive(source: BinaryIO) -> bytes:
-    """The next frame's contents; empty when the parent has gone."""
+    """The next frame's contents; empty if the parent is gone."""
     head = source.read(HEAD.size)
     return source.read(HEAD.unpack(head)[1]) if len(head) == HEAD.size else b""
 
@@ -101,7 +101,7 @@ def pieces(template: jinja2.Template, values: dict[str, Any], most: int) -> Iter
 
 
 def environment() -> jinja2.Environment:
-    """What templates in the wild need, as transformers has it: loops with break, tojson, raise_exception, the date."""
+    """The environment of transformers: loops with break, tojson, raise_exception, the date."""
     made = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
@@ -112,7 +112,7 @@ def environment() -> jinja2.Environment:
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """{% generation %} … {% endgeneration %} marks replies in training templates; here it is only its contents."""
+    """{% generation %} … {% endgeneration %}, which marks replies for training; renders its contents."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own interface)
 
@@ -125,7 +125,7 @@ class GenerationTag(jinja2.ext.Extension):
 def tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """As transformers has it: jinja2's own escapes for HTML."""
+    """The filter of transformers; jinja2's own filter escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

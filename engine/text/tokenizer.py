@@ -1,6 +1,6 @@
-"""Stages 1 and 6: chat template, text to ids, and ids back to text.
+"""Stages 1 and 6: chat templates, text to ids, and ids to text.
 
-Everything here works without torch; the user interface encodes and decodes in its own process.
+It needs no torch: the user interface encodes and decodes in its own process.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ Message = dict[str, Any]
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-PRIVATE_USE = range(0xE000, 0xF900)  # characters that mean nothing
-MARK_LENGTH = 8  # of them, drawn at random for each chat: a mark that no message can contain
+PRIVATE_USE = range(0xE000, 0xF900)  # characters without a meaning
+MARK_LENGTH = 8  # such characters, random for each chat: a mark that no message contains
 LONG_TEXT = 4096  # characters
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-CHARACTERS = 8  # of a token, on average at most in almost every text
-CUT_TOKENS = 16  # a part of a text may have so many more for being cut out of it
+CHARACTERS = 8  # almost every text has fewer characters a token
+CUT_TOKENS = 16  # cutting a text may add so many tokens to a part
 
 
 class Tokenizer:
     """The tokenizer and the chat template of a checkpoint directory.
 
     eos_ids          ids that end a reply, from generation_config.json, config.json and tokenizer_config.json
-    special_ids      control tokens: decoded to nothing, never made from a user's text
-    generation       what generation_config.json recommends of temperature, top_p, top_k, min_p, repetition_penalty
+    special_ids      control tokens: decoding skips them, encoding a user's text never makes them
+    generation       the sampling settings that generation_config.json recommends
     chat_template    its source, or None
-    context          tokens that the engine takes, or None (not known): a longer chat is refused before all of it is
-                     encoded, which takes seconds for a few MiB
+    context          the engine's longest context in tokens, or None. A longer chat is refused before it is fully
+                     encoded, because encoding a few MiB takes seconds
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -64,9 +64,9 @@ class Tokenizer:
         self._decoding = Decoding(self._tokenizer, self.special_ids)
 
     def encode(self, text: str, allow_special: bool = False, add_special_tokens: bool = True) -> list[int]:
-        """Text to ids. What looks like a control token is text unless `allow_special`.
+        """Text to ids. Control tokens in the text stay text, unless `allow_special`.
 
-        `add_special_tokens`: with what the tokenizer itself puts around a text (a BOS, if the model wants one).
+        `add_special_tokens`: also add the tokens that the tokenizer puts around a text, such as a BOS.
         """
         tokenizer = self._tokenizer if allow_special else self._literal
         return _encode(tokenizer, text, add_special_tokens)
@@ -76,20 +76,21 @@ class Tokenizer:
         return self._decoding.decode(list(ids), skip_special_tokens)
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """For one reply, one token at a time."""
+        """A detokenizer for one reply, which takes one token at a time."""
         return self._decoding.start(skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for, which may be a part of a character."""
+        """The bytes of a token, which may be a part of a character."""
         return self._decoding.token_bytes(token_id)
 
     def apply_chat_template(
         self, messages: list[Message], add_generation_prompt: bool = True, **template: Any
     ) -> list[int]:
-        """Ids of a conversation, ready to be continued. `template` (tools, enable_thinking, …) goes to the template.
+        """The ids of a conversation, ready for the reply.
 
-        Control tokens come from the template alone: where a message spells one, it stays text. Raises InvalidRequest
-        if the model has no template, or the template refuses the messages.
+        `template`: further arguments for the template (tools, enable_thinking, …). Only the template makes control
+        tokens: a message that spells one stays text. Raises InvalidRequest if the model has no template, or if the
+        template refuses the messages.
         """
         values = {"messages": messages, **template}
         if not any(text in part for part in _strings(values) for text in self._control_ids):
@@ -100,13 +101,13 @@ class Tokenizer:
         pattern = self._control_pattern
         marked = _map_strings(values, lambda text: pattern.sub(lambda found: mark + mark.join(found[0]), text))
         rendered = self.render_chat(marked.pop("messages"), add_generation_prompt, **marked)
-        escaped = "".join(f"\\u{ord(character):04x}" for character in mark)  # by a template's tojson(ensure_ascii=true)
+        escaped = "".join(f"\\u{ord(character):04x}" for character in mark)  # from tojson(ensure_ascii=true)
         rendered = rendered.replace(escaped, mark)
         self._check_length(rendered.replace(mark, ""))
         return self._encode_marked(rendered, mark)
 
     def render_chat(self, messages: list[Message], add_generation_prompt: bool = True, **template: Any) -> str:
-        """The conversation as text, control tokens and all."""
+        """The conversation as text, with its control tokens."""
         if self.chat_template is None:
             raise InvalidRequest(
                 f"{self.directory} has no chat template (chat_template.jinja, or chat_template in "
@@ -117,21 +118,21 @@ class Tokenizer:
         return self._template.render({"messages": messages, "add_generation_prompt": add_generation_prompt, **values})
 
     def start_rendering(self) -> None:
-        """Start the process that renders chats, without waiting for it; otherwise the first rendering does."""
+        """Start the process that renders chats, without waiting. Otherwise the first rendering starts it."""
         if self.chat_template is not None:
             self._template.start()
 
     def stop_rendering(self) -> None:
-        """End a rendering that another thread waits for: InvalidRequest there. Later ones work as before."""
+        """Stop a rendering in another thread, which then raises InvalidRequest. Later renderings work again."""
         if self.chat_template is not None:
             self._template.stop()
 
     def to_json(self) -> str:
-        """tokenizer.json, for libraries that read it themselves."""
+        """The text of tokenizer.json, for other libraries."""
         return (self.directory / "tokenizer.json").read_text(encoding="utf-8")
 
     def json_with_another_token(self, text: str) -> tuple[str, int]:
-        """tokenizer.json with one more control token, and its id: one above all others."""
+        """tokenizer.json with one more control token, and the id of that token: the highest."""
         copy = tokenizers.Tokenizer.from_str(self.to_json())
         copy.add_special_tokens([text])
         token_id = copy.token_to_id(text)
@@ -140,7 +141,7 @@ class Tokenizer:
 
     @cached_property
     def _literal(self) -> tokenizers.Tokenizer:
-        """The same tokenizer, to which control tokens are ordinary text."""
+        """The same tokenizer, which treats control tokens as ordinary text."""
         copy = _load(self.directory / "tokenizer.json")
         copy.no_padding()
         copy.no_truncation()
@@ -158,7 +159,7 @@ class Tokenizer:
         return ChatTemplate(self.chat_template, self.directory)
 
     def _check_length(self, text: str) -> None:
-        """Raise InvalidRequest if `text` has more tokens than the context, counted part by part until that is known."""
+        """Raise InvalidRequest if `text` has more tokens than the context; encodes no more parts than necessary."""
         if self.context is None:
             return
         count, length = 0, max(LONG_TEXT, self.context * CHARACTERS)
@@ -171,15 +172,15 @@ class Tokenizer:
                 )
 
     def _encode_marked(self, rendered: str, mark: str) -> list[int]:
-        """Encode a rendered chat in which the control tokens that are text have a mark before each character.
+        """Encode a rendered chat. Control tokens that are text have a mark before each character.
 
-        Split at the others, as the tokenizer itself would; each part between them is encoded as a whole.
+        The chat is split at the other control tokens, as the tokenizer does; each part between them is encoded.
         """
         ids: list[int] = []
         at = 0
         for found in self._control_pattern.finditer(rendered):
             if rendered.endswith(mark, 0, found.start()):
-                continue  # a control token of one character, which the mark cannot break up
+                continue  # a marked control token of one character: it is text
             ids += self._encode_part(rendered[at : found.start()].replace(mark, ""), first=at == 0)
             ids.append(self._control_ids[found[0]])
             at = found.end()
@@ -190,7 +191,7 @@ class Tokenizer:
             return []
         if first or self._decoding.byte_level:
             return _encode(self._literal, text, False)
-        # Tokenizers of SentencePiece's kind put a space before what they take for the beginning of a text.
+        # Tokenizers like SentencePiece add a space before the first word: put a newline there and remove it.
         newline, ids = _encode(self._literal, "\n", False), _encode(self._literal, "\n" + text, False)
         if ids[: len(newline)] == newline:
             return ids[len(newline) :]
@@ -201,7 +202,7 @@ class Tokenizer:
         return Fields(path, read_json_if_there(path))
 
     def _special(self, name: str) -> str:
-        """A special token of tokenizer_config.json, which writes it as a string or as an object."""
+        """A special token of tokenizer_config.json, where it is a string or an object."""
         token = self._config[name]
         content = token.get("content") if isinstance(token, dict) else token
         if not isinstance(content, str):
@@ -219,7 +220,7 @@ class Tokenizer:
         try:
             SamplingParams(**found).validate(self.vocab_size)
         except InvalidRequest as error:
-            raise CheckpointError(f"{fields.path} recommends what cannot be: {error}; correct or delete it") from None
+            raise CheckpointError(f"{fields.path} recommends invalid settings: {error}; correct or delete it") from None
         return found
 
     def _find_eos_ids(self) -> tuple[int, ...]:
@@ -246,8 +247,10 @@ class Tokenizer:
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """`encode` holds Python's lock until it is done, so that a long text would hold up every other thread; the call for
-    batches does not. Raises InvalidRequest for a lone surrogate, which has no bytes in UTF-8."""
+    """Encode a text; InvalidRequest if it has a lone surrogate, which UTF-8 cannot encode.
+
+    Long texts use the call for batches, because `encode` blocks all other threads.
+    """
     try:
         if len(text) < LONG_TEXT:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -256,8 +259,8 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool
         if (lone := LONE_SURROGATE.search(text)) is None:
             raise
         raise InvalidRequest(
-            f"character {lone.start():,} of the text is a lone surrogate (U+{ord(lone[0]):04X}), no character: "
-            "remove it, or replace it by U+FFFD"
+            f"character {lone.start():,} of the text is a lone surrogate (U+{ord(lone[0]):04X}), not a character: "
+            "remove it or replace it by U+FFFD"
         ) from None
 
 
@@ -267,19 +270,19 @@ def _load(path: Path) -> tokenizers.Tokenizer:
         data = read_bytes(path, TOKENIZER_BYTES)
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path} does not exist: the model needs its tokenizer in this form (transformers writes it with "
-            "tokenizer.save_pretrained)"
+            f"{path} does not exist: write the model's tokenizer in this form, with transformers' "
+            "tokenizer.save_pretrained"
         ) from None
     try:
         return tokenizers.Tokenizer.from_buffer(data)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library raises plain Exception, and BaseException where it panics
+    except BaseException as error:  # the library raises Exception, and BaseException if it panics
         raise CheckpointError(f"{path} cannot be read ({error}): download it again") from error
 
 
 def _strings(value: Any) -> Iterable[str]:
-    """All strings in nested lists and dictionaries, keys apart."""
+    """All strings in nested lists and dictionaries, without keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

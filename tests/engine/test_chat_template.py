@@ -152,7 +152,7 @@ def test_values_that_json_cannot_say_or_that_are_too_many_are_refused(made: Any)
     for value in (object(), nested, {(1, 2): 3}):
         with pytest.raises(InvalidRequest, match="what JSON can say"):
             template.render({"messages": value})
-    with pytest.raises(InvalidRequest, match="have 64 MiB; a chat template takes 64 MiB"):
+    with pytest.raises(InvalidRequest, match="have 64 MiB; a chat template takes at most 64 MiB"):
         template.render({"messages": "x" * (64 << 20)})
 
 

@@ -164,7 +164,7 @@ def test_auto_takes_it_where_it_is_known_to_be_faster(gpu: Any, monkeypatch: pyt
         finder = SimpleNamespace(find_spec=lambda name, *_: name == "flash_attn.cute" and ModuleSpec(name, Broken()))
         monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
         monkeypatch.delitem(sys.modules, "flash_attn.cute")
-        with pytest.raises(EngineError, match=r"is installed, and failed .*undefined symbol.*install it anew"):
+        with pytest.raises(EngineError, match=r"is installed, but its import failed .*undefined symbol.*install it again"):
             FlashAttention(config(4, 2, 128), 16, HALF, HALF, CUDA)
     found = installed_for(config(4, 2, 64 if state == "other" else 128), 16, HALF, HALF, CUDA)
     assert (found is not None) == (state == "fine")

@@ -148,7 +148,7 @@ def test_a_grammar_that_turns_out_too_costly_fails_and_is_not_taken_for_complete
     assert grammar.failed == ""
     assert grammar.advance(tokenizer.encode("{", add_special_tokens=False)[0]) is False
     grammar.mask()
-    assert "grammar cannot be followed any further: " in grammar.failed
+    assert "grammar cannot continue: " in grammar.failed
     assert not grammar.finished
 
 
