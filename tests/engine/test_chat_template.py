@@ -355,7 +355,7 @@ def test_a_template_that_is_forgotten_leaves_no_process() -> None:
 def test_the_process_ends_with_its_parent_however_that_ends(busy: bool) -> None:
     source = ENDLESS if busy else "ok"
     code = (
-        "import sys, time; from pathlib import Path; from engine import chat_template as c\n"
+        "import sys, time; from pathlib import Path; from engine.text import chat_template as c\n"
         f"c.SECONDS = {10 * PATIENCE}; t = c.ChatTemplate({source!r}, Path('m')); t.start()\n"
         "import threading; threading.Thread(target=t.render, args=({},), daemon=True).start(); time.sleep(600)"
     )
@@ -400,7 +400,7 @@ async def test_the_event_loop_goes_on_while_a_template_is_rendered_and_quitting_
     await asyncio.wait_for(asyncio.get_running_loop().shutdown_default_executor(), PATIENCE)
 
 
-MAIN = "from engine import chat_template as c; c.SECONDS = {}; from minitui.cli.main import main; main()"
+MAIN = "from engine.text import chat_template as c; c.SECONDS = {}; from minitui.cli.main import main; main()"
 
 
 def test_ctrl_c_ends_ask_while_its_template_is_rendered(tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ def test_the_engine_exits_when_its_parent_dies_for_any_reason(tmp_path: Path) ->
             from pathlib import Path
             from engine.process.client import EngineClient
             from engine.config import EngineConfig
-            from engine.core.types import SamplingParams
+            from engine.params import SamplingParams
             async def main():
                 config = EngineConfig(model={str(model_dir())!r}, device="cpu")
                 client = await EngineClient.start(config, Path({str(tmp_path / how)!r}))
