@@ -33,7 +33,7 @@ from minitui.tui.screens.inspect import TALL, WIDE, InspectScreen
 from minitui.tui.screens.lecture import LectureScreen
 from minitui.tui.theme import THEMES
 from minitui.viewmodel.model import View
-from minitui.viewmodel.updater import Feed
+from minitui.viewmodel.updater import Updater
 
 SETTLE_S = 3.0  # before figures are taken
 
@@ -109,7 +109,7 @@ class StressApp(App[None]):
         self.view = View()
         self.view.ids_to_text = source.decode
         self.view.group_names = source.names
-        self.feed = Feed(source, self.view, clock)  # type: ignore[arg-type]
+        self.feed = Updater(source, self.view, clock)  # type: ignore[arg-type]
         self.fps = fps
         self.seconds = seconds  # measured, then the application ends; 0: it stays
         self.settle = settle

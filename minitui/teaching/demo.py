@@ -15,7 +15,7 @@ from minitui.sources.base import Source
 from minitui.teaching.scenarios import DEMOS, Demo
 from minitui.teaching.stage import Restart, Stage
 from minitui.viewmodel.model import View
-from minitui.viewmodel.updater import Feed
+from minitui.viewmodel.updater import Updater
 
 if TYPE_CHECKING:
     pass
@@ -51,7 +51,7 @@ async def tell_plainly(
     try:
         await source.start(lambda progress: None)
         chats.use(await asyncio.to_thread(load or load_codec, source.info))
-        feed = Feed(source, View())
+        feed = Updater(source, View())
         await feed.sync()
         await demo.play(Stage(source, chats, feed, system, say, restart=go_on if restart else None, beat=beat))
         return 0

@@ -20,7 +20,7 @@ from minitui.chat.conversation import Sampling, Session
 from minitui.chat.sessions import Chats
 from minitui.sources.base import Source
 from minitui.viewmodel.model import Event, View
-from minitui.viewmodel.updater import Feed
+from minitui.viewmodel.updater import Updater
 
 PATIENCE = 30.0  # seconds until a wait is given up with an error
 PACES = (1, 2, 5, 10, 20, 50, 100, 200)
@@ -64,7 +64,7 @@ class Stage:
 
     source: Source
     chats: Chats
-    feed: Feed  # folds the records into the view that is asked what happened
+    feed: Updater  # folds the records into the view that is asked what happened
     system: str
     say: Callable[[str], None]
     show: Callable[[Session], None] = lambda session: None

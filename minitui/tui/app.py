@@ -42,7 +42,7 @@ from minitui.tui.terminal import TerminalGuard
 from minitui.tui.theme import THEMES, themes_for, use_ascii
 from minitui.tui.visible_lines import VisibleLines
 from minitui.viewmodel.model import View
-from minitui.viewmodel.updater import Feed
+from minitui.viewmodel.updater import Updater
 from minitui.visible import visible
 
 MOST_SAID = 400  # characters
@@ -120,7 +120,7 @@ class MinituiApp(App[int]):
         self.system, self.speaker = system, speaker
         self.known_questions = known_questions or []
         self.view = View()
-        self.feed = Feed(source, self.view)
+        self.feed = Updater(source, self.view)
         self.thrift = Thrift()
         self.commands = Commands(self)
         self.progress: dict[str, Any] | None = {"text": "starting the engine"}

@@ -1,6 +1,6 @@
-"""The engine's state with what a reader wants besides: when each block last changed, and what each has saved.
+"""The engine's state with notes for the reader: when each block last changed, and how many tokens each has saved.
 
-A board is folded from records like the state inside it, so a board of the past can be made by folding up to there.
+It is folded from records like the state inside it, so folding up to a record gives the past.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _ALLOC, _EXTEND, _INSERT, _SETTLE, _HOLD, _MATCH, _SPLIT, _EVICT, _WITHDRAW = (
     for kind in ("alloc", "extend", "insert", "settle", "hold", "match", "split", "evict", "withdraw")
 )
 GROUPS_KEPT = 512
-LAST_BLOCKS_KEPT = 4_000_000  # in the last tables of all groups
-EVICTED_IDS_KEPT = 40  # of an evicted run of tokens, so that the event can quote it
+LAST_BLOCKS_KEPT = 4_000_000  # blocks in the last tables of all groups together
+EVICTED_IDS_KEPT = 40  # first token ids of an evicted run, which its event quotes
 
 
 @dataclass(frozen=True, slots=True)
 class LastTable:
-    """The block table of a group's last request, as it stood when that finished with record `seq`."""
+    """The block table of a group's last request, at its finish (record `seq`)."""
 
     request: int
     table: list[int]
@@ -37,32 +37,32 @@ class LastTable:
     seq: int
 
 
-class Board:
-    """A State and, by block: `changed` (engine seconds of its last change of hands) and `saved` (prompt tokens that
-    were not computed because this block was in the tree)."""
+class AnnotatedState:
+    """A State and two notes for each block: `changed`, the engine time at which its holders last changed, and `saved`,
+    the prompt tokens not computed because the block was in the tree."""
 
     def __init__(self, state: State) -> None:
         n = state.num_blocks
         self.state = state
-        # Arrays, for a fold that writes single elements: numpy takes three times as long for each.
+        # Arrays: writing single elements takes numpy three times as long.
         self._changed = array("d", [LONG_AGO]) * n
         self._saved = array("q", [0]) * n
-        self._born = array("q", [0]) * n  # seq of the record that last gave each block out
+        self._born = array("q", [0]) * n  # seq of each block's last `alloc` record
         self.node_changed: dict[int, float] = {}
-        self.evicted: dict[int, Sequence[int]] = {}  # seq of an evict record -> the first ids that left
-        self.computing: dict[int, int] = {}  # seq of a match record -> the request still computing what it took
+        self.evicted: dict[int, Sequence[int]] = {}  # seq of an evict record -> the first evicted token ids
+        self.computing: dict[int, int] = {}  # seq of a match record -> the request still computing the matched blocks
         self._writers: dict[int, int] = {}  # pending block -> the request that computes it
-        self.step_began = LONG_AGO  # engine seconds at which the records of the last step began
+        self.step_began = LONG_AGO  # engine time of the first record of the last step
         self._between_steps = True
         self.last_tables: dict[str, LastTable] = {}  # by group
-        self._last_blocks = 0  # in them
+        self._last_blocks = 0  # blocks in last_tables
         self._codes = np.zeros(n, np.uint8)
         self._coded_at = -1
 
     # ---- folding
 
     def fold(self, records: Iterable[Record]) -> list[Record]:
-        """Apply records that follow the state without a gap. Returns those that tell more than where blocks are."""
+        """Apply records that follow the state without a gap. Returns those that matter beyond the blocks' places."""
         state, own, changes = self.state, self._OWN, State.CHANGES
         follow = state.follow
         told: list[Record] = []
@@ -84,7 +84,7 @@ class Board:
         seq, t, _kind, request, blocks = record
         _ALLOC(self.state, request, blocks)
         changed, saved, born = self._changed, self._saved, self._born
-        for block in blocks:  # given out anew, it has saved nothing yet
+        for block in blocks:  # a new owner: nothing saved yet
             changed[block] = t
             saved[block] = 0
             born[block] = seq
@@ -92,7 +92,7 @@ class Board:
     def _extend(self, record: Record) -> None:
         _seq, _t, _kind, node, request, ids, blocks, step = record
         _EXTEND(self.state, node, request, ids, blocks, step)
-        if step >= 0:  # a reply that grows is no news: its node does not glow
+        if step >= 0:  # a growing reply is not highlighted: node_changed stays
             self._writers.update(dict.fromkeys(blocks, request))
 
     def _insert(self, record: Record) -> None:
@@ -148,7 +148,7 @@ class Board:
         request = self.state.requests[record[3]]
         self._touch(request.table, record[1])
         if record[2] == "finish":
-            self._forget_table(request.group)  # so that the dictionary is in order of time
+            self._forget_table(request.group)  # inserted again at the end: the dictionary stays in order of time
             self.last_tables[request.group] = LastTable(
                 request.id, request.table, self.state.computed(request), record[0]
             )
@@ -196,22 +196,22 @@ class Board:
 
     @property
     def holders(self) -> np.ndarray:
-        """int32 [num_blocks]: how many requests hold each block. A view of the state: do not write."""
+        """int32 [num_blocks]: the number of requests that hold each block. Shares the state's memory: do not write."""
         return np.frombuffer(self.state.holders, np.int32)
 
     @property
     def node_of(self) -> np.ndarray:
-        """int32 [num_blocks]: the node each block stands in, 0 for none. A view of the state: do not write."""
+        """int32 [num_blocks]: the tree node of each block, 0 for none. Shares the state's memory: do not write."""
         return np.frombuffer(self.state.node_of, np.int32)
 
     @property
     def changed(self) -> np.ndarray:
-        """float64 [num_blocks]: engine seconds at which each block last changed hands. A view: do not write."""
+        """float64 [num_blocks]: engine time at which each block's holders last changed. Do not write."""
         return np.frombuffer(self._changed, np.float64)
 
     @property
     def saved(self) -> np.ndarray:
-        """int64 [num_blocks]: prompt tokens not computed because each block was in the tree. A view: do not write."""
+        """int64 [num_blocks]: prompt tokens not computed because the block was in the tree. Do not write."""
         return np.frombuffer(self._saved, np.int64)
 
     @property
@@ -225,9 +225,9 @@ class Board:
             ).astype(np.uint8)
         return self._codes
 
-    def copy(self) -> Board:
-        """An independent copy, to be folded further by itself."""
-        other = Board(self.state.copy())
+    def copy(self) -> AnnotatedState:
+        """Returns an independent copy."""
+        other = AnnotatedState(self.state.copy())
         other._changed, other._saved, other._born = self._changed[:], self._saved[:], self._born[:]
         other.node_changed = dict(self.node_changed)
         other._writers = dict(self._writers)
@@ -237,17 +237,17 @@ class Board:
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
-        """(free, active, shared, cached) blocks, as the allocator counts them; their sum is `total`."""
+        """Numbers of (free, active, shared, cached) blocks, as the allocator counts them; they sum to `total`."""
         free, active, shared, cached = self.state.counts
         return free, active, shared, cached
 
     @property
     def total(self) -> int:
-        """Blocks of the pool, without the null block."""
+        """Blocks in the pool, without the null block."""
         return self.state.num_blocks - 1
 
     def filling(self) -> list[int]:
-        """The blocks that are partly written: where the next token of each running request goes."""
+        """Returns the partly filled blocks: each receives the next token of a running request."""
         size = self.state.block_size
         found = []
         for request in self.state.requests.values():
@@ -257,8 +257,8 @@ class Board:
         return found
 
     def fate(self, block: int, since: int) -> str:
-        """What became of a block that a request gave back with record `since`: "cached" (the tree keeps it), "held"
-        (it keeps it and somebody uses it again), "free", or "reused" (it holds other tokens now)."""
+        """Returns the present use of a block that a request gave back with record `since`: "cached" (in the tree, not
+        held), "held" (in the tree, held by a request), "free", or "reused" (it holds other tokens now)."""
         if self._born[block] > since:
             return "reused"
         if not self.state.node_of[block]:
@@ -266,11 +266,11 @@ class Board:
         return "held" if self.state.holders[block] else "cached"
 
     def holders_of(self, block: int) -> list[RequestView]:
-        """The requests whose table has this block, in order of their ids."""
+        """Returns the requests whose block table has this block, by id."""
         return [r for r in self.state.requests.values() if block in r.table]
 
     def users_of(self, node: int) -> list[RequestView]:
-        """The requests whose path runs through this node."""
+        """Returns the requests whose path includes this node."""
         nodes = self.state.nodes
         found = []
         for request in self.state.requests.values():
@@ -283,10 +283,5 @@ class Board:
         return found
 
     def saved_by(self, node: NodeView) -> int:
-        """Prompt tokens that requests took from this node instead of computing them."""
+        """Returns the prompt tokens that requests took from this node instead of computing them."""
         return int(self.saved[node.blocks].sum()) if node.blocks else 0
-
-    def path_ids(self, node: int) -> list[int]:
-        """Token ids from the root to the end of this node."""
-        parts = [view.ids for view in self.state.path(node)]
-        return [token for ids in reversed(parts) for token in ids]

@@ -1,4 +1,4 @@
-"""Decisions in words: each admission, hit, eviction, preemption and finish with the engine's reason for it."""
+"""Events: each admission, hit, eviction, preemption and finish, in words and with the engine's reason."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from engine.trace.records import CLEARED, Record
+from minitui.text import count
 from minitui.viewmodel.lanes import Lane
 
 EVENTS_KEPT = 20_000
-LEAST_HELD = 0.05  # seconds of a pause that are told
-EVENTS_ALWAYS = 4_000  # of them, also when they are older than the records kept
+LEAST_HELD = 0.05  # seconds: shorter pauses are not mentioned
+EVENTS_ALWAYS = 4_000  # events kept even if older than the records kept
 KINDS = ("admit", "hit", "miss", "evict", "preempt", "finish", "wait", "refuse", "fail", "pace")
 
 
 class Event(NamedTuple):
-    """One decision, as it was recorded. `step` is the step it belongs to: the one being planned, or for what follows a
-    commit the last."""
+    """One recorded decision. `step` is its step: the one being planned, or after a commit the last one."""
 
     seq: int
     step: int
@@ -25,29 +25,28 @@ class Event(NamedTuple):
     request: int  # -1: none
     node: int  # -1: none
     record: Record
-    evicted: Sequence[int] = ()  # the first ids of what left the tree
-    writer: int = -1  # the request that was still computing what this match took
+    evicted: Sequence[int] = ()  # the first token ids evicted
+    writer: int = -1  # the request that was still computing the matched blocks
 
 
 _new = tuple.__new__
 
 
 class Events:
-    """The last EVENTS_KEPT of them, as far back as records are kept; never merged. Their words are made when they are
-    read."""
+    """The last EVENTS_KEPT events, never merged. Their text is made when it is shown."""
 
     def __init__(self) -> None:
         self.items: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self.count = 0
 
     def evicted(self, record: Record, step: int, ids: Sequence[int]) -> None:
-        """Keep an `evict` record, with the first ids that left. `step` is the last one planned."""
+        """Add an `evict` record with the first token ids evicted. `step` is the last planned one."""
         self.count += 1
-        # As `Event(...)`, in a third of the time.
+        # Like `Event(...)`, in a third of the time.
         self.items.append(_new(Event, (record[0], step + 1, "evict", -1, record[3], record, ids, -1)))
 
     def fold(self, record: Record, step: int, writer: int = -1) -> None:
-        """Keep any other record if it tells a decision. `step` is the last one planned."""
+        """Add any other record that is a decision. `step` is the last planned one."""
         kind = record[2]
         told = _RECORDS.get(kind)
         if told is None:
@@ -65,13 +64,13 @@ class Events:
         self.items.append(event)
 
     def forget_before(self, seq: int) -> None:
-        """Drop the events before this record, but keep the last EVENTS_ALWAYS."""
+        """Drop events before this record, but keep the last EVENTS_ALWAYS."""
         items = self.items
         while len(items) > EVENTS_ALWAYS and items[0].seq < seq:
             items.popleft()
 
     def of_step(self, step: int) -> list[Event]:
-        """The events of one step, in order."""
+        """Returns the events of one step, oldest first."""
         found = []
         for event in reversed(self.items):
             if event.step == step:
@@ -81,7 +80,7 @@ class Events:
         return found[::-1]
 
     def tail(self, n: int, seq: int, wanted: Callable[[Event], bool], skip: int = 0) -> list[Event]:
-        """The newest `n` that are wanted and not after `seq`, newest first, after leaving out `skip` of them."""
+        """Returns up to `n` wanted events at or before `seq`, newest first; skips the newest `skip` of them."""
         found: list[Event] = []
         for event in reversed(self.items):
             if event.seq <= seq and wanted(event):
@@ -94,7 +93,7 @@ class Events:
         return found
 
 
-_RECORDS = {  # kind of record -> (kind of event, 1 if it belongs to the step being planned, names a request)
+_RECORDS = {  # kind of record -> (kind of event, 1 if it belongs to the step being planned, has a request)
     "admit": ("admit", 1, True), "match": ("hit", 1, True), "preempt": ("preempt", 1, True),
     "requeue": ("preempt", 0, True), "finish": ("finish", 0, True),
     "wait": ("wait", 1, True), "refuse": ("refuse", 0, False), "fail": ("fail", 0, False),
@@ -103,7 +102,7 @@ _RECORDS = {  # kind of record -> (kind of event, 1 if it belongs to the step be
 
 
 def stop_text(stop: str, at: int) -> str:
-    """Why a prefix match ended, in words."""
+    """Returns why a prefix match ended."""
     return {
         "whole": "all that can be shared",
         "differs": f"differs at token {at:,}",
@@ -115,12 +114,12 @@ def stop_text(stop: str, at: int) -> str:
 
 
 def looked_up(event: Event) -> int:
-    """How many tokens a `match` was for: a prompt's, and those of the answer so far if it was preempted."""
+    """Returns the number of tokens a match looked up: the prompt, and the reply so far after a preemption."""
     return int(event.record[7].split(" of ")[1].split()[0].replace(",", ""))
 
 
 def brief(event: Event, lane: Lane | None) -> str:
-    """The event in few words, for narrow panels."""
+    """Returns the event in few words, for narrow panels."""
     kind, fields = event.record[2], event.record[3:]
     who = f"r{event.request}"
     if kind == "admit":
@@ -130,29 +129,29 @@ def brief(event: Event, lane: Lane | None) -> str:
             return f"{who}: {stop_text(fields[2], fields[3])}"
         return f"{who}: {fields[1]:,} of {looked_up(event):,} cached"
     if kind == "preempt":
-        return f"{who} gives back {_blocks(fields[2])}"
+        return f"{who} releases {count(fields[2], 'block')}"
     if kind == "evict":
-        return f"{_blocks(fields[1])}, {fields[2]}"
+        return f"{count(fields[1], 'block')}, {fields[2]}"
     if kind == "finish":
-        return f"{who} {fields[1]}, {fields[2]:,} tokens"
+        return f"{who} {fields[1]}, {count(fields[2], 'token')}"
     if kind == "wait":
         return f"{who}: {fields[1]}"
     return describe(event, lane)
 
 
 def describe(event: Event, lane: Lane | None, quote: str = "") -> str:
-    """The event in words. `lane` is its request's, if still known; `quote` what text left the tree."""
+    """Returns the event in a sentence. `lane`: of its request, if known; `quote`: the evicted text."""
     kind, fields = event.record[2], event.record[3:]
     who = f"r{event.request}"
     if kind == "admit":
         if fields[2] == "resumed":
-            return f"{who} runs again after its preemption"
+            return f"{who} is admitted again after its preemption"
         if lane is None:
-            return f"{who} runs"
+            return f"{who} is admitted"
         waited = f" · waited {lane.waited_ms:,.0f} ms" if lane.waited_ms is not None else ""
         if waited and lane.held >= LEAST_HELD:
             waited += f" and {lane.held:,.1f} s while paused or slowed"
-        return f"{who} runs · {lane.prompt_tokens:,} prompt tokens{waited}"
+        return f"{who} is admitted · {count(lane.prompt_tokens, 'prompt token')}{waited}"
     if kind == "match":
         _, tokens, stop, at, _detail = fields
         why = stop_text(stop, at)
@@ -161,17 +160,17 @@ def describe(event: Event, lane: Lane | None, quote: str = "") -> str:
         early = f", which r{event.writer} is still computing" if event.writer >= 0 else ""
         return f"{who} takes {tokens:,} of {looked_up(event):,} tokens from the tree{early} · {why}"
     if kind == "preempt":
-        return f"{who} gives back {_blocks(fields[2])} and queues again · {fields[1]}"
+        return f"{who} releases {count(fields[2], 'block')} and queues again · {fields[1]}"
     if kind == "requeue":
         return f"{who} queues again · {fields[1]}"
     if kind == "evict":
-        which = "asked for" if fields[2] == CLEARED else "unheld, oldest"
-        return f"{_blocks(fields[1])} · {fields[2]} · {which}" + (f": “{quote}”" if quote else "")
+        which = "on request" if fields[2] == CLEARED else "least recently used"
+        return f"{count(fields[1], 'block')} · {fields[2]} · {which}" + (f": “{quote}”" if quote else "")
     if kind == "finish":
         speed = f" · {lane.tok_s:,.0f} tok/s" if lane is not None and lane.tok_s else ""
-        return f"{who} · {fields[1]} · {fields[2]:,} tokens{speed}"
+        return f"{who} finished ({fields[1]}) after {count(fields[2], 'token')}{speed}"
     if kind == "wait":
-        return f"{who} waits · {fields[1]}"
+        return f"{who} waits for {fields[1]}"
     if kind == "refuse":
         return f"{fields[0] or 'a request'} · {fields[1]}"
     if kind == "fail":
@@ -179,9 +178,5 @@ def describe(event: Event, lane: Lane | None, quote: str = "") -> str:
     if kind == "pace":
         return f"slow motion ×{fields[0]:g}" if fields[0] != 1 else "slow motion off"
     if fields[0] == "open":
-        return "the engine runs on" + (f", {fields[1]}" if fields[1] not in ("", "resumed") else "")
+        return "the engine continues" + (f", {fields[1]}" if fields[1] not in ("", "resumed") else "")
     return "the engine is paused" + (f" · {fields[1]}" if fields[1] not in ("", "paused") else "")
-
-
-def _blocks(n: int) -> str:
-    return f"{n:,} block" + ("" if n == 1 else "s")

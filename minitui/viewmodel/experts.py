@@ -1,4 +1,4 @@
-"""What the experts of a mixture were sent: by layer and expert, over the last moments before a step."""
+"""Tokens per expert of a mixture-of-experts model, by layer, over the last records before a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.trace.records import Record
 
-KEPT = 240  # records, of which there are up to four a second
+KEPT = 240  # records; the engine writes up to four a second
 SUMMED = 8
 
 
@@ -19,24 +19,24 @@ class ExpertLoad:
 
     layers: tuple[int, ...]
     tokens: np.ndarray
-    seconds: float  # that the records span
+    seconds: float  # the time that the records span
 
     @property
     def relative(self) -> np.ndarray:
-        """Tokens as multiples of the mean of the layer's experts, float64 [layers, experts]; zeros without tokens."""
+        """float64 [layers, experts]: tokens divided by the layer's mean; zeros for a layer without tokens."""
         mean = self.tokens.mean(1, keepdims=True)
         return np.divide(self.tokens, mean, out=np.zeros(self.tokens.shape), where=mean > 0)
 
 
 class ExpertLoads:
-    """The last KEPT records of the kind."""
+    """The last KEPT `experts` records."""
 
     def __init__(self) -> None:
         self._items: deque[tuple[int, float, tuple[int, ...], np.ndarray]] = deque(maxlen=KEPT)
 
     @property
     def known(self) -> bool:
-        """Has the model told of any experts?"""
+        """True if any expert load was recorded."""
         return bool(self._items)
 
     def fold(self, record: Record) -> None:
@@ -45,7 +45,7 @@ class ExpertLoads:
         self._items.append((step, t, layers, np.array([tokens for _, tokens in load], np.int64)))
 
     def at(self, step: int) -> ExpertLoad | None:
-        """As it stood after `step`; None if nothing was told until then."""
+        """Returns the load after `step`; None if none was recorded by then."""
         items = [item for item in self._items if item[0] <= step]
         if not items:
             return None

@@ -1,6 +1,6 @@
-"""What happened: steps in compact columns, rates in buckets of time, first tokens.
+"""The history: steps in columns, rates in buckets of time, first tokens.
 
-Rings of stated length. Columns are `array`s, so that an hour makes no object graph and numpy can read them in place.
+All are rings of fixed size. Columns are `array`s: no objects for the garbage collector, and numpy reads them in place.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ BUCKET = 0.25  # seconds
 BUCKETS_KEPT = 2048
 FIRST_TOKENS_KEPT = 256
 
-Chunk = tuple[int, int, int, bool]  # request, start, tokens, draws a token
-Draft = tuple[int, int, int]  # request, tokens drafted, accepted (-1: not told yet)
+Chunk = tuple[int, int, int, bool]  # request, start, tokens, samples a token
+Draft = tuple[int, int, int]  # request, tokens drafted, accepted (-1: not known yet)
 KINDS = ("", "decode", "mixed", "prefill")
 
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One step. Milliseconds; None where its timing has not arrived or is not known."""
+    """One step. Durations in ms; None until its timing has arrived, or if it is unknown."""
 
     step: int
     t: float
@@ -38,20 +38,20 @@ class StepRow:
     launch_ms: float | None
     commit_ms: float | None
     device_ms: float | None
-    ended: float | None  # engine seconds at which its timing was told
+    ended: float | None  # engine time of its `time` record
     end_seq: int  # sequence number of its `time` record; 0: none yet
-    rest: float = 0.0  # seconds between the end of the step before and its plan; 0 also where that is not known
+    rest: float = 0.0  # seconds from the end of the previous step to this one's plan; 0 if unknown
     drafts: tuple[Draft, ...] = ()
-    comm_ms: float | None = None  # in which several ranks exchanged, or waited for it
+    comm_ms: float | None = None  # time in collectives between ranks, waiting included
 
     @property
     def drafted(self) -> int:
-        """Draft tokens computed beside those that decode."""
+        """Number of draft tokens verified."""
         return sum(draft[1] for draft in self.drafts)
 
     @property
     def accepted(self) -> int:
-        """Of those, how many were right: so many tokens more than `decodes` were drawn."""
+        """Number of draft tokens accepted: the step produced so many tokens more than `decodes`."""
         return sum(max(0, draft[2]) for draft in self.drafts)
 
     @property
@@ -85,21 +85,21 @@ class Steps:
         self._commit = array("d", [0.0]) * capacity
         self._device = array("d", [0.0]) * capacity
         self._comm = array("d", [0.0]) * capacity
-        self.ranks = 1  # that share the model
+        self.ranks = 1  # GPUs that share the model
         self._ended = array("d", [0.0]) * capacity
         self._end_seq = array("q", [0]) * capacity
-        self._bucket = array("q", [0]) * capacity  # of Rates, in which it was planned
+        self._bucket = array("q", [0]) * capacity  # the bucket of Rates in which it was planned
         self._chunks: list[list[Chunk] | None] = [None] * capacity
-        self._drafts: dict[int, array[int]] = {}  # by step, of those with any: the fields of one Draft after another
+        self._drafts: dict[int, array[int]] = {}  # step -> the fields of its Drafts, one after the other
         self._nan = float("nan")
 
     def drafting(self, record: Record) -> None:
-        """Fold a `draft` record: of the step whose `step` record follows."""
+        """Fold a `draft` record; it precedes the `step` record of its step."""
         _seq, _t, _kind, step, drafts = record
         self._drafts[step] = array("q", [field for request, tokens in drafts for field in (request, tokens, -1)])
 
     def accepted(self, record: Record) -> tuple[int, int]:
-        """Fold an `accept` record; (tokens drafted, tokens accepted)."""
+        """Fold an `accept` record. Returns (tokens drafted, tokens accepted)."""
         _seq, _t, _kind, step, drafts = record
         drafted, accepted = sum(draft[1] for draft in drafts), sum(draft[2] for draft in drafts)
         if step in self:
@@ -110,7 +110,7 @@ class Steps:
         return drafted, accepted
 
     def planned(self, record: Record, bucket: int = 0) -> int:
-        """Fold a `step` record, planned in this bucket of Rates. Returns its prefill tokens."""
+        """Fold a `step` record; `bucket` is the current one of Rates. Returns the prefill tokens."""
         _seq, t, _kind, step, prefills, _joined, _left, tokens, waiting = record
         i = step % self.capacity
         prefill_tokens = 0
@@ -153,7 +153,7 @@ class Steps:
         return step >= 0 and self._step[step % self.capacity] == step
 
     def get(self, step: int) -> StepRow | None:
-        """The step, or None if it is not kept."""
+        """Returns the step, or None if it is not kept."""
         if step not in self:
             return None
         i = step % self.capacity
@@ -188,7 +188,7 @@ class Steps:
         return self._chunks[step % self.capacity] or []
 
     def indices(self, first: int, last: int) -> np.ndarray:
-        """Positions in the columns of those steps from `first` to `last` that are kept."""
+        """Returns the column positions of the kept steps from `first` to `last`."""
         first, last = max(first, self.first, 0), min(last, self.last)
         if last < first:
             return np.empty(0, np.int64)
@@ -197,20 +197,20 @@ class Steps:
         return at[np.frombuffer(self._step, np.int64)[at] == steps]
 
     def column(self, name: str) -> np.ndarray:
-        """A whole column as numpy sees it; index it with `indices`."""
+        """Returns a whole column as a numpy array; index it with `indices`."""
         store = getattr(self, f"_{name}")
         return np.frombuffer(store, np.float64 if store.typecode == "d" else np.int64)
 
     def prefilled(self, at: np.ndarray) -> np.ndarray:
-        """Prompt tokens computed in the steps at these positions."""
+        """Returns the prompt tokens computed in the steps at these positions."""
         return self.column("tokens")[at] - self.column("decodes")[at] - self.column("drafted")[at]
 
     def decoded(self, step: int) -> int:
-        """Requests that decoded in a kept step."""
+        """Returns the number of requests that decoded in a kept step."""
         return self._decodes[step % self.capacity]
 
     def since(self, t: float, last: int) -> int:
-        """The first kept step planned at `t` or later, not after `last` (+1: none)."""
+        """Returns the first kept step planned at `t` or later, up to `last`; `last` + 1 if none."""
         low, high = max(self.first, 0), last + 1
         while low < high:
             middle = (low + high) // 2
@@ -222,10 +222,10 @@ class Steps:
 
 
 class Rates:
-    """Sums per quarter of a second of the engine's own time.
+    """Sums per quarter of a second of working time.
 
-    That clock stands while the gate is closed and leaves out what slow motion adds, so tokens per second are those of
-    the engine and not of the lesson.
+    Working time stops while the engine is paused and excludes the delay of slow motion: rates are the engine's, not
+    the lesson's.
     """
 
     SUMS = ("decode", "prefill", "cached", "steps", "drafted", "accepted", "device_ms", "host_ms")
@@ -234,17 +234,17 @@ class Rates:
     def __init__(self) -> None:
         names = (*self.SUMS, *self.LEVELS, "worst_ms")
         self._columns = {name: array("d", [0.0]) * BUCKETS_KEPT for name in names}
-        self._now = 0.0  # its own clock
-        self._t = 0.0  # of the last record, in engine seconds
-        self._stretched = 0.0  # seconds of slow motion still to be left out
+        self._now = 0.0  # working time
+        self._t = 0.0  # engine time of the last record
+        self._stretched = 0.0  # seconds of slow motion still to be excluded
         self._closed = False
         self._pace = 1.0
         self._bucket = 0
-        self._slot = 0  # of the bucket, in the columns
+        self._slot = 0  # the bucket's position in the columns
 
     @property
     def now(self) -> float:
-        """Seconds of work since the history began."""
+        """Working time since the history began, in seconds."""
         return self._now
 
     @property
@@ -253,11 +253,11 @@ class Rates:
         return self._bucket
 
     def reset(self, t: float, closed: bool, pace: float) -> None:
-        """Begin at engine time `t`."""
+        """Start at engine time `t`."""
         self._t, self._closed, self._pace = t, closed, pace
 
     def advance(self, t: float) -> None:
-        """Let the clock follow engine time `t`."""
+        """Advance working time to engine time `t`."""
         elapsed = t - self._t
         if elapsed <= 0:
             return
@@ -291,7 +291,7 @@ class Rates:
         self._columns[name][self._slot] = value
 
     def planned(self, decodes: int, prefill: int) -> None:
-        """A step of so many tokens."""
+        """Count a planned step."""
         columns, slot = self._columns, self._slot
         columns["decode"][slot] += decodes
         columns["steps"][slot] += 1
@@ -299,7 +299,7 @@ class Rates:
             columns["prefill"][slot] += prefill
 
     def timed(self, wall_ms: float, host_ms: float, device_ms: float | None) -> None:
-        """A step took this long."""
+        """Count the durations of a finished step."""
         columns, slot = self._columns, self._slot
         if wall_ms > columns["worst_ms"][slot]:
             columns["worst_ms"][slot] = wall_ms
@@ -318,7 +318,7 @@ class Rates:
         self._pace = factor
 
     def series(self, name: str, n: int, end: int | None = None) -> np.ndarray:
-        """The `n` buckets before bucket `end` (by default the one being filled), oldest first; zeros where none are."""
+        """Returns the `n` buckets before `end` (default: the one being filled), oldest first; zeros where none are."""
         end = self._bucket if end is None else min(end, self._bucket + 1)
         n = min(n, BUCKETS_KEPT - 1)
         first = end - n
@@ -330,24 +330,24 @@ class Rates:
         return values
 
     def at(self, name: str, bucket: int) -> float:
-        """The value in one bucket."""
+        """Returns the value of one bucket."""
         return self._columns[name][bucket % BUCKETS_KEPT]
 
     def per_second(self, name: str, seconds: float = 1.0, end: int | None = None) -> float:
-        """Mean rate over complete buckets before `end`."""
+        """Returns the mean rate over complete buckets before `end`."""
         end = self._bucket if end is None else end
         n = min(max(1, round(seconds / BUCKET)), max(1, end))
         return float(self.series(name, n, end).sum() / (n * BUCKET))
 
     def total(self, name: str, seconds: float, end: int | None = None) -> float:
-        """Sum over the last `seconds` up to and including bucket `end`."""
+        """Returns the sum over the last `seconds`, bucket `end` included."""
         end = self._bucket if end is None else end
         return float(self.series(name, max(1, round(seconds / BUCKET)), end).sum() + self.at(name, end))
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """How long a first token took, in ms: queue + prefill + sample."""
+    """Time to first token of a request, in ms: queue + prefill + sample."""
 
     request: int
     seq: int
@@ -371,5 +371,5 @@ class FirstTokens:
         self.items.append(FirstToken(request, seq, queue_ms, prefill_ms, sample_ms))
 
     def until(self, seq: int) -> list[FirstToken]:
-        """Those told at or before `seq`, oldest first."""
+        """Returns those recorded up to `seq`, oldest first."""
         return [item for item in self.items if item.seq <= seq]

@@ -1,7 +1,7 @@
-"""Each request's life in steps: waiting, prefilling, decoding, preempted, finished.
+"""Lanes: the phases of each request over steps: waiting, prefilling, decoding, preempted, finished.
 
-A lane is a list of spans `(code, first step, last step)`; the open one at the end has no last step yet. A column of
-`k` steps shows one code: preemption beats finish beats prefill beats decode beats waiting.
+A lane is a list of spans `(code, first step, last step)`; the last step of the current span is OPEN. A column of `k`
+steps shows the code with the highest priority: preempted, finished, prefill, decode, waiting.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from itertools import chain, takewhile
 
 from engine.trace.records import Record
 
-NOTHING, QUEUED, DECODING, GAINING, PREFILLING, FINISHED, PREEMPTED = range(7)  # the larger wins in a column;
-#   gaining: a step of decoding in which drafts were accepted
-OPEN = 1 << 60  # the last step of a span that still goes on
-LANES_KEPT = 4_096  # of requests that have finished
-SLACK = 1_024  # steps: spans are forgotten so many at a time
+NOTHING, QUEUED, DECODING, GAINING, PREFILLING, FINISHED, PREEMPTED = range(7)  # in order of priority;
+#   GAINING: a decode step in which drafts were accepted
+OPEN = 1 << 60  # the last step of a span that has not ended
+LANES_KEPT = 4_096  # lanes of finished requests
+SLACK = 1_024  # steps: old spans are dropped in batches
 
 
 @dataclass(slots=True)
 class Lane:
-    """What is remembered of a request, also after it has finished."""
+    """The known history of a request, running or finished."""
 
     id: int
     group: str
     prompt_tokens: int
-    submitted: float | None  # these four in seconds of work: a closed gate and slow motion do not count
-    submitted_step: int  # the first step it could have been in
+    submitted: float | None  # working time (see Rates), as are admitted, first_token and finished
+    submitted_step: int  # the first step it could have joined
     spans: list[list[int]] = field(default_factory=list)  # [code, first, last]
     gains: list[list[int]] = field(default_factory=list)  # [first, last]: steps in which drafts were accepted
-    came: float = 0.0  # engine seconds of its submission
-    held: float = 0.0  # seconds that it waited while the engine was paused or slowed: no part of `waited_ms`
+    came: float = 0.0  # engine time of its submission
+    held: float = 0.0  # seconds it waited because the engine was paused or slowed; not part of `waited_ms`
     admitted: float | None = None
     first_token: float | None = None
     cached_tokens: int = 0
-    computed_tokens: int = 0  # prefilled
+    computed_tokens: int = 0  # prompt tokens prefilled
     preemptions: int = 0
     finished: float | None = None
-    running: bool = False  # admitted, and not preempted since
+    running: bool = False  # admitted and not preempted since
     finish_reason: str = ""
     finish_step: int = OPEN
     output_tokens: int = 0
@@ -49,7 +49,7 @@ class Lane:
     ttft: tuple[float, float, float] | None = None  # queue, prefill, sample, in ms
 
     def close(self, step: int) -> None:
-        """End the open span with `step`; a span that would be empty never was."""
+        """End the open span at `step`; remove it if it would be empty."""
         if self.spans and self.spans[-1][2] == OPEN:
             if self.spans[-1][1] > step:
                 self.spans.pop()
@@ -59,30 +59,30 @@ class Lane:
     def mark(self, code: int, first: int, last: int) -> None:
         spans = self.spans
         if spans and spans[-1][0] == code and spans[-1][2] == first - 1 and last != OPEN:
-            spans[-1][2] = last  # one chunk after the other
+            spans[-1][2] = last  # continues the previous chunk
         else:
             spans.append([code, first, last])
 
     def gain(self, step: int) -> None:
-        """Drafts of this step were accepted."""
+        """Mark a step in which drafts were accepted."""
         if self.gains and self.gains[-1][1] == step - 1:
             self.gains[-1][1] = step
         else:
             self.gains.append([step, step])
 
     def forget_before(self, step: int) -> None:
-        """Drop the spans that ended before this step."""
+        """Drop spans that ended before this step."""
         if self.spans and self.spans[0][2] < step - SLACK:
             self.spans = [span for span in self.spans if span[2] >= step]
         if self.gains and self.gains[0][1] < step - SLACK:
             self.gains = [gain for gain in self.gains if gain[1] >= step]
 
     def code_at(self, step: int, code: int) -> bool:
-        """Did it do this in that step?"""
+        """Returns True if the lane has `code` at `step`."""
         return any(kind == code and first <= step <= last for kind, first, last in self.spans)
 
     def columns(self, first_step: int, k: int, n: int, until: int) -> list[int]:
-        """`n` codes, one for each `k` steps from `first_step` on; nothing after step `until`."""
+        """Returns `n` codes, one for each `k` steps from `first_step`; NOTHING after step `until`."""
         out = [NOTHING] * n
         end = min(until, first_step + k * n - 1)
         gains = takewhile(lambda gain: gain[1] >= first_step, reversed(self.gains))
@@ -102,7 +102,7 @@ class Lane:
 
     @property
     def tok_s(self) -> float:
-        """Tokens per second between its first token and its end; 0 while unknown."""
+        """Tokens per second from its first token to its finish; 0 while unknown."""
         if self.finished is None or self.first_token is None or self.output_tokens < 2:
             return 0.0
         seconds = self.finished - self.first_token
@@ -110,8 +110,8 @@ class Lane:
 
     @property
     def waited_ms(self) -> float | None:
-        """How long it was queued: as the engine says with the first token, before that as the records say; None if it
-        waits, or came before the history begins."""
+        """Milliseconds in the queue: measured by the engine once the first token is there, before that from the
+        records. None while it waits, or if it was submitted before the history began."""
         if self.ttft is not None:
             return self.ttft[0]
         if self.submitted is None or self.admitted is None:
@@ -120,26 +120,25 @@ class Lane:
 
 
 class Lanes:
-    """The requests seen within the span of the step history, by id: those that run or wait, and the last LANES_KEPT of
-    those that have finished."""
+    """The requests within the step history, by id: all running and waiting ones, and the last LANES_KEPT finished."""
 
     def __init__(self) -> None:
         self.lanes: dict[int, Lane] = {}
-        self.active: dict[int, Lane] = {}  # those that have not finished, by id
-        self.ended: deque[Lane] = deque()  # the others, in the order of their finish
-        self.newest = -1  # the youngest request ever seen
-        self.step = -1  # the last step planned
-        self.now = 0.0  # seconds of work, at the record being folded
+        self.active: dict[int, Lane] = {}  # not finished, by id
+        self.ended: deque[Lane] = deque()  # finished, in order of finish
+        self.newest = -1  # the highest request id seen
+        self.step = -1  # the last planned step
+        self.now = 0.0  # working time at the record being folded
 
     def fold(self, record: Record, now: float) -> None:
-        """Take in one record; `now` is its time in seconds of work."""
+        """Fold one record; `now` is its working time."""
         self.now = now
         handler = self._HANDLERS.get(record[2])
         if handler is not None:
             handler(self, record)
 
     def adopt(self, id: int, group: str, prompt_tokens: int, state: str, decoding: bool, cached: int) -> None:
-        """A request that was there when the view began: its lane starts here."""
+        """Add a request of the first snapshot: its lane starts now."""
         lane = self.lanes[id] = Lane(id, group, prompt_tokens, None, self.step + 1, cached_tokens=cached)
         lane.running = state == "running"
         self.active[id] = lane
@@ -150,18 +149,18 @@ class Lanes:
             lane.mark(DECODING, self.step + 1, OPEN)
 
     def forget_before(self, step: int) -> None:
-        """Drop the lanes that ended before this step or are too many, and of the others what ended before it."""
+        """Drop lanes that ended before this step, lanes beyond LANES_KEPT, and old spans of the others."""
         while self.ended and (self.ended[0].finish_step < step or len(self.ended) > LANES_KEPT):
             del self.lanes[self.ended.popleft().id]
         for lane in self.active.values():
             lane.forget_before(step)
 
     def around(self, step: int) -> list[Lane]:
-        """The lanes that may have been in this step."""
+        """Returns the lanes that may have been in this step."""
         return [lane for lane in (*self.active.values(), *self.ended_since(step)) if lane.submitted_step <= step]
 
     def ended_since(self, step: int) -> list[Lane]:
-        """The lanes that ended with this step or later, the last to end first."""
+        """Returns the lanes that ended at this step or later, the last to end first."""
         return list(takewhile(lambda lane: lane.finish_step >= step, reversed(self.ended)))
 
     def _submit(self, record: Record) -> None:
@@ -184,12 +183,12 @@ class Lanes:
 
     def _match(self, record: Record) -> None:
         lane = self.lanes.get(record[3])
-        if lane is not None and not lane.preemptions:  # its first way through the prompt, as the engine counts it
+        if lane is not None and not lane.preemptions:  # only the first prefill counts, as in the engine's figures
             lane.cached_tokens = min(lane.prompt_tokens, lane.cached_tokens + record[4])
             lane.stop, lane.stop_at = record[5], record[6]
 
     def fold_step(self, record: Record) -> None:
-        """Fold a `step` record; free when nothing but decoding goes on."""
+        """Fold a `step` record; free for a step that only decodes."""
         _seq, _t, _kind, step, prefills, joined, left, _tokens, _waiting = record
         self.step = step
         if not (prefills or joined or left):

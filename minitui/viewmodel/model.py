@@ -1,9 +1,9 @@
-"""The view model: everything the panels show, folded from records. It knows nothing of Textual.
+"""The view model: everything that the panels show, folded from records. No Textual.
 
-View        the whole: `reset` with a snapshot, `fold` records, `frame` once per painted frame, `select`, `travel`
-Board       the state at one moment, with changes and savings by block (`view.board`; of the past while travelling)
-Steps, Rates, Lanes, Events, FirstTokens    what happened, in rings
-Tree        the radix tree ordered for reading
+View              `reset` it with a snapshot, `fold` records, call `frame` before each painted frame; `select`, `travel`
+AnnotatedState    the state at one moment: `view.live` is the newest, `view.shown` the one on screen, live or past
+Steps, Rates, Lanes, Events, FirstTokens    the history, in rings of fixed size
+Tree              the radix tree in display order
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import numpy as np
 from engine.core.gate import RUNNING
 from engine.trace.records import Record
 from engine.trace.state import State
-from minitui.viewmodel.annotated_state import Board
+from minitui.viewmodel.annotated_state import AnnotatedState
 from minitui.viewmodel.events import Event, Events, brief, describe
 from minitui.viewmodel.experts import ExpertLoads
-from minitui.viewmodel.history import STEPS_KEPT, FirstTokens, Rates, StepRow, Steps
+from minitui.viewmodel.history import FirstTokens, Rates, StepRow, Steps
 from minitui.viewmodel.lanes import Lane, Lanes
 from minitui.viewmodel.selection import Links, Selection, resolve
-from minitui.viewmodel.time_travel import Past
+from minitui.viewmodel.time_travel import PastStates
 from minitui.viewmodel.timing import Timings, summarise
 from minitui.viewmodel.tree import Tree, quoted, without_markup
 
-__all__ = ["Board", "Event", "Frame", "Lane", "Links", "Selection", "StepRow", "View"]
+__all__ = ["AnnotatedState", "Event", "Frame", "Lane", "Links", "Selection", "StepRow", "View"]
 
-TIMINGS_SECONDS = 0.5  # how often the percentiles are computed
+TIMINGS_SECONDS = 0.5  # between two computations of the percentiles
 GLOW_SECONDS, WARM_SECONDS = 0.4, 1.2
 EMPTY = State(num_blocks=2, block_size=16, budget=1, max_num_seqs=1)
 QUOTE_WIDTH = 28
@@ -37,7 +37,7 @@ QUOTE_WIDTH = 28
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The steps between two frames. Means over them; the peak is the step with the most tokens."""
+    """The steps between two painted frames: their means, and the peak, which is the step with the most tokens."""
 
     count: int = 0
     first: int = -1
@@ -53,25 +53,25 @@ class Frame:
 
 
 class View:
-    """See the module's docstring. Times called `now` are seconds of any monotonic clock."""
+    """See the module's docstring. Parameters called `now` are seconds of any monotonic clock."""
 
     def __init__(self) -> None:
         self.group_names: dict[str, str] = {}
         self.ids_to_text: Callable[[list[int]], str] | None = None
-        self.caching = True  # does the engine keep prefixes?
+        self.caching = True  # prefix caching is on
         self.selection: Selection | None = None
-        self.home: str | None = None  # the group whose requests single-request panels show; None: of any group
-        self.frozen = False  # nothing is folded until the reader wishes
-        self.dropped = 0  # records lost on the way here
-        self.gap = False  # records are missing: `reset` with a snapshot
+        self.home: str | None = None  # single-request panels show requests of this group; None: of any
+        self.frozen = False  # the user froze the picture: no record is folded
+        self.dropped = 0  # records lost on the way
+        self.gap = False  # records are missing: `reset` with a snapshot is needed
         self.loaded = False
-        self.version = 0  # of the selection, for widgets that cache
+        self.version = 0  # of the selection, for widgets with caches
         self._now = 0.0
-        self._start(Board(EMPTY))
+        self._start(AnnotatedState(EMPTY))
 
-    def _start(self, board: Board) -> None:
-        self.live = board
-        self.board = board
+    def _start(self, shown: AnnotatedState) -> None:
+        self.live = shown
+        self.shown = shown
         self.steps = Steps()
         self.rates = Rates()
         self.lanes = Lanes()
@@ -79,31 +79,31 @@ class View:
         self.first_tokens = FirstTokens()
         self.experts = ExpertLoads()
         self.tree = Tree()
-        self.past = Past()
-        self.past.begin(board)
+        self.past = PastStates()
+        self.past.begin(shown)
         self.steps_per_frame = 0
         self.last_frame = Frame()
         self.gate_reason = ""
         self.links = Links()
         self.timings = Timings()
         self._timings_at = (-1e9, -1)
-        self._settled: tuple[int, int | None] | None = None  # the moment of a picture that stands
-        self._folded_at: float | None = None  # the caller's clock when records last came
-        self._framed = board.state.step
+        self._settled: tuple[int, int | None] | None = None  # the moment of a still picture
+        self._folded_at: float | None = None  # the caller's clock at the last fold
+        self._framed = shown.state.step
         self._travelled: int | None = None
         self._words: dict[int, str] = {}
 
     def speed(self, what: str) -> float:
-        """Tokens per second now: "decode" or "prefill". While somebody slows the engine or
-        steps it, over the time that its steps themselves took: the figure is the engine's and not the lesson's."""
-        state = self.board.state
+        """Returns tokens per second of "decode" or "prefill". In slow motion, while paused and in the past, only
+        time inside steps counts: the engine's speed, not the lesson's."""
+        state = self.shown.state
         if state.pace == 1 and not self.exact:
             return self.rates.per_second(what, 1.0, self.bucket)
         last = self.horizon
         at = self.steps.indices(last - 511, last)
         wall = self.steps.column("wall")[at]
         at, wall = at[~np.isnan(wall)], wall[~np.isnan(wall)]
-        recent = np.cumsum(wall[::-1])[::-1] <= 1000.0  # the steps that make up the last second
+        recent = np.cumsum(wall[::-1])[::-1] <= 1000.0  # the steps of the last second
         at, seconds = at[recent], float(wall[recent].sum()) / 1e3
         decodes, accepted = (int(self.steps.column(name)[at].sum()) for name in ("decodes", "accepted"))
         tokens = decodes + accepted if what == "decode" else int(self.steps.prefilled(at).sum())
@@ -112,9 +112,9 @@ class View:
     # ---- feeding
 
     def reset(self, snapshot: dict[str, Any]) -> None:
-        """Begin anew from `Engine.snapshot()`; history starts here."""
+        """Start again from `Engine.snapshot()`; the history starts here."""
         state = State.from_snapshot(snapshot)
-        self._start(Board(state))
+        self._start(AnnotatedState(state))
         self.gap, self.loaded = False, True
         self.lanes.step = state.step
         for request in state.requests.values():
@@ -124,8 +124,8 @@ class View:
             )  # fmt: skip
 
     def fold(self, records: list[Record], now: float = 0.0, packed: bytes | None = None) -> None:
-        """Take records in; what came before is skipped, and a gap sets `gap` and stops until `reset`. `packed`: the
-        same as marshal's bytes, for the history to keep, if the caller has them."""
+        """Fold records. Known ones are skipped; a gap sets `gap`, and folding stops until `reset`. `packed`: the same
+        records as marshal bytes, if the caller has them; the history stores them."""
         if not records or not self.loaded:
             return
         expected = self.live.state.seq + 1
@@ -141,7 +141,7 @@ class View:
         if missing:
             self._lost(missing)
             return
-        if self._folded_at is None:  # the time before the first record is no part of any rate
+        if self._folded_at is None:  # rates start at the first record
             self.rates.reset(records[0][1], self.live.state.gate == "closed", self.live.state.pace)
         self._folded_at = now
         self._remember(self.live.fold(records))
@@ -157,7 +157,7 @@ class View:
         evicted, computing = self.live.evicted, self.live.computing
         for record in records:
             kind = record[2]
-            if kind == "evict":  # the commonest, and of no lane
+            if kind == "evict":  # the most frequent kind; it belongs to no lane
                 events.evicted(record, lanes.step, evicted[record[0]])
                 continue
             if kind == "time":
@@ -212,9 +212,9 @@ class View:
         rates.level("used", (self.live.total - free) / self.live.total)
 
     def frame(self, now: float) -> None:
-        """Close a frame: sum up the steps since the last one, let glows fade, resolve the selection. What is otherwise
-        computed less often (order, percentiles) is computed at once for a picture that stands."""
-        moment = (self.board.state.seq, self._travelled) if self.still else None
+        """Finish a frame: sum up its steps, age the highlights, resolve the selection. The tree's order and the
+        percentiles are computed now and then; for a still picture, at once."""
+        moment = (self.shown.state.seq, self._travelled) if self.still else None
         if self.frozen and moment == self._settled:
             return
         self._now = now
@@ -228,15 +228,15 @@ class View:
             self.lanes.forget_before(self.steps.first)
             self.events.forget_before(self.past.first_seq)
         if self._travelled is None:
-            self.board = self.live
-        self.links = resolve(self.selection, self.board, self.steps, self.requests_of)
-        moment = (self.board.state.seq, self._travelled) if self.still else None
+            self.shown = self.live
+        self.links = resolve(self.selection, self.shown, self.steps, self.requests_of)
+        moment = (self.shown.state.seq, self._travelled) if self.still else None
         settle, self._settled = moment is not None and moment != self._settled, moment
-        self.tree.refresh(self.board, now, force=settle)
+        self.tree.refresh(self.shown, now, force=settle)
         at, horizon = self._timings_at
         if settle or (horizon != self.horizon and now - at >= TIMINGS_SECONDS):
             self._timings_at = (now, self.horizon)
-            self.timings = summarise(self.steps, self.first_tokens, self.horizon, self.board.state.seq)
+            self.timings = summarise(self.steps, self.first_tokens, self.horizon, self.shown.state.seq)
 
     def _sum(self, first: int, last: int) -> Frame:
         at = self.steps.indices(first, last)
@@ -266,56 +266,56 @@ class View:
 
     @property
     def engine_now(self) -> float:
-        """Seconds of the engine's clock, now: it goes on while no records come."""
+        """The engine's clock now, in seconds; it advances between records too."""
         if self._folded_at is None:
             return self.live.state.t
         return self.live.state.t + max(0.0, self._now - self._folded_at)
 
     @property
     def exact(self) -> bool:
-        """Does the picture stand at one step (gated, or in the past), rather than run?"""
-        return self.board.state.gate == "closed" or self._travelled is not None
+        """True if one step is shown exactly: the engine is paused, or the picture is of the past."""
+        return self.shown.state.gate == "closed" or self._travelled is not None
 
     @property
     def still(self) -> bool:
-        """Does the picture stand at one record: frozen, gated or in the past?"""
+        """True if the picture does not move: frozen, paused or in the past."""
         return self.frozen or self.exact
 
     @property
     def idle(self) -> bool:
-        """Is there nothing to compute, neither running nor waiting?"""
-        return not self.board.state.requests
+        """True if no request is running or waiting."""
+        return not self.shown.state.requests
 
     @property
     def horizon(self) -> int:
-        """The last step that the picture knows of."""
+        """The last step in the picture."""
         return self.steps.last if self._travelled is None else self._travelled
 
     @property
     def bucket(self) -> int:
-        """The bucket of `rates` at which the picture stands."""
+        """The bucket of `rates` that belongs to the picture's last step."""
         if self._travelled is None or self._travelled not in self.steps:
             return self.rates.bucket
         return int(self.steps.column("bucket")[self._travelled % self.steps.capacity])
 
     def glow(self) -> np.ndarray:
-        """uint8 [num_blocks]: 2 for blocks that changed just now, 1 for those that fade, 0 for the steady. While the
-        picture stands still, 2 for those that the last step changed."""
-        changed = self.board.changed
+        """uint8 [num_blocks]: 2 for a block that has just changed, 1 while its highlight fades, else 0. Paused or in
+        the past: 2 for the blocks that the last step changed."""
+        changed = self.shown.changed
         if self.exact:
-            return np.where(changed >= self.board.step_began, 2, 0).astype(np.uint8)
+            return np.where(changed >= self.shown.step_began, 2, 0).astype(np.uint8)
         age = self.engine_now - changed
         return (age < GLOW_SECONDS).astype(np.uint8) + (age < WARM_SECONDS)
 
     def glow_of(self, changed: float) -> int:
-        """The same for one moment of change."""
+        """Returns the same for one time of change."""
         if self.exact:
-            return 2 if changed >= self.board.step_began else 0
+            return 2 if changed >= self.shown.step_began else 0
         age = self.engine_now - changed
         return (age < GLOW_SECONDS) + (age < WARM_SECONDS)
 
     def shown_step(self) -> StepRow | None:
-        """The one step to show exactly: the selected one, the one the picture stands at, or the frame's only one."""
+        """Returns the step to show exactly: the selected one, the picture's last one, or the frame's only one."""
         if self.selection is not None and self.selection.kind == "step":
             row = self.steps.get(self.selection.id)
             if row is not None:
@@ -327,48 +327,48 @@ class View:
     # ---- travel
 
     def travel(self, steps: int) -> bool:
-        """Show the picture `steps` steps away from where it stands (negative: back). False at the end of the ring."""
+        """Move the picture by `steps` steps (negative: back). Returns False at the end of the history."""
         return self.travel_to(self.horizon + steps)
 
     def travel_to(self, step: int) -> bool:
-        """Show the picture as it was when `step` had been committed; the present if that is later than any."""
+        """Show the picture at the commit of `step`; a step after the last one shows the present."""
         if step >= self.steps.last:
             self.present()
             return False
         direction = -1 if step < self.horizon else 1
         row = self.steps.get(step)
-        while row is not None and not row.end_seq:  # it failed, and was never timed
+        while row is not None and not row.end_seq:  # a failed step has no timing
             row = self.steps.get(row.step + direction)
         if row is None or row.end_seq < self.past.first_seq:
             return False
-        self.board = self.past.board_at(row.end_seq)
+        self.shown = self.past.state_at(row.end_seq)
         self._travelled = row.step
-        self.tree.refresh(self.board, self._now, force=True)
+        self.tree.refresh(self.shown, self._now, force=True)
         return True
 
     def present(self) -> None:
-        """Back to the running picture."""
+        """Return to the live picture."""
         self._travelled = None
-        self.past.arrived()
-        self.board = self.live
-        self.tree.refresh(self.board, self._now, force=True)
+        self.past.back_to_present()
+        self.shown = self.live
+        self.tree.refresh(self.shown, self._now, force=True)
 
     # ---- selection
 
     def select(self, kind: str | None, id: Any = None) -> None:
-        """Select one thing ("request", "group", "block", "node" or "step"); None selects nothing."""
+        """Select a thing by kind ("request", "group", "block", "node" or "step") and id; None clears the selection."""
         self.selection = None if kind is None else Selection(kind, id)
         self.version += 1
-        self.links = resolve(self.selection, self.board, self.steps, self.requests_of)
+        self.links = resolve(self.selection, self.shown, self.steps, self.requests_of)
 
     def requests_of(self, group: str) -> list[int]:
-        """The requests of a group that are remembered, oldest first."""
+        """Returns the known requests of a group, oldest first."""
         return [lane.id for lane in self.lanes.lanes.values() if lane.group == group]
 
     def subject(self) -> int | None:
-        """The request that single-request panels show: the selected one, else the youngest that runs, else the last
-        that finished; with a `home` only requests of that group."""
-        requests = self.board.state.requests
+        """Returns the request for single-request panels: the selected one, else the newest running one, else the last
+        finished one. With a `home`, only requests of that group count."""
+        requests = self.shown.state.requests
         known = [id for id in self.links.requests if id in self.lanes.lanes]
         if self.home is not None:
             own = [id for id in self.requests_of(self.home) if self.lanes.lanes[id].submitted_step <= self.horizon + 1]
@@ -409,14 +409,8 @@ class View:
             return ""
         return f"PAST step {self._travelled:,}, {self.steps.last - self._travelled:,} back"
 
-    @property
-    def history_text(self) -> str:
-        """The span of the history, in words."""
-        kept = max(0, self.steps.last - self.steps.first + 1) if self.steps.first >= 0 else 0
-        return f"{kept:,} steps kept (of at most {STEPS_KEPT:,})"
-
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; numbers while the tokenizer is not there."""
+        """Returns the text of token ids; the ids themselves while there is no tokenizer."""
         if self.ids_to_text is None:
             return " ".join(map(str, ids))
         return self.ids_to_text(list(ids))
@@ -425,8 +419,8 @@ class View:
         return self.group_names.get(group, group)
 
     def event_text(self, event: Event, short: bool = False) -> str:
-        """An event in words, or in few."""
-        if event.kind == "refuse" and event.record[3]:  # it never became a request: the chat is all there is to name
+        """Returns the sentence for an event; `short` for narrow panels."""
+        if event.kind == "refuse" and event.record[3]:  # it never became a request: only the chat has a name
             return f"chat {self.group_name(event.record[3])} · {event.record[4]}"
         if short:
             return brief(event, self.lanes.lanes.get(event.request))

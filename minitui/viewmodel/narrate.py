@@ -1,214 +1,221 @@
-"""One step in a sentence or two: what it did and why, told from the engine's reason codes.
+"""A step in plain sentences: what it did and why, from the engine's records.
 
-    "r61 joins: 544 of its 1,039 prompt tokens are in the tree, the other 495 are computed. 17 others decode one token
-    each."
+    "r61 is admitted: the first 544 of its 1,039 tokens are in the tree already (34 blocks); the other 495 tokens are
+    prefilled and its first token is sampled. 17 other requests decode one token each."
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from engine.trace.records import CLEARED
+from minitui.text import count, listed
 from minitui.viewmodel.events import looked_up, stop_text
 from minitui.viewmodel.lanes import DECODING
 from minitui.viewmodel.model import Event, Lane, StepRow, View
 
-NAMED = 3  # requests named one by one; more are counted
+NAMED = 3  # requests named one by one; the others are counted
+FINISHES = {
+    "stop": "finished (end token or stop string)", "length": "finished (length limit)", "abort": "was cancelled",
+}  # fmt: skip
 
 
 def narrate(view: View, step: int) -> str:
-    """What step `step` did and why; nothing if it is not (or no longer) in the history."""
+    """Returns what step `step` did and why; empty if it is not in the history."""
     row = view.steps.get(step)
     if row is None:
         return ""
     events = view.events.of_step(step)
-    told: list[str] = []
-    told += _failures(events)
-    told += _preemptions(events)
-    joined = {event.request for event in events if event.kind == "admit"}
-    told += _admissions(view, row, events)
-    told += _evictions(events)
-    told += _chunks(view, row, joined)
-    told += _decodes(view, row)
-    told += _drafts(row)
-    told += _waiting(events)
-    told += _finishes(view, events)
-    return " ".join(told)
+    admitted = {event.request for event in events if event.kind == "admit"}
+    sentences = [
+        *_failures(events), *_preemptions(events), *_admissions(view, row, events), *_evictions(events),
+        *computed(view, row, admitted), *_waiting(events), *_finishes(events),
+    ]  # fmt: skip
+    return " ".join(sentences)
 
 
-def moment(view: View, step: int) -> bool:
-    """Does the step do more than decode? Such steps are worth stopping at."""
+def computed(view: View, row: StepRow, left_out: Collection[int] = ()) -> list[str]:
+    """Returns sentences on what a step computed: prefill (but for the requests `left_out`), decodes and drafts."""
+    return [*_chunks(view, row, left_out), *_decodes(view, row), *_drafts(row)]
+
+
+def notable(view: View, step: int) -> bool:
+    """True if the step did more than decode."""
     row = view.steps.get(step)
     return row is not None and bool(row.chunks or view.events.of_step(step))
 
 
 def _failures(events: list[Event]) -> list[str]:
     failed = [event for event in events if event.kind == "fail"]
-    return [f"The step failed ({event.record[4]}): its requests end with that error." for event in failed]
+    return [f"The step failed ({event.record[4]}); its requests finish with this error." for event in failed]
 
 
 def _preemptions(events: list[Event]) -> list[str]:
-    told = []
+    sentences = []
     for event in events:
         if event.record[2] == "preempt":
             reason, blocks = event.record[4], event.record[5]
-            told.append(
-                f"The pool is full: {reason}. So r{event.request}, the youngest, gives back its {_blocks(blocks)} and "
-                "queues again; what it computed stays in the tree until somebody needs the room."
+            sentences.append(
+                f"The pool is full: {reason}. r{event.request}, the newest running request, is preempted: it releases "
+                f"its {count(blocks, 'block')} and queues again. Its computed tokens stay in the tree until evicted."
             )
         elif event.record[2] == "requeue":
-            told.append(f"r{event.request} queues again: {event.record[4]}.")
-    return told
+            sentences.append(f"r{event.request} queues again: {event.record[4]}.")
+    return sentences
 
 
 def _evictions(events: list[Event]) -> list[str]:
-    told = []
+    sentences = []
     evictions = [event for event in events if event.kind == "evict"]
     cleared = sum(event.record[4] for event in evictions if event.record[5] == CLEARED)
     if cleared:
-        told.append(f"Somebody cleared the cache: {_blocks(cleared)} left the tree.")
+        sentences.append(f"The cache was cleared: {count(cleared, 'block')} left the tree.")
     total = sum(event.record[4] for event in evictions) - cleared
     if total:
         reasons = list(dict.fromkeys(event.record[5] for event in evictions if event.record[5] != CLEARED))
-        why = _list(reasons[:NAMED]) + (f" and {len(reasons) - NAMED} more" if len(reasons) > NAMED else "")
-        which = "that nobody held, used longest ago, leaves" if total == 1 else "that nobody held, the oldest, leave"
-        told.append(f"To make room, {_blocks(total)} {which} the tree ({why}).")
-    return told
+        more = f" and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
+        order = "is evicted, the least recently used" if total == 1 else "are evicted, least recently used first"
+        why = listed(reasons[:NAMED]) + more
+        sentences.append(f"{count(total, 'block')} that no request held {order} ({why}).")
+    return sentences
 
 
 def _admissions(view: View, row: StepRow, events: list[Event]) -> list[str]:
-    told = []
+    sentences = []
     chunks = {chunk[0]: chunk for chunk in row.chunks}
     matches = {event.request: event for event in events if event.kind in ("hit", "miss")}
     admitted = [event for event in events if event.kind == "admit"]
     for event in admitted[:NAMED]:
         lane = view.lanes.lanes.get(event.request)
-        verb = "runs again after its preemption" if event.record[5] == "resumed" else "joins"
-        prompt = _prompt(view, lane, matches.get(event.request), chunks.get(event.request))
-        told.append(f"r{event.request} {verb}{prompt}.")
-    if len(admitted) > NAMED:
-        told.append(f"{len(admitted) - NAMED} more join.")
-    return told
+        again = event.record[5] == "resumed"
+        prompt = _prompt(view, lane, matches.get(event.request), chunks.get(event.request), again)
+        sentences.append(f"r{event.request} is admitted{' again after its preemption' if again else ''}{prompt}.")
+    more = len(admitted) - NAMED
+    if more > 0:
+        sentences.append(f"{more} more {'is' if more == 1 else 'are'} admitted.")
+    return sentences
 
 
-def _prompt(view: View, lane: Lane | None, match: Event | None, chunk: tuple[int, int, int, bool] | None) -> str:
-    """Where the tokens of somebody who joins come from."""
+def _prompt(
+    view: View, lane: Lane | None, match: Event | None, chunk: tuple[int, int, int, bool] | None, again: bool
+) -> str:
+    """Returns where the tokens of an admitted request come from."""
     if chunk is None:
-        return ", and waits for tokens of the budget"
+        return " and waits for token budget"
     _request, start, n, done = chunk
     total = lane.prompt_tokens if lane is not None else start + n
-    if match is not None:
+    if match is None:
+        text = f": {count(total, 'prompt token')}"
+    else:
         total = looked_up(match)
-    size = view.board.state.block_size
-    if match is not None and match.kind == "hit":
+        text = _match_text(match, total, view.shown.state.block_size)
+    later = total - start - n
+    if later > 0:
+        return f"{text}; {count(n, 'token')} {'is' if n == 1 else 'are'} prefilled now, {later:,} later"
+    if not done:
+        return text
+    which = f"the other {n:,} tokens are" if start else f"all {n:,} tokens are"
+    if n == 1:
+        which = "the last token is" if start else "its only token is"
+    return f"{text}; {which} prefilled and its {'next' if again else 'first'} token is sampled"
+
+
+def _match_text(match: Event, total: int, block_size: int) -> str:
+    """Returns what a request's prefix match found in the tree."""
+    if match.kind == "hit":
         taken = match.record[4]
         where = f"being computed by r{match.writer} already" if match.writer >= 0 else "in the tree already"
-        text = f": the first {taken:,} of its {total:,} tokens are {where} ({_blocks(taken // size)})"
-    elif match is not None:
-        stop, at = match.record[5], match.record[6]
-        text = f": nothing of its prompt is in the tree ({stop_text(stop, at)})"
-        if stop in ("empty", "short"):
-            text = f": {stop_text(stop, at)}"
-        elif stop == "evicted":
-            text = f": what it begins with was evicted at step {at:,}"
-    else:
-        text = f": {total:,} prompt tokens"
-    left = total - start - n
-    if left > 0:
-        return f"{text}; {n:,} tokens are computed now, {left:,} {'remains' if left == 1 else 'remain'} for later"
-    count = f"all {n:,} tokens are" if start == 0 else "only one is" if n == 1 else f"only {n:,} are"
-    return f"{text}; {count} computed, and its first token is drawn" if done else text
+        return f": the first {taken:,} of its {total:,} tokens are {where} ({count(taken // block_size, 'block')})"
+    stop, at = match.record[5], match.record[6]
+    if stop in ("empty", "short"):
+        return f": {stop_text(stop, at)}"
+    if stop == "evicted":
+        return f": its prefix was evicted at step {at:,}"
+    return f": none of its prompt is in the tree ({stop_text(stop, at)})"
 
 
-def _chunks(view: View, row: StepRow, joined: set[int]) -> list[str]:
-    told = []
-    going_on = [chunk for chunk in row.chunks if chunk[0] not in joined]
-    for request, start, n, done in going_on[:NAMED]:
+def _chunks(view: View, row: StepRow, left_out: Collection[int]) -> list[str]:
+    sentences = []
+    chunks = [chunk for chunk in row.chunks if chunk[0] not in left_out]
+    for request, start, n, done in chunks[:NAMED]:
         lane = view.lanes.lanes.get(request)
         total = f" of {lane.prompt_tokens:,}" if lane is not None and start + n <= lane.prompt_tokens else ""
-        end = ", the last of its prompt, and draws its first token" if done else ""
+        token = "next" if lane is not None and lane.preemptions else "first"
         tokens = f"token {start:,}" if n == 1 else f"tokens {start:,} to {start + n - 1:,}"
-        told.append(f"r{request} goes on with {tokens}{total}{end}.")
-    if len(going_on) > NAMED:
-        told.append(f"{len(going_on) - NAMED} more go on with their prompts.")
-    return told
+        sentences.append(f"r{request} prefills {tokens}{total}{f' and samples its {token} token' if done else ''}.")
+    more = len(chunks) - NAMED
+    if more > 0:
+        sentences.append(f"{count(more, 'more request')} {'prefills' if more == 1 else 'prefill'}.")
+    return sentences
 
 
 def _decodes(view: View, row: StepRow) -> list[str]:
-    if not row.decodes:
+    n = row.decodes
+    if not n:
         return []
     lanes = [lane.id for lane in view.lanes.around(row.step) if lane.code_at(row.step, DECODING)]
-    others = "others" if row.chunks else "requests"
-    if len(lanes) != row.decodes or row.decodes > NAMED:
-        return [f"{row.decodes:,} {others} decode one token each{_new_blocks(view, row, lanes)}."]
-    if row.decodes == 1:
-        return [f"r{lanes[0]} decodes one token{_new_blocks(view, row, lanes)}."]
-    return [f"{_list([f'r{id}' for id in sorted(lanes)])} decode one token each{_new_blocks(view, row, lanes)}."]
+    if len(lanes) != n or n > NAMED:
+        who = count(n, "other request" if row.chunks else "request")
+    else:
+        who = listed([f"r{id}" for id in sorted(lanes)])
+    return [f"{who} {'decodes one token' if n == 1 else 'decode one token each'}{_new_blocks(view, row, lanes)}."]
 
 
 def _drafts(row: StepRow) -> list[str]:
-    """What was guessed beside the decoded tokens, and what came of it."""
+    """Returns how many draft tokens were verified beside the decoded ones, and how many were accepted."""
     if not row.drafts:
         return []
     if len(row.drafts) > 1:
         who = "They" if len(row.drafts) == row.decodes else f"{len(row.drafts)} of them"
-        told = f"{who} have {row.drafted:,} draft tokens checked as well"
+        text = f"{who} also verify {row.drafted:,} draft tokens"
         if not row.end_seq:
-            return [f"{told}."]
-        return [f"{told}: {row.accepted:,} are right, so they come {_tokens(len(row.drafts) + row.accepted)} further."]
+            return [f"{text}."]
+        advance = count(len(row.drafts) + row.accepted, "token")
+        return [f"{text}: {row.accepted:,} are accepted, so together they advance by {advance}."]
     request, drafted, accepted = row.drafts[0]
-    told = f"r{request} has {_tokens(drafted)} checked as well, which followed when its last ones stood there before"
+    text = f"r{request} also verifies {count(drafted, 'draft token')}, found after the same tokens earlier in its text"
     if accepted < 0:
-        return [f"{told}."]
+        return [f"{text}."]
     if accepted == 0:
-        return [f"{told}: already the first is not what it draws."]
-    right = "all are" if accepted == drafted else f"the first {accepted} are" if accepted > 1 else "the first is"
-    return [f"{told}: {right} what it draws, so it comes {_tokens(1 + accepted)} further."]
-
-
-def _tokens(n: int) -> str:
-    return f"{n:,} token" + ("" if n == 1 else "s")
+        return [f"{text}: none is accepted."]
+    which = "all are" if accepted == drafted else f"the first {accepted} are" if accepted > 1 else "the first is"
+    if drafted == 1:
+        which = "it is"
+    return [f"{text}: {which} accepted, so it advances by {count(1 + accepted, 'token')}."]
 
 
 def _new_blocks(view: View, row: StepRow, decoding: list[int]) -> str:
-    """Who began a block with this token: told when the picture stands at this very step."""
+    """Returns which requests start a block with this token; empty unless the picture is of this very step."""
     if view.horizon != row.step or not view.exact:
         return ""
-    state = view.board.state
+    state = view.shown.state
     begun = []
-    drafting = {draft[0] for draft in row.drafts}  # they may have come further than one token
+    drafting = {draft[0] for draft in row.drafts}  # they may have advanced by more than one token
     for id in decoding:
         request = state.requests.get(id)
         if request is not None and request.joined_at >= 0 and id not in drafting:
-            computed = state.computed(request)
-            if computed % state.block_size == 1 and computed // state.block_size < len(request.table):
-                begun.append((id, request.table[computed // state.block_size]))
+            tokens = state.computed(request)
+            if tokens % state.block_size == 1 and tokens // state.block_size < len(request.table):
+                begun.append((id, request.table[tokens // state.block_size]))
     if not begun or len(begun) > NAMED:
-        return f"; {len(begun)} of them begin a new block" if begun else ""
+        return f"; {len(begun)} of them start a new block" if begun else ""
     if len(decoding) == 1:
         return f", the first in a new block, {begun[0][1]}"
-    return "; " + _list([f"r{id} begins block {block}" for id, block in begun])
+    return "; " + listed([f"r{id} starts block {block}" for id, block in begun])
 
 
 def _waiting(events: list[Event]) -> list[str]:
-    return [f"r{event.request} has to wait: {event.record[4]}." for event in events if event.kind == "wait"][-1:]
+    return [f"r{event.request} waits for {event.record[4]}." for event in events if event.kind == "wait"][-1:]
 
 
-def _finishes(view: View, events: list[Event]) -> list[str]:
-    told = []
+def _finishes(events: list[Event]) -> list[str]:
     finished = [event for event in events if event.kind == "finish"]
+    sentences = []
     for event in finished[:NAMED]:
         reason, tokens = event.record[4], event.record[5]
-        how = {
-            "stop": "said all it had to say", "length": "reached its limit", "abort": "was cancelled",
-        }.get(reason, f"ended with {reason}")  # fmt: skip
-        told.append(f"r{event.request} {how} after {tokens:,} token{'' if tokens == 1 else 's'}.")
-    if len(finished) > NAMED:
-        told.append(f"{len(finished) - NAMED} more finished.")
-    return told
-
-
-def _blocks(n: int) -> str:
-    return f"{n:,} block" + ("" if n == 1 else "s")
-
-
-def _list(parts: list[str]) -> str:
-    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+        how = FINISHES.get(reason, f"finished ({reason})")
+        sentences.append(f"r{event.request} {how} after {count(tokens, 'token')}.")
+    more = len(finished) - NAMED
+    if more > 0:
+        sentences.append(f"{more} more finished.")
+    return sentences

@@ -1,6 +1,6 @@
-"""Predict, then reveal: a question about a step whose answer the step itself gives.
+"""Predict, then reveal: a question about the next step, answered by the step itself.
 
-The step has been taken, but the picture still stands at the one before it; the reader guesses, then sees.
+The engine has taken the step already, but the picture still shows the one before it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from engine.trace.records import CLEARED
+from minitui.text import count
 
 if TYPE_CHECKING:
     from minitui.viewmodel.model import View
@@ -17,36 +18,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question with up to three choices in random (but repeatable) order."""
+    """A question with up to three choices, shuffled the same way each time."""
 
     step: int
     text: str
     choices: tuple[str, ...]
-    answer: int  # index of the right one
+    answer: int  # index of the right choice
 
 
 def question_about(view: View, step: int) -> Question | None:
-    """A question about `step`, asked where the picture stands at the step before; None if it only decodes."""
+    """Returns a question about `step`, while the picture shows the step before; None if the step only decodes."""
     events = view.events.of_step(step)
-    for asker in (_who_is_preempted, _who_is_evicted, _how_much_is_computed):
-        question = asker(view, step, events)
+    for ask in (_which_is_preempted, _which_is_evicted, _how_much_is_computed):
+        question = ask(view, step, events)
         if question is not None:
             return question
     return None
 
 
 def unasked(view: View, step: int) -> str:
-    """Why a step that decides something has no question; nothing if it has one, or decides nothing."""
+    """Returns why a step with a decision has no question; empty if it has one, or has no decision."""
     events = view.events.of_step(step)
     if question_about(view, step) is not None:
         return ""
     if any(event.record[2] == "preempt" for event in events):
-        return f"step {step:,} preempts a request, and there was no other to choose from"
+        return f"step {step:,} preempts the only running request: there is no choice to predict"
     evicted = [event for event in events if event.kind == "evict" and event.record[5] != CLEARED]
-    if evicted and any(event.node not in view.board.state.nodes for event in evicted):
-        return f"step {step:,} evicts blocks that came into the tree with it: nobody could have chosen them before"
+    if evicted and any(event.node not in view.shown.state.nodes for event in evicted):
+        return f"step {step:,} evicts blocks that it added to the tree itself: they cannot be predicted"
     if evicted:
-        return f"step {step:,} evicts blocks, and no other text was unheld: there was nothing to choose"
+        return f"step {step:,} evicts the only text that no request held: there is no choice to predict"
     return ""
 
 
@@ -59,18 +60,18 @@ def _question(step: int, text: str, right: str, wrong: list[str]) -> Question | 
     return Question(step, text, tuple(choices), choices.index(right))
 
 
-def _who_is_preempted(view: View, step: int, events: list) -> Question | None:
+def _which_is_preempted(view: View, step: int, events: list) -> Question | None:
     event = next((event for event in events if event.record[2] == "preempt"), None)
     if event is None:
         return None
-    running = sorted(r.id for r in view.board.state.requests.values() if r.state == "running")
-    largest = sorted(running, key=lambda id: -len(view.board.state.requests[id].table))
-    text = "A request needs one more block, none is free and none can be evicted. Who has to give its blocks back?"
+    running = sorted(r.id for r in view.shown.state.requests.values() if r.state == "running")
+    largest = sorted(running, key=lambda id: -len(view.shown.state.requests[id].table))
+    text = "A request needs one more block; none is free and none can be evicted. Which request is preempted?"
     return _question(step, text, f"r{event.request}", [f"r{id}" for id in (running[0], largest[0], *running)])
 
 
-def _who_is_evicted(view: View, step: int, events: list) -> Question | None:
-    state = view.board.state
+def _which_is_evicted(view: View, step: int, events: list) -> Question | None:
+    state = view.shown.state
     evicted = (event for event in events if event.kind == "evict" and event.record[5] != CLEARED)
     event = next((event for event in evicted if event.node in state.nodes), None)
     if event is None:
@@ -82,7 +83,8 @@ def _who_is_evicted(view: View, step: int, events: list) -> Question | None:
 
     unheld = [node for node in state.nodes.values() if node.id and not node.users and node.id != event.node]
     unheld.sort(key=lambda node: -node.last_used)
-    text = f"{event.record[5]}, and {state.counts[0]} blocks are free. Which of the texts that nobody uses has to go?"
+    blocks = "1 block is" if state.counts[0] == 1 else f"{state.counts[0]:,} blocks are"
+    text = f"{event.record[5]}, and {blocks} free. Which of the unused texts is evicted?"
     return _question(step, text, quote(event.node), [quote(node.id) for node in unheld])
 
 
@@ -96,7 +98,7 @@ def _how_much_is_computed(view: View, step: int, events: list) -> Question | Non
     if lane is None or chunk is None:
         return None
     cached = chunk[1]
-    arrives = f"r{admitted.request} arrives with {lane.prompt_tokens:,} prompt tokens."
-    text = f"{arrives} How many of them does the next step compute?"
-    wrong = [lane.prompt_tokens, cached, lane.prompt_tokens // 2, view.board.state.budget]
+    arrives = f"r{admitted.request} arrives with {count(lane.prompt_tokens, 'prompt token')}."
+    text = f"{arrives} How many of them does the next step prefill?"
+    wrong = [lane.prompt_tokens, cached, lane.prompt_tokens // 2, view.shown.state.budget]
     return _question(step, text, f"{chunk[2]:,}", [f"{n:,}" for n in wrong if n > 0])

@@ -1,4 +1,4 @@
-"""What is selected, and what belongs to it everywhere else."""
+"""The selection, and everything linked to it: each panel highlights its part."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from minitui.viewmodel.annotated_state import Board
+from minitui.viewmodel.annotated_state import AnnotatedState
 from minitui.viewmodel.history import Steps
 
 KINDS = ("request", "group", "block", "node", "step")
@@ -14,7 +14,7 @@ KINDS = ("request", "group", "block", "node", "step")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """One thing picked by the reader: a request or block or node or step by number, or a group by name."""
+    """The selected thing: a request, block, node or step by number, or a group by name."""
 
     kind: str
     id: Any
@@ -22,7 +22,7 @@ class Selection:
 
 @dataclass(slots=True)
 class Links:
-    """The same thing in every panel."""
+    """The requests, nodes, blocks and step that belong to the selection."""
 
     requests: set[int] = field(default_factory=set)
     nodes: set[int] = field(default_factory=set)
@@ -30,12 +30,14 @@ class Links:
     step: int | None = None
 
 
-def resolve(selection: Selection | None, board: Board, steps: Steps, in_group: Callable[[str], list[int]]) -> Links:
-    """What the selection touches on this board. `in_group` gives the requests of a group, oldest first."""
+def resolve(
+    selection: Selection | None, shown: AnnotatedState, steps: Steps, in_group: Callable[[str], list[int]]
+) -> Links:
+    """Returns what the selection is linked to in the state `shown`. `in_group` lists the requests of a group."""
     links = Links()
     if selection is None:
         return links
-    state = board.state
+    state = shown.state
     if selection.kind == "request":
         links.requests.add(selection.id)
     elif selection.kind == "group":
@@ -47,11 +49,11 @@ def resolve(selection: Selection | None, board: Board, steps: Steps, in_group: C
     elif selection.kind == "node" and selection.id in state.nodes:
         links.nodes.update(view.id for view in state.path(selection.id))
         links.blocks.update(state.nodes[selection.id].blocks)
-        links.requests.update(request.id for request in board.users_of(selection.id))
+        links.requests.update(request.id for request in shown.users_of(selection.id))
         return links
     elif selection.kind == "block" and 0 < selection.id < state.num_blocks:
         links.blocks.add(selection.id)
-        links.requests.update(request.id for request in board.holders_of(selection.id))
+        links.requests.update(request.id for request in shown.holders_of(selection.id))
         node = state.node_of[selection.id]
         if node:
             links.nodes.update(view.id for view in state.path(node))

@@ -1,4 +1,4 @@
-"""The story of one thing, told from the records: block → owners → tokens → node → chats, and so for the others."""
+"""Details of one thing, as labelled lines: of a block its holders, tokens and node; likewise for the other kinds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from minitui.text import count
 from minitui.viewmodel.annotated_state import STATE_NAMES
 from minitui.viewmodel.events import stop_text
 from minitui.viewmodel.timing import why_slow
@@ -14,12 +15,12 @@ from minitui.viewmodel.tree import quoted, without_markup
 if TYPE_CHECKING:
     from minitui.viewmodel.model import View
 
-QUOTED = 600  # characters of a text that are quoted
+QUOTED = 600  # characters: longer texts are cut
 
 
 @dataclass(slots=True)
 class Story:
-    """A title and lines (label, text); a line without label goes on from the one before."""
+    """A title and lines (label, text); a line without a label continues the one before."""
 
     title: str
     lines: list[tuple[str, str]] = field(default_factory=list)
@@ -29,7 +30,7 @@ class Story:
 
 
 def tell(view: View, kind: str, id: Any) -> Story:
-    """What there is to know about a request, group, block, node or step."""
+    """Returns what is known about a request, group, block, node or step."""
     tellers: dict[str, Callable[[View, Any], Story]] = {
         "request": _request, "group": _group, "block": _block, "node": _node, "step": _step,
     }  # fmt: skip
@@ -38,40 +39,40 @@ def tell(view: View, kind: str, id: Any) -> Story:
 
 def _request(view: View, id: int) -> Story:
     lane = view.lanes.lanes.get(id)
-    request = view.board.state.requests.get(id)
+    request = view.shown.state.requests.get(id)
     if lane is None and request is None:
-        return Story(f"Request r{id}", [("", "nothing is remembered of it: it ended before this history begins")])
+        return Story(f"Request r{id}", [("", "no longer known: it finished before this history begins")])
     group = lane.group if lane is not None else request.group if request is not None else ""
     story = Story(f"Request r{id}" + (f" · {view.group_name(group)}" if group else ""))
-    state, size = view.board.state, view.board.state.block_size
+    state, size = view.shown.state, view.shown.state.block_size
     if request is not None:
         computed = state.computed(request)
-        doing = {"waiting": "waits in the queue", "preempted": "was preempted and waits"}.get(request.state)
+        doing = {"waiting": "waiting in the queue", "preempted": "preempted, waiting in the queue"}.get(request.state)
         if doing is None:
             drafting = lane is not None and lane.drafted
-            each = "a token a step, and drafts that are right" if drafting else "one token a step"
-            doing = f"decodes: {each}" if request.joined_at >= 0 else "prefills its prompt"
-        story.tell("now", f"{doing}; {computed:,} tokens have their KV, it may grow to {request.max_total:,}")
+            each = "one token and its accepted drafts per step" if drafting else "one token per step"
+            doing = f"decoding, {each}" if request.joined_at >= 0 else "prefilling its prompt"
+        story.tell("now", f"{doing}; KV of {count(computed, 'token')}, at most {request.max_total:,}")
         if request.state != "running" and id in state.queue:
             story.tell("queue", f"place {state.queue.index(id) + 1} of {len(state.queue)}")
     elif lane is not None:
         speed = f", {lane.tok_s:,.0f} tok/s" if lane.tok_s else ""
-        how = f"{lane.finish_reason} after {lane.output_tokens:,} tokens{speed}"
-        story.tell("ended", f"{how}, at step {lane.finish_step:,}")
+        how = f"{lane.finish_reason} after {count(lane.output_tokens, 'token')}{speed}"
+        story.tell("finished", f"{how}, at step {lane.finish_step:,}")
     if lane is not None:
         from_tree = f"{lane.cached_tokens:,} of {lane.prompt_tokens:,} tokens came from the tree"
-        story.tell("prompt", from_tree + (f"; then: {stop_text(lane.stop, lane.stop_at)}" if lane.stop else ""))
+        story.tell("prompt", from_tree + (f"; {stop_text(lane.stop, lane.stop_at)}" if lane.stop else ""))
         if lane.ttft is not None:
             queue, prefill, sample = lane.ttft
             parts = f"queue {queue:.1f} + prefill {prefill:.1f} + sample {sample:.1f}"
             story.tell("first token", f"{queue + prefill + sample:.1f} ms = {parts}")
         if lane.drafted:
-            story.tell("drafts", f"{lane.accepted:,} of {lane.drafted:,} were right: so many steps were saved")
+            story.tell("drafts", f"{lane.accepted:,} of {lane.drafted:,} accepted: each saves one step")
         if lane.preemptions:
-            story.tell("preempted", f"{lane.preemptions} times")
+            story.tell("preempted", count(lane.preemptions, "time"))
     if request is not None and request.table:
         shared = [block for block in request.table if state.holders[block] > 1]
-        story.tell("blocks", f"{len(request.table)} of {size} tokens, {len(shared)} of them shared")
+        story.tell("blocks", f"{count(len(request.table), 'block')} of {size} tokens, {len(shared)} shared")
         path = list(state.path(request.node))[::-1]
         for i, node in enumerate(path):
             role, text = view.tree.text(state, node, view.decode)
@@ -79,8 +80,7 @@ def _request(view: View, id: int) -> Story:
             story.tell("path" if i == 0 else "", about)
         private = len(request.table) - request.shared_blocks
         if private:
-            story.tell("private", f"{private} block{'s' if private > 1 else ''} not in the tree yet: "
-                       "partly filled, or its tokens are not all known")  # fmt: skip
+            story.tell("private", f"{count(private, 'block')} not in the tree yet: not full, or not all tokens known")
     return story
 
 
@@ -88,32 +88,32 @@ def _group(view: View, group: str) -> Story:
     story = Story(f"Chat · {view.group_name(group)}")
     requests = view.requests_of(group)
     if not requests:
-        story.tell("", "it has asked nothing that is remembered")
+        story.tell("", "none of its requests is in this history")
     for id in reversed(requests[-8:]):
         lane = view.lanes.lanes[id]
-        end = lane.finish_reason or ("runs" if lane.running else "waits")
+        end = lane.finish_reason or ("running" if lane.running else "waiting")
         story.tell(f"r{id}", f"{end} · {lane.cached_tokens:,} of {lane.prompt_tokens:,} prompt tokens from the tree"
-                   + (f" · {lane.output_tokens:,} tokens" if lane.output_tokens else ""))  # fmt: skip
+                   + (f" · {count(lane.output_tokens, 'token')}" if lane.output_tokens else ""))  # fmt: skip
     return story
 
 
 def _block(view: View, block: int) -> Story:
-    board = view.board
-    state, size = board.state, board.state.block_size
+    shown = view.shown
+    state, size = shown.state, shown.state.block_size
     name = STATE_NAMES[state.block_state(block)]
     story = Story(f"Block {block:,} · {name}")
     means = {
-        "free": "nobody refers to it",
-        "active": "one request holds it",
-        "shared": "several requests hold it: it is read by all and written by none",
-        "cached": "only the tree refers to it: it may be evicted when somebody needs room",
+        "free": "unused",
+        "active": "held by one request",
+        "shared": "held by several requests: all read it, none writes to it",
+        "cached": "in the tree and held by no request: it may be evicted when blocks are needed",
     }
     story.tell("state", means[name])
-    for i, request in enumerate(board.holders_of(block)):
+    for i, request in enumerate(shown.holders_of(block)):
         index = request.table.index(block)
-        at = f"its tokens {index * size:,} to {min((index + 1) * size, max(1, state.computed(request))) - 1:,}"
+        at = f"tokens {index * size:,} to {min((index + 1) * size, max(1, state.computed(request))) - 1:,}"
         chat = f" · {view.group_name(request.group)}" if request.group else ""
-        story.tell("owners" if i == 0 else "", f"r{request.id}{chat}: its logical block {index}, {at}")
+        story.tell("held by" if i == 0 else "", f"r{request.id}{chat}: logical block {index}, {at}")
     node_id = state.node_of[block]
     if node_id:
         node = state.nodes[node_id]
@@ -123,43 +123,43 @@ def _block(view: View, block: int) -> Story:
         role, begins = view.tree.text(state, node, view.decode)
         story.tell("node", f"{node_id}: block {index + 1} of {len(node.blocks)} · {role} {quoted(begins, 60)}")
         if block in state.pending:
-            story.tell("pending", f"step {state.pending[block]:,} is writing it; others may share it already")
-        saved = int(board.saved[block])
+            story.tell("pending", f"step {state.pending[block]:,} is writing it; other requests may already share it")
+        saved = int(shown.saved[block])
         if saved:
-            story.tell("saved", f"{saved:,} prompt tokens were not computed because it was here")
-    elif board.holders_of(block):
-        story.tell("tokens", "private: not in the tree, because it is not full yet or its tokens are not all known")
-    ago = view.engine_now - float(board.changed[block])
+            story.tell("saved", f"{count(saved, 'prompt token')} not computed thanks to this block")
+    elif shown.holders_of(block):
+        story.tell("tokens", "private: not in the tree yet, because it is not full or not all tokens are known")
+    ago = view.engine_now - float(shown.changed[block])
     if ago < 1e8:
         story.tell("changed", f"{ago:.1f} s ago")
     return story
 
 
 def _node(view: View, id: int) -> Story:
-    board = view.board
-    node = board.state.nodes.get(id)
+    shown = view.shown
+    node = shown.state.nodes.get(id)
     if node is None:
-        return Story(f"Node {id}", [("", "it is no longer in the tree")])
-    role, text = view.tree.text(board.state, node, view.decode)
+        return Story(f"Node {id}", [("", "no longer in the tree")])
+    role, text = view.tree.text(shown.state, node, view.decode)
     story = Story(f"Node {id} · {role} {quoted(text, 40)}")
-    blocks = f"{len(node.blocks)} block{'s' if len(node.blocks) > 1 else ''}"
-    story.tell("size", f"{len(node.ids):,} tokens in {blocks}: {_numbers(node.blocks)}")
-    users = board.users_of(id)
+    blocks = count(len(node.blocks), "block")
+    story.tell("size", f"{count(len(node.ids), 'token')} in {blocks}: {_numbers(node.blocks)}")
+    users = shown.users_of(id)
     if users:
         names = ", ".join(f"r{r.id} ({view.group_name(r.group)})" if r.group else f"r{r.id}" for r in users[:6])
         story.tell("users", names + (f" and {len(users) - 6} more" if len(users) > 6 else ""))
     else:
-        view.tree.rerank(board)
+        view.tree.rerank(shown)
         rank = view.tree.rank(id)
-        story.tell("users", "none: " + (f"number {rank} in the order of eviction" if rank else "it may be evicted"))
-    story.tell("saved", f"{board.saved_by(node):,} prompt tokens were not computed because it was here")
-    parent = board.state.nodes[node.parent]
+        story.tell("users", f"none; evict #{rank}" if rank else "none; it may be evicted")
+    story.tell("saved", f"{count(shown.saved_by(node), 'prompt token')} not computed thanks to this node")
+    parent = shown.state.nodes[node.parent]
     if parent.id:
-        story.tell("follows", f"node {parent.id}: {quoted(view.tree.text(board.state, parent, view.decode)[1], 50)}")
+        story.tell("follows", f"node {parent.id}: {quoted(view.tree.text(shown.state, parent, view.decode)[1], 50)}")
     else:
-        story.tell("follows", "nothing: a prompt can begin here")
+        story.tell("follows", "nothing: prompts begin here")
     if node.children:
-        story.tell("goes on", f"in {len(node.children)} way{'s' if len(node.children) > 1 else ''}")
+        story.tell("children", f"{len(node.children):,}")
     story.tell("text", quoted(without_markup(view.decode(node.ids[:400])), QUOTED))
     return story
 
@@ -167,26 +167,26 @@ def _node(view: View, id: int) -> Story:
 def _step(view: View, step: int) -> Story:
     row = view.steps.get(step)
     if row is None:
-        return Story(f"Step {step:,}", [("", "it is older than the history kept here")])
+        return Story(f"Step {step:,}", [("", "older than this history")])
     story = Story(f"Step {step:,} · {row.kind}")
-    drafts = f"{row.drafted:,} drafts, " if row.drafted else ""
-    parts = f"{row.decodes} decodes, {drafts}{row.prefill_tokens:,} prefill"
-    story.tell("tokens", f"{row.tokens:,} of {view.board.state.budget:,}: {parts}")
+    drafts = f"{count(row.drafted, 'draft')}, " if row.drafted else ""
+    parts = f"{count(row.decodes, 'decode')}, {drafts}{row.prefill_tokens:,} prefill"
+    story.tell("tokens", f"{row.tokens:,} of {view.shown.state.budget:,}: {parts}")
     for i, (request, start, n, samples) in enumerate(row.chunks[:8]):
         lane = view.lanes.lanes.get(request)
         of = f" of {lane.prompt_tokens:,}" if lane is not None else ""
-        done = "; its first token is drawn" if samples else ""
+        done = "; samples a token" if samples else ""
         story.tell("prefill" if i == 0 else "", f"r{request}: tokens {start:,} to {start + n - 1:,}{of}{done}")
     for i, (request, drafted, accepted) in enumerate(row.drafts[:8]):
-        right = "" if accepted < 0 else f", {accepted} right"
-        story.tell("drafts" if i == 0 else "", f"r{request}: {drafted} tokens{right}")
+        result = "" if accepted < 0 else f", {accepted} accepted"
+        story.tell("drafts" if i == 0 else "", f"r{request}: {count(drafted, 'token')}{result}")
     if row.wall_ms is not None:
         story.tell("took", f"{row.wall_ms:.2f} ms · {why_slow(row, view.timings)}")
         host = f"plan {row.plan_ms:.2f}, launch {row.launch_ms:.2f}, commit {row.commit_ms:.2f} ms"
         story.tell("host", host + (f"; device {row.device_ms:.2f} ms" if row.device_ms is not None else ""))
     if row.comm_ms is not None:
         story.tell("exchange", f"{row.comm_ms:.2f} ms between {view.steps.ranks} ranks, waiting included")
-    story.tell("waiting", f"{row.waiting} stay queued" if row.waiting else "nobody")
+    story.tell("waiting", f"{count(row.waiting, 'request')} in the queue" if row.waiting else "none")
     told = view.events.of_step(step)
     for i, event in enumerate(told[:10]):
         story.tell("events" if i == 0 else "", f"{event.kind}: {view.event_text(event)}")
@@ -196,7 +196,7 @@ def _step(view: View, step: int) -> Story:
 
 
 def _numbers(blocks: list[int]) -> str:
-    """Block numbers, neighbours joined: "12–15, 40"."""
+    """Returns block numbers with ranges: "12–15, 40"; an ellipsis after eight parts."""
     parts: list[str] = []
     start = before = blocks[0]
     for block in [*blocks[1:], -1]:

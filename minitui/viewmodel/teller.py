@@ -1,4 +1,4 @@
-"""The engine's records as plain lines of text, one for each decision and each run of steps."""
+"""The engine's records as lines of text: one for each decision, each step, and each run of decode steps."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.trace.records import Record
+from minitui.text import count
 from minitui.viewmodel.history import StepRow
 from minitui.viewmodel.model import View
+from minitui.viewmodel.narrate import computed
 from minitui.visible import visible_line
 
 if TYPE_CHECKING:
     from minitui.trace.reader import TraceReader
 
-PATIENCE_S = 2.0  # steps that merely decode are told at least this often
-PROMPTS_NAMED = 4
-LEADS = {  # where an event's own words leave out what it is
-    "evict": "eviction: ", "finish": "end of ", "wait": "", "refuse": "refused: ", "fail": "failure: ",
-}  # fmt: skip
+LONGEST_RUN_S = 2.0  # a run of decode steps is reported at least this often
+LEADS = {"evict": "eviction: ", "refuse": "refused: ", "fail": "failure: "}  # for events whose text omits their kind
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line. `step` is -1 for what happens before the first; `kind` as in minitui.viewmodel.events.KINDS, "step",
-    "steps" or "submit"."""
+    """One line. `step`: -1 before the first step. `kind`: one of minitui.viewmodel.events.KINDS, "step", "steps",
+    "submit" or "gap"."""
 
     t: float
     step: int
@@ -38,7 +37,7 @@ class Line:
 
 @dataclass(slots=True)
 class _Run:
-    """Steps in which the same number of requests decoded and nothing else happened."""
+    """Consecutive steps in which the same number of requests decoded and nothing else happened."""
 
     first: StepRow
     last: StepRow
@@ -52,39 +51,38 @@ class _Run:
 
 
 class Teller:
-    """Turns records into lines. The view it is given folds them; `pump` may be called with any number at a time."""
+    """Turns records into lines; folds them into `view` on the way."""
 
     def __init__(self, view: View) -> None:
         self.view = view
         self._batch: list[Record] = []
-        self._events = 0
         self._run: _Run | None = None
 
     def tell(self, records: Iterable[Record]) -> Iterator[Line]:
-        """The lines that these records complete."""
+        """Yields the lines that these records complete."""
         for record in records:
             self._batch.append(record)
             if record[2] in ("time", "fail", "refuse", "gate", "pace", "finish"):
                 yield from self._fold()
 
     def rest(self) -> Iterator[Line]:
-        """What has been held back: the end of a run of decode steps."""
+        """Yields the lines held back so far: those of an unfinished run of decode steps."""
         yield from self._fold()
         yield from self._flush()
 
     def tell_all(self, reader: TraceReader) -> Iterator[Line]:
-        """The lines of a whole recording. Where records are missing in it, the story goes on behind them."""
-        told = -1  # the number of the last record
+        """Yields the lines of a whole recording, with one line for each gap in its records."""
+        last = -1  # the number of the last record
         for index, keyframe in enumerate(reader.keyframes):
             part = reader.part(index)
-            if keyframe.seq != told:
+            if keyframe.seq != last:
                 yield from self.rest()
                 self.view.reset(part.snapshot)
                 if index:
-                    missing = f"({keyframe.seq - told:,} records are missing here: the story goes on behind them)"
+                    missing = f"({keyframe.seq - last:,} records are missing here)"
                     yield Line(part.state.t, keyframe.step, "gap", missing)
             yield from self.tell(part.records)
-            told = keyframe.seq + len(part.records)
+            last = keyframe.seq + len(part.records)
         yield from self.rest()
 
     def _fold(self) -> Iterator[Line]:
@@ -118,11 +116,11 @@ class Teller:
     def _submit(self, record: Record) -> str:
         _, _, _, request, group, tokens, _ = record
         who = f" of {self.view.group_name(group)}" if group else ""
-        return f"r{request}{who} joins the queue with {_count(tokens, 'prompt token')}"
+        return f"r{request}{who} joins the queue with {count(tokens, 'prompt token')}"
 
     def _extend(self, row: StepRow) -> Iterator[Line]:
         run = self._run
-        if run is not None and (run.last.decodes != row.decodes or (row.ended or row.t) - run.t > PATIENCE_S):
+        if run is not None and (run.last.decodes != row.decodes or (row.ended or row.t) - run.t > LONGEST_RUN_S):
             yield from self._flush()
             run = None
         if run is None:
@@ -144,38 +142,23 @@ class Teller:
             yield Line(run.t, run.first.step, "step", step_text(run.first, self.view))
             return
         n = run.last.step - run.first.step + 1
-        who = _count(run.last.decodes, "request")
-        each = "decodes one token a step" if run.last.decodes == 1 else "decode one token a step"
+        who = count(run.last.decodes, "request")
+        each = "decodes one token per step" if run.last.decodes == 1 else "decode one token per step"
         text = f"steps {run.first.step:,} to {run.last.step:,}  {who} {each} · {run.tokens:,} tokens"
         if run.drafted:
-            text += f" · {run.accepted:,} of {run.drafted:,} drafts right"
+            text += f" · {run.accepted:,} of {run.drafted:,} drafts accepted"
         if run.total_ms:
-            text += f" · {run.total_ms / n:.1f} ms a step"
+            text += f" · {run.total_ms / n:.1f} ms per step"
             if run.worst_ms > 2 * run.total_ms / n:
                 text += f", the slowest {run.worst_ms:.1f} ms (step {run.worst_step:,})"
         yield Line(run.last.ended or run.t, run.first.step, "steps", text)
 
 
 def step_text(row: StepRow, view: View) -> str:
-    """What one step computed, of how much it might have, and how long it took."""
-    parts = []
-    if row.chunks:
-        named = [f"{_count(n, 'token')} of r{request}'s prompt" for request, _, n, _ in row.chunks[:PROMPTS_NAMED]]
-        if len(row.chunks) > PROMPTS_NAMED:
-            rest = row.chunks[PROMPTS_NAMED:]
-            named.append(f"{sum(chunk[2] for chunk in rest):,} of {len(rest)} more prompts")
-        parts.append(", ".join(named))
-    if row.decodes:
-        parts.append(f"{_count(row.decodes, 'request')} {'decodes' if row.decodes == 1 else 'decode'} one token each")
-    if row.drafted:
-        parts.append(f"{_count(row.drafted, 'draft token')} checked, {row.accepted:,} right")
-    text = "; ".join(parts) + f" · {row.tokens:,} of {view.live.state.budget:,} tokens"
+    """Returns what a step computed, the budget it used, and how long it took."""
+    text = f"{' '.join(computed(view, row)).removesuffix('.')} · {row.tokens:,} of {view.live.state.budget:,} tokens"
     if row.waiting:
         text += f" · {row.waiting:,} waiting"
     if row.wall_ms is not None:
         text += f" · {row.wall_ms:.1f} ms"
-    return text
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}" + ("" if n == 1 else "s")
+    return text.lstrip(" ·")

@@ -1,8 +1,8 @@
-"""Going back: the records of the last while, and copies of the board from which they can be folded again.
+"""Time travel: recent records and keyframes (copies of the state), from which any past state is rebuilt.
 
-The span is bounded by RECORDS_KEPT, and by KEPT_SECONDS if the records are few, so that it reaches its size within
-minutes at any speed of the engine. A board of the past is exact: it is the nearest copy before the moment, and the
-records from there on. Records are kept as compressed bytes (about 30 each), which no garbage collection looks at.
+RECORDS_KEPT bounds the history; KEPT_SECONDS bounds it when records are few. A past state is exact: the nearest
+keyframe before it, plus the records since. Records are kept as compressed bytes, about 30 each, which the garbage
+collector does not visit.
 """
 
 from __future__ import annotations
@@ -13,56 +13,56 @@ from collections import deque
 from collections.abc import Iterator
 
 from engine.trace.records import Record
-from minitui.viewmodel.annotated_state import Board
+from minitui.viewmodel.annotated_state import AnnotatedState
 
 RECORDS_KEPT = 400_000
-KEPT_SECONDS = 600.0  # older records are forgotten, except the last KEYFRAME_EVERY
-KEYFRAME_EVERY = 40_000  # records, and
-KEYFRAME_SECONDS = 4.0  # seconds: a copy of a large board takes tens of milliseconds
+KEPT_SECONDS = 600.0  # older records are dropped, except the last KEYFRAME_EVERY
+KEYFRAME_EVERY = 40_000  # records between two keyframes
+KEYFRAME_SECONDS = 4.0  # and seconds between them: copying a large state takes tens of milliseconds
 SEGMENT = 1_024  # records compressed at once: about a millisecond
-STRIDE = 4_000  # records between the copies made on the way to a moment, so that the next one is near
-LEAD = 400  # and one so shortly before it
+STRIDE = 4_000  # records between the copies made while travelling: the next move starts from a near one
+LEAD = 400  # records before the destination at which one more copy is made
 
 Chunk = tuple[int, int, bytes]  # first and last sequence number, the records
 
 
-class Past:
-    """A ring of records with keyframes."""
+class PastStates:
+    """Past states: a ring of records with keyframes."""
 
     def __init__(self, kept: int = RECORDS_KEPT, every: int = KEYFRAME_EVERY) -> None:
         self.kept = kept
         self.every = every
-        self._segments: deque[Chunk] = deque()  # several packets each, compressed
-        self._packets: deque[Chunk] = deque()  # the youngest, as they came
-        self._keyframes: deque[Board] = deque()
-        self._on_the_way: list[Board] = []  # copies made while travelling, in order
+        self._segments: deque[Chunk] = deque()  # compressed, several packets each
+        self._packets: deque[Chunk] = deque()  # the newest, not compressed yet
+        self._keyframes: deque[AnnotatedState] = deque()
+        self._stops: list[AnnotatedState] = []  # copies made while travelling, oldest first
 
-    def begin(self, board: Board) -> None:
-        """Forget everything: history starts with this board."""
+    def begin(self, annotated: AnnotatedState) -> None:
+        """Clear the history; it starts with this state."""
         self._segments.clear()
         self._packets.clear()
-        self._keyframes = deque([board.copy()])
-        self._on_the_way.clear()
+        self._keyframes = deque([annotated.copy()])
+        self._stops.clear()
 
-    def keep(self, records: list[Record], board: Board, packed: bytes | None = None) -> None:
-        """Remember records that have just been folded into `board`, as the bytes they came in if those are told."""
+    def keep(self, records: list[Record], annotated: AnnotatedState, packed: bytes | None = None) -> None:
+        """Store records just folded into `annotated`. `packed`: the same records as marshal bytes, if known."""
         self._packets.append((records[0][0], records[-1][0], packed or marshal.dumps(records)))
         if records[-1][0] - self._packets[0][0] >= SEGMENT:
             self._compress()
         newest = self._keyframes[-1].state
-        if board.state.seq - newest.seq >= self.every and board.state.t - newest.t >= KEYFRAME_SECONDS:
-            self._keyframes.append(board.copy())
-        while len(self._keyframes) > 1 and self._outlived(board):
+        if annotated.state.seq - newest.seq >= self.every and annotated.state.t - newest.t >= KEYFRAME_SECONDS:
+            self._keyframes.append(annotated.copy())
+        while len(self._keyframes) > 1 and self._outlived(annotated):
             self._keyframes.popleft()
             for chunks in (self._segments, self._packets):
                 while chunks and chunks[0][1] <= self._keyframes[0].state.seq:
                     chunks.popleft()
 
-    def _outlived(self, board: Board) -> bool:
-        """May history begin with the second keyframe?"""
+    def _outlived(self, annotated: AnnotatedState) -> bool:
+        """True if history may start at the second keyframe."""
         second = self._keyframes[1].state
-        since = board.state.seq - second.seq
-        return since > self.kept or (since > self.every and board.state.t - second.t > KEPT_SECONDS)
+        since = annotated.state.seq - second.seq
+        return since > self.kept or (since > self.every and annotated.state.t - second.t > KEPT_SECONDS)
 
     def _compress(self) -> None:
         data = zlib.compress(marshal.dumps([packet for _, _, packet in self._packets]), 1)
@@ -70,11 +70,11 @@ class Past:
         self._packets.clear()
 
     def __len__(self) -> int:
-        """How many records are kept."""
+        """Number of records kept."""
         return sum(last - first + 1 for first, last, _ in (*self._segments, *self._packets))
 
     def _after(self, seq: int) -> Iterator[tuple[int, list[Record]]]:
-        """(number of the first, records) of the chunks that go beyond record `seq`, in order."""
+        """Yields (number of the first record, records) of each packet that reaches beyond record `seq`."""
         for first, last, data in self._segments:
             if last > seq:
                 for packet in marshal.loads(zlib.decompress(data)):
@@ -85,27 +85,27 @@ class Past:
 
     @property
     def first_seq(self) -> int:
-        """The earliest sequence number that can be shown."""
+        """The earliest record number whose state can be rebuilt."""
         return self._keyframes[0].state.seq if self._keyframes else 0
 
-    def arrived(self) -> None:
-        """The traveller is back in the present: forget the copies made for the journey."""
-        self._on_the_way.clear()
+    def back_to_present(self) -> None:
+        """Drop the copies made while travelling."""
+        self._stops.clear()
 
-    def board_at(self, seq: int) -> Board:
-        """The board as it was just after record `seq`. ValueError if that is no longer kept."""
+    def state_at(self, seq: int) -> AnnotatedState:
+        """Returns the state just after record `seq`. ValueError if it is no longer kept."""
         if not self._keyframes or seq < self.first_seq:
             raise ValueError(f"record {seq:,} is gone: the history begins at {self.first_seq:,}")
-        known = [board for board in (*self._keyframes, *self._on_the_way) if board.state.seq <= seq]
-        board = max(known, key=lambda one: one.state.seq).copy()
-        copied_at, near = board.state.seq, False
-        for first, records in self._after(board.state.seq):
+        known = [annotated for annotated in (*self._keyframes, *self._stops) if annotated.state.seq <= seq]
+        annotated = max(known, key=lambda one: one.state.seq).copy()
+        copied_at, near = annotated.state.seq, False
+        for first, records in self._after(annotated.state.seq):
             if first > seq:
                 break
-            board.fold(record for record in records if board.state.seq < record[0] <= seq)
-            left = seq - board.state.seq
-            if left and (board.state.seq - copied_at >= STRIDE or (left <= LEAD and not near)):
-                copied_at, near = board.state.seq, left <= LEAD
-                self._on_the_way.append(board.copy())
-        del self._on_the_way[:-16]
-        return board
+            annotated.fold(record for record in records if annotated.state.seq < record[0] <= seq)
+            left = seq - annotated.state.seq
+            if left and (annotated.state.seq - copied_at >= STRIDE or (left <= LEAD and not near)):
+                copied_at, near = annotated.state.seq, left <= LEAD
+                self._stops.append(annotated.copy())
+        del self._stops[:-16]
+        return annotated

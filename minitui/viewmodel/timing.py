@@ -1,4 +1,4 @@
-"""Why a step was slow: percentiles by kind of step, the slowest one explained, host and device side by side."""
+"""Step timings: percentiles by kind of step, the cause of a slow step, host and device time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from minitui.viewmodel.history import FirstToken, FirstTokens, StepRow, Steps
 WINDOW_SECONDS = 10.0
 MOST_STEPS = 20_000
 RECENT_FIRST_TOKENS = 32
-REST = 0.1  # seconds: a step after a longer rest than this, and than is usual, may owe its length to that
-USUAL = 0.25  # a step longer than the median by less than this share needs no explanation
+REST = 0.1  # seconds: a longer, unusual pause before a step may explain its length
+USUAL = 0.25  # a step less than this share above the median needs no explanation
 
 
 @dataclass(frozen=True, slots=True)
 class KindStats:
-    """Durations of one kind of step in the window, in ms; `share` of the time that steps took."""
+    """Durations of one kind of step in the window, in ms; `share` of the total step time."""
 
     steps: int = 0
     p50: float = 0.0
@@ -28,7 +28,7 @@ class KindStats:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """The window that ends with the picture's last step; `seconds` is how long its steps took."""
+    """Figures of the window that ends at the picture's last step; `seconds` is the sum of its step times."""
 
     decode: KindStats = KindStats()
     mixed: KindStats = KindStats()
@@ -36,28 +36,27 @@ class Timings:
     seconds: float = 0.0
     steps: int = 0
     slowest: StepRow | None = None
-    first_token: FirstToken | None = None  # the last one
+    first_token: FirstToken | None = None  # the newest
     median_first_ms: float | None = None  # of the last RECENT_FIRST_TOKENS
     first_tokens: int = 0
     host_ms: float = 0.0  # mean per step: plan + launch + commit
     device_ms: float | None = None  # mean per step; None: not measured
-    device_busy: float = 0.0  # share of the time in which steps were running
-    rows: float = 0.0  # median of the rows of the steps that only decode
-    rest: float = 0.0  # median of the seconds between two steps
-    ranks: int = 1  # that share the model
-    comm_ms: float = 0.0  # mean per step, in which they exchanged or waited for it
-    comm_share: float = 0.0  # of the time that steps took
-    recent: tuple[StepRow, ...] = field(default=())  # the last few, oldest first
-    drafted: int = 0  # draft tokens computed
-    accepted: int = 0  # of those, how many were right
-    per_row: float = 1.0  # tokens that a request drew in a step of its own, drafts accepted included
+    device_busy: float = 0.0  # device time as a share of step time
+    rows: float = 0.0  # median number of rows in decode-only steps
+    rest: float = 0.0  # median pause between two steps, in seconds
+    ranks: int = 1  # GPUs that share the model
+    comm_ms: float = 0.0  # mean per step in collectives, waiting included
+    comm_share: float = 0.0  # share of step time in collectives
+    recent: tuple[StepRow, ...] = field(default=())  # the last few steps, oldest first
+    drafted: int = 0  # draft tokens verified
+    accepted: int = 0  # draft tokens accepted
+    per_row: float = 1.0  # tokens per row and decode step, accepted drafts included
 
 
 def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent: int = 8) -> Timings:
-    """Timings of the steps that took the last WINDOW_SECONDS up to step `horizon`.
+    """Returns the timings of the last WINDOW_SECONDS of step time up to step `horizon`.
 
-    Only the time in which steps ran counts: who looks at a step for a minute, the engine paused, still sees those
-    before it.
+    Only time inside steps counts: a long pause does not empty the window.
     """
     last = steps.get(horizon)
     while last is not None and last.wall_ms is None:  # its timing has not arrived
@@ -66,7 +65,7 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
     median = float(np.median([item.total_ms for item in seen])) if seen else None
     if last is None:
         return Timings(first_token=seen[-1] if seen else None, median_first_ms=median, first_tokens=len(seen))
-    for many in (MOST_STEPS // 8, MOST_STEPS):  # the window is seldom longer than the first
+    for many in (MOST_STEPS // 8, MOST_STEPS):  # the first is almost always enough
         at = steps.indices(max(steps.first, last.step - many), last.step)
         at = at[~np.isnan(steps.column("wall")[at])]
         spent = np.cumsum(steps.column("wall")[at][::-1])  # ms, from the last step back
@@ -125,10 +124,10 @@ def _stats(wall: np.ndarray, total: float) -> KindStats:
 
 
 def why_slow(row: StepRow, timings: Timings) -> str:
-    """What made this step longer than a usual one that only decodes: "+7.1 ms: 495 prefill tokens".
+    """Returns why this step took longer than the median decode-only step: "+7.1 ms: 495 prefill tokens".
 
-    Only what the records tell: its prefill, the host's part, more rows than usual, a rest before it; else that it is
-    none of these.
+    The causes that records can show, in this order: prefill, drafts, exchange between ranks, host time, more rows
+    than usual, a pause before it; otherwise the text says that none applies.
     """
     if row.wall_ms is None:
         return ""
@@ -137,20 +136,20 @@ def why_slow(row: StepRow, timings: Timings) -> str:
         return f"{row.prefill_tokens:,} prefill tokens" if row.prefill_tokens else ""
     excess = row.wall_ms - usual
     if excess < USUAL * usual:
-        return "as long as decoding alone takes" if not row.chunks else "no longer than decoding alone takes"
+        return "a usual decode step" if not row.chunks else "no longer than a decode step"
     host = (row.plan_ms or 0) + (row.launch_ms or 0) + (row.commit_ms or 0)
     if row.prefill_tokens:
         cause = f"{row.prefill_tokens:,} prefill tokens"
     elif row.drafted:
         cause = f"{row.drafted:,} draft tokens"
     elif row.comm_ms is not None and row.comm_ms - timings.comm_ms > excess / 2:
-        cause = f"{row.comm_ms:.1f} ms in exchange between ranks"
+        cause = f"{row.comm_ms:.1f} ms of exchange between ranks"
     elif row.device_ms is not None and host - timings.host_ms > excess / 2:
-        cause = f"host {host:.1f} ms, not {timings.host_ms:.1f}"
+        cause = f"host {host:.1f} ms, usually {timings.host_ms:.1f}"
     elif row.decodes >= 1.5 * timings.rows:
         cause = f"{row.decodes:,} rows, usually {timings.rows:,.0f}"
     elif row.rest > max(REST, 4 * timings.rest):
-        cause = f"first after {row.rest:,.1f} s of rest"
+        cause = f"first step after a pause of {row.rest:,.1f} s"
     else:
-        cause = f"{row.decodes:,} row{'s' if row.decodes != 1 else ''} as usual, no prefill"
+        cause = "no cause recorded"
     return f"+{excess:.1f} ms: {cause}"

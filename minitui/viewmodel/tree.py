@@ -1,8 +1,8 @@
-"""The radix tree as a reader wants it: what saves most first, what goes next, and where each text diverges.
+"""The radix tree for display: nodes that save most first, the eviction order, and where each text diverges.
 
-The order of the rows looks at every node and is therefore made at most every REORDER_SECONDS; the figures of the rows
-shown are read for each picture, and so is the order of eviction (in a tree of more than RANKED_NODES nodes it is as
-old as the order of the rows).
+Ordering the rows visits every node, so it happens at most every REORDER_SECONDS. The figures of the visible rows are
+always current; so is the eviction order, except in trees of more than RANKED_NODES nodes, where it is as old as the
+order of the rows.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.trace.state import CACHED, NodeView, State
-from minitui.viewmodel.annotated_state import Board
+from minitui.viewmodel.annotated_state import AnnotatedState
 
 REORDER_SECONDS = 2.0
 RANKED_NODES = 4000
 CONTEXT_TOKENS = 16
 DOTS = "…"
-HEAD_TOKENS = 96  # of a node, decoded for its row
+HEAD_TOKENS = 96  # tokens of a node that are decoded for its row
 SIBLINGS_COMPARED = 256
 TEXTS_KEPT = 4096
 
-# How chat templates mark who speaks: ChatML, Llama 3, Gemma, and the bracketed kind.
+# How chat templates mark roles: ChatML, Llama 3, Gemma, [INST].
 _ROLES = re.compile(
     r"<\|im_start\|>\s*(\w+)|<\|start_header_id\|>\s*(\w+)<\|end_header_id\|>|<start_of_turn>\s*(\w+)|\[(INST)\]"
 )
 _MARKUP = re.compile(r"<\|im_start\|>\s*\w*|<\|im_end\|>|<\|[a-z_]+\|>|</?s>|\[/?INST\]")
 _SHORT = {"system": "sys", "user": "usr", "assistant": "ast", "model": "ast", "INST": "usr", "tool": "tool"}
-_PART = re.compile(r"<\|?[a-z_|]*$")  # a marker cut off at the end
+_PART = re.compile(r"<\|?[a-z_|]*$")  # an incomplete marker at the end
 
 Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(slots=True)
 class TreeRow:
-    """One line of the tree panel."""
+    """One row of the tree panel."""
 
     node: int
     depth: int
@@ -47,7 +47,7 @@ class TreeRow:
     tokens: int
     users: int
     saved: int
-    rank: int  # 1: evicted first; 0: held
+    rank: int  # 1: evicted first; 0: held by a request
     pending: bool
     has_children: bool
     folded: bool
@@ -56,7 +56,7 @@ class TreeRow:
 
 @dataclass(slots=True)
 class TreePicture:
-    """The rows that fit, and what does not."""
+    """The rows that fit, and the size of the whole tree."""
 
     nodes: int = 0
     tokens: int = 0
@@ -66,8 +66,8 @@ class TreePicture:
 
 
 def eviction_order(state: State) -> list[int]:
-    """Node ids in the order in which they would be evicted if nothing else happened: least recently used leaves
-    first, and a parent once its children are gone. Nodes that a request holds do not appear."""
+    """Returns the node ids in eviction order: the least recently used leaf first, a parent after its children. Nodes
+    that a request holds are left out."""
     left = {n.id: len(n.children) for n in state.nodes.values() if n.id}
     heap = [(n.last_used, n.id) for n in state.nodes.values() if n.id and not n.users and not n.children]
     heapq.heapify(heap)
@@ -84,16 +84,16 @@ def eviction_order(state: State) -> list[int]:
 
 
 class Tree:
-    """Ranks, order and texts, remembered between frames."""
+    """Ranks, order and texts of the nodes, kept between frames."""
 
     def __init__(self) -> None:
         self.folded: set[int] = set()
         self._order: dict[int, tuple[int, int, int]] = {}  # node -> (saved, users, tokens) when last ordered
         self._children_of: dict[int, list[int]] = {}  # in that order
         self._ranks: dict[int, int] = {}
-        self._ranked_at: tuple[Board, int] | None = None  # the board and its record for which they hold
+        self._ranked_at: tuple[AnnotatedState, int] | None = None  # the state and record number of the ranks
         self._ordered_at = -1e9
-        self._ordered_for: Board | None = None
+        self._ordered_for: AnnotatedState | None = None
         self._texts: dict[tuple[int, int, int, int], tuple[str, str]] = {}
         self._end_roles: dict[tuple[int, int], str] = {}
 
@@ -101,43 +101,43 @@ class Tree:
         """1 for the node that goes first; 0 for one that is held. As of the last `rerank`."""
         return self._ranks.get(node, 0)
 
-    def rerank(self, board: Board) -> None:
-        """Let `rank` be that of this board."""
-        moment = (board, board.state.seq)
+    def rerank(self, shown: AnnotatedState) -> None:
+        """Compute the eviction ranks in the state `shown`."""
+        moment = (shown, shown.state.seq)
         if moment != self._ranked_at:
             self._ranked_at = moment
-            self._ranks = {id: i + 1 for i, id in enumerate(eviction_order(board.state))}
+            self._ranks = {id: i + 1 for i, id in enumerate(eviction_order(shown.state))}
 
-    def refresh(self, board: Board, now: float, force: bool = False) -> None:
-        """Order anew if that is due. Call once per frame before `picture`."""
-        if not force and board is self._ordered_for and now - self._ordered_at < REORDER_SECONDS:
+    def refresh(self, shown: AnnotatedState, now: float, force: bool = False) -> None:
+        """Reorder the nodes if due. Call once per frame before `picture`."""
+        if not force and shown is self._ordered_for and now - self._ordered_at < REORDER_SECONDS:
             return
-        self._ordered_at, self._ordered_for = now, board
-        self.rerank(board)
-        nodes = board.state.nodes
-        ids, at = np.unique(board.node_of, return_inverse=True)
-        saved = dict(zip(ids.tolist(), np.bincount(at, board.saved).astype(np.int64).tolist(), strict=True))
+        self._ordered_at, self._ordered_for = now, shown
+        self.rerank(shown)
+        nodes = shown.state.nodes
+        ids, at = np.unique(shown.node_of, return_inverse=True)
+        saved = dict(zip(ids.tolist(), np.bincount(at, shown.saved).astype(np.int64).tolist(), strict=True))
         self._order = {n.id: (saved.get(n.id, 0), n.users, len(n.ids)) for n in nodes.values() if n.id}
         self._children_of = {n.id: sorted(n.children, key=self._key) for n in nodes.values() if n.children}
 
     def picture(
         self,
-        board: Board,
+        shown: AnnotatedState,
         decode: Decode,
         limit: int,
         pinned: set[int] | None = None,
         search: str = "",
         everything: bool = False,
     ) -> TreePicture:
-        """At most `limit` rows: the nodes worth most, each with its ancestors, in tree order; `pinned` always; with
-        `search` only nodes whose text has it; with `everything` all nodes (the caller scrolls)."""
-        state = board.state
+        """Returns at most `limit` rows in tree order: `pinned` nodes and those that save most, with their ancestors.
+        With `search`: only nodes whose text contains it. With `everything`: all nodes; the caller scrolls."""
+        state = shown.state
         size = state.block_size
         if len(state.nodes) <= RANKED_NODES:
-            self.rerank(board)
-        in_tree = int(np.count_nonzero(board.node_of))
+            self.rerank(shown)
+        in_tree = int(np.count_nonzero(shown.node_of))
         picture = TreePicture(len(state.nodes) - 1, in_tree * size, state.counts[CACHED] * size)
-        chosen = self._choose(board, decode, limit, pinned or set(), search, everything)
+        chosen = self._choose(shown, decode, limit, pinned or set(), search, everything)
         picture.hidden_nodes = picture.nodes - len(chosen)
         stack = [(id, 0, last) for id, last in self._children(state, 0, chosen)][::-1]
         while stack:
@@ -147,7 +147,7 @@ class Tree:
             picture.rows.append(
                 TreeRow(
                     node=id, depth=depth, role=role, text=text, tokens=len(node.ids), users=node.users,
-                    saved=board.saved_by(node), rank=0 if node.users else self.rank(id),
+                    saved=shown.saved_by(node), rank=0 if node.users else self.rank(id),
                     pending=bool(state.pending) and any(block in state.pending for block in node.blocks[-64:]),
                     has_children=bool(node.children), folded=id in self.folded, last_child=last,
                 )
@@ -165,9 +165,9 @@ class Tree:
         return [(child, i == len(shown) - 1) for i, child in enumerate(shown)]
 
     def _choose(
-        self, board: Board, decode: Decode, limit: int, pinned: set[int], search: str, everything: bool
+        self, shown: AnnotatedState, decode: Decode, limit: int, pinned: set[int], search: str, everything: bool
     ) -> set[int]:
-        state = board.state
+        state = shown.state
         chosen: set[int] = set()
         if search:
             wanted = search.lower()
@@ -180,7 +180,7 @@ class Tree:
         for id in sorted(pinned):
             if id in state.nodes and len(chosen) < limit:
                 chosen.update(n.id for n in state.path(id))
-        # Best first: of each node's children, which are in order, only the next one waits in the heap.
+        # Best first: the heap holds the next child of each node, since children are in order.
         heap: list[tuple[tuple[int, int, int, int], int, list[int], int]] = []
 
         def offer(children: list[int], at: int) -> None:
@@ -197,18 +197,18 @@ class Tree:
         return chosen
 
     def _ordered(self, state: State, parent: int) -> list[int]:
-        """The children of a node as last ordered; those that came since stand at the end."""
+        """Returns the children of a node in their last order; newer children come last."""
         children, nodes = state.nodes[parent].children, state.nodes
         known = [id for id in self._children_of.get(parent, ()) if id in nodes and nodes[id].parent == parent]
         if len(known) == len(children):
             return known
-        seen = set(known)  # a split moves nodes below a new one: what is new here may have been ordered elsewhere
+        seen = set(known)
         return known + [id for id in children if id not in seen]
 
     # ---- texts
 
     def text(self, state: State, node: NodeView, decode: Decode) -> tuple[str, str]:
-        """(role, text) of a node, the text from the token on that no sibling shares."""
+        """Returns (role, text) of a node; the text begins at the first token that no sibling shares."""
         siblings = state.nodes[node.parent].children
         key = (node.id, min(len(node.ids), HEAD_TOKENS), node.parent, len(siblings))
         found = self._texts.get(key)
@@ -224,15 +224,15 @@ class Tree:
         for id in siblings[:SIBLINGS_COMPARED]:
             if id != node.id:
                 common = max(common, _common(node.ids, state.nodes[id].ids, state.block_size))
-        # A marker may begin in the parent's last tokens: they are read too.
+        # A role marker may begin in the parent's last tokens.
         context = list(state.nodes[node.parent].ids[-CONTEXT_TOKENS:]) if node.parent > 0 else []
         head = decode(context + list(node.ids[:HEAD_TOKENS]))
         before = decode(context + list(node.ids[:common]))
         if not head.startswith(before):
-            before = decode(context)  # a character was cut in two: show the node from its beginning
+            before = decode(context)  # the cut is inside a character: show the node from its beginning
         if before == head:
-            before = ""  # the text is not told: what is said in its place is shown whole
-        half = _PART.search(before)  # the siblings part inside a marker
+            before = ""  # the text is hidden: show the replacement whole
+        half = _PART.search(before)  # the siblings diverge inside a marker
         start = len(before) - len(half.group()) if half else len(before)
         role = self._end_role(state, node.parent, decode)
         begin = start
@@ -245,8 +245,8 @@ class Tree:
         return role, (DOTS + text if begin == start and start > 0 and text else text)
 
     def _end_role(self, state: State, id: int, decode: Decode) -> str:
-        """Who speaks at the end of this node: the last marker in it, or above it."""
-        unmarked: list[tuple[int, int]] = []  # a loop, for a tree can be deeper than a recursion
+        """Returns the role at the end of this node: of the last marker in it or above it."""
+        unmarked: list[tuple[int, int]] = []  # a loop: the tree may be deeper than the recursion limit
         role = ""
         for node in state.path(id):
             key = (node.id, len(node.ids))
@@ -264,12 +264,12 @@ class Tree:
 
 
 def without_markup(text: str) -> str:
-    """Text on one line, without the marks of a chat template."""
+    """Returns the text on one line, without the markers of a chat template."""
     return " ".join(_MARKUP.sub(" ", text).split())
 
 
 def quoted(text: str, most: int) -> str:
-    """`text` in at most so many characters, with dots where it was cut."""
+    """Returns `text` in at most `most` characters, with dots where it was cut."""
     return text if len(text) <= most else text[: most - 1].rstrip() + DOTS
 
 

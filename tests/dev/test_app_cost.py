@@ -19,7 +19,7 @@ from minitui.viewmodel.events import EVENTS_ALWAYS, EVENTS_KEPT, Events
 from minitui.viewmodel.history import Steps
 from minitui.viewmodel.lanes import LANES_KEPT, PREFILLING, Lane, Lanes
 from minitui.viewmodel.model import View
-from minitui.viewmodel.time_travel import Past
+from minitui.viewmodel.time_travel import PastStates
 
 LOAD = replace(SMALL, chats=6, step_ms=12.0)
 
@@ -31,7 +31,7 @@ def long_run(view: View, stress: Stress, steps: int) -> int:
         stress.run_steps(25)
         view.fold(stress.drain(), stress.now)
         view.frame(stress.now)
-        view.tree.refresh(view.board, stress.now, force=True)
+        view.tree.refresh(view.shown, stress.now, force=True)
     return bench_app.bytes_reached(view)
 
 
@@ -42,7 +42,7 @@ def watched() -> tuple[View, Stress]:
     view.ids_to_text = stress.words.decode
     view.reset(bench_app.blank(LOAD).snapshot())
     view.steps = Steps(400)
-    view.past = Past(kept=2_000, every=400)
+    view.past = PastStates(kept=2_000, every=400)
     view.past.begin(view.live)
     view.events.items = deque(maxlen=300)
     return view, stress
@@ -58,7 +58,7 @@ def test_a_long_run_leaves_no_more_behind_than_a_short_one(watched: tuple[View, 
 
 def test_what_a_history_keeps_for_ever_would_be_seen(watched: tuple[View, Stress]) -> None:
     view, stress = watched
-    view.past = Past(kept=10**9, every=400)  # a ring that never forgets
+    view.past = PastStates(kept=10**9, every=400)  # a ring that never forgets
     view.past.begin(view.live)
     early = max(long_run(view, stress, 500) for _ in range(2))
     assert long_run(view, stress, 1_500) > 1.15 * early

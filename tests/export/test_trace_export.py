@@ -211,7 +211,7 @@ def test_tail_tells_each_step_once_and_each_decision(capsys: pytest.CaptureFixtu
             told.append(int(rest.split()[1]))
     assert told == [r[3] for r in records if r[2] == "time"]
     assert out.count("eviction:") == sum(1 for r in records if r[2] == "evict")
-    assert out.count("end of r") == sum(1 for r in records if r[2] == "finish")
+    assert out.count(" finished (") == sum(1 for r in records if r[2] == "finish")
     assert out.isprintable() or "\x1b" not in out
 
 
@@ -280,7 +280,7 @@ async def test_an_engine_is_told_live_and_a_server_is_watched() -> None:
     source = FakeSource()
     assert await tail_live(source, "short", sampling(20), questions, lines.append, lambda info: ByteCodec()) == 0
     assert sum(line.startswith("answer: ") for line in lines) == 2 and source.closed
-    assert any("joins the queue" in line for line in lines) and any("end of r2" in line for line in lines)
+    assert any("joins the queue" in line for line in lines) and any("r2 finished" in line for line in lines)
 
     lines.clear()
     watched = FakeSource()
@@ -289,7 +289,7 @@ async def test_an_engine_is_told_live_and_a_server_is_watched() -> None:
         await asyncio.sleep(0.01)
     async for _ in watched.submit(list(range(40)), SamplingParams(max_tokens=4, ignore_eos=True)):
         pass
-    while not any("end of r1" in line for line in lines):
+    while not any("r1 finished" in line for line in lines):
         await asyncio.sleep(0.01)
     watched.die("the server went away")
     with pytest.raises(EngineDead, match="went away"):

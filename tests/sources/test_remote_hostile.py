@@ -293,9 +293,9 @@ async def test_records_that_contradict_the_state_end_the_watching_with_a_sentenc
 ) -> None:
     from minitui.sources.remote_checks import Refused
     from minitui.viewmodel.model import View
-    from minitui.viewmodel.updater import Feed
+    from minitui.viewmodel.updater import Updater
 
-    feed, deaths = Feed(source, View()), list[str]()
+    feed, deaths = Updater(source, View()), list[str]()
     source.on_death(deaths.append)
     await feed.sync()
     feed.pump()

@@ -14,7 +14,7 @@ from engine.trace.state import State
 from minitui.sources.replay import ReplaySource
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.model import View
-from minitui.viewmodel.updater import Feed
+from minitui.viewmodel.updater import Updater
 from tests.support.golden import GOLDEN, make_engine, play, timeless
 
 
@@ -25,7 +25,7 @@ class Player:
         self.now = 0.0
         self.source = ReplaySource(path, speed, clock=lambda: self.now)
         self.view = View()
-        self.feed = Feed(self.source, self.view, clock=lambda: self.now)
+        self.feed = Updater(self.source, self.view, clock=lambda: self.now)
         self.records: list[Record] = []
 
     async def start(self) -> Player:

@@ -20,7 +20,7 @@ from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.trace.records import RecordLog
 from minitui.tui.app import MinituiApp
-from minitui.viewmodel.updater import Feed
+from minitui.viewmodel.updater import Updater
 from tests.support.driving import settled
 from tests.support.fake_client import FakeSource, ScriptedRunner
 from tests.support.paths import SNAPSHOTS
@@ -56,7 +56,7 @@ class Clock:
             patches.enter_context(patch("minitui.tui.screens.chat.TEXT_EVERY", 0.0))
             patches.enter_context(patch.object(RecordLog.__init__, "__defaults__", (self, 50_000)))
             patches.enter_context(patch.object(MinituiApp, "set_interval"))  # frames come when the test wants them
-            patches.enter_context(patch.object(Feed.__init__, "__defaults__", (self,)))
+            patches.enter_context(patch.object(Updater.__init__, "__defaults__", (self,)))
             yield
 
 

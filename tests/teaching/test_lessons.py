@@ -27,7 +27,7 @@ from minitui.teaching.stage import Stage, sampling
 from minitui.tui.lessons_app import LessonApp
 from minitui.tui.screens.lessons import CodePanel, CodeScreen, LessonScreen, Reading, broken, page_lines
 from minitui.viewmodel.model import View
-from minitui.viewmodel.updater import Feed
+from minitui.viewmodel.updater import Updater
 from tests.support.driving import press, until
 from tests.support.fake_client import ByteCodec, FakeSource
 
@@ -64,7 +64,7 @@ class Taught:
 async def teach(one: Lesson, source: LiveSource) -> Taught:
     chats = Chats(source, sampling=sampling(40))
     chats.use(load_codec(source.info))
-    feed = Feed(source, View())
+    feed = Updater(source, View())
     await feed.sync()
     assert chats.codec is not None
     feed.view.ids_to_text = chats.codec.decode

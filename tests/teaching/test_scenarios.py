@@ -22,7 +22,7 @@ from minitui.teaching.scenarios import DEMOS, LENGTHS, Demo
 from minitui.teaching.stage import Stage, sampling
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.model import View
-from minitui.viewmodel.updater import Feed
+from minitui.viewmodel.updater import Updater
 from tests.support.fake_client import ByteCodec, FakeSource
 
 
@@ -85,7 +85,7 @@ async def play(demo: Demo, source: Heard) -> Told:
 
     chats = Chats(source, sampling=sampling(demo.max_tokens))
     chats.use(load_codec(source.info))
-    feed = Feed(source, View())
+    feed = Updater(source, View())
     await feed.sync()
     said: list[str] = []
     stage = Stage(source, chats, feed, choose_model(None).system, said.append, restart=restart, beat=0.0)

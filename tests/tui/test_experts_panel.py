@@ -77,7 +77,7 @@ def test_the_load_is_that_of_the_last_records_before_a_step() -> None:
 def test_a_cell_is_an_expert_and_its_height_what_it_got() -> None:
     stress, view = stress_view(SMALL, 1.0, 5)
     panel = ExpertMap()
-    assert "no layer of this model has experts" in rows_of(view, panel)[0]
+    assert "this model has no experts" in rows_of(view, panel)[0]
     told(view, stress.log, view.horizon, [(0, [10, 10, 10, 10]), (5, [0, 5, 10, 65])])
     first, second, named = rows_of(view, panel, width=21)  # two columns each: 21 - 5 - 6 = 10 for four experts
     assert first == "L0   ▄▄▄▄▄▄▄▄    ×1.0"
@@ -85,7 +85,7 @@ def test_a_cell_is_an_expert_and_its_height_what_it_got() -> None:
     assert named.startswith("layer 0: e0 25.0 %")
     panel.action_layer(1)
     assert rows_of(view, panel, width=80)[-1].startswith(
-        "layer 5: e3 81.2 %  e2 12.5 %  e1 6.2 %  of 80; 1 of 4 experts got none"
+        "layer 5: e3 81.2 %  e2 12.5 %  e1 6.2 %  of 80 tokens; 1 of 4 experts got none"
     )
     panel.action_layer(1)
     panel.action_layer(-1)
@@ -106,7 +106,7 @@ def test_more_experts_than_cells_show_the_hottest_of_each_cell_and_more_layers_s
         panel.action_layer(1)
     rows = rows_of(view, panel, width=43, height=10)
     assert [row[:3] for row in rows[:-1]] == [f"L{n}" for n in range(12, 21)]
-    assert panel.picture(view, 43, 10).note == [("4 experts a cell  13-21 of 48 layers", "dim")]
+    assert panel.picture(view, 43, 10).note == [("4 experts per cell  13-21 of 48 layers", "dim")]
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 36), (200, 60)])

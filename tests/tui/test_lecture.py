@@ -11,10 +11,11 @@ import pytest
 from engine.trace.state import State
 from minitui.dev.simulator import SMALL, Load, Stress
 from minitui.dev.simulator_app import LiveStress, StressApp
+from minitui.text import count
 from minitui.tui.screens.lecture import LectureScreen
 from minitui.tui.widgets.why import Why
 from minitui.viewmodel.model import View
-from minitui.viewmodel.narrate import moment, narrate
+from minitui.viewmodel.narrate import narrate, notable
 from minitui.viewmodel.predict import question_about
 from tests.support.paths import SNAPSHOTS
 
@@ -47,29 +48,30 @@ def test_each_sentence_says_what_the_records_say():
         matches = {record[3]: record for record in records if record[2] == "match"}
         for record in records:
             if record[2] == "admit" and record[3] in prefills and sum(r[2] == "admit" for r in records) <= 3:
-                verb = "runs again after its preemption" if record[5] == "resumed" else "joins"
+                verb = "is admitted again after its preemption" if record[5] == "resumed" else "is admitted"
                 assert f"r{record[3]} {verb}" in text
                 match = matches.get(record[3])
                 if match is not None and match[4] > 0:
                     assert f"the first {match[4]:,} of its" in text
                 n = prefills[record[3]][2]
-                assert re.search(rf"\b{n:,} (tokens )?are computed|only one is computed", text), (n, text)
+                assert re.search(rf"\b{n:,} tokens? (is|are) prefilled|(last|only) token is prefilled", text), (n, text)
             elif record[2] == "preempt":
-                assert f"So r{record[3]}, the youngest, gives back its {record[5]} block" in text
+                assert f"r{record[3]}, the newest running request, is preempted" in text
+                assert f"it releases its {record[5]} block" in text
                 assert record[4] in text
             elif record[2] == "finish":
                 assert f"r{record[3]} " in text and f"after {record[5]:,} token" in text
             elif record[2] == "wait":
-                assert f"r{record[3]} has to wait: {record[4]}" in text
+                assert f"r{record[3]} waits for {record[4]}." in text
         evicted = sum(record[4] for record in records if record[2] == "evict")
         if evicted:
-            assert f"To make room, {evicted} block{'s' if evicted > 1 else ''} that nobody held" in text
+            assert f"{count(evicted, 'block')} that no request held" in text
         if decodes == 1:
             assert "decodes one token" in text
         elif decodes:
             assert "decode one token each" in text
         decisions = kinds & {"admit", "evict", "preempt", "finish", "wait", "match"}
-        assert moment(view, step[3]) == bool(prefills or decisions)
+        assert notable(view, step[3]) == bool(prefills or decisions)
     assert {"preempt", "evict", "finish", "wait", "match"} <= seen, "the load must show everything"
 
 
@@ -99,12 +101,12 @@ def test_a_prefix_that_is_still_being_computed_is_told():
         view.fold(stress.drain(), stress.now)
         view.frame(stress.now)
         texts.append(narrate(view, view.steps.last))
-    assert texts[0].count("joins") == 2 and "r2 joins: the first 160 of its" in texts[0]
+    assert texts[0].count("is admitted") == 2 and "r2 is admitted: the first 160 of its" in texts[0]
     assert any("being computed by r1" in text for text in texts), texts
 
 
 def test_nothing_is_said_of_a_step_that_is_not_known():
-    assert narrate(View(), 0) == "" and not moment(View(), 3)
+    assert narrate(View(), 0) == "" and not notable(View(), 3)
 
 
 def test_the_right_answer_is_among_the_choices_of_every_question():
@@ -127,7 +129,7 @@ def test_the_right_answer_is_among_the_choices_of_every_question():
         if preempted:
             assert right == f"r{preempted[0]}"
             kinds.add("preempt")
-        elif "has to go?" in question.text:
+        elif "is evicted?" in question.text:
             assert evicted
             kinds.add("evict")
         else:
@@ -248,6 +250,6 @@ async def test_while_the_engine_runs_the_sentence_is_of_the_last_step_that_did_m
         await frames(40)
         title = lines(app)[1]
         step = int(re.search(r"step ([\d,]+)", title).group(1).replace(",", ""))
-        newest = next(at for at in range(app.view.steps.last, -1, -1) if moment(app.view, at))
+        newest = next(at for at in range(app.view.steps.last, -1, -1) if notable(app.view, at))
         assert step == newest
         assert "steps ago" in title or "now" in title

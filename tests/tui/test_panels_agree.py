@@ -32,7 +32,7 @@ def shown_panels(app: Any) -> list[LinePanel]:
 
 
 def moment_of(view: View) -> tuple[int, int]:
-    return view.board.state.seq, view.version
+    return view.shown.state.seq, view.version
 
 
 async def act(app: ReplayApp, pilot: Any, rng: random.Random) -> None:
@@ -40,7 +40,7 @@ async def act(app: ReplayApp, pilot: Any, rng: random.Random) -> None:
     if key == "seek":
         await app.seek(rng.randrange(app.replay.trace.last_step + 1))
     elif key == "select":
-        state = app.view.board.state
+        state = app.view.shown.state
         kind, ids = rng.choice((("request", list(state.requests)), ("node", list(state.nodes)), ("block", [1, 7, 30])))
         app.view.select(kind, rng.choice(ids) if ids else None) if ids else app.view.select(None)
     elif key == "play":
@@ -78,9 +78,9 @@ async def test_all_panels_of_a_picture_that_stands_are_painted_from_one_moment(
             panels = shown_panels(app)
             assert len(panels) > 3
             assert {painted[panel] for panel in panels} == {moment_of(view)}
-            order = eviction_order(view.board.state)
+            order = eviction_order(view.shown.state)
             assert [view.tree.rank(node) for node in order] == list(range(1, len(order) + 1))
-            assert view.timings == summarise(view.steps, view.first_tokens, view.horizon, view.board.state.seq)
+            assert view.timings == summarise(view.steps, view.first_tokens, view.horizon, view.shown.state.seq)
     assert len(stood) > 1, f"it must stand in more ways than {stood}"
 
 

@@ -14,6 +14,7 @@ from engine.trace.state import ACTIVE, CACHED, FREE, SHARED
 from minitui.dev import panel
 from minitui.dev.panel import Alone, stress_view
 from minitui.dev.simulator import CLASSROOM, LARGE, SMALL, Load
+from minitui.text import ms
 from minitui.tui import sixteen, theme
 from minitui.tui.theme import ASCII, COLOURS, UNICODE, Palette, contrast, palette, use_ascii
 from minitui.tui.widgets.base import LinePanel
@@ -24,7 +25,7 @@ from minitui.tui.widgets.experts import ExpertMap
 from minitui.tui.widgets.lanes import BatchLanes
 from minitui.tui.widgets.occupancy import Occupancy, shares
 from minitui.tui.widgets.origin import PromptOrigin
-from minitui.tui.widgets.rows import cells, cut, fit, ms, plain
+from minitui.tui.widgets.rows import cells, cut, fit, plain
 from minitui.tui.widgets.step_bar import StepBar
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.tree import RadixTree
@@ -253,7 +254,7 @@ def test_with_more_blocks_than_cells_a_cell_shows_the_majority():
     assert f"1 cell = {g.k} blocks" in widget.picture(view, 40, 8).title
     head = len(rows) - -(-g.cells // g.per_row)
     glyphs = {FREE: "·", ACTIVE: "█", SHARED: "▓", CACHED: "░"}
-    codes = view.board.codes[1:].tolist()
+    codes = view.shown.codes[1:].tolist()
     for cell in range(g.cells):
         inside = codes[cell * g.k : (cell + 1) * g.k]
         y, x = divmod(cell, g.per_row)
@@ -279,7 +280,7 @@ def test_44_000_blocks_2_000_nodes_and_256_requests_are_shown_truly():
     stress, view = stress_view(replace(LARGE, step_ms=2.0), 4.0, 20)
     allocator = stress.cache.allocator
     assert len(stress.cache.tree.nodes) > 2000 and len(stress.scheduler.running) > 200
-    assert view.board.counts == (
+    assert view.shown.counts == (
         allocator.num_free, allocator.num_active, allocator.num_shared, allocator.num_cached,
     )  # fmt: skip
     widget = BlockMap()
@@ -339,7 +340,7 @@ def test_each_way_to_colour_has_glyphs_that_say_it_without_colour(mode):
             owner = next(r.id for r in stress.scheduler.requests.values() if block in r.table)
             assert glyph == names[owner]
         elif mode == "age" and (holders or allocator.in_tree(block)):
-            age = view.engine_now - view.board.changed[block]
+            age = view.engine_now - view.shown.changed[block]
             assert int(glyph) == sum(age > limit for limit in (1, 5, 15, 60, 300))
 
 
@@ -495,8 +496,8 @@ def test_the_default_span_of_the_lanes_is_at_least_ten_seconds():
 def test_the_tree_shows_each_nodes_tokens_users_savings_and_rank():
     stress, view = stress_view(CLASSROOM, 4.0, 40)
     widget = RadixTree()
-    view.tree.refresh(view.board, 1e9)
-    picture = view.tree.picture(view.board, view.decode, 1000)
+    view.tree.refresh(view.shown, 1e9)
+    picture = view.tree.picture(view.shown, view.decode, 1000)
     nodes = stress.cache.tree.nodes
     assert {row.node for row in picture.rows} == set(nodes) - {0}
     rows = body(widget, view, 90, len(picture.rows) + 2)
@@ -505,13 +506,13 @@ def test_the_tree_shows_each_nodes_tokens_users_savings_and_rank():
     went = [record[3] for record in stress.drain() if record[2] == "evict"]
     depth_of = {0: -1}
     for shown, text in zip(picture.rows, rows[1:], strict=False):
-        node = view.board.state.nodes[shown.node]
+        node = view.shown.state.nodes[shown.node]
         depth_of[shown.node] = depth_of[node.parent] + 1
         assert shown.depth == depth_of[shown.node]
         assert f"{len(node.ids):,}" in text
-        assert ("●" in text) == (node.users > 0) or node.id in view.board.state.pending.values()
+        assert ("●" in text) == (node.users > 0) or node.id in view.shown.state.pending.values()
         assert shown.users == node.users
-        assert shown.saved == int(view.board.saved[node.blocks].sum())
+        assert shown.saved == int(view.shown.saved[node.blocks].sum())
         assert shown.rank == (went.index(node.id) + 1 if node.id in went else 0)
     siblings = [row for row in picture.rows if row.depth == 0]
     assert [row.saved for row in siblings] == sorted((row.saved for row in siblings), reverse=True)
@@ -519,32 +520,32 @@ def test_the_tree_shows_each_nodes_tokens_users_savings_and_rank():
 
 def test_a_nodes_text_begins_where_it_diverges_and_says_who_speaks():
     _, view = stress_view(CLASSROOM, 4.0, 40)
-    tops = [node for node in view.board.state.nodes.values() if node.id and node.parent == 0]
+    tops = [node for node in view.shown.state.nodes.values() if node.id and node.parent == 0]
     assert len(tops) > 1
     for node in tops:
-        role, text = view.tree.text(view.board.state, node, view.decode)
+        role, text = view.tree.text(view.shown.state, node, view.decode)
         assert role == "sys"
         assert not text.startswith("…You"), "all system prompts begin with 'You': that is no difference"
         assert text.startswith("…")
-    for node in view.board.state.nodes.values():
+    for node in view.shown.state.nodes.values():
         if node.id and node.parent:
-            role, text = view.tree.text(view.board.state, node, view.decode)
+            role, text = view.tree.text(view.shown.state, node, view.decode)
             assert role in ("sys", "usr", "ast") and "<|" not in text
 
 
 def test_tree_search_and_folding():
     _, view = stress_view(CLASSROOM, 4.0, 40)
-    everything = view.tree.picture(view.board, view.decode, 1000, everything=True)
-    assert len(everything.rows) == len(view.board.state.nodes) - 1
-    found = view.tree.picture(view.board, view.decode, 5, search="haiku")
+    everything = view.tree.picture(view.shown, view.decode, 1000, everything=True)
+    assert len(everything.rows) == len(view.shown.state.nodes) - 1
+    found = view.tree.picture(view.shown, view.decode, 5, search="haiku")
     assert 0 < len(found.rows) < len(everything.rows)
-    parents = {view.board.state.nodes[row.node].parent for row in found.rows}
+    parents = {view.shown.state.nodes[row.node].parent for row in found.rows}
     leaves = [row for row in found.rows if row.node not in parents]
     assert all("haiku" in row.text.lower() for row in leaves)
     parent = next(row.node for row in everything.rows if row.has_children)
     view.tree.folded.add(parent)
-    folded = view.tree.picture(view.board, view.decode, 1000, everything=True)
-    below = {n.id for n in view.board.state.nodes.values() if any(a.id == parent for a in view.board.state.path(n.id))}
+    folded = view.tree.picture(view.shown, view.decode, 1000, everything=True)
+    below = {n.id for n in view.shown.state.nodes.values() if any(a.id == parent for a in view.shown.state.path(n.id))}
     assert {row.node for row in everything.rows} - {row.node for row in folded.rows} == below - {parent}
 
 
@@ -555,21 +556,21 @@ def test_no_node_is_missing_between_two_orderings():
         stress.run_steps(1)
         view.fold(stress.drain(), stress.now)
         if step % 50 == 0:
-            view.tree.refresh(view.board, 0.0, force=True)
-        picture = view.tree.picture(view.board, view.decode, 1000)
+            view.tree.refresh(view.shown, 0.0, force=True)
+        picture = view.tree.picture(view.shown, view.decode, 1000)
         assert {row.node for row in picture.rows} == set(stress.cache.tree.nodes) - {0}
         assert picture.hidden_nodes == 0
-        few = view.tree.picture(view.board, view.decode, 3)
+        few = view.tree.picture(view.shown, view.decode, 3)
         assert len(few.rows) == min(3, picture.nodes) and few.hidden_nodes == picture.nodes - len(few.rows)
 
 
 def test_the_selected_path_is_always_among_the_rows():
     _, view = stress_view(CLASSROOM, 4.0, 40)
-    for node in list(view.board.state.nodes.values())[1:]:
+    for node in list(view.shown.state.nodes.values())[1:]:
         view.select("node", node.id)
-        picture = view.tree.picture(view.board, view.decode, 3, set(view.links.nodes))
-        assert {n.id for n in view.board.state.path(node.id)} <= {row.node for row in picture.rows} or len(
-            list(view.board.state.path(node.id))
+        picture = view.tree.picture(view.shown, view.decode, 3, set(view.links.nodes))
+        assert {n.id for n in view.shown.state.path(node.id)} <= {row.node for row in picture.rows} or len(
+            list(view.shown.state.path(node.id))
         ) > 3
 
 
@@ -677,7 +678,7 @@ def test_timings_and_vitals_show_what_ranks_exchange():
     assert t.ranks == 4 and t.comm_share == pytest.approx(0.25)
     for height in (7, 9):
         (row,) = (row for row in body(StepTimings(), view, 90, height) if row.startswith("ranks"))
-        told = f"4, exchanging 25 % of the time: {ms(t.comm_ms)} ms of a step, waiting included"
+        told = f"4, exchange 25 % of the time: {ms(t.comm_ms)} ms per step, waiting included"
         assert row.split() == ["ranks", *told.split()]
     assert body(StepTimings(), view, 90, 9)[8].startswith("device")
     (step,) = (vital for vital in vitals(view, 10) if vital.label == "step")

@@ -110,9 +110,9 @@ def test_the_step_bar_shows_drafts_right_and_wrong(played: Run) -> None:
     assert row is not None
     picture = StepBar().picture(view, 140, 2)
     text, bar = (plain(line) for line in picture.rows)
-    assert f"{row.drafted} draft{'s' if row.drafted > 1 else ''} ({row.accepted} right)" in text
+    assert f"{row.drafted} draft{'s' if row.drafted > 1 else ''} ({row.accepted} accepted)" in text
     assert f"+{row.accepted}" in bar and str(row.drafted - row.accepted) in bar
-    assert any("drafts, right" in part for part, _ in picture.legend)
+    assert any("rejected drafts" in part for part, _ in picture.legend)
 
 
 def test_lanes_mark_the_steps_in_which_drafts_were_right(played: Run) -> None:
@@ -130,25 +130,25 @@ def test_timings_and_vitals_tell_how_many_tokens_a_row_draws(played: Run) -> Non
     view = played.view()
     t = view.timings
     panel = [plain(row) for row in StepTimings().picture(view, 80, 9).rows]
-    expected = f"{100 * t.accepted / t.drafted:.0f} % of {t.drafted} right: {t.per_row:.1f} tokens a row and step"
+    expected = f"{100 * t.accepted / t.drafted:.0f} % of {t.drafted} accepted: {t.per_row:.1f} tokens per row and step"
     assert any("drafts" in row and expected in row for row in panel)
     vitals = [plain(row) for row in Vitals(frame="box").picture(view, 60, 12).rows]
-    assert any(f"{t.per_row:.1f} a row and step" in row for row in vitals)
+    assert any(f"{t.per_row:.1f} per row and step" in row for row in vitals)
 
 
 def test_a_sentence_tells_what_was_checked_and_what_came_of_it(played: Run) -> None:
     alone = drafting_step(played, 1)
     (request, drafted, accepted), *_ = played.view(alone).steps.get(alone).drafts  # type: ignore[union-attr]
     told = narrate(played.view(alone), alone)
-    assert f"r{request} has {drafted} token" in told and "which followed when its last ones stood there before" in told
-    assert f"so it comes {accepted + 1} tokens further." in told
-    assert f"r{request} begins block" not in told, "not with the token that it decodes"
+    assert f"r{request} also verifies {drafted} draft token" in told and "the same tokens earlier in its text" in told
+    assert f"so it advances by {accepted + 1} tokens." in told
+    assert f"r{request} starts block" not in told, "not with the token that it decodes"
     several = drafting_step(played, 2)
     row = played.view(several).steps.get(several)
     assert row is not None
     told = narrate(played.view(several), several)
-    assert f"have {row.drafted} draft tokens checked as well: {row.accepted} are right" in told
-    assert f"so they come {2 + row.accepted} tokens further" in told
+    assert f"verify {row.drafted} draft tokens: {row.accepted} are accepted" in told
+    assert f"so together they advance by {2 + row.accepted} tokens" in told
     story = tell(played.view(several), "step", several)
     assert any(label == "drafts" for label, _ in story.lines)
 
@@ -158,7 +158,7 @@ def test_the_tail_counts_what_was_drawn(played: Run) -> None:
     view.reset(played.snapshot)
     teller = Teller(view)
     lines = [str(line) for line in [*teller.tell(played.records), *teller.rest()]]
-    assert any("drafts right" in line or "draft tokens checked" in line for line in lines)
+    assert any("drafts accepted" in line or "draft tokens" in line for line in lines)
 
 
 def test_exports_and_metrics_count_drafts(played: Run, tmp_path: Path) -> None:

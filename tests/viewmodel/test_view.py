@@ -20,11 +20,11 @@ from minitui.dev.simulator import CLASSROOM, SMALL, Load, Stress
 from minitui.viewmodel.events import Events
 from minitui.viewmodel.history import BUCKET, FirstTokens, Rates, Steps
 from minitui.viewmodel.lanes import DECODING, FINISHED, NOTHING, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
-from minitui.viewmodel.model import EMPTY, Board, View
+from minitui.viewmodel.model import EMPTY, AnnotatedState, View
 from minitui.viewmodel.story import tell
 from minitui.viewmodel.timing import summarise, why_slow
 from minitui.viewmodel.tree import eviction_order
-from minitui.viewmodel.updater import GIVE_WAY, Feed
+from minitui.viewmodel.updater import GIVE_WAY, Updater
 
 # A pool so tight that requests are preempted, and a budget so small that prompts are chunked.
 TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
@@ -59,19 +59,19 @@ def test_counts_codes_and_tables_are_the_allocators(load, seed):
     stress, view, _ = followed(load, 400, seed)
     allocator = stress.cache.allocator
     stress.cache.check(stress.scheduler.requests.values())
-    assert view.board.counts == (
+    assert view.shown.counts == (
         allocator.num_free, allocator.num_active, allocator.num_shared, allocator.num_cached,
     )  # fmt: skip
-    codes = view.board.codes
+    codes = view.shown.codes
     for block in range(1, load.blocks + 1):
         holders = allocator.holders(block)
         state = SHARED if holders > 1 else ACTIVE if holders else CACHED if allocator.in_tree(block) else FREE
         assert codes[block] == state
     for request in stress.scheduler.requests.values():
-        assert view.board.state.requests[request.id].table == request.table
-        assert view.board.state.computed(view.board.state.requests[request.id]) == request.planned
+        assert view.shown.state.requests[request.id].table == request.table
+        assert view.shown.state.computed(view.shown.state.requests[request.id]) == request.planned
     filling = {r.table[r.planned // 16] for r in stress.scheduler.running if r.planned % 16}
-    assert set(view.board.filling()) == filling
+    assert set(view.shown.filling()) == filling
 
 
 def test_a_gap_stops_the_fold_until_a_snapshot_and_what_is_known_is_skipped():
@@ -266,9 +266,9 @@ def test_a_slow_step_that_only_decodes_is_explained_by_what_the_records_tell():
         return why_slow(steps.get(20), summarise(steps, FirstTokens(), 20, 99))
 
     assert explained(9, 0.001) == "+15.0 ms: 9 rows, usually 4"
-    assert explained(4, 2.5) == "+15.0 ms: first after 2.5 s of rest"
+    assert explained(4, 2.5) == "+15.0 ms: first step after a pause of 2.5 s"
     assert explained(4, 0.001, host_us=15_000) == "+15.0 ms: host 15.0 ms, not 0.8"
-    assert explained(4, 0.001) == "+15.0 ms: 4 rows as usual, no prefill"
+    assert explained(4, 0.001) == "+15.0 ms: no cause recorded"
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -288,8 +288,8 @@ def test_tokens_saved_are_exactly_those_of_the_matches():
     assert not any(record[2] == "evict" for record in records)
     matched = sum(record[4] for record in records if record[2] == "match")
     assert matched > 0
-    assert view.board.saved.sum() == matched
-    assert sum(view.board.saved_by(node) for node in view.board.state.nodes.values()) == matched
+    assert view.shown.saved.sum() == matched
+    assert sum(view.shown.saved_by(node) for node in view.shown.state.nodes.values()) == matched
 
 
 @pytest.mark.parametrize("load", [SMALL, TIGHT])
@@ -309,8 +309,8 @@ def test_the_view_at_step_k_is_the_state_at_step_k(load):
     for step in steps[:40]:
         assert view.travel_to(step)
         assert view.horizon == step and view.exact
-        assert view.board.state.snapshot() == states[step][0]
-        assert (view.board.saved == states[step][1]).all()
+        assert view.shown.state.snapshot() == states[step][0]
+        assert (view.shown.saved == states[step][1]).all()
         assert view.travel_text == f"PAST step {step:,}, {view.steps.last - step:,} back"
     at = view.horizon
     assert view.travel(-1) and view.horizon == at - 1
@@ -320,7 +320,7 @@ def test_the_view_at_step_k_is_the_state_at_step_k(load):
     view.frame(stress.now)
     assert view.horizon == at, "the picture of the past stands while the engine goes on"
     assert not view.travel_to(10**9), "there is nothing after the present"
-    assert view.board is view.live and view.travel_text == ""
+    assert view.shown is view.live and view.travel_text == ""
     assert not view.travel_to(-5), "nor before the beginning"
 
 
@@ -343,9 +343,9 @@ def test_history_is_bounded_and_says_where_it_begins():
     assert total - 600 - 2 * 200 <= view.past.first_seq <= total - 600
     assert len(view.past) <= 600 + 2 * 200 + 50
     with pytest.raises(ValueError, match="the history begins at"):
-        view.past.board_at(view.past.first_seq - 1)
+        view.past.state_at(view.past.first_seq - 1)
     assert not view.travel_to(0)
-    assert view.board is view.live
+    assert view.shown is view.live
 
 
 def test_rates_are_the_engines_own_under_slow_motion_and_at_the_gate():
@@ -397,7 +397,7 @@ def test_events_keep_each_decision_with_its_reason():
         elif record[2] == "evict":
             assert record[5] in words and words.startswith(f"{record[4]} block")
         elif record[2] == "finish":
-            assert f"{record[4]} · {record[5]:,} tokens" in words
+            assert f"finished ({record[4]}) after {record[5]:,} token" in words
     newest = view.events.tail(5, view.live.state.seq, lambda event: event.kind == "evict", skip=2)
     evictions = [record[0] for record in told if record[2] == "evict"]
     assert [event.seq for event in newest] == evictions[::-1][2:7]
@@ -429,7 +429,7 @@ def test_glow_marks_what_just_changed_and_at_the_gate_what_the_last_step_changed
 
 def test_a_selection_touches_the_same_thing_everywhere():
     stress, view, _ = followed(CLASSROOM, 600)
-    state = view.board.state
+    state = view.shown.state
     request = max((r for r in state.requests.values() if r.table), key=lambda r: len(r.table))
     view.select("request", request.id)
     assert view.links.blocks == set(request.table)
@@ -455,19 +455,19 @@ def test_a_selection_touches_the_same_thing_everywhere():
     assert view.subject() == max(r.id for r in state.requests.values() if r.state == "running")
 
 
-def test_the_story_of_a_block_leads_to_its_owners_tokens_and_node():
+def test_the_story_of_a_block_leads_to_its_holders_tokens_and_node():
     stress, view, _ = followed(CLASSROOM, 600)
     request = max(stress.scheduler.running, key=lambda r: r.shared_blocks)
     block = request.table[0]
     story = tell(view, "block", block)
     lines = dict(story.lines)
-    assert lines["owners"].startswith("r") and f"r{request.id}" in " ".join(text for _, text in story.lines)
+    assert lines["held by"].startswith("r") and f"r{request.id}" in " ".join(text for _, text in story.lines)
     assert "its logical block 0, its tokens 0 to 15" in " ".join(text for _, text in story.lines)
     words = stress.words.decode(request.ids[:16])
     assert lines["tokens"] and lines["tokens"] in " ".join(words.split())
-    assert lines["node"].startswith(f"{view.board.state.node_of[block]}: block 1 of")
+    assert lines["node"].startswith(f"{view.shown.state.node_of[block]}: block 1 of")
     for kind, id in (
-        ("request", request.id), ("group", request.group), ("node", view.board.state.node_of[block]),
+        ("request", request.id), ("group", request.group), ("node", view.shown.state.node_of[block]),
         ("step", view.steps.last), ("request", 10**6), ("node", 10**6), ("step", 10**6),
     ):  # fmt: skip
         story = tell(view, kind, id)
@@ -497,7 +497,7 @@ def test_a_new_view_is_an_empty_engine():
     view = View()
     view.fold([(1, 0.0, "submit", 1, "", 10, 20)], 0.0)
     view.frame(1.0)
-    assert view.board.counts == (1, 0, 0, 0) and view.shown_step() is None and view.subject() is None
+    assert view.shown.counts == (1, 0, 0, 0) and view.shown_step() is None and view.subject() is None
     assert view.gate_text == view.pace_text == view.travel_text == ""
     assert not view.travel(-1)
 
@@ -546,16 +546,16 @@ def test_speed_in_slow_motion_is_the_engines_own():
 
 def test_a_finished_requests_table_stays_with_what_became_of_its_blocks():
     stress, view, records = followed(SMALL, 700)
-    assert view.board.last_tables
+    assert view.shown.last_tables
     in_tree = {b for node in stress.cache.tree.nodes.values() for b in node.blocks}
     given = {record[0]: record[4] for record in records if record[2] == "alloc"}
     seen = set()
-    for last in view.board.last_tables.values():
+    for last in view.shown.last_tables.values():
         for block in last.table:
             reused = any(seq > last.seq and block in blocks for seq, blocks in given.items())
             held = stress.cache.allocator.holders(block) > 0
             expected = "reused" if reused else "free" if block not in in_tree else "held" if held else "cached"
-            assert view.board.fate(block, last.seq) == expected
+            assert view.shown.fate(block, last.seq) == expected
             seen.add(expected)
     assert {"cached", "reused"} <= seen
 
@@ -577,7 +577,7 @@ async def test_records_of_an_engine_that_is_gone_do_not_count_as_dropped():
         async def snapshot(self) -> dict:
             return EMPTY.snapshot()
 
-    feed = Feed(Source(), View())
+    feed = Updater(Source(), View())
     feed.restart()
     feed.source.late = list(Source.late)
     feed.pump()  # some come while the other engine starts
@@ -606,7 +606,7 @@ async def test_records_that_wait_are_bounded_and_what_is_given_up_is_told(monkey
         async def snapshot(self) -> dict:
             return state.snapshot()
 
-    feed = Feed(Source(), View())
+    feed = Updater(Source(), View())
     await feed.sync()
     feed.frozen = frozen
     stress.run(3.0)
@@ -638,17 +638,17 @@ def test_records_come_out_of_their_packets_as_they_went_in():
 def test_a_board_is_the_state_at_every_record_and_its_copies_stand_still(load):
     stress = Stress(load)
     state = State(load.blocks + 1, load.block_size, load.budget, load.rows)
-    board = Board(state.copy())
+    shown = AnnotatedState(state.copy())
     stress.run_steps(700)
     kept, kinds = [], set()
     for i, record in enumerate(stress.drain()):
         kinds.add(record[2])
         state.apply(record)
-        board.fold([record])
+        shown.fold([record])
         if i % 5 == 0:
-            assert board.state.snapshot() == state.snapshot() and board.state.counts == state.counts
+            assert shown.state.snapshot() == state.snapshot() and shown.state.counts == state.counts
         if i % 150 == 0:
-            kept.append((board.copy(), state.snapshot(), board.saved.copy(), board.changed.copy()))
+            kept.append((shown.copy(), state.snapshot(), shown.saved.copy(), shown.changed.copy()))
     assert {"evict", "extend", "hold", "split"} <= kinds and len(kept) > 5
     for copy, snapshot, saved, changed in kept:
         assert copy.state.snapshot() == snapshot
@@ -669,7 +669,7 @@ async def test_a_backlog_is_folded_between_frames_and_keys_come_first(monkeypatc
         async def snapshot(self) -> dict:
             return empty
 
-    feed = Feed(Source(), View())
+    feed = Updater(Source(), View())
     await feed.sync()
     stress.run(4.0)
     feed.pump()

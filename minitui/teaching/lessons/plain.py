@@ -14,7 +14,7 @@ from minitui.sources.base import Source
 from minitui.teaching.lessons.page import LETTERS, Lesson, Page, find_code, fresh, paragraphs
 from minitui.teaching.stage import Stage
 from minitui.viewmodel.model import View
-from minitui.viewmodel.updater import Feed
+from minitui.viewmodel.updater import Updater
 
 WIDTH = 88
 
@@ -65,7 +65,7 @@ async def tell_alone(
         await source.start(lambda progress: None)
         chats = Chats(source, sampling=sampling)
         chats.use(await asyncio.to_thread(load, source.info))
-        feed = Feed(source, View())
+        feed = Updater(source, View())
         await feed.sync()
         assert chats.codec is not None
         feed.view.ids_to_text = chats.codec.decode

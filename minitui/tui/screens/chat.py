@@ -122,7 +122,7 @@ class ChatScreen(OneSize[None]):
         # Every panel at every second frame, one half at a time: a key never waits for all of them. Where the picture
         # stands, those of one moment are painted at once.
         self._turn = not self._turn
-        moment = (view.version, view.home, view.travel_text, view.board.state.seq) if view.still else None
+        moment = (view.version, view.home, view.travel_text, view.shown.state.seq) if view.still else None
         at_once = moment is not None and moment != self._painted_moment
         self._painted_moment = moment
         panels = [*self._bars, *(self._glance if self.has_class("-narrow") else self._rail)]

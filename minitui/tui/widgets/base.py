@@ -1,8 +1,8 @@
-"""What every panel is: a picture made of rows, of which only those that changed are drawn.
+"""The base class of all panels: a panel is a list of rows, and only changed rows are drawn.
 
-A panel implements `picture(view, width, height)`. `paint(view)` asks for it, frames it, compares it with what is on
-the screen, and marks the rows that differ. Textual then calls `render_line` for those alone. The frame is drawn here
-and not by CSS, so a row of the picture is a row of the widget and no coordinate is ever translated.
+A panel implements `picture(view, width, height)`. `paint(view)` adds the frame, compares the rows with those on the
+screen, and refreshes the ones that differ; Textual then calls `render_line` for these alone. The frame is drawn here
+rather than by CSS: a row of the picture is a row of the widget, and coordinates need no translation.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from minitui.viewmodel.model import View
 
 
-# Typography in titles and sentences; glyphs with a meaning come from theme.ASCII. One character becomes one.
+# Typographic characters in titles and sentences, one for one; glyphs with a meaning are in theme.ASCII.
 _TO_ASCII = str.maketrans({
     "·": "|", "…": "~", "–": "-", "—": "-", "→": ">", "←": "<", "↑": "^", "↓": "v", "×": "x", "“": '"', "”": '"',
     "‘": "'", "’": "'", "▏": "|", "╭": "+", "╮": "+", "╰": "+", "╯": "+", "│": "|", "─": "-", "▌": "|", "•": "*",
 })  # fmt: skip
 
 
-NARROWEST = 8  # cells: in fewer no panel says anything
+NARROWEST = 8  # cells: narrower panels stay blank
 
 
 def paragraphs(text: str) -> str:
-    """Prose without its line breaks, so that whoever shows it breaks it anew; blank lines part paragraphs."""
+    """Returns prose without line breaks inside its paragraphs, which blank lines separate."""
     return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n")) + "\n"
 
 
 @dataclass(slots=True)
 class Picture:
-    """What a panel shows: rows for its body, and what is written into its frame."""
+    """The content of a panel: the rows of its body and the texts in its frame."""
 
     rows: list[Runs]
     title: str = ""
@@ -52,7 +52,7 @@ class Picture:
 
 
 class Opened(Message):
-    """The reader wants the story of what is selected. kind, id: as in View.select."""
+    """Request to show the details of a thing. kind, id: as in View.select."""
 
     def __init__(self, kind: str, id: Any) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Opened(Message):
 
 
 class Column(Vertical):
-    """Panels one below the other. It draws nothing of its own, and is not asked to: they cover it."""
+    """Panels one below the other. BLANK: they cover it, so it draws nothing itself."""
 
     BLANK = True
 
@@ -73,7 +73,7 @@ class Columns(Horizontal):
 
 
 class LinePanel(Widget, can_focus=True):
-    """A framed panel drawn by rows. `FRAME`: "box" all round, "none" for one-line widgets."""
+    """A panel drawn row by row. `FRAME`: "box" for a border, "none" for one-line widgets."""
 
     FRAME: ClassVar[str] = "box"
     TITLE: ClassVar[str] = ""
@@ -93,20 +93,20 @@ class LinePanel(Widget, can_focus=True):
     # ---- for subclasses
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        """The body for `width` × `height` cells. Pure: reads the view and the panel's own settings."""
+        """Returns the body for `width` × `height` cells, from the view and the panel's own settings."""
         raise NotImplementedError
 
     def own_key(self, keys: str) -> list[Run]:
-        """For the note: keys that act while the panel has the focus, and elsewhere do something else."""
+        """Returns a note with keys that act on this panel only while it has the focus."""
         return [(f" · {keys}", "dim")] if self.has_focus else []
 
     def clicked(self, view: View, column: int, row: int) -> None:
-        """A click on the body, in body coordinates."""
+        """Handle a click on the body, in body coordinates."""
 
     # ---- painting
 
     def paint(self, view: View) -> int:
-        """Show the view as it stands. Returns the number of rows that changed."""
+        """Draw the view's present state. Returns the number of changed rows."""
         self.view = view
         width, height = self.size
         if width < 1 or height < 1:
@@ -131,7 +131,7 @@ class LinePanel(Widget, can_focus=True):
         return len(regions)
 
     def drawn(self, view: View, width: int, height: int) -> list[Runs]:
-        """What is put on the screen: `framed`, in plain ASCII where that is asked for."""
+        """Returns the rows for the screen: `framed`, in plain ASCII if the theme says so."""
         if width < NARROWEST:
             return [_exact((), width)] * height
         rows = self.framed(view, width, height)
@@ -140,7 +140,7 @@ class LinePanel(Widget, can_focus=True):
         return rows
 
     def framed(self, view: View, width: int, height: int) -> list[Runs]:
-        """The picture with its frame: exactly `height` rows of exactly `width` cells."""
+        """Returns the picture with its frame: exactly `height` rows of exactly `width` cells."""
         if self.frame == "none":
             body = self.picture(view, width, height).rows[:height]
             return [_exact(row, width) for row in body] + [_exact((), width)] * (height - len(body))
@@ -187,13 +187,13 @@ class LinePanel(Widget, can_focus=True):
         look = palette(self.app)
         strip = Strip([look.segment(run) for run in row], self._width)
         for line_filter in self.app.get_line_filters():  # NO_COLOR
-            if not isinstance(line_filter, (ANSIToTruecolor, VisibleLines)):  # a palette's segments need neither
+            if not isinstance(line_filter, (ANSIToTruecolor, VisibleLines)):  # the palette's segments need neither
                 strip = strip.apply_filter(line_filter, self.background_colors[1])
         return strip
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        self._dirty_regions.clear()  # only Textual's own rendering does that: they would be kept for ever
-        # Textual's own way would style, pad and filter each line again; ours are ready as they stand.
+        self._dirty_regions.clear()  # only Textual's own rendering clears them; otherwise they grow without end
+        # Textual would style, pad and filter each line again; these lines are finished.
         if self.styles.gutter:
             return super().render_lines(crop)
         strips = [self.render_line(y) for y in range(crop.y, crop.bottom)]
@@ -202,7 +202,7 @@ class LinePanel(Widget, can_focus=True):
         return strips
 
     def repaint(self) -> None:
-        """Paint again with the view last painted (after a key, a resize, a change of focus)."""
+        """Paint the same view again, after a key, a resize or a change of focus."""
         if self.view is not None and self.is_mounted:
             self.paint(self.view)
 
@@ -225,7 +225,7 @@ class LinePanel(Widget, can_focus=True):
 
     @property
     def text(self) -> str:
-        """What the panel shows, as text."""
+        """The panel's rows as text."""
         return "\n".join(plain(row).rstrip() for row in self._rows)
 
     @property
@@ -243,7 +243,7 @@ def _exact(row: Runs, width: int) -> Runs:
 
 
 def _difference(before: Runs, after: Runs) -> tuple[int, int]:
-    """How many cells two rows have in common on the left and on the right, counted in whole runs."""
+    """Returns the number of equal cells at the left and at the right of two rows, in whole runs."""
     left = right = 0
     for old, new in zip(before, after, strict=False):
         if old != new:

@@ -1,8 +1,8 @@
-"""Block map: how full, whose, what just changed?
+"""Block map: how full is the pool, who holds the blocks, what has just changed?
 
-An exact bar on top; below it one cell for each block in the order of their numbers, or for every k blocks when there
-are more blocks than cells: then a cell shows the state of most of its blocks, and k is printed. What changed glows.
-Four ways to colour: by state, owner, age, or the number of requests that hold a block; each has glyphs of its own.
+An exact bar at the top; below it one cell per block, in order of block numbers. If there are more blocks than cells, a
+cell stands for k blocks and shows the most frequent state; the title names k. Changed cells are highlighted. Four
+colourings: by state, owner, age, or reference count; each has its own glyphs.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from minitui.tui.widgets.rows import Line, Row, Run, Runs, runs_width
 from minitui.viewmodel.model import View
 
 FILLING = 4
-MODES = {"state": "state", "owner": "owner", "age": "age", "refs": "refcount"}  # and how each is called
-CELL_SHAPES = ((2, 2), (2, 1), (1, 1), (1, 0))  # (width of a cell, gap), the widest that suits is taken
-USED_WIDTH = 0.75  # a shape suits if rows of 8, 16, 24 … of its cells use at least this share of the width
-GLOW_SHARE = 0.25  # of a cell's blocks that must have changed
-AGES = (1.0, 5.0, 15.0, 60.0, 300.0)  # seconds; a block's digit is how many of them it is older than
+MODES = {"state": "state", "owner": "owner", "age": "age", "refs": "refcount"}  # key and name of each colouring
+CELL_SHAPES = ((2, 2), (2, 1), (1, 1), (1, 0))  # (width of a cell, gap), widest first
+USED_WIDTH = 0.75  # a shape fits if rows of 8, 16, 24 … of its cells use at least this share of the width
+GLOW_SHARE = 0.25  # a cell is highlighted if this share of its blocks changed
+AGES = (1.0, 5.0, 15.0, 60.0, 300.0)  # seconds; a block's digit counts the limits below its age
 DIGITS = "0123456789"
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How blocks lie on cells: cell i shows blocks first + i*k … first + (i+1)*k - 1."""
+    """The layout of blocks in cells: cell i shows blocks first + i*k … first + (i+1)*k - 1."""
 
     first: int
     blocks: int
@@ -49,7 +49,7 @@ class Grid:
 
 
 def grid(blocks: int, width: int, height: int, first: int = 1, one_each: bool = False) -> Grid:
-    """The roomiest grid for `blocks` blocks, numbered from `first`."""
+    """Returns the grid with the widest cells for `blocks` blocks, numbered from `first`."""
     width, height = max(1, width), max(1, height)
     if one_each:
         blocks = min(blocks, width * height)
@@ -68,35 +68,36 @@ def grid(blocks: int, width: int, height: int, first: int = 1, one_each: bool = 
 
 @dataclass(slots=True)
 class _Layer:
-    """A way to colour: a code for each block, and what each code looks like."""
+    """A colouring: a code for each block, and the look of each code."""
 
     codes: np.ndarray
     looks: list[tuple[str, str]]  # (glyph, style)
-    legend: list[list[Run]]  # its entries
+    legend: list[list[Run]]  # one item per entry
     glows: bool = False
 
 
 class BlockMap(LinePanel):
-    """Arrows move over the cells, Enter zooms to one block a cell and then tells a block's story, c changes colours."""
+    """Arrows move over the cells, Enter zooms to one block per cell and then opens a block, c changes the colouring."""
 
     TITLE = "KV blocks"
     help_text = paragraphs("""\
-The pool of KV memory, one cell for each block. A block holds the keys and values of 16 tokens, for all layers. A free
-block belongs to nobody; an active one to one request; a shared one is read by several requests whose texts begin
-alike; a cached one is kept by the tree alone, in case somebody asks something that begins like it, and goes first when
-room is needed. ▄ is where the next token of a request will be written. What glows has just changed.""")
+The pool of KV memory, one cell per block. A block holds the keys and values of 16 tokens, for all layers. A free block
+is unused. An active block belongs to one request. A shared block is read by several requests whose texts begin with
+the same tokens. A cached block is held by no request; the tree keeps it for prompts that begin with its tokens, and
+evicts it when blocks are needed. ▄ marks the block that receives a request's next token. Bright cells have just
+changed.""")
     BINDINGS: ClassVar = [
         Binding("left", "move(-1, 0)", "block before", show=False, id="map.left"),
         Binding("right", "move(1, 0)", "block after", show=False, id="map.right"),
         Binding("up", "move(0, -1)", "row above", show=False, id="map.up"),
         Binding("down", "move(0, 1)", "row below", show=False, id="map.down"),
-        Binding("enter", "open", "zoom in, then tell", show=False, id="map.open"),
+        Binding("enter", "open", "zoom in, then details", show=False, id="map.open"),
         Binding("backspace", "unzoom", "zoom out", show=False, id="map.unzoom"),
         Binding("c", "colour", "colours", show=False, id="map.colour", tooltip="by state, owner, age or holders"),
     ]
 
     class Coloured(Message):
-        """The colours now mean something else. mode: one of MODES."""
+        """The colouring has changed. mode: one of MODES."""
 
         def __init__(self, mode: str) -> None:
             super().__init__()
@@ -114,11 +115,11 @@ room is needed. ▄ is where the next token of a request will be written. What g
     # ---- the picture
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        board = view.board
-        whole = occupancy.lead(board)
-        head = [whole.extend(occupancy.bar(board, max(0, width - whole.width))).done(width)]
+        shown = view.shown
+        whole = occupancy.lead(shown)
+        head = [whole.extend(occupancy.bar(shown, max(0, width - whole.width))).done(width)]
         layer = self._layer(view) if self.mode != "state" else None
-        entries = layer.legend if layer is not None else occupancy.entries(board)
+        entries = layer.legend if layer is not None else occupancy.entries(shown)
         above, legend = _lay_out(entries, width, 0 if self.frame == "none" else width - 4)
         if above:
             head.append(Row().extend(above).done(width))
@@ -128,27 +129,27 @@ room is needed. ▄ is where the next token of a request will be written. What g
         self.grid = self._grid(view, width, map_height)
         spaced = self._grid(view, width, map_height - 1)
         if map_height > 2 and (spaced.k, spaced.cell, spaced.gap) == (self.grid.k, self.grid.cell, self.grid.gap):
-            head.append(Row().done(width))  # a line of air, where it costs nothing
+            head.append(Row().done(width))  # a blank line, if the cells keep their size
             self.grid = spaced
         rows = self._map_rows(view, layer or self._by_state(view), width)
         note: list[Run] = [("colour by ", "dim"), (MODES[self.mode], "ink"), (" · c", "dim")]
         title = "KV blocks"
         if self.grid.k > 1:
             title += f" · 1 cell = {self.grid.k} blocks"
-        elif self.zoomed_at is None and self.grid.blocks < board.total:
-            title += f" · first {self.grid.blocks:,} of {board.total:,}"
+        elif self.zoomed_at is None and self.grid.blocks < shown.total:
+            title += f" · first {self.grid.blocks:,} of {shown.total:,}"
             title += ", the others are free" if width >= 66 else ""
         elif self.zoomed_at is not None:
-            title += f" · {self.grid.first:,} to {self.grid.first + self.grid.blocks - 1:,} of {board.total:,}"
+            title += f" · {self.grid.first:,} to {self.grid.first + self.grid.blocks - 1:,} of {shown.total:,}"
         else:
-            title += f" · {board.total:,} blocks of {board.state.block_size}"
+            title += f" · {shown.total:,} blocks of {shown.state.block_size}"
         filling: list[Run] = [("  ", "ink")] * bool(legend) + [(glyphs().filling, "active"), (" filling", "dim")]
         if layer is None and self.grid.k == 1 and runs_width([*legend, *filling]) <= width - 4:
             legend = [*legend, *filling]
         return Picture([*head, *rows], title=title, note=note, legend=legend)
 
     def _grid(self, view: View, width: int, height: int) -> Grid:
-        total = view.board.total
+        total = view.shown.total
         room = width * height
         if self.zoomed_at is None:
             used = self._used_part(view, room) if total > room else total
@@ -157,14 +158,14 @@ room is needed. ▄ is where the next token of a request will be written. What g
         return grid(total - first + 1, width, height, first=first, one_each=True)
 
     def _used_part(self, view: View, room: int) -> int:
-        """How many blocks to show of a pool that has more than cells: if all in use fit, the beginning of the pool up
-        to a power of two beyond them (the rest is free, and said to be); else all."""
-        in_use = np.flatnonzero(view.board.codes)
+        """Returns how many blocks to show of a pool with more blocks than cells: if all used ones fit, the first 2^n
+        blocks that contain them (the title says that the others are free); otherwise all."""
+        in_use = np.flatnonzero(view.shown.codes)
         last = int(in_use[-1]) if len(in_use) else 0
         shown = 64
         while shown < last * 1.1:
             shown *= 2
-        return shown if shown <= room else view.board.total
+        return shown if shown <= room else view.shown.total
 
     def _map_rows(self, view: View, layer: _Layer, width: int) -> list[Runs]:
         g = self.grid
@@ -172,7 +173,7 @@ room is needed. ▄ is where the next token of a request will be written. What g
         span = slice(g.first, g.first + g.blocks)
         codes = layer.codes[span].astype(np.int64)
         glow = view.glow()[span] if layer.glows else None
-        marked = np.zeros(view.board.state.num_blocks, bool)
+        marked = np.zeros(view.shown.state.num_blocks, bool)
         if view.links.blocks:
             marked[list(view.links.blocks)] = True
         marked_cells = marked[span]
@@ -217,21 +218,21 @@ room is needed. ▄ is where the next token of a request will be written. What g
         return makers[self.mode](view)
 
     def _by_state(self, view: View) -> _Layer:
-        codes = view.board.codes
+        codes = view.shown.codes
         if self.grid.k == 1:
             codes = codes.copy()
-            filling = view.board.filling()
+            filling = view.shown.filling()
             if filling:
                 codes[[block for block in filling if codes[block] == ACTIVE]] = FILLING
         looks = [(occupancy.glyph(code), occupancy.STYLES[code]) for code in (FREE, ACTIVE, SHARED, CACHED)]
         looks.append((glyphs().filling, "active"))
-        return _Layer(codes, looks, [], glows=True)  # its legend has the counts
+        return _Layer(codes, looks, [], glows=True)  # occupancy.entries is its legend
 
     def _by_owner(self, view: View) -> _Layer:
-        board = view.board
+        shown = view.shown
         groups: dict[str, int] = {}
-        owner = np.full(board.state.num_blocks, -1, np.int64)
-        for request in sorted(board.state.requests.values(), key=lambda r: r.id):
+        owner = np.full(shown.state.num_blocks, -1, np.int64)
+        for request in sorted(shown.state.requests.values(), key=lambda r: r.id):
             if not request.table:
                 continue
             index = groups.setdefault(request.group, len(groups))
@@ -242,48 +243,48 @@ room is needed. ▄ is where the next token of a request will be written. What g
         looks = [(g.free, "free"), (g.cached, "cached"), (g.shared, "shared")]
         letters = [_letter(view.group_name(group), i) for group, i in groups.items()]
         looks += [(letter, f"owner-{i % OWNER_COLOURS}") for i, letter in enumerate(letters)]
-        codes = np.where(owner >= 0, owner + 3, np.where(owner == -2, 2, np.where(board.node_of > 0, 1, 0)))
+        codes = np.where(owner >= 0, owner + 3, np.where(owner == -2, 2, np.where(shown.node_of > 0, 1, 0)))
         legend = [_entry(g.shared, "shared", "several"), _entry(g.cached, "cached", "cached"), _free()]
         for group, i in groups.items():
             name = view.group_name(group)
-            named = name.removeprefix(letters[i] + " ")[:16].rstrip()  # its number is the letter
+            named = name.removeprefix(letters[i] + " ")[:16].rstrip()  # the letter already shows its number
             legend.append(_entry(letters[i], f"owner-{i % OWNER_COLOURS}", named or "no name"))
         return _Layer(codes, looks, legend)
 
     def _by_age(self, view: View) -> _Layer:
-        board = view.board
-        now = board.state.t if view.exact else view.engine_now
-        older = np.searchsorted(np.array(AGES), now - board.changed)
-        codes = np.where(board.codes == FREE, 0, older + 1)
+        shown = view.shown
+        now = shown.state.t if view.exact else view.engine_now
+        older = np.searchsorted(np.array(AGES), now - shown.changed)
+        codes = np.where(shown.codes == FREE, 0, older + 1)
         shades = ("active-glow", "active-warm", "active", "shared", "cached", "dim")
         looks = [(glyphs().free, "free")] + [(DIGITS[i], shades[i]) for i in range(len(AGES) + 1)]
         words = ("changed <1 s ago", "<5 s", "<15 s", "<1 min", "<5 min", "longer ago")
         return _Layer(codes, looks, [*(_entry(DIGITS[i], shades[i], word) for i, word in enumerate(words)), _free()])
 
     def _by_refs(self, view: View) -> _Layer:
-        board = view.board
-        holders = board.holders
+        shown = view.shown
+        holders = shown.holders
         g = glyphs()
-        codes = np.where(holders > 0, np.minimum(holders, 10) + 1, np.where(board.node_of > 0, 1, 0))
+        codes = np.where(holders > 0, np.minimum(holders, 10) + 1, np.where(shown.node_of > 0, 1, 0))
         looks = [(g.free, "free"), (g.cached, "cached"), ("1", "active")]
         looks += [(DIGITS[i], "shared-glow") for i in range(2, 10)] + [("+", "shared-glow")]
         legend = [
-            _entry("1", "active", "one request holds it"), _entry("2-9", "shared-glow", "as many"),
-            _entry("+", "shared-glow", "ten or more"), _entry(g.cached, "cached", "none: cached"), _free(),
+            _entry("1", "active", "held by one request"), _entry("2-9", "shared-glow", "by 2 to 9"),
+            _entry("+", "shared-glow", "by ten or more"), _entry(g.cached, "cached", "by none: cached"), _free(),
         ]  # fmt: skip
         return _Layer(codes, looks, legend)
 
     # ---- moving about
 
     def cursor_cell(self, view: View) -> int | None:
-        """The cell under the cursor: that of the selected block."""
+        """Returns the cell of the selected block, or None."""
         if view.selection is None or view.selection.kind != "block":
             return None
         cell = (view.selection.id - self.grid.first) // self.grid.k
         return cell if 0 <= cell < self.grid.cells else None
 
     def block_at(self, column: int, row: int) -> int | None:
-        """The (first) block of the cell at body coordinates of the map part, or None."""
+        """Returns the (first) block of the cell at these coordinates of the map, or None."""
         g = self.grid
         if self._spread():
             row //= 2
@@ -292,7 +293,7 @@ room is needed. ▄ is where the next token of a request will be written. What g
         return g.first + cell * g.k if 0 <= x < g.per_row and 0 <= cell < g.cells else None
 
     def _spread(self) -> bool:
-        """Is there room for a line of air between the rows of cells?"""
+        """True if there is room for blank lines between the rows of cells."""
         g = self.grid
         return g.gap > 0 and 2 * -(-g.cells // g.per_row) - 1 <= g.rows
 
@@ -313,12 +314,12 @@ room is needed. ▄ is where the next token of a request will be written. What g
         cell = self.cursor_cell(view)
         if cell is None:
             cell = 0
-            if view.links.blocks:  # go on from what is selected elsewhere
+            if view.links.blocks:  # start at the selection of another panel
                 cell = max(0, min(g.cells - 1, (min(view.links.blocks) - g.first) // g.k))
             block = g.first + cell * g.k
         else:
             block = view.selection.id + (dx + dy * g.per_row) * g.k if view.selection is not None else g.first
-        block = max(1, min(view.board.total, block))
+        block = max(1, min(view.shown.total, block))
         if self.zoomed_at is not None and not g.first <= block < g.first + g.blocks:
             self.zoomed_at = max(1, self.zoomed_at + (dx or dy * g.per_row))
         view.select("block", block)
@@ -350,7 +351,7 @@ room is needed. ▄ is where the next token of a request will be written. What g
 
 
 def _runs(cells: np.ndarray, looks: list[tuple[str, str]], g: Grid, width: int) -> Runs:
-    """One line of cells, equal neighbours joined. A cell is code*8 + glow*2 + marked; glow 3 is the cursor."""
+    """Returns one line of cells, equal neighbours joined. A cell is code*8 + glow*2 + marked; glow 3 is the cursor."""
     runs: list[Run] = []
     ends = [*(np.flatnonzero(cells[1:] != cells[:-1]) + 1).tolist(), len(cells)]
     start = used = 0
@@ -382,14 +383,14 @@ def _runs(cells: np.ndarray, looks: list[tuple[str, str]], g: Grid, width: int) 
 
 
 def _letter(name: str, index: int) -> str:
-    """One character for an owner: the number its name begins with, else a letter."""
+    """Returns one character for an owner: the number at the start of its name, else a letter."""
     lead = name.split(" ")[0]
     number = int(lead) if lead.isdigit() else index + 10
     return "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"[number % 62]
 
 
 def _entry(glyph: str, style: str, word: str) -> list[Run]:
-    """One entry of a legend."""
+    """Returns one entry of a legend."""
     return [(glyph, style), (f" {word}", "dim")]
 
 
@@ -398,8 +399,8 @@ def _free() -> list[Run]:
 
 
 def _lay_out(entries: list[list[Run]], width: int, frame: int) -> tuple[list[Run], list[Run]]:
-    """Entries of a legend: (for a row above the map, for the frame). All in the frame if it has room for them (it has
-    `frame` cells), else as many as fit above and what remains in the frame; those that fit nowhere are counted."""
+    """Returns the entries of a legend, split: (row above the map, frame). The frame has room for `frame` cells. If not
+    all entries fit there, the row above takes as many as fit, the frame the rest; "+n more" counts those left out."""
 
     def taken(some: list[list[Run]], room: int) -> tuple[list[Run], list[list[Run]]]:
         runs: list[Run] = []

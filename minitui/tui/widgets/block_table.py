@@ -1,6 +1,6 @@
-"""Block table: where do this request's tokens lie? Logical block 0 … n and, under each, the physical block.
+"""Block table: where are this request's tokens? Logical blocks 0 … n, and the physical block of each.
 
-This is the picture of paging: the request sees consecutive positions, the pool gives whatever block was free.
+This shows paging: the request sees consecutive positions; the pool provides any free blocks.
 """
 
 from __future__ import annotations
@@ -10,99 +10,100 @@ from typing import ClassVar
 
 from textual.binding import Binding
 
+from minitui.text import count
 from minitui.tui.theme import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
 from minitui.tui.widgets.rows import Row, Run, Runs, cells, clip
 from minitui.viewmodel.model import View
 
-CHIP = 6  # cells of a chip: five for the number, one of space; wider where block numbers are
-TWO_ROWS_FROM = 6  # rows of the panel from which on its heading may have two
-NAME = 12  # cells of a chat's name at least
+CHIP = 6  # cells per chip: five for the block number, one space; more for longer numbers
+TWO_ROWS_FROM = 6  # panel height from which the heading may take two rows
+NAME = 12  # least cells for a chat's name
 
 
 class BlockTable(LinePanel):
-    """The table of the selected request, or of the youngest that runs. Left and right move over its blocks."""
+    """The table of the selected request, or of the newest running one. Left and right move over its blocks."""
 
     TITLE = "Block table"
     help_text = paragraphs("""\
-Paging. The request counts its tokens 0, 1, 2, …: tokens 0 to 15 are its logical block 0, and so on. Where such a block
-lies in the pool is written in this table, under it: any free block will do, so memory is never fragmented. ×4 means
-that four requests have the same block in their tables: they read it together. Only the last block is being written.""")
+Paging. A request numbers its tokens 0, 1, 2, …; tokens 0 to 15 are its logical block 0, and so on. The table shows,
+under each logical block, the physical block that stores it. Any free block will do, so memory is never fragmented. ×4:
+four requests have this block in their tables and read it. Only the last block is written to.""")
     BINDINGS: ClassVar = [
         Binding("left", "move(-1)", "block before", show=False, id="table.left"),
         Binding("right", "move(1)", "block after", show=False, id="table.right"),
-        Binding("up", "turn(1)", "younger request", show=False, id="table.up"),
-        Binding("down", "turn(-1)", "elder request", show=False, id="table.down"),
-        Binding("enter", "open", "tell its story", show=False, id="table.open"),
+        Binding("up", "turn(1)", "newer request", show=False, id="table.up"),
+        Binding("down", "turn(-1)", "older request", show=False, id="table.down"),
+        Binding("enter", "open", "details", show=False, id="table.open"),
     ]
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         id = view.subject()
-        request = view.board.state.requests.get(id) if id is not None else None
+        request = view.shown.state.requests.get(id) if id is not None else None
         if request is None:
             return self._nothing(view, id, width, height)
-        size = view.board.state.block_size
-        computed = view.board.state.computed(request)
+        size = view.shown.state.block_size
+        computed = view.shown.state.computed(request)
         lane = view.lanes.lanes.get(request.id)
-        shared = sum(view.board.state.holders[block] > 1 for block in request.table)
+        shared = sum(view.shown.state.holders[block] > 1 for block in request.table)
         line = Row(f"r{request.id}", "bold accent" if view.selection is not None else "bold ink")
-        about = Row(f"  {len(request.table)} blocks for {computed:,} tokens", "dim")
+        about = Row(f"  {count(len(request.table), 'block')} for {count(computed, 'token')}", "dim")
         if shared:
             about.add(f", {shared} shared", "dim")
             about.add(" with others" if about.width + 12 <= width else "", "dim")
         if request.state != "running":
-            about.add(f"  {request.state}: it holds no block", "waiting")
+            about.add(f"  {request.state}: holds no blocks", "waiting")
         name = view.group_name(request.group) if request.group else ""
         head = _head(line, name, about, width, height)
         title = "Block table · logical " + glyphs().arrow + " physical"
         note: list[Run] = []
         if view.selection is None:
-            note = [("the youngest that runs", "dim")] if view.home is None else []
+            note = [("newest running request", "dim")] if view.home is None else []
         elif view.selection.kind == "request" and lane is not None:
             note = [("selected", "accent")]
         rows = [*head, *self._chips(view, request.table, computed, size, width, height - len(head))]
         g = glyphs()
         legend: list[Run] = [
             ("number", "ink on shared-chip"), (f" held by {g.times}n  ", "dim"), ("number", "ink on active-chip"),
-            (" its own  ", "dim"), ("9/16", "ink"), (" last block filling", "dim"),
+            (" private  ", "dim"), ("9/16", "ink"), (" tokens in the last block", "dim"),
         ]  # fmt: skip
         return Picture(rows, title=title, note=note, legend=legend)
 
     def _nothing(self, view: View, id: int | None, width: int, height: int) -> Picture:
         lane = view.lanes.lanes.get(id) if id is not None else None
-        last = view.board.last_tables.get(lane.group) if lane is not None else None
+        last = view.shown.last_tables.get(lane.group) if lane is not None else None
         if lane is None or last is None or last.request != lane.id or not last.table:
             anyone = view.selection is None and view.home is None
             text = "no request has run yet" if anyone else "no request of this chat has run yet"
             if lane is not None:
-                text = f"r{lane.id} waits: it holds no block yet"
+                text = f"r{lane.id} is waiting: it holds no blocks yet"
                 if lane.finish_reason:
-                    text = f"r{lane.id} has finished ({lane.finish_reason}): its blocks went back to pool and tree"
+                    text = f"r{lane.id} finished ({lane.finish_reason}) and released its blocks"
             return Picture([Row(line, "dim").done(width) for line in textwrap.wrap(text, width)], title="Block table")
-        fates = [view.board.fate(block, last.seq) for block in last.table]
+        fates = [view.shown.fate(block, last.seq) for block in last.table]
         kept = sum(fate in ("cached", "held") for fate in fates)
         line, name = Row(f"r{lane.id}", "bold ink"), view.group_name(lane.group)
-        told = f"  finished: {kept} of {len(fates)} blocks stay in the tree"
-        if line.width + cells(name) + 1 + len(told) > width:
-            told = f"  {kept} of {len(fates)} blocks cached"
-        head = _head(line, name, Row(told, "dim"), width, height)
-        size = view.board.state.block_size
+        text = f"  finished: {kept} of {len(fates)} blocks stay in the tree"
+        if line.width + cells(name) + 1 + len(text) > width:
+            text = f"  {kept} of {len(fates)} blocks cached"
+        head = _head(line, name, Row(text, "dim"), width, height)
+        size = view.shown.state.block_size
         rows = [*head, *self._chips(view, last.table, last.computed, size, width, height - len(head), fates)]
         legend: list[Run] = [
             ("number", "ink on cached-chip"), (" cached  ", "dim"), ("number", "ink on shared-chip"),
-            (" in use  ", "dim"), ("number", "dim"), (" given back", "dim"),
+            (" in use  ", "dim"), ("number", "dim"), (" freed", "dim"),
         ]  # fmt: skip
-        return Picture(rows, title="Block table · as it last stood", legend=legend)
+        return Picture(rows, title="Block table · at finish", legend=legend)
 
     def _chips(
         self, view: View, table: list[int], computed: int, size: int, width: int, height: int,
         fates: list[str] | None = None,
     ) -> list[Runs]:  # fmt: skip
-        """Lines of three (logical number, physical chip, holders); of two, with the logical number of the first before
-        the chips; or chips alone: what fits. `fates`: the request has finished, and this became of its blocks."""
+        """Returns lines of chips: in threes (logical number, physical block, holders), in twos (the first logical
+        number before the chips), or chips alone, whichever fits. `fates`: the uses of a finished request's blocks."""
         if height < 1:
             return []
-        chip = max(CHIP, len(str(view.board.state.num_blocks - 1)) + 2)
+        chip = max(CHIP, len(str(view.shown.state.num_blocks - 1)) + 2)
         lead = len(str(len(table) - 1)) + 2  # "12→ "
         across, short = max(1, width // chip), max(1, (width - lead) // chip)
         tall = min(height, 3)
@@ -121,17 +122,17 @@ that four requests have the same block in their tables: they read it together. O
                 chips.add(f"{items[start]}{glyphs().arrow}".rjust(left - 1), "dim")
             for column, index in enumerate(items[start : start + across]):
                 at = left + column * chip
-                if index < 0:  # so many are left out here
+                if index < 0:  # -index blocks are left out here
                     logical.to(at).add(glyphs().dots.rjust(chip - 2), "dim")
                     chips.to(at).add(f"+{-index} ".rjust(chip - 1), "dim")
                     continue
                 block = table[index]
-                held = view.board.state.holders[block]
+                held = view.shown.state.holders[block]
                 style = f"ink on {'shared' if held > 1 else 'active'}-chip"
                 if fates is not None:
                     held = held if fates[index] == "held" else 0
                     style = {"cached": "ink on cached-chip", "held": "ink on shared-chip"}.get(fates[index], "dim")
-                elif view.glow_of(float(view.board.changed[block])) == 2:
+                elif view.glow_of(float(view.shown.changed[block])) == 2:
                     style = "bold " + style
                 chosen = view.selection is not None and view.selection.kind == "block" and view.selection.id == block
                 logical.to(at).add(str(index).rjust(chip - 2), "accent" if chosen else "dim")
@@ -153,7 +154,7 @@ that four requests have the same block in their tables: they read it together. O
     def action_move(self, by: int) -> None:
         view = self.view
         id = view.subject() if view is not None else None
-        request = view.board.state.requests.get(id) if view is not None and id is not None else None
+        request = view.shown.state.requests.get(id) if view is not None and id is not None else None
         if view is None or request is None or not request.table:
             return
         table = request.table
@@ -165,11 +166,11 @@ that four requests have the same block in their tables: they read it together. O
         self.repaint()
 
     def action_turn(self, by: int) -> None:
-        """Select the next younger or elder request."""
+        """Select the next newer or older request."""
         view = self.view
         if view is None:
             return
-        ids = sorted(view.board.state.requests)
+        ids = sorted(view.shown.state.requests)
         if not ids:
             return
         now = view.subject()
@@ -188,7 +189,7 @@ that four requests have the same block in their tables: they read it together. O
 
 
 def _head(line: Row, name: str, about: Row, width: int, height: int) -> list[Runs]:
-    """Whose table it is and what is to be said of it: in one row, or in two where it is too long and there is room."""
+    """Returns the heading: in one row, or in two if it is too long and the panel has room."""
     whole = cells(name) + 1 if name else 0
     fits = line.width + whole + about.width <= width
     if not fits and height >= TWO_ROWS_FROM:
@@ -199,8 +200,8 @@ def _head(line: Row, name: str, about: Row, width: int, height: int) -> list[Run
 
 
 def _with_ends(n: int, room: int, across: int, at: int | None = None) -> list[int]:
-    """Which of `n` logical blocks to show in `room` places: all, or the beginning, where sharing shows, and the end,
-    where the next token goes, and always block `at`. A negative number stands for so many left out."""
+    """Returns which of `n` logical blocks to show in `room` places: all, or the first ones (often shared) and the last
+    ones (the next token), and always block `at`. A negative number counts the blocks left out at its place."""
     shown = _both_ends(n, room, across)
     if at is None or at in shown:
         return shown
@@ -220,7 +221,7 @@ def _with_ends(n: int, room: int, across: int, at: int | None = None) -> list[in
 
 
 def _with_gaps(blocks: list[int], n: int) -> list[int]:
-    """The blocks, and for those left out before, between and behind them their number, negative."""
+    """Returns the blocks with a negative number for each gap: how many blocks it leaves out."""
     items: list[int] = []
     before = -1
     for block in [*blocks, n]:

@@ -10,10 +10,11 @@ from textual.geometry import Size
 from textual.widgets import TextArea
 
 from minitui.chat.conversation import Session
+from minitui.text import ordinal
 from minitui.tui.actions import BY_ID, key_label, offered
 from minitui.tui.theme import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
-from minitui.tui.widgets.rows import Row, Run, cells, clip, ordinal, runs_width
+from minitui.tui.widgets.rows import Row, Run, cells, clip, runs_width
 
 if TYPE_CHECKING:
     from minitui.tui.app import MinituiApp

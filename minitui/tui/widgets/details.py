@@ -1,4 +1,4 @@
-"""The popover: the story of what is selected, live while it is open."""
+"""The popover with the details of one thing, live while it is open."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LABEL = 13
 
 
 class Details(LinePanel):
-    """Shown above the panels by `show`; Escape or Enter closes it."""
+    """`show` opens it above the panels; Escape or Enter closes it."""
 
     DEFAULT_CSS = """
     Details { layer: above; position: absolute; display: none; }
@@ -35,7 +35,7 @@ class Details(LinePanel):
         self._back: LinePanel | None = None
 
     def show(self, view: View, kind: str, subject: Any, back: LinePanel | None) -> None:
-        """Open on a thing; `back` gets the focus when it closes."""
+        """Open with the details of a thing; `back` gets the focus when it closes."""
         self.kind, self.subject, self._back, self.top = kind, subject, back, 0
         width = min(92, self.screen.size.width - 4)
         lines = self._lines(view, width - 4)

@@ -1,4 +1,4 @@
-"""Events: each decision and the engine's reason for it, the newest on top; never merged."""
+"""Events: each decision with the engine's reason, the newest at the top; never merged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STYLES = {
     "admit": "decode", "hit": "hit", "miss": "dim", "evict": "pool", "preempt": "bad", "finish": "dim",
     "wait": "waiting", "refuse": "bad", "fail": "bad", "pace": "accent",
 }  # fmt: skip
-NARROW = 50  # below, events are told in few words
+NARROW = 50  # cells: narrower panels show the short texts
 FILTERS = (
     ("all", ()),
     ("hits and misses", ("hit", "miss")),
@@ -27,8 +27,8 @@ FILTERS = (
 )
 
 
-def broken(words: str, width: int) -> list[str]:
-    """In lines of at most `width` cells, rather between the parts that dots set off than within one."""
+def wrapped(words: str, width: int) -> list[str]:
+    """Returns lines of at most `width` cells, broken before a middle dot where possible."""
     lines: list[str] = []
     for part in words.replace(" · ", "\0· ").split("\0"):
         if lines and cells(lines[-1]) + 1 + cells(part) <= width:
@@ -39,13 +39,13 @@ def broken(words: str, width: int) -> list[str]:
 
 
 class Events(LinePanel):
-    """Up and down choose an event (and with it its request or node), f filters, Enter tells the story."""
+    """Up and down choose an event and select its request or node, f filters, Enter opens the details."""
 
     TITLE = "Events"
     help_text = paragraphs("""\
-Every decision of the engine with its reason, the newest on top, never summed up: who was admitted and how long it had
-waited; what a prompt took from the tree and why not more; what was evicted and for whom; who was preempted; how each
-request ended. The event under the cursor selects what it is about.""")
+Every decision of the engine with its reason, the newest at the top: which request was admitted and how long it had
+waited; how many tokens a prompt took from the tree and why not more; which blocks were evicted and for which request;
+which request was preempted; how each request finished. Choosing an event selects its request or node.""")
     BINDINGS: ClassVar = [
         Binding("up", "move(-1)", "later", show=False, id="events.up"),
         Binding("down", "move(1)", "earlier", show=False, id="events.down"),
@@ -53,7 +53,7 @@ request ended. The event under the cursor selects what it is about.""")
         Binding("pagedown", "move(10)", "earlier", show=False, id="events.pagedown"),
         Binding("home", "latest", "the newest", show=False, id="events.latest"),
         Binding("f", "filter", "filter", show=False, id="events.filter", tooltip="all, hits, memory, requests, one"),
-        Binding("enter", "open", "tell its story", show=False, id="events.open"),
+        Binding("enter", "open", "details", show=False, id="events.open"),
     ]
 
     def __init__(self, *, id: str | None = None, frame: str | None = None, compact: bool = False) -> None:
@@ -62,12 +62,12 @@ request ended. The event under the cursor selects what it is about.""")
         self.chosen: int | None = None  # seq of the event under the cursor
         self.skip = 0
         self.shown: list[Event] = []
-        self._at: list[Event] = []  # whose row each is
+        self._at: list[Event] = []  # the event of each row
         self.compact = compact
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         name = FILTERS[self.filter][0]
-        seq = view.board.state.seq
+        seq = view.shown.state.seq
         digits = len(f"{max(1, view.horizon):,}") + 1
         rows: list[Runs] = []
         self.shown, self._at = [], []
@@ -79,14 +79,14 @@ request ended. The event under the cursor selects what it is about.""")
             self.shown.append(event)
             self._at += [event] * len(lines)
         if not rows:
-            rows = [Row("nothing has happened yet" if name == "all" else f"no event among: {name}", "dim").done(width)]
+            rows = [Row("no events yet" if name == "all" else f"no events of this kind: {name}", "dim").done(width)]
         note: list[Run] = []
         if not self.compact:
             note = [("show ", "dim"), (name, "ink"), *self.own_key("f")]
-        legend: list[Run] = [(f"step, what, why · {view.events.count:,} so far", "dim")]
+        legend: list[Run] = [(f"step, event, reason · {view.events.count:,} so far", "dim")]
         if self.skip:
             legend = [(f"{self.skip:,} newer above · Home", "accent")]
-        return Picture(rows, title="Lately" if self.compact else "Events", note=note, legend=legend)
+        return Picture(rows, title="Recent events" if self.compact else "Events", note=note, legend=legend)
 
     def _wanted(self, view: View) -> Callable[[Event], bool]:
         name, kinds = FILTERS[self.filter]
@@ -98,7 +98,7 @@ request ended. The event under the cursor selects what it is about.""")
         return lambda event: True
 
     def _lines(self, view: View, event: Event, width: int, digits: int, most: int) -> list[Runs]:
-        """One row, or as many as its words need, but no more than `most`."""
+        """Returns the event's rows: as many as its text needs, but at most `most`."""
         lit = event.request in view.links.requests or event.node in view.links.nodes
         here = event.seq == self.chosen
         ground = " on select" if lit else ""
@@ -109,7 +109,7 @@ request ended. The event under the cursor selects what it is about.""")
         quiet = event.kind in ("finish", "miss")
         style = "bold accent" if here else "bold ink" if fresh else "dim" if quiet else "ink"
         room = width - row.width
-        pieces = [words] if cells(words) <= room else broken(words, max(8, room))
+        pieces = [words] if cells(words) <= room else wrapped(words, max(8, room))
         rows = []
         for number, piece in enumerate(pieces[:most]):
             cut = number == most - 1 < len(pieces) - 1  # the panel ends here
@@ -128,7 +128,7 @@ request ended. The event under the cursor selects what it is about.""")
         self.chosen = event.seq
         if event.request >= 0 and event.request in view.lanes.lanes:
             view.select("request", event.request)
-        elif event.node in view.board.state.nodes:
+        elif event.node in view.shown.state.nodes:
             view.select("node", event.node)
         elif event.step in view.steps:
             view.select("step", event.step)
@@ -143,7 +143,7 @@ request ended. The event under the cursor selects what it is about.""")
             self.skip += at - len(seqs) + 1
         elif at < 0:
             self.skip = max(0, self.skip + at)
-        shown = view.events.tail(len(seqs), view.board.state.seq, self._wanted(view), self.skip)
+        shown = view.events.tail(len(seqs), view.shown.state.seq, self._wanted(view), self.skip)
         if shown:
             self._choose(view, shown[max(0, min(len(shown) - 1, at))])
         self.repaint()
@@ -164,7 +164,7 @@ request ended. The event under the cursor selects what it is about.""")
             return
         if event.request >= 0:
             self.post_message(Opened("request", event.request))
-        elif event.node in view.board.state.nodes:
+        elif event.node in view.shown.state.nodes:
             self.post_message(Opened("node", event.node))
         else:
             self.post_message(Opened("step", event.step))

@@ -1,4 +1,4 @@
-"""Experts: which of them are hot? A row for each layer that has experts, a cell for each expert."""
+"""Experts: which ones are hot? A row per layer with experts, a cell per expert."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import ClassVar
 import numpy as np
 from textual.binding import Binding
 
+from minitui.text import count
 from minitui.tui.theme import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
 from minitui.tui.widgets.rows import Row, Run, Runs
@@ -14,23 +15,24 @@ from minitui.viewmodel.experts import ExpertLoad
 from minitui.viewmodel.model import View
 
 LABEL = 5
-FIGURE = 6  # the hottest expert's share, in means
-MEAN = 3  # the level of an expert that gets as much as the mean; each doubling is two levels more
+FIGURE = 6  # cells for the hottest expert's load, in multiples of the mean
+MEAN = 3  # the bar level of the layer's mean; twice the load is two levels higher
 COLD, HOT = 0.5, 2.0
-TOP = 4  # experts that are named
+TOP = 4  # experts named in the last row
 
 
 class ExpertMap(LinePanel):
-    """Up and down choose a layer, whose hottest experts are named below."""
+    """Up and down choose a layer; the last row names its hottest experts."""
 
     TITLE = "Experts"
     help_text = paragraphs("""\
-A mixture of experts has many small MLPs in the place of one, and a router that sends each token to a few of them. Each
-row is a layer, each cell an expert, its height what it got in the last moments: the middle is the mean of its layer,
-two levels more are twice as much, a dot is nothing. The figure at the right is the hottest expert's share, in means.
+A mixture-of-experts model has many small MLPs per layer in place of one, and a router sends each token to a few of
+them. Each row is a layer, each cell an expert; the height is its recent load. The middle height is the layer's mean,
+two levels higher is twice the mean, a dot is no token. The figure at the right is the hottest expert's load, in
+multiples of the mean.
 
-A decode step reads the weights of every expert that any token of the batch wants, so a skewed router makes small
-batches cheap; on several GPUs, or in a large prefill, everybody waits for the hottest.""")
+A decode step reads the weights of every expert that some token of the batch uses, so a skewed router makes small
+batches cheap. On several GPUs, or in a large prefill, all experts wait for the hottest one.""")
     BINDINGS: ClassVar = [
         Binding("up", "layer(-1)", "layer before", show=False, id="experts.up"),
         Binding("down", "layer(1)", "layer after", show=False, id="experts.down"),
@@ -38,14 +40,14 @@ batches cheap; on several GPUs, or in a large prefill, everybody waits for the h
 
     def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
         super().__init__(id=id, frame=frame)
-        self.chosen = 0  # row of the load
-        self._first = 0  # row shown first
+        self.chosen = 0  # index of the chosen layer
+        self._first = 0  # index of the first layer shown
         self._shown = self._last = 0
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         load = view.experts.at(view.horizon)
         if load is None:
-            text = "no step yet" if view.experts.known else "no layer of this model has experts, or none has run yet"
+            text = "no step yet" if view.experts.known else "this model has no experts, or no step has used them yet"
             return Picture([Row(text, "dim").done(width)])
         self._last = len(load.layers) - 1
         self.chosen = min(self.chosen, self._last)
@@ -62,7 +64,7 @@ batches cheap; on several GPUs, or in a large prefill, everybody waits for the h
         span = f" of the last {load.seconds:.1f} s" if load.seconds >= 0.05 else ""
         notes = []
         if (each := self._experts_a_cell(load, width)) > 1:
-            notes.append(f"{each} experts a cell")
+            notes.append(f"{each} experts per cell")
         if self._shown < len(load.layers):
             notes.append(f"{self._first + 1}-{self._first + self._shown} of {len(load.layers)} layers")
         note: list[Run] = [("  ".join(notes), "dim")] if notes else []
@@ -80,7 +82,7 @@ batches cheap; on several GPUs, or in a large prefill, everybody waits for the h
         ]  # fmt: skip
 
     def _layer(self, layer: int, relative: np.ndarray, each: int, width: int, chosen: bool) -> Runs:
-        """`each` experts in a cell: the hottest stands for all."""
+        """Returns a layer's row; a cell stands for `each` experts and shows the hottest one."""
         g = glyphs()
         row = Row(f"L{layer}", "bold accent" if chosen else "dim").to(LABEL)
         padded = np.append(relative, np.zeros(-len(relative) % each))
@@ -96,18 +98,18 @@ batches cheap; on several GPUs, or in a large prefill, everybody waits for the h
         return row.right(f"{g.times}{relative.max():.1f}", width, "ink" if chosen else "dim").done(width)
 
     def _named(self, load: ExpertLoad, width: int) -> Runs:
-        """The chosen layer in words."""
+        """Returns a row with the hottest experts of the chosen layer."""
         tokens = load.tokens[self.chosen]
         total = int(tokens.sum())
         row = Row(f"layer {load.layers[self.chosen]}: ", "bold ink")
         if not total:
-            return row.add("no token", "dim").done(width)
+            return row.add("no tokens", "dim").done(width)
         for expert in np.argsort(-tokens, kind="stable")[:TOP].tolist():
             text = f"e{expert} {100 * tokens[expert] / total:.1f} %  "
             if tokens[expert] and row.width + len(text) <= width:
                 row.add(text, "ink")
         idle = int((tokens == 0).sum())
-        tail = f"of {total:,}; {idle} of {len(tokens)} experts got none"
+        tail = f"of {count(total, 'token')}; {idle} of {len(tokens)} experts got none"
         if row.width + len(tail) <= width:
             row.add(tail, "dim")
         return row.done(width)
@@ -117,6 +119,6 @@ batches cheap; on several GPUs, or in a large prefill, everybody waits for the h
             self.chosen = self._first + row
 
     def action_layer(self, by: int) -> None:
-        """Choose another layer."""
+        """Choose the layer above or below."""
         self.chosen = max(0, min(self._last, self.chosen + by))
         self.repaint()

@@ -1,24 +1,25 @@
-"""First token: how long did each of the last requests wait for it, and what did the cache spare?"""
+"""First token: how long did recent requests wait for it, and how much of their prompt was cached?"""
 
 from __future__ import annotations
 
+from minitui.text import ms
 from minitui.tui.theme import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
-from minitui.tui.widgets.rows import Row, Run, Runs, ms
+from minitui.tui.widgets.rows import Row, Run, Runs
 from minitui.viewmodel.model import View
 
 PARTS = (("queue", "queued", "waiting"), ("prefill", "prefill", "prefill"), ("sample", "filling", "hit"))
 
 
 class FirstTokens(LinePanel, can_focus=False):
-    """A bar for each, the newest on top: queue, prefill and sampling in proportion."""
+    """One bar per request, the newest at the top: queue, prefill and sampling in proportion."""
 
     TITLE = "First token, ms"
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        items = view.first_tokens.until(view.board.state.seq)[-height:][::-1]
+        items = view.first_tokens.until(view.shown.state.seq)[-height:][::-1]
         if not items:
-            return Picture([Row("nobody has drawn a first token yet", "dim").done(width)])
+            return Picture([Row("no request has a first token yet", "dim").done(width)])
         longest = max(item.total_ms for item in items) or 1.0
         name = max(len(str(item.request)) for item in items) + 2
         rows: list[Runs] = []

@@ -1,7 +1,7 @@
-"""Batch lanes: who waited, who ran? A row for each request, a column for every k steps, the newest on the right.
+"""Batch lanes: which requests waited, which ran? A row per request, a column per k steps, the newest at the right.
 
-In a column preemption beats finish beats prefill beats decode beats waiting: what is rare is never hidden by what is
-common. Above, the slowest step of each column.
+A column shows its rarest phase: preempted, finished, prefill, decode, waiting, in this order. The row above shows the
+slowest step of each column.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import ClassVar
 import numpy as np
 from textual.binding import Binding
 
+from minitui.text import ms
 from minitui.tui.theme import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
-from minitui.tui.widgets.rows import Row, Run, Runs, fit, ms, runs_width
+from minitui.tui.widgets.rows import Row, Run, Runs, fit, runs_width
 from minitui.viewmodel.lanes import DECODING, FINISHED, GAINING, NOTHING, PREEMPTED, PREFILLING, QUEUED, Lane
 from minitui.viewmodel.model import View
 
@@ -26,15 +27,15 @@ STYLES = {
 
 
 class BatchLanes(LinePanel):
-    """Up and down choose a request, left and right a step, [ and ] how many steps a column has, Page keys go back."""
+    """Up and down choose a request, left and right a step, [ and ] the steps per column, PageUp and PageDown scroll."""
 
     TITLE = "Batch lanes"
     help_text = paragraphs("""\
-Continuous batching. Each row is a request, each column a few steps. A request first waits, then its prompt is computed
-(prefill: many tokens in a step), then it decodes one token in every step until it is done. Requests come and go between
-any two steps; nobody waits for the slowest of a batch. × means preempted: the pool was full and it had to give way.
-With more requests than rows, a row goes on to the next one when its request has ended: "r9 +2" is the row of r9, in
-which two others ended before it; select one of them, and the row goes by its name.""")
+Continuous batching. Each row is a request, each column one or more steps. A request first waits, then its prompt is
+prefilled (many tokens per step), then it decodes one token in every step until it finishes. Requests join and leave
+between any two steps; none waits for the slowest of a batch. × means preempted: the pool was full and the request
+released its blocks. With more requests than rows, a row is reused when its request has finished: "r9 +2" is the row
+of r9 after two other requests. Select one of these and the row shows its name.""")
     BINDINGS: ClassVar = [
         Binding("up", "choose(-1)", "request above", show=False, id="lanes.up"),
         Binding("down", "choose(1)", "request below", show=False, id="lanes.down"),
@@ -42,23 +43,23 @@ which two others ended before it; select one of them, and the row goes by its na
         Binding("right", "step(1)", "step after", show=False, id="lanes.right"),
         Binding("pageup", "scroll(-1)", "earlier", show=False, id="lanes.earlier"),
         Binding("pagedown", "scroll(1)", "later", show=False, id="lanes.later"),
-        Binding("left_square_bracket", "zoom(-1)", "fewer steps a column", show=False, id="lanes.finer"),
-        Binding("right_square_bracket", "zoom(1)", "more steps a column", show=False, id="lanes.coarser"),
+        Binding("left_square_bracket", "zoom(-1)", "fewer steps per column", show=False, id="lanes.finer"),
+        Binding("right_square_bracket", "zoom(1)", "more steps per column", show=False, id="lanes.coarser"),
         Binding("end", "latest", "now", show=False, id="lanes.latest"),
-        Binding("enter", "open", "tell its story", show=False, id="lanes.open"),
+        Binding("enter", "open", "details", show=False, id="lanes.open"),
     ]
 
     def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
         super().__init__(id=id, frame=frame)
         self.k = 1
-        self.fixed_k: int | None = None  # chosen by hand
+        self.fixed_k: int | None = None  # the k chosen by the user
         self.back = 0  # columns scrolled back
-        self.first_step = 0  # of the leftmost column
+        self.first_step = 0  # the first step of the leftmost column
         self.columns = 0
         self.label = 5
-        self.slots: list[list[int]] = []  # for each row its requests in order; the last one names the row
+        self.slots: list[list[int]] = []  # the requests of each row, in order; the last one names it
         self._placed_for: object = None
-        self._seen = -1  # the youngest request that was given a row, or none
+        self._seen = -1  # the newest request considered for a row
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         named = width >= 84
@@ -79,8 +80,8 @@ which two others ended before it; select one of them, and the row goes by its na
         return Picture(rows, title="Batch lanes · requests over steps", note=self._note(), legend=legend)
 
     def _place(self, view: View, room: int, end: int) -> None:
-        """Give every request a row and let it keep it. While there are rows for all, each has its own; after that a
-        row is taken over by the next request that comes when its last one has ended."""
+        """Assign each request a row, which it keeps. If there are fewer rows than requests, a new request takes over
+        the row of a finished one."""
         lanes = view.lanes.lanes
         start = self.first_step
         anew = (view.lanes, room, self.back, self.k)
@@ -105,14 +106,14 @@ which two others ended before it; select one of them, and the row goes by its na
         selected = view.selection.id if view.selection is not None and view.selection.kind == "request" else None
         placed = any(selected in slot for slot in self.slots)
         if selected in lanes and not placed and self.slots and lanes[selected].finish_step >= start:
-            self.slots[-1] = [selected]  # what is selected is always shown
+            self.slots[-1] = [selected]  # the selected request is always shown
 
     def _legend(self, view: View, width: int) -> list[Run]:
         runs = _marks_named()
         if any(lane.gains for lane in view.lanes.active.values()):
-            runs += [("  ", "dim"), (glyphs().gaining, "hit"), (" drafts right", "dim")]
+            runs += [("  ", "dim"), (glyphs().gaining, "hit"), (" drafts accepted", "dim")]
         if any(len(slot) > 1 for slot in self.slots):
-            several: list[Run] = [("+2", "ink"), (" and two that ended before", "dim")]
+            several: list[Run] = [("+2", "ink"), (" and 2 finished before", "dim")]
             if runs_width([*runs, *several]) + 2 <= width - 4:
                 return [*several, ("  ", "dim"), *runs]
         return runs
@@ -133,12 +134,12 @@ which two others ended before it; select one of them, and the row goes by its na
             return
         steps = last.step - view.steps.since(last.t - SPAN_SECONDS, last.step) + 1
         need = next((k for k in STEPS_PER_COLUMN if k * self.columns >= steps), STEPS_PER_COLUMN[-1])
-        # Finer only when it clearly fits, so that the picture does not flicker between two scales.
+        # Finer only when it clearly fits: the scale must not flicker.
         if need > self.k or (2.5 * need < self.k and steps < 0.8 * need * self.columns):
             self.k = need
 
     def _scale(self, view: View, width: int, horizon: int) -> Runs:
-        """Seconds ago, at the columns where they fall."""
+        """Returns the time scale: seconds ago, above their columns."""
         row = Row("seconds" if self.label < 10 else "seconds ago", "dim").to(self.label)
         last = view.steps.get(min(horizon, self.first_step + self.k * self.columns - 1))
         if last is None:
@@ -158,7 +159,7 @@ which two others ended before it; select one of them, and the row goes by its na
         return row.right(now, width, "dim").done(width)
 
     def _slowest(self, view: View, width: int, horizon: int) -> Runs:
-        """The longest step of each column as a spark, its maximum named."""
+        """Returns the slowest step of each column as a sparkline."""
         steps = view.steps
         at = steps.indices(self.first_step, min(horizon, self.first_step + self.k * self.columns - 1))
         row = Row("slowest", "dim").to(self.label)
@@ -178,9 +179,8 @@ which two others ended before it; select one of them, and the row goes by its na
         return row.add(text, "step").done(width)
 
     def _row(self, view: View, slot: list[int], width: int, horizon: int, named: bool) -> Runs:
-        """One row: the requests that had it, one after the other, under the name of the last (or of the selected
-        one). How many others it shows stands behind the name; each of them is named where it ended, if there is room.
-        """
+        """Returns one row: its requests in sequence, under the name of the last or the selected one and the number of
+        the others. Each other request is named after its end, if there is room."""
         lanes = view.lanes.lanes
         seen = [lanes[id] for id in slot if lanes[id].submitted_step <= horizon + 1]
         if not seen:
@@ -221,7 +221,7 @@ which two others ended before it; select one of them, and the row goes by its na
         return row.done(width)
 
     def _names(self, cells: list[tuple[int, bool]], ended: list[Lane]) -> dict[int, str]:
-        """Names of requests that ended in a row that goes by another's name: {column behind the end: name}."""
+        """Returns the names of finished requests in a row named after another: {column after its end: name}."""
         words = {}
         for lane in ended:
             at, name = (lane.finish_step - self.first_step) // self.k + 1, f"r{lane.id}"
@@ -230,9 +230,9 @@ which two others ended before it; select one of them, and the row goes by its na
         return words
 
     def _rest(self, view: View, width: int, end: int) -> Runs:
-        """What the rows above do not show, by what it is doing."""
+        """Returns the last row: the number of requests without a row, by phase."""
         shown = {id for slot in self.slots for id in slot}
-        requests = view.board.state.requests
+        requests = view.shown.state.requests
         hidden = [r for id, r in requests.items() if id not in shown and view.lanes.lanes[id].submitted_step <= end + 1]
         decoding = sum(r.joined_at >= 0 for r in hidden)
         waiting = sum(r.state != "running" for r in hidden)
@@ -261,14 +261,14 @@ which two others ended before it; select one of them, and the row goes by its na
             self._select_step(view, self.first_step + (column - self.label) * self.k)
 
     def _request_at(self, view: View, slot: list[int], column: int) -> int:
-        """The request of a row that was doing something in a column of the panel; else the last."""
+        """Returns the request of a row that was active in a column; else the row's last one."""
         step = self.first_step + (column - self.label) * self.k
         lanes = view.lanes.lanes
         here = [id for id in slot if lanes[id].submitted_step <= step + self.k and lanes[id].finish_step >= step]
         return here[-1] if here and column >= self.label else slot[-1]
 
     def action_choose(self, by: int) -> None:
-        """The request in the row above or below."""
+        """Select the request in the row above or below."""
         view = self.view
         rows = [slot for slot in self.slots if slot]
         if view is None or not rows:

@@ -1,4 +1,4 @@
-"""How full is the pool? One exact bar, and the counts that sum to the allocator's."""
+"""Occupancy: how full is the pool? An exact bar and the number of blocks in each state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from engine.trace.state import ACTIVE, CACHED, FREE, SHARED
 from minitui.tui.theme import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Run
-from minitui.viewmodel.annotated_state import Board
+from minitui.viewmodel.annotated_state import AnnotatedState
 from minitui.viewmodel.model import View
 
 ORDER = (ACTIVE, SHARED, CACHED, FREE)
@@ -15,13 +15,13 @@ WORDS = {ACTIVE: "active", SHARED: "shared", CACHED: "cached", FREE: "free"}
 
 
 def glyph(code: int) -> str:
-    """The glyph of a block's state."""
+    """Returns the glyph of a block state."""
     g = glyphs()
     return {ACTIVE: g.active, SHARED: g.shared, CACHED: g.cached, FREE: g.free}[code]
 
 
 def shares(counts: tuple[int, int, int, int], width: int) -> dict[int, int]:
-    """Cells for each state: they sum to `width`, in proportion, and what exists gets at least one."""
+    """Returns the cells for each state: in proportion, at least one for a state that occurs, `width` in total."""
     total = sum(counts)
     if total == 0 or width < 4:
         return {FREE: width, ACTIVE: 0, SHARED: 0, CACHED: 0}
@@ -37,27 +37,27 @@ def shares(counts: tuple[int, int, int, int], width: int) -> dict[int, int]:
     return out
 
 
-def bar(board: Board, width: int) -> list[Run]:
-    """The stacked bar: active, shared, cached, free."""
-    cells = shares(board.counts, width)
+def bar(shown: AnnotatedState, width: int) -> list[Run]:
+    """Returns the stacked bar: active, shared, cached, free."""
+    cells = shares(shown.counts, width)
     return [(glyph(code) * cells[code], STYLES[code]) for code in ORDER if cells[code]]
 
 
-def entries(board: Board) -> list[list[Run]]:
-    """Glyph, word and count of each state."""
+def entries(shown: AnnotatedState) -> list[list[Run]]:
+    """Returns glyph, name and count of each state."""
     return [
-        [(glyph(code), STYLES[code]), (f" {WORDS[code]} ", "dim"), (f"{board.counts[code]:,}", "ink")] for code in ORDER
+        [(glyph(code), STYLES[code]), (f" {WORDS[code]} ", "dim"), (f"{shown.counts[code]:,}", "ink")] for code in ORDER
     ]
 
 
-def legend(board: Board) -> list[Run]:
-    """All of them in one line."""
-    return [run for entry in entries(board) for run in (*entry, ("  ", "ink"))]
+def legend(shown: AnnotatedState) -> list[Run]:
+    """Returns the entries on one line."""
+    return [run for entry in entries(shown) for run in (*entry, ("  ", "ink"))]
 
 
-def lead(board: Board) -> Row:
-    """What stands before the bar: how much of the pool is not free."""
-    share = 1 - board.counts[FREE] / max(1, board.total)
+def lead(shown: AnnotatedState) -> Row:
+    """Returns the label before the bar: the share of the pool that is not free."""
+    share = 1 - shown.counts[FREE] / max(1, shown.total)
     percent = f"{100 * share:.0f}" if not 0 < share < 0.01 else "<1"
     return Row("KV pool ", "dim").add(f"{percent} % ", "bold ink")
 
@@ -66,24 +66,24 @@ LEAST_BAR = 8  # cells
 
 
 class Occupancy(LinePanel, can_focus=False):
-    """The whole in one line, for small screens."""
+    """Bar and counts in one line, for small screens."""
 
     FRAME = "none"
     DEFAULT_CSS = "Occupancy { height: 1; }"
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        board = view.board
+        shown = view.shown
         if not view.loaded:
-            return Picture([Row("KV pool: the engine is being started", "dim").done(width)])
-        words = Row(" ").extend(legend(board)).add(f"of {board.total:,}", "dim")
-        head = lead(board)
+            return Picture([Row("KV pool: the engine is starting", "dim").done(width)])
+        words = Row(" ").extend(legend(shown)).add(f"of {shown.total:,}", "dim")
+        head = lead(shown)
         room = width - head.width - words.width
-        if room < LEAST_BAR:  # how many there are in all can be counted; what the signs mean cannot
-            words = Row(" ").extend(legend(board))
+        if room < LEAST_BAR:  # the total can be left out, the names cannot
+            words = Row(" ").extend(legend(shown))
             room = width - head.width - words.width
         if room < LEAST_BAR:
             words = Row(" ")
             for code in ORDER:
-                words.add(glyph(code), STYLES[code]).add(f" {board.counts[code]:,} ")
+                words.add(glyph(code), STYLES[code]).add(f" {shown.counts[code]:,} ")
             room = max(4, width - head.width - words.width)
-        return Picture([head.extend(bar(board, room)).extend(words.runs).done(width)])
+        return Picture([head.extend(bar(shown, room)).extend(words.runs).done(width)])

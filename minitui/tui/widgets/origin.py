@@ -1,4 +1,4 @@
-"""Where the prompt came from: how much of it was in the tree, how much was computed, and where the match stopped."""
+"""Prompt origin: how many of a prompt's tokens were in the tree, how many were computed, and why the match stopped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minitui.viewmodel.model import View
 
 
 class PromptOrigin(LinePanel, can_focus=False):
-    """For the selected request, or the youngest that runs."""
+    """Shows the selected request, or the newest running one."""
 
     TITLE = "Where the prompt came from"
 
@@ -23,7 +23,7 @@ class PromptOrigin(LinePanel, can_focus=False):
         if lane is None:
             return Picture([Row("no request yet", "dim").done(width)])
         prompt = max(1, lane.prompt_tokens)
-        # A preempted request computes again what it lost: the bar shows its first way through the prompt.
+        # A preempted request computes its prompt again: the bar shows the first time.
         cached = lane.cached_tokens
         computed = min(lane.computed_tokens, prompt - cached)
         waiting = prompt - cached - computed

@@ -9,10 +9,10 @@ from textual.binding import Binding
 from textual.message import Message
 
 from minitui.sources.replicas import LOADING, UNDECIDED, UNKNOWN, Replica, ReplicaSource
-from minitui.text import duration
+from minitui.text import duration, short
 from minitui.tui.theme import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
-from minitui.tui.widgets.rows import Row, Run, Runs, clean, short
+from minitui.tui.widgets.rows import Row, Run, Runs, clean
 from minitui.viewmodel.model import View
 
 if TYPE_CHECKING:

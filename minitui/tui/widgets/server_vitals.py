@@ -9,21 +9,25 @@ from typing import Protocol, cast
 from minitui.sources.server_metrics import POLL_S, Pulse
 from minitui.text import duration
 from minitui.tui.widgets.base import LinePanel, Picture
-from minitui.tui.widgets.rows import Row, Runs, clean, number
+from minitui.tui.widgets.rows import Row, Runs, clean
 from minitui.tui.widgets.vitals import spark
 from minitui.viewmodel.model import View
 
 
 def _percent(value: float) -> str:
-    return number(100 * value)
+    return f"{100 * value:.0f}"
 
 
 # The field of Vitals, its label, its figure, its unit, its colour, and the spark's full height (0: its own maximum).
+def _whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
 Figure = tuple[str, str, Callable[[float], str], str, str, float]
 FIGURES: tuple[Figure, ...] = (
-    ("tokens_per_s", "writes", number, "tok/s", "decode", 0.0),
-    ("running", "running", number, "requests", "running", 0.0),
-    ("waiting", "waiting", number, "requests", "waiting", 0.0),
+    ("tokens_per_s", "writes", _whole, "tok/s", "decode", 0.0),
+    ("running", "running", _whole, "requests", "running", 0.0),
+    ("waiting", "waiting", _whole, "requests", "waiting", 0.0),
     ("cache_use", "KV in use", _percent, "%", "pool", 1.0),
     ("hit_rate", "hit rate", _percent, "% of prompt tokens", "hit", 1.0),
     ("ttft_mean_s", "first", lambda seconds: duration(seconds * 1e3), "mean of all", "step", 0.0),

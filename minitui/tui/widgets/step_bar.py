@@ -1,40 +1,36 @@
-"""Step bar: what is in this step? The budget as one bar: decodes, a slice per prefill chunk, what stays unused.
+"""Step bar: what is in this step? The token budget as a bar: decodes, a slice per prefill chunk, the unused rest.
 
-While the engine runs, the bar is the mean of the steps since the last frame, with the largest marked; at the gate, in
-the past, in slow motion or with a step selected it is exactly that step.
+While the engine runs, the bar shows the mean of the steps since the last frame and marks the largest. Paused, in the
+past, in slow motion or with a step selected, it shows exactly that step.
 """
 
 from __future__ import annotations
 
 from textual.geometry import Size
 
+from minitui.text import count, ms
 from minitui.tui.theme import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
-from minitui.tui.widgets.rows import Row, Run, Runs, cells, ms
+from minitui.tui.widgets.rows import Row, Run, Runs, cells
 from minitui.viewmodel.model import StepRow, View
 from minitui.viewmodel.timing import why_slow
 
 
 def contents(row: StepRow, most: int = 4) -> str:
-    """A step in words: "61 decodes + r88 512 + r89 40"."""
+    """Returns a step in few words: "61 decodes + r88 prefill 512 + r89 prefill 40"."""
     parts = []
     if row.decodes:
-        parts.append(f"{row.decodes} decode{'s' if row.decodes > 1 else ''}")
+        parts.append(count(row.decodes, "decode"))
     if row.drafted:
-        parts.append(f"{row.drafted} draft{'s' if row.drafted > 1 else ''}{_outcome(row)}")
+        parts.append(count(row.drafted, "draft") + (f" ({row.accepted} accepted)" if row.end_seq else ""))
     parts += [f"r{chunk[0]} prefill {chunk[2]:,}" for chunk in row.chunks[:most]]
     if len(row.chunks) > most:
-        parts.append(f"{len(row.chunks) - most} more chunks")
+        parts.append(count(len(row.chunks) - most, "more chunk"))
     return " + ".join(parts)
 
 
-def _outcome(row: StepRow) -> str:
-    """How many of its drafts were right, once that is known."""
-    return f" ({row.accepted} right)" if row.end_seq else ""
-
-
 class StepBar(LinePanel):
-    """Framed, or bare in one or two lines."""
+    """With a frame, or without one in one or two lines."""
 
     TITLE = "Step"
     DEFAULT_CSS = "StepBar { height: auto; }"
@@ -47,7 +43,7 @@ class StepBar(LinePanel):
         return 2 if self.frame == "none" else 4
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        budget = max(1, view.board.state.budget)
+        budget = max(1, view.shown.state.budget)
         row = view.shown_step()
         if view.idle and row is None:
             row = view.steps.get(view.horizon)
@@ -56,9 +52,9 @@ class StepBar(LinePanel):
         elif view.last_frame.count:
             text, bar, title = self._mean(view, width), _mean_bar(view, width, budget), "Steps"
         else:
-            new = view.board.state.step < 0
-            said = "no step yet: nobody has asked anything" if new else "no step since we have been watching"
-            text = Row(said, "dim").done(width)
+            new = view.shown.state.step < 0
+            words = "no step yet: no request so far" if new else "no step since minitui connected"
+            text = Row(words, "dim").done(width)
             bar = Row(glyphs().unused * width, "faint").done(width)
             title = "Step"
         legend: list[Run] = [
@@ -66,8 +62,8 @@ class StepBar(LinePanel):
             (glyphs().unused, "faint"), (" unused budget", "dim"),
         ]  # fmt: skip
         if row.drafted if row is not None else view.last_frame.drafted:
-            legend += [(" ", "dim"), (glyphs().active, "hit"), (" drafts, right", "dim")]
-            legend += [(" ", "dim"), (glyphs().active, "waiting"), (" not", "dim")]
+            legend += [(" ", "dim"), (glyphs().active, "hit"), (" accepted", "dim")]
+            legend += [(" ", "dim"), (glyphs().active, "waiting"), (" rejected drafts", "dim")]
         rows = [bar] if height == 1 else [text, bar]
         return Picture(rows, title=title, legend=legend)
 
@@ -77,10 +73,10 @@ class StepBar(LinePanel):
             line.add("idle", "bold ink").add(" · last: ", "dim")
         line.add(f"step {row.step:,}", "bold ink").add("  ")
         line.add(f"{row.tokens:,}", "bold ink")
-        told, of = contents(row), f" of {budget:,} tokens  "
-        if line.width + len(of) + len(told) > width:  # rather a word less than a figure cut off
+        text, of = contents(row), f" of {budget:,} tokens  "
+        if line.width + len(of) + len(text) > width:  # drop a word before a figure is cut off
             of = f" of {budget:,}  "
-        line.add(of, "dim").add(told)
+        line.add(of, "dim").add(text)
         took = f"{ms(row.wall_ms)} ms" if row.wall_ms is not None else ""
         if took and line.width + 2 + len(took) <= width:
             line.add("  ").add(took, "bold ink")
@@ -92,7 +88,7 @@ class StepBar(LinePanel):
     def _mean(self, view: View, width: int) -> Runs:
         frame = view.last_frame
         line = Row(f"mean of {frame.count} steps", "bold ink").add("  ")
-        line.add(f"{frame.tokens:,.0f}", "bold ink").add(f" of {view.board.state.budget:,} tokens", "dim")
+        line.add(f"{frame.tokens:,.0f}", "bold ink").add(f" of {view.shown.state.budget:,} tokens", "dim")
         last = view.steps.get(frame.last)
         if last is not None:
             line.add("  last: ", "dim").add(f"step {last.step:,}").add(" = ", "dim").add(contents(last))
@@ -117,10 +113,13 @@ def _bar(row: StepRow, width: int, budget: int, view: View) -> Runs:
 
 
 def _drafts(drafted: float, accepted: float) -> list[tuple[float, list[str], str]]:
-    """Slices of the drafts that were right and of the others."""
-    wrong = drafted - accepted
-    right = (accepted, [f"+{accepted:.0f} right", f"+{accepted:.0f}", ""], "hit")
-    return [part for part in (right, (wrong, [f"{wrong:.0f} wrong", f"{wrong:.0f}", ""], "waiting")) if part[0] > 0]
+    """Returns the slices of accepted and of rejected drafts."""
+    rejected = drafted - accepted
+    slices = [
+        (accepted, [f"+{accepted:.0f} accepted", f"+{accepted:.0f}", ""], "hit"),
+        (rejected, [f"{rejected:.0f} rejected", f"{rejected:.0f}", ""], "waiting"),
+    ]
+    return [part for part in slices if part[0] > 0]
 
 
 def _mean_bar(view: View, width: int, budget: int) -> Runs:
@@ -144,7 +143,7 @@ def _mean_bar(view: View, width: int, budget: int) -> Runs:
 
 
 def _slices(slices: list[tuple[float, list[str], str]], tokens: float, width: int, budget: int) -> Runs:
-    """Widths in proportion to tokens, but no slice vanishes and the decodes stay readable."""
+    """Returns the bar: widths in proportion to tokens, but at least one cell each and room for the decodes' label."""
     scale = width / max(budget, tokens)
     widths = [max(1, round(n * scale)) for n, _, _ in slices]
     if slices and slices[0][2] == "decode":

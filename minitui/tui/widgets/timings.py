@@ -1,5 +1,5 @@
-"""Timings: why slow? Percentiles by kind of step, the first token taken apart, the slowest step explained, and what
-host and device were doing in the last few steps."""
+"""Timings: why are steps slow? Percentiles by kind of step, the slowest step and its cause, the parts of the last time
+to first token, and the work of host and device in the last few steps."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import ClassVar
 
 from textual.binding import Binding
 
+from minitui.text import ms
 from minitui.tui.theme import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
-from minitui.tui.widgets.rows import Row, Run, Runs, ms
+from minitui.tui.widgets.rows import Row, Run, Runs
 from minitui.viewmodel.model import StepRow, View
 from minitui.viewmodel.timing import KindStats, Timings, why_slow
 
@@ -23,14 +24,14 @@ class StepTimings(LinePanel):
 
     TITLE = "Timings"
     help_text = paragraphs("""\
-Decoding reads all weights to make one token for each request: memory sets its pace, and a few requests more cost
-little. Prefill computes many tokens at once: arithmetic sets its pace. A mixed step does both, and everybody in it
-waits for the longest part: that is why prompts are cut into chunks. p99 is what one step in a hundred exceeds.
+Decoding reads all weights to make one token for each request: it is memory-bound, and a few more requests cost
+little. Prefill computes many tokens at once: it is compute-bound. A mixed step does both, and every request in it
+waits for the whole step: this is why long prompts are cut into chunks. One step in a hundred takes longer than p99.
 
-Where several ranks share a model, each computes a part of every layer and they add up their parts twice in a layer:
-that exchange, and waiting for the slowest, is time in which nobody computes.
+With several ranks (GPUs), each computes a part of every layer, and twice per layer they add up their parts. During
+this exchange, waiting for the slowest rank included, no rank computes.
 
-The tracks show host and device in the last steps: while the device computes, the host may plan the next step.""")
+The tracks show host and device in the last steps: while the device computes, the host can plan the next step.""")
     BINDINGS: ClassVar = [Binding("enter", "open", "open the slowest step", show=False, id="timings.open")]
 
     def picture(self, view: View, width: int, height: int) -> Picture:
@@ -63,7 +64,7 @@ The tracks show host and device in the last steps: while the device computes, th
         for i, name in enumerate(("p50", "p99", "max")):
             row.right(name, LABEL + FIGURE * (i + 1), "dim")
         row.to(LABEL + FIGURE * 3 + 3)
-        return row.add("share of the time" if width - row.width >= 17 else "share", "dim").done(width)
+        return row.add("share of time" if width - row.width >= 13 else "share", "dim").done(width)
 
     def _kind(self, label: str, stats: KindStats, style: str, width: int) -> Runs:
         row = Row(label, "ink").to(LABEL)
@@ -84,10 +85,10 @@ The tracks show host and device in the last steps: while the device computes, th
     def _slowest(self, t: Timings, width: int) -> Runs:
         row = Row("slowest", "dim").to(LABEL)
         if t.slowest is None or t.slowest.wall_ms is None:
-            return row.add("no step has been timed yet", "dim").done(width)
+            return row.add("no step timed yet", "dim").done(width)
         why, took, step = why_slow(t.slowest, t), f"{ms(t.slowest.wall_ms)} ms", f" step {t.slowest.step:,} "
         style = "prefill" if t.slowest.chunks else "ink"
-        if row.width + len(took) + 1 + len(why) > width:  # the reason is what one wants to read whole
+        if row.width + len(took) + 1 + len(why) > width:  # the cause is shown whole before anything else
             row = Row("slowest ", "dim")
             if row.width + len(took) + 1 + len(why) > width:
                 why = why.partition(": ")[2] or why
@@ -103,7 +104,7 @@ The tracks show host and device in the last steps: while the device computes, th
             return row.add("none yet", "dim").done(width)
         parts = f"queue {ms(first.queue_ms)} + prefill {ms(first.prefill_ms)} + sample {ms(first.sample_ms)}"
         took, who = f"{ms(first.total_ms)} ms", f" r{first.request}"
-        if row.width + len(took) + 3 + len(parts) > width:  # narrow: one decimal
+        if row.width + len(took) + 3 + len(parts) > width:  # narrow: fewer digits
             queue, prefill, sample = (_briefly(value) for value in (first.queue_ms, first.prefill_ms, first.sample_ms))
             parts, took = f"queue {queue} + prefill {prefill} + sample {sample}", _briefly(first.total_ms)
             row = Row("first token ", "dim")
@@ -122,26 +123,26 @@ The tracks show host and device in the last steps: while the device computes, th
 
     def _drafts(self, t: Timings, width: int) -> Runs:
         row = Row("drafts", "dim").to(LABEL).add(f"{100 * t.accepted / t.drafted:.0f} %", "bold ink")
-        row.add(f" of {t.drafted:,} right: ", "dim").add(f"{t.per_row:.1f}", "bold ink")
-        return row.add(" tokens a row and step", "dim").done(width)
+        row.add(f" of {t.drafted:,} accepted: ", "dim").add(f"{t.per_row:.1f}", "bold ink")
+        return row.add(" tokens per row and step", "dim").done(width)
 
     def _exchange(self, t: Timings, width: int) -> Runs:
-        row = Row("ranks", "dim").to(LABEL).add(f"{t.ranks}", "bold ink").add(", exchanging ", "dim")
+        row = Row("ranks", "dim").to(LABEL).add(f"{t.ranks}", "bold ink").add(", exchange ", "dim")
         row.add(f"{100 * t.comm_share:.0f} %", "bold ink").add(" of the time", "dim")
-        for tail in (f": {ms(t.comm_ms)} ms of a step", ", waiting included"):
+        for tail in (f": {ms(t.comm_ms)} ms per step", ", waiting included"):
             if row.width + len(tail) <= width:
                 row.add(tail, "dim")
         return row.done(width)
 
     def _tracks(self, t: Timings, width: int) -> list[Runs]:
-        """Host and device over the last few steps, to one scale."""
+        """Returns the tracks of host and device over the last few steps, on one scale."""
         host, device = Row("host", "dim").to(LABEL), Row("device", "dim").to(LABEL)
-        host_text = f" {ms(t.host_ms)} ms a step"
+        host_text = f" {ms(t.host_ms)} ms per step"
         if not t.steps:
             return [host.add(glyphs().dash, "dim").done(width), device.add(glyphs().dash, "dim").done(width)]
         if t.device_ms is None:
-            host.add(f"{ms(t.host_ms)} ms a step: plan, launch and commit", "ink")
-            device.add("not measured apart: here the launch computes", "dim")
+            host.add(f"{ms(t.host_ms)} ms per step: plan, launch and commit", "ink")
+            device.add("not measured: on this device the launch computes", "dim")
             return [host.done(width), device.done(width)]
         device_text = f" {ms(t.device_ms)} ms, {100 * t.device_busy:.0f} % busy"
         room = width - LABEL - max(len(host_text), len(device_text)) - 1
@@ -170,14 +171,14 @@ def _briefly(milliseconds: float) -> str:
 
 
 def _draw(steps: list[StepRow], room: int) -> tuple[list[Run], list[Run]]:
-    """Both tracks, `room` cells wide. A step begins where its plan did; where steps overlap the tracks show it."""
+    """Returns both tracks, `room` cells wide. A step begins with its plan; steps may overlap."""
     spans = []
     for row in steps:
         end = (row.ended or 0.0) * 1e3
         begin = end - (row.wall_ms or 0.0)
         spans.append((begin, end, row))
     origin, finish = spans[0][0], spans[-1][1]
-    # Pauses between steps (idle, slow motion) are cut to a fifth of a step, so that the steps stay comparable.
+    # Pauses between steps (idle, slow motion) are cut to a fifth of a step: the steps stay readable.
     usual = sum(end - begin for begin, end, _ in spans) / len(spans)
     shift, before, placed = 0.0, None, []
     for begin, end, row in spans:

@@ -1,4 +1,4 @@
-"""The transcript of one chat: rows kept per message, of which only the message being written is rendered again."""
+"""The transcript of one chat. Rows are kept per message; only the streaming message is rendered again."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from minitui.tui import markdown
 from minitui.tui.theme import glyphs, palette
 from minitui.tui.widgets.rows import Run, plain
 
-LABEL = 9  # cells of the column that says who speaks
-WIDEST = 96  # cells of text: longer lines are hard to read
+LABEL = 9  # cells of the column with the speaker
+WIDEST = 96  # cells of text at most: longer lines are hard to read
 
 TONE_WORDS = {
     "text": "ink", "strong": "bold ink", "em": "ink", "code": "hit", "link": "underline hit", "heading": "bold hit",
@@ -36,7 +36,7 @@ _plain = lru_cache(maxsize=8)(markdown.plain)
 
 @dataclass
 class _Block:
-    """One message's rows, and what they were made of."""
+    """The rows of one message, and the key of the message they show."""
 
     key: tuple[Any, ...] = ()
     rows: list[list[Run]] = field(default_factory=list)
@@ -44,7 +44,7 @@ class _Block:
 
 
 class Transcript(ScrollView, can_focus=True):
-    """Shows `session`. Call `sync` at 8 to 10 Hz; it follows the end until the reader scrolls away from it."""
+    """Shows `session`. Call `sync` at 8 to 10 Hz. It follows the end of the text until the user scrolls up."""
 
     ALLOW_SELECT = True
     DEFAULT_CSS = """
@@ -68,7 +68,7 @@ class Transcript(ScrollView, can_focus=True):
     # ---- showing
 
     def show(self, session: Session) -> None:
-        """Show another chat, at its end."""
+        """Switch to another chat and scroll to its end."""
         if session is not self.session:
             self.session = session
             self._blocks = []
@@ -76,7 +76,7 @@ class Transcript(ScrollView, can_focus=True):
         self.sync()
 
     def sync(self) -> None:
-        """Bring the rows up to date with the session; cheap when nothing changed."""
+        """Update the rows from the session; cheap if nothing changed."""
         if self.session is None or not self.size.width:
             return
         width = min(self.scrollable_content_region.width - LABEL - 1, WIDEST)
@@ -99,7 +99,7 @@ class Transcript(ScrollView, can_focus=True):
         self._show_rows(rows)
 
     def _state(self) -> tuple[Any, ...]:
-        """Differs whenever anything shown differs."""
+        """Returns a value that changes whenever the shown text may change."""
         session = self.session
         assert session is not None
         last = session.messages[-1] if session.messages else None
@@ -188,7 +188,7 @@ class Transcript(ScrollView, can_focus=True):
             if lines:
                 rows.append([])
             rows += self._footer(footer, width)
-        rows = rows or [self._runs([("(an empty answer)", "dim")])]
+        rows = rows or [self._runs([("(empty reply)", "dim")])]
         rows[0] = [(self.speaker[: LABEL - 2].ljust(LABEL), "decode"), *rows[0][1:]]
         return rows
 
@@ -196,7 +196,7 @@ class Transcript(ScrollView, can_focus=True):
         return "waiting for the first token" if message.state == "running" else "asked" + glyphs().dots
 
     def _footer(self, parts: list[tuple[str, str]], width: int) -> list[list[Run]]:
-        """Parts joined by dots, broken between parts where they can be."""
+        """Returns the parts joined by dots; lines break between parts where possible."""
         rows: list[list[Run]] = []
         line: list[Run] = []
         used = 0
@@ -227,7 +227,7 @@ class Transcript(ScrollView, can_focus=True):
 
     @property
     def text(self) -> str:
-        """What it shows, as text."""
+        """The transcript as text."""
         return "\n".join(plain(tuple(row)).rstrip() for row in self._rows)
 
     def render_line(self, y: int) -> Strip:

@@ -1,7 +1,7 @@
-"""Radix tree: what is shared, by whom, and what goes next?
+"""Radix tree: what is shared, by which requests, and what is evicted next?
 
-A line for each node: who speaks, the text from where it diverges from its siblings, its tokens, the requests that use
-it, the prompt tokens it saved, and its place in the order of eviction. What saves most stands first.
+A row per node: its role, its text from the point where it diverges from its siblings, its tokens, the requests that
+use it, the prompt tokens it saved, and its place in the eviction order. Nodes that save most come first.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from typing import ClassVar
 from textual import events
 from textual.binding import Binding
 
+from minitui.text import count, short
 from minitui.tui.theme import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
-from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, ordinal, short
+from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit
 from minitui.viewmodel.model import View
 from minitui.viewmodel.tree import TreeRow
 
 ROLE_STYLES = {"sys": "pool", "usr": "hit", "ast": "decode"}
-COLUMNS = (("tokens", 7), ("users", 6), ("saved", 7), ("out", 7))
+COLUMNS = (("tokens", 7), ("users", 6), ("saved", 7), ("evict #", 8))
 
 
 def _last_children(rows: Sequence[TreeRow]) -> list[bool]:
-    """Of each row: does no sibling of its follow?"""
+    """Returns for each row whether no sibling follows it."""
     last, depths = [False] * len(rows), set[int]()  # the depths at which a sibling follows
     for i in range(len(rows) - 1, -1, -1):
         depth = rows[i].depth
@@ -34,24 +35,24 @@ def _last_children(rows: Sequence[TreeRow]) -> list[bool]:
 
 
 class RadixTree(LinePanel):
-    """Up and down move, f folds, e shows every node, / searches, Enter tells a node's story."""
+    """Up and down move, f folds, e shows every node, / searches, Enter opens the details of a node."""
 
     TITLE = "Radix tree"
     help_text = paragraphs("""\
 The prefix cache. Each node is a run of tokens whose keys and values are in the pool; a path from the top is a text. A
-new prompt follows the tree as far as it agrees, takes over those blocks, and computes only the rest. Users are the
-requests that hold a node now; saved is what was not computed because of it. Nodes without users can be evicted: out
-says in which order, the least recently used leaf first.""")
+new prompt follows the tree as far as its tokens match, uses those blocks, and computes only the rest. Users: the
+requests that hold the node now. Saved: the prompt tokens not computed thanks to it. Nodes without users can be
+evicted; evict # is their order, the least recently used leaf first.""")
     BINDINGS: ClassVar = [
         Binding("up", "move(-1)", "node above", show=False, id="tree.up"),
         Binding("down", "move(1)", "node below", show=False, id="tree.down"),
         Binding("pageup", "move(-10)", "ten nodes up", show=False, id="tree.pageup"),
         Binding("pagedown", "move(10)", "ten nodes down", show=False, id="tree.pagedown"),
         Binding("left", "parent", "parent", show=False, id="tree.parent"),
-        Binding("f", "fold", "fold", show=False, id="tree.fold", tooltip="hide or show what is below this node"),
+        Binding("f", "fold", "fold", show=False, id="tree.fold", tooltip="hide or show the children of this node"),
         Binding("e", "everything", "all nodes", show=False, id="tree.everything"),
-        Binding("slash", "search", "search", show=False, id="tree.search", tooltip="nodes whose text has these words"),
-        Binding("enter", "open", "tell its story", show=False, id="tree.open"),
+        Binding("slash", "search", "search", show=False, id="tree.search", tooltip="find nodes by their text"),
+        Binding("enter", "open", "details", show=False, id="tree.open"),
     ]
 
     def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
@@ -60,44 +61,43 @@ says in which order, the least recently used leaf first.""")
         self.search = ""
         self.typing = False
         self.top = 0
-        self.nodes: list[int] = []  # of the rows, top to bottom
+        self.nodes: list[int] = []  # the node of each row
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         room = max(1, height - 2)
-        board = view.board
+        shown = view.shown
         selected = self._selected(view)
         pinned = set(view.links.nodes)
-        picture = view.tree.picture(board, view.decode, room, pinned, self.search, self.everything)
+        picture = view.tree.picture(shown, view.decode, room, pinned, self.search, self.everything)
         self.nodes = [row.node for row in picture.rows]
         self.top = max(0, min(self.top, len(picture.rows) - room))
         if selected in self.nodes:
             at = self.nodes.index(selected)
             if not self.top <= at < self.top + room:
                 self.top = max(0, min(at - room // 2, len(picture.rows) - room))
-        shown = picture.rows[self.top : self.top + room]
+        visible = picture.rows[self.top : self.top + room]
         rows = [self._head(width)]
         last = _last_children(picture.rows)[self.top : self.top + room]
-        rows += [self._line(view, row, width, ends) for row, ends in zip(shown, last, strict=True)]
+        rows += [self._line(view, row, width, ends) for row, ends in zip(visible, last, strict=True)]
         if not picture.nodes:
-            why = "no prompt has filled a block yet" if view.caching else "prefix caching is off: nothing is kept"
+            why = "no prompt has filled a block yet" if view.caching else "prefix caching is off"
             rows += [Row(line, "dim").done(width) for line in textwrap.wrap(f"empty: {why}", width)[:room]]
         rows += [Row().done(width)] * (room + 1 - len(rows))
-        rows.append(self._foot(picture.hidden_nodes + len(picture.rows) - len(shown), picture.evictable_tokens, width))
+        hidden = picture.hidden_nodes + len(picture.rows) - len(visible)
+        rows.append(self._foot(hidden, picture.evictable_tokens, width))
         g = glyphs()
         legend: list[Run] = [
-            (g.in_use, "running"), (" in use  ", "dim"), (g.evictable, "hit"), (" cached, evictable  ", "dim"),
-            ("out", "dim"), (" order of eviction", "dim"),
+            (g.in_use, "running"), (" in use  ", "dim"), (g.evictable, "hit"), (" cached, evictable", "dim"),
         ]  # fmt: skip
         note: list[Run] = []
         if self.typing or self.search:
             note = [("/" + self.search + ("▏" if self.typing else ""), "accent")]
-        nodes = f"{picture.nodes:,} node{'' if picture.nodes == 1 else 's'}"
-        title = f"Radix tree · {nodes}, {picture.tokens:,} tokens"
+        title = f"Radix tree · {count(picture.nodes, 'node')}, {count(picture.tokens, 'token')}"
         return Picture(rows[:height], title=title, note=note, legend=legend)
 
     def _head(self, width: int) -> Runs:
         at = width - sum(w for _, w in self._columns(width))
-        row = Row("who  text from where it diverges" if at > 34 else "who  text", "dim")
+        row = Row("role  text, from where it diverges" if at > 36 else "role  text", "dim")
         for name, w in self._columns(width):
             at += w
             row.right(name, at, "dim")
@@ -110,7 +110,7 @@ says in which order, the least recently used leaf first.""")
         g = glyphs()
         lit = node.node in view.links.nodes
         here = node.node == self._selected(view)
-        glow = view.glow_of(view.board.node_changed.get(node.node, -1e9))
+        glow = view.glow_of(view.shown.node_changed.get(node.node, -1e9))
         ground = " on select" if lit else ""
         row = Row()
         if node.depth:
@@ -131,7 +131,7 @@ says in which order, the least recently used leaf first.""")
             "tokens": (short(node.tokens), "ink" if glow < 2 else "bold running"),
             "users": (str(node.users) if node.users else "", "running"),
             "saved": (short(node.saved) if node.saved else "", "hit"),
-            "out": (ordinal(node.rank) if node.rank else "", "dim"),
+            "evict #": (f"{node.rank:,}" if node.rank else "", "dim"),
         }
         at = end
         row.to(end, " ", "ink" + ground)
@@ -144,9 +144,9 @@ says in which order, the least recently used leaf first.""")
     def _foot(self, hidden: int, evictable: int, width: int) -> Runs:
         row = Row()
         if hidden:
-            row.add(f"+{hidden:,} nodes", "ink").add(" · ", "dim")
-        words = f"{evictable:,} tokens evictable"
-        row.add(words + " in all" if row.width + len(words) + 7 <= width else words, "dim")
+            row.add(f"+{count(hidden, 'node')}", "ink").add(" · ", "dim")
+        words = f"{count(evictable, 'token')} evictable"
+        row.add(words + " in total" if row.width + len(words) + 9 <= width else words, "dim")
         return row.done(width)
 
     def _selected(self, view: View) -> int | None:
@@ -173,9 +173,9 @@ says in which order, the least recently used leaf first.""")
     def action_parent(self) -> None:
         view = self.view
         selected = self._selected(view) if view is not None else None
-        if view is None or selected not in view.board.state.nodes:
+        if view is None or selected not in view.shown.state.nodes:
             return
-        parent = view.board.state.nodes[selected].parent if selected is not None else 0
+        parent = view.shown.state.nodes[selected].parent if selected is not None else 0
         if parent > 0:
             view.select("node", parent)
             self.repaint()
@@ -202,7 +202,7 @@ says in which order, the least recently used leaf first.""")
             self.post_message(Opened("node", selected))
 
     def on_key(self, event: events.Key) -> None:
-        """Letters go to the search while it is being typed."""
+        """Pass keys to the search while it is being typed."""
         if not self.typing:
             if event.key == "escape" and self.search:
                 self.search = ""
@@ -225,5 +225,5 @@ says in which order, the least recently used leaf first.""")
         self.repaint()
 
     def check_consume_key(self, key: str, character: str | None) -> bool:
-        """While a search is typed, no binding gets a printable key."""
+        """Keep printable keys from the bindings while a search is typed."""
         return self.typing and character is not None and character.isprintable()

@@ -1,4 +1,4 @@
-"""Vitals: is it healthy? Six figures, each with its last quarter-seconds as a spark."""
+"""Vitals: is the engine healthy? Six figures, each with its recent history as a sparkline."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from minitui.text import ms
 from minitui.tui.theme import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
-from minitui.tui.widgets.rows import Row, Runs, ms, number
+from minitui.tui.widgets.rows import Row, Runs
 from minitui.viewmodel.history import BUCKET
 from minitui.viewmodel.model import View
 
@@ -18,45 +19,45 @@ HIT_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Vital:
-    """A figure with its unit and history; `top` is the spark's full height, 0 for its own maximum."""
+    """A figure with its unit and history; `top` is the value at full height, 0 for the history's maximum."""
 
     label: str
     value: str
-    units: tuple[str, ...]  # the most telling that fits is shown
+    units: tuple[str, ...]  # longest first; the first that fits is shown
     series: Sequence[float] | np.ndarray
     style: str
     top: float = 0.0
 
 
 def vitals(view: View, n: int) -> list[Vital]:
-    """The six, each with `n` buckets of history."""
+    """Returns the six figures, each with `n` buckets of history."""
     rates = view.rates
-    # Where time hardly moves, the bucket that is being filled is worth showing.
-    end = view.bucket + (view.exact or view.board.state.pace != 1)
-    board = view.board
+    # When paused or slowed, show the bucket being filled too.
+    end = view.bucket + (view.exact or view.shown.state.pace != 1)
+    shown = view.shown
     cached = rates.series("cached", n + 20, end)
     computed = rates.series("prefill", n + 20, end)
     hits = rates.total("cached", HIT_SECONDS, end)
     asked = hits + rates.total("prefill", HIT_SECONDS, end)
-    free, active, shared, _cached = board.counts
-    total = max(1, board.total)
+    free, active, shared, _cached = shown.counts
+    total = max(1, shown.total)
     held = 100 * (active + shared) / total
     last = view.timings.recent[-1].wall_ms if view.timings.recent else None
     p50 = view.timings.decode.p50 or view.timings.mixed.p50 or view.timings.prefill.p50 or last
-    waiting = len(board.state.queue)
-    running = sum(r.state == "running" for r in board.state.requests.values())
-    each = f"{view.timings.per_row:.1f} a"
+    waiting = len(shown.state.queue)
+    running = sum(r.state == "running" for r in shown.state.requests.values())
+    each = f"{view.timings.per_row:.1f} per"
     drafting = (f"tok/s, {each} row and step", f"tok/s, {each} step") if view.timings.drafted else ()
     return [
-        Vital("decode", number(view.speed("decode")), (*drafting, "tok/s"),
+        Vital("decode", f"{view.speed('decode'):,.0f}", (*drafting, "tok/s"),
               rates.series("decode", n, end) / BUCKET, "decode"),
-        Vital("prefill", number(view.speed("prefill")), ("tok/s",),
+        Vital("prefill", f"{view.speed('prefill'):,.0f}", ("tok/s",),
               rates.series("prefill", n, end) / BUCKET, "prefill"),
-        Vital("running", number(running), (f"+{waiting} waiting", f"+{waiting} wait", f"+{waiting}"),
+        Vital("running", f"{running:,}", (f"+{waiting} waiting", f"+{waiting} wait", f"+{waiting}"),
               rates.series("running", n, end), "running"),
-        Vital("hit rate", number(100 * hits / asked, 1) if asked else glyphs().dash, ("% of prompt tokens", "%"),
+        Vital("hit rate", f"{100 * hits / asked:.1f}" if asked else glyphs().dash, ("% of prompt tokens", "%"),
               _rolling(cached, computed, n), "hit", top=1.0),
-        Vital("pool", "<1" if 0 < 1 - free / total < 0.01 else number(100 * (1 - free / total)),
+        Vital("pool", "<1" if 0 < 1 - free / total < 0.01 else f"{100 * (1 - free / total):.0f}",
               (f"% used, {held:.0f} % held", f"% · {held:.0f} % held", "%"),
               rates.series("used", n, end), "pool", top=1.0),
         Vital("step", ms(p50) if p50 else glyphs().dash, _step_units(view), rates.series("worst_ms", n, end), "step"),
@@ -72,7 +73,7 @@ def _step_units(view: View) -> tuple[str, ...]:
 
 
 def _rolling(cached: np.ndarray, computed: np.ndarray, n: int) -> list[float]:
-    """Hit rate of the five seconds that end with each bucket; where nothing was asked, the one before."""
+    """Returns the hit rate of the five seconds up to each bucket; without prompts, the rate before."""
     values: list[float] = []
     sums = np.cumsum(cached), np.cumsum(cached + computed)
     before = 0.0
@@ -85,7 +86,7 @@ def _rolling(cached: np.ndarray, computed: np.ndarray, n: int) -> list[float]:
 
 
 def spark(values: Sequence[float] | np.ndarray, top: float = 0.0) -> str:
-    """One character a value; zero is a space, the largest (or `top`) the full height."""
+    """Returns one character per value: a space for zero, full height for the largest value or `top`."""
     levels = glyphs().spark
     top = top or max(values, default=0.0)
     if top <= 0:
@@ -95,7 +96,7 @@ def spark(values: Sequence[float] | np.ndarray, top: float = 0.0) -> str:
 
 
 class Vitals(LinePanel, can_focus=False):
-    """Six columns over two lines; where it is narrow and high enough, a framed column of three."""
+    """Six columns of two lines; a framed column if it is at least five rows high."""
 
     TITLE = "Engine"
     FRAME = "none"
@@ -107,7 +108,7 @@ class Vitals(LinePanel, can_focus=False):
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         if self.frame == "box":
-            return Picture(self._column(view, width, height), note=[(f"a bar is {BUCKET:g} s", "dim")])
+            return Picture(self._column(view, width, height), note=[(f"1 bar = {BUCKET:g} s", "dim")])
         across = 6 if width >= 96 else 3
         cell = width // across
         chosen = vitals(view, cell - 2)

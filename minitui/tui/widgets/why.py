@@ -1,4 +1,4 @@
-"""Why: what the step did and why, in a sentence; or what to predict before it is shown."""
+"""Why: what a step did and why, in plain sentences; or a question about the next step."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from minitui.tui.theme import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Run, Runs, clean
 from minitui.viewmodel.model import View
-from minitui.viewmodel.narrate import moment, narrate
+from minitui.viewmodel.narrate import narrate, notable
 from minitui.viewmodel.predict import Question
 
-LOOK_BACK = 400  # steps searched, while the engine runs, for the last that did more than decode
+LOOK_BACK = 400  # steps searched for the last one that did more than decode
 
 
 class Why(LinePanel, can_focus=False):
-    """At the gate and in the past the sentence of that very step; while the engine runs, of the last that was more than
-    decoding. A `question` takes its place until it is revealed."""
+    """Paused or in the past: the sentences of this step. Running: of the last step that did more than decode. A
+    `question` replaces them until it is revealed."""
 
     TITLE = "Why"
 
     def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
         super().__init__(id=id, frame=frame)
         self.question: Question | None = None
-        self.predicting = False  # are questions asked, where a step has one?
-        self._told = (-1, "")  # while running: the last step told, and its sentence
+        self.predicting = False  # ask questions before steps
+        self._last = (-1, "")  # while running: the step shown and its sentences
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         if self.question is not None:
             return self._ask(self.question, width)
         step, text, note = self._sentence(view)
         if not text:
-            text = "Nobody has asked anything yet. When somebody does, this tells what each step does and why."
+            text = "No request so far. This panel will explain what each step does and why."
             return Picture(_wrapped(text, "dim", width, height), title="Why")
         rows = _wrapped(text, "bold ink", width, height)
         return Picture(rows, title=f"Why · step {step:,}", note=note, legend=self._keys(view))
@@ -46,16 +46,16 @@ class Why(LinePanel, can_focus=False):
     def _sentence(self, view: View) -> tuple[int, str, list[Run]]:
         if view.exact:
             return view.horizon, narrate(view, view.horizon), []
-        told = self._told[0]
-        for step in range(view.horizon, max(told, view.horizon - LOOK_BACK), -1):
-            if moment(view, step):
-                self._told = (step, narrate(view, step))
+        last = self._last[0]
+        for step in range(view.horizon, max(last, view.horizon - LOOK_BACK), -1):
+            if notable(view, step):
+                self._last = (step, narrate(view, step))
                 break
         else:
-            if told not in view.steps:
-                self._told = (view.horizon, narrate(view, view.horizon))
-        ago = view.horizon - self._told[0]
-        return *self._told, [(f"{ago:,} steps ago" if ago else "now", "dim")]
+            if last not in view.steps:
+                self._last = (view.horizon, narrate(view, view.horizon))
+        ago = view.horizon - self._last[0]
+        return *self._last, [(f"{ago:,} steps ago" if ago else "now", "dim")]
 
     def _ask(self, question: Question, width: int) -> Picture:
         rows = _wrapped(question.text, "bold accent", width, 99)
