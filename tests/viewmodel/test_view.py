@@ -267,7 +267,7 @@ def test_a_slow_step_that_only_decodes_is_explained_by_what_the_records_tell():
 
     assert explained(9, 0.001) == "+15.0 ms: 9 rows, usually 4"
     assert explained(4, 2.5) == "+15.0 ms: first step after a pause of 2.5 s"
-    assert explained(4, 0.001, host_us=15_000) == "+15.0 ms: host 15.0 ms, not 0.8"
+    assert explained(4, 0.001, host_us=15_000) == "+15.0 ms: host 15.0 ms, usually 0.8"
     assert explained(4, 0.001) == "+15.0 ms: no cause recorded"
 
 
@@ -462,7 +462,7 @@ def test_the_story_of_a_block_leads_to_its_holders_tokens_and_node():
     story = tell(view, "block", block)
     lines = dict(story.lines)
     assert lines["held by"].startswith("r") and f"r{request.id}" in " ".join(text for _, text in story.lines)
-    assert "its logical block 0, its tokens 0 to 15" in " ".join(text for _, text in story.lines)
+    assert "logical block 0, tokens 0 to 15" in " ".join(text for _, text in story.lines)
     words = stress.words.decode(request.ids[:16])
     assert lines["tokens"] and lines["tokens"] in " ".join(words.split())
     assert lines["node"].startswith(f"{view.shown.state.node_of[block]}: block 1 of")

@@ -21,7 +21,7 @@ from minitui.viewmodel.model import View
 from minitui.viewmodel.tree import TreeRow
 
 ROLE_STYLES = {"sys": "pool", "usr": "hit", "ast": "decode"}
-COLUMNS = (("tokens", 7), ("users", 6), ("saved", 7), ("evict #", 8))
+COLUMNS = (("tokens", 7), ("users", 6), ("saved", 6), ("evict #", 8))
 
 
 def _last_children(rows: Sequence[TreeRow]) -> list[bool]:
