@@ -123,6 +123,25 @@ def test_imports_go_down(package):
     assert not upward
 
 
+def test_no_files_import_each_other_in_a_circle():
+    """Depth-first over the imports: a module met again while its own imports are walked closes a circle."""
+    done: set[str] = set()
+    path: list[str] = []
+
+    def walk(module: str) -> None:
+        if module in path:
+            pytest.fail(" imports ".join([*path[path.index(module) :], module]))
+        if module in done:
+            return
+        path.append(module)
+        for target in sorted(filter(MODULES.__contains__, IMPORTS[module])):
+            walk(target)
+        done.add(path.pop())
+
+    for module in sorted(MODULES):
+        walk(module)
+
+
 def test_scheduling_needs_no_torch_and_kernels_nothing_but_torch_and_triton():
     for module, needs in IMPORTS.items():
         folder = folder_of(module)

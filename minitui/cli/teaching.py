@@ -101,7 +101,7 @@ def lesson(
     sampling = Sampling(temperature=0.0, max_tokens=60)
     if plain or not has_terminal():
         raise typer.Exit(asyncio.run(tell_alone(chosen, source, choice.system, sampling, print)))
-    from minitui.tui.lessons_app import LessonApp
+    from minitui.tui.lesson_app import LessonApp
 
     def make(*arguments: Any, **options: Any) -> LessonApp:
         del options["script"]

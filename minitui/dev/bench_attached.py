@@ -86,7 +86,7 @@ class Watched(MinituiApp):
         await self.feed.sync()
         self.looks = True
 
-    def _show_death(self, title: str, error: str, hang: bool = False) -> None:
+    def _show_engine_down(self, title: str, error: str, hang: bool = False) -> None:
         self.failure = f"{title}: {error}"
         self.exit()
 

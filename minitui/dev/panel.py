@@ -16,7 +16,8 @@ from textual.binding import Binding
 
 from engine.trace.state import State
 from minitui.dev.simulator import CLASSROOM, Load, Stress
-from minitui.tui.theme import ASCII, THEMES, glyphs, use_ascii
+from minitui.tui.glyphs import ASCII, glyphs, use_ascii
+from minitui.tui.theme import THEMES
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.block_map import BlockMap
 from minitui.tui.widgets.block_table import BlockTable

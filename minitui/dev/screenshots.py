@@ -37,10 +37,10 @@ from minitui.teaching.demo import DEMOS, tell_plainly
 from minitui.teaching.lessons import lesson as find_lesson
 from minitui.trace.bundled import bundled
 from minitui.tui.app import MinituiApp
-from minitui.tui.lessons_app import LessonApp
+from minitui.tui.lesson_app import LessonApp
 from minitui.tui.replay_app import ReplayApp
 from minitui.tui.replica_app import ReplicaApp
-from minitui.tui.screens.lessons import LessonScreen
+from minitui.tui.screens.lesson import LessonScreen
 from minitui.tui.widgets.experts import ExpertMap
 from minitui.web.serve import OwnServer
 

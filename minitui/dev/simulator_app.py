@@ -17,22 +17,21 @@ from collections import deque
 from collections.abc import Callable
 from itertools import cycle, pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from textual import events
-from textual.app import App
 from textual.binding import Binding
 
 from engine.trace.records import Record
+from minitui.chat.sessions import Chats
 from minitui.dev.pseudo_terminal import run_in_terminal
 from minitui.dev.simulator import LOADS, Load, Stress
 from minitui.dev.simulator_process import StressProcess, describe, warmed
-from minitui.tui.frame_limiter import Thrift
+from minitui.settings import Settings
+from minitui.tui.app_base import AppBase
+from minitui.tui.glyphs import ASCII, glyphs
 from minitui.tui.screens.inspect import TALL, WIDE, InspectScreen
 from minitui.tui.screens.lecture import LectureScreen
 from minitui.tui.theme import THEMES
-from minitui.viewmodel.model import View
 from minitui.viewmodel.updater import Updater
 
 SETTLE_S = 3.0  # before figures are taken
@@ -76,10 +75,10 @@ class LiveStress:
         return self._state.snapshot()
 
 
-class StressApp(App[None]):
-    """Two screens, and what their bars ask of an application."""
+class StressApp(AppBase):
+    """Inspect and Lecture over simulated records."""
 
-    ENABLE_COMMAND_PALETTE = False
+    source: LiveStress | StressProcess  # type: ignore[assignment]
     MODES: ClassVar[dict[str, Any]] = {"inspect": InspectScreen, "lecture": LectureScreen}
     DEFAULT_MODE = "inspect"
     CSS = "Screen { background: $ground; color: $ink; }"
@@ -100,13 +99,10 @@ class StressApp(App[None]):
         clock: Callable[[], float] = time.monotonic, settle: float = SETTLE_S,
     ) -> None:  # fmt: skip
         """`fps` 0: time passes only when somebody calls `tick`. `seconds` are measured, after `settle` seconds."""
-        super().__init__()
+        chats: Any = Chats(source)  # type: ignore[arg-type]
+        settings = Settings(ascii=glyphs() is ASCII)  # as the caller has set it
+        super().__init__(source, chats, settings, system="")  # type: ignore[arg-type]
         self.clock = clock
-        for theme in THEMES:
-            self.register_theme(theme)
-        self.theme = THEMES[0].name
-        self.source = source
-        self.view = View()
         self.view.ids_to_text = source.decode
         self.view.group_names = source.names
         self.feed = Updater(source, self.view, clock)  # type: ignore[arg-type]
@@ -114,11 +110,6 @@ class StressApp(App[None]):
         self.seconds = seconds  # measured, then the application ends; 0: it stays
         self.settle = settle
         self.figures: dict[str, Any] = {}
-        self.story = ""
-        self.settings = SimpleNamespace(keys={}, ascii=False)
-        self.commands = SimpleNamespace(run=self._run)
-        self.session = None
-        self.thrift = Thrift()
         self._cpu: list[float] = []  # seconds of CPU time for each frame's fold and paint
         self._ticks: list[float] = []  # when each frame was drawn
         self._ages: list[float] = []  # seconds that the oldest record which is not in the picture has waited
@@ -171,7 +162,7 @@ class StressApp(App[None]):
         """One frame: drain, fold, paint."""
         begin = time.process_time()
         self.feed.pump()
-        if self.is_headless or self.thrift.draws():
+        if self.is_headless or self.frame_limiter.draws():
             if not self.feed.frozen:
                 self.view.group_names = self.source.names
             self.view.frame(self.clock())
@@ -190,13 +181,8 @@ class StressApp(App[None]):
         self._ticks.append(now)
         self._ages.append(now - made[0][1] if made else 0.0)
 
-    async def on_event(self, event: events.Event) -> None:
-        """Keys come first, as in the application."""
-        if isinstance(event, events.Key):
-            self.feed.give_way()
-        await super().on_event(event)
-
-    def _run(self, action: str) -> None:
+    def run_command(self, action: str, argument: str = "") -> None:
+        """The commands that the two screens run."""
         if action == "step":
             self.action_step()
         elif action in self.MODES:

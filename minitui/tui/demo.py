@@ -1,26 +1,23 @@
-"""Plays a demo in the application: its scenario on the screen, step by step."""
+"""Plays a demo in the application."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from engine.errors import EngineError
 from minitui.teaching.scenarios import Demo
 from minitui.teaching.stage import Restart, Stage
-
-if TYPE_CHECKING:
-    from minitui.tui.app import MinituiApp
-from minitui.tui.theme import glyphs
+from minitui.tui.app import MinituiApp
+from minitui.tui.glyphs import glyphs
 
 
 async def play_in_app(demo: Demo, app: MinituiApp, restart: Restart | None, beat: float = 1.0) -> None:
-    """Play it in the application."""
+    """Play the scenario step by step; `beat` is the length of its pauses, 1 as written."""
+
     def say(text: str) -> None:
         app.story = text
 
     async def again() -> None:
-        """From nothing: no chats, and the engine with the options it had at first."""
-        say("Once more, from the beginning.")
+        """Play again with no chats and an engine with its first options."""
+        say("The demo starts again.")
         app.chats.sessions.clear()
         app.select_session(app.chats.new(app.system))
         if restart is not None:
@@ -40,7 +37,7 @@ async def play_in_app(demo: Demo, app: MinituiApp, restart: Restart | None, beat
     app.set_focus(None)
     try:
         await demo.play(stage)
-        app.story += "\nPress 1 for the chats, 2 to inspect, X to see it again (space holds it), q to quit."
+        app.story += "\nPress 1 for the chats, 2 to inspect, X to play it again (space pauses it), q to quit."
     except EngineError as error:
         app.story = f"The demo stopped: {error}"
     finally:

@@ -1,10 +1,10 @@
-"""Markdown as lines of styled text, for a terminal: no widgets, so that a streamed answer costs a few milliseconds.
+"""Markdown as lines of styled text for a terminal.
 
-`render(text, width)` gives lines; a line is a list of spans `(text, tone)`. Tones name what a span is (TONES); a theme
-gives them colours. Nothing is lost: raw HTML and unknown markup come out as they were written.
+`render(text, width)` returns lines; a line is a list of spans `(text, tone)`. The tone is the kind of a span (TONES); a
+theme gives it a colour. Raw HTML and unknown markup are shown as written.
 
-A widget for every block costs a layout of all of them at every append (300 ms for a 30-block answer); lines of text
-cost their own characters only. `Streamed` keeps the lines of the blocks that are complete.
+Lines instead of widgets: with a widget for each block, every append lays out all of them (300 ms for 30 blocks).
+`Streamed` keeps the lines of complete blocks, so an append costs a few milliseconds.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Line = list[Span]
 
 TONES = ("text", "strong", "em", "code", "link", "heading", "bullet", "quote", "rule", "fence", "strike")
 BULLETS = "•◦▪"
-LONG_BLOCK = 1_500  # characters: beyond this the block being written is shown as it is typed
+LONG_BLOCK = 1_500  # characters; an unfinished block beyond this is shown as plain text
 _RUNS = re.compile(r"\s+|\S+").findall
-_LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+$").findall  # the parser's: str.splitlines knows more ends
+_LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+$").findall  # line ends of the parser; str.splitlines has more
 
 
 @lru_cache(maxsize=1)
@@ -40,7 +40,7 @@ def _parser() -> MarkdownIt:
 
 
 def render(text: str, width: int) -> list[Line]:
-    """The document's lines, wrapped to `width` cells."""
+    """The lines of the document, wrapped to `width` cells."""
     text = visible(text)
     if not text.strip():
         return []
@@ -51,7 +51,7 @@ def render(text: str, width: int) -> list[Line]:
 
 
 def plain(text: str, width: int, tone: str = "text") -> list[Line]:
-    """The text as it stands, wrapped."""
+    """The lines of the text without Markdown, wrapped to `width` cells."""
     lines: list[Line] = []
     for row in visible(text).expandtabs(4).split("\n"):
         lines += wrap([(row, tone)], max(width, 8))
@@ -59,21 +59,20 @@ def plain(text: str, width: int, tone: str = "text") -> list[Line]:
 
 
 class Streamed:
-    """The lines of a text that grows at its end, at a cost that does not grow with it.
+    """The lines of a text that grows at its end; the cost of an update does not grow with the text.
 
-    The blocks that are complete keep their lines; only the last is rendered again. While that one is longer than
-    LONG_BLOCK it is shown as plain text. `finish` renders the whole text once more, as one document, so that what is
-    left on the screen never depends on how it arrived.
+    Complete blocks keep their lines; only the last block is rendered again, beyond LONG_BLOCK as plain text. `finish`
+    renders the whole text as one document, so the final lines do not depend on the pieces in which the text arrived.
     """
 
     def __init__(self, width: int) -> None:
         self.width = width
         self._text = ""
         self._done = 0  # characters of complete blocks
-        self._lines: list[Line] = []  # theirs
+        self._lines: list[Line] = []  # of complete blocks
 
     def update(self, text: str) -> list[Line]:
-        """The lines of `text`, which begins with the text of the last call (else all is rendered anew)."""
+        """The lines of `text`. If it does not begin with the previous text, everything is rendered again."""
         if not text.startswith(self._text):
             self._done, self._lines = 0, []
         self._text = text
@@ -91,7 +90,7 @@ class Streamed:
         return render(text, self.width)
 
     def _next_block(self) -> int | None:
-        """Where the first top-level block after those done ends, if another one has begun behind it."""
+        """The end of the first block that is not done, if another block has begun after it; else None."""
         rest = self._text[self._done :]
         if "\n" not in rest or (len(rest) > LONG_BLOCK and "\n\n" not in rest):
             return None
@@ -103,12 +102,12 @@ class Streamed:
 
 
 def wrap(spans: Sequence[Span], width: int) -> list[Line]:
-    """Break spans into lines of at most `width` cells, at spaces where there are any."""
+    """Break spans into lines of at most `width` cells, at spaces if possible."""
     lines: list[Line] = []
     line: Line = []
     used = 0
-    space: Span | None = None  # before the next word: dropped at a line's end
-    word: list[Span] = []  # may run across spans
+    space: Span | None = None  # before the next word; dropped at the end of a line
+    word: list[Span] = []  # one word can have several spans
     size = 0
 
     def place() -> None:
@@ -125,7 +124,7 @@ def wrap(spans: Sequence[Span], width: int) -> list[Line]:
             line.extend(word)
             used += size
             return
-        for text, tone in word:  # longer than a line: broken anywhere
+        for text, tone in word:  # longer than a line: break anywhere
             for piece in chop_cells(text, width):
                 cells = cell_len(piece)
                 if used and used + cells > width:
@@ -168,7 +167,7 @@ def _merge(line: Line) -> Line:
 
 
 def _blocks(tokens: list[Token], i: int, width: int, source: str, depth: int = 0) -> tuple[list[Line], int]:
-    """The lines of the blocks from token `i` to the end of their container, and the index behind it."""
+    """Returns (lines of the blocks from token `i` to the end of their container, index after the container)."""
     lines: list[Line] = []
 
     def add(block: list[Line], tight: bool = False) -> None:
@@ -203,7 +202,7 @@ def _blocks(tokens: list[Token], i: int, width: int, source: str, depth: int = 0
         elif kind == "table_open":
             block, i = _table(tokens, i, width)
             add(block)
-        else:  # raw HTML: shown as written, never swallowed
+        else:  # raw HTML is shown as written
             add(plain(token.content.rstrip("\n"), width))
             i += 1
     return lines, i
@@ -224,7 +223,7 @@ def _list(tokens: list[Token], i: int, width: int, source: str, depth: int) -> t
 
 
 def _fence(code: str, width: int) -> list[Line]:
-    """Code keeps its lines; one too long is broken hard, for a terminal cannot scroll a part of itself."""
+    """The lines of a code block. A long line is broken anywhere: a terminal cannot scroll part of a text."""
     lines: list[Line] = []
     for row in code.rstrip("\n").expandtabs(4).split("\n"):
         lines += [[("  " + piece, "fence")] for piece in (chop_cells(row, max(width - 4, 4)) or [""])]
@@ -285,7 +284,7 @@ def _inline(token: Token) -> list[Span]:
             spans.append((f"[{child.content}]", "link"))
         else:
             spans.append((child.content, tones[-1]))
-    # "&#8238;" has become a character by now. A tab would move the cursor.
+    # Entities such as "&#8238;" are characters by now. A tab would move the cursor.
     return [(visible(text).replace("\t", " "), tone) for text, tone in spans]
 
 

@@ -1,4 +1,4 @@
-"""The application over a server of another make: chats, and its vitals beside them. It tells no more than that."""
+"""The application over an OpenAI-compatible server of another make: chats, and the server's metrics beside them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ EVERY_S = 0.5
 
 
 class ForeignChatScreen(ChatScreen):
-    """There is no engine to be seen: the rail shows what the server's own page tells."""
+    """The engine is not visible: the rail shows the figures of the server's metrics page."""
 
     RAIL: ClassVar[tuple[type[LinePanel], ...]] = (ServerVitals,)
     HEADLINE = "Several chats, one server."
-    LEAD = "Ask something. Beside the answer stands what the server tells of itself."
-    HINTS: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("r", "the same first question again, in a second chat"),
-        ("?", "what everything here means, and every key"),
+    LEAD = "Ask something. The panel beside the answer shows the server's own figures."
+    WELCOME_KEYS: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("r", "the same first question in a second chat"),
+        ("?", "help on this screen, and all keys"),
     )
     DEFAULT_CSS = "ForeignChatScreen #rail ServerVitals { height: 16; }"
 
-    def on_mount(self) -> None:  # Textual calls the parent's handler, too
+    def on_mount(self) -> None:  # Textual calls the parent's handler too
         self.query_one("#glance").display = False
 
 
 class ForeignApp(MinituiApp):
-    """Where there is no room for the rail, what the server tells stands in a line under the top bar."""
+    """Without room for the rail, the server's figures are in a line under the top bar."""
 
     TABS = (("chat", "1 Chat"),)
     MODES: ClassVar[dict[str, Any]] = {**MinituiApp.MODES, "chat": ForeignChatScreen}
@@ -41,20 +41,20 @@ class ForeignApp(MinituiApp):
         super().__init__(source, *args, **options)
         self._foreign = source
 
-    def on_mount(self) -> None:  # Textual calls the parent's handler, too
-        self.set_interval(EVERY_S, self._tell)
+    def on_mount(self) -> None:  # Textual calls the parent's handler too
+        self.set_interval(EVERY_S, self._update_story)
 
-    def _tell(self) -> None:
+    def _update_story(self) -> None:
         if self._foreign.info:
             self.story = self._foreign.vitals.describe() if self.size.width < RAIL_FROM else ""
 
-    def beside(self) -> tuple[str, Pulse | None]:
-        """See ServerVitals."""
+    def current_server(self) -> tuple[str, Pulse | None]:
+        """See HasServer."""
         return self._foreign.url, self._foreign.pulse
 
     def switch_mode(self, mode: str) -> Any:
-        """There is nothing to inspect."""
+        """Only the chats: there is no engine to inspect."""
         if mode != "chat":
-            self.say("this server does not tell what its engine does: only a minitui server does", error=True)
+            self.say("only a minitui server reports what its engine does; this server does not", error=True)
             mode = "chat"
         return super().switch_mode(mode)

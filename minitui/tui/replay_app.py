@@ -1,4 +1,4 @@
-"""The application over a recording: Inspect, with the clock in the viewer's hands."""
+"""The application over a recording: Inspect and Lecture, with keys that move the playhead."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from textual.binding import Binding, BindingType
 from engine.errors import EngineError, InvalidRequest
 from minitui.sources.replay import MAX_SPEED, MIN_SPEED, ReplaySource
 from minitui.trace.reader import TraceReader
+from minitui.tui.actions import Action
 from minitui.tui.app import MinituiApp
-from minitui.tui.screens.help import HelpScreen, of_panel
+from minitui.tui.glyphs import glyphs
+from minitui.tui.screens.base import BaseScreen
 from minitui.tui.screens.inspect import InspectScreen
-from minitui.tui.screens.keys import keys_here
 from minitui.tui.screens.lecture import LectureScreen
-from minitui.tui.screens.one_size import OneSize
-from minitui.tui.theme import glyphs
+from minitui.tui.widgets.bar import Bar
 from minitui.tui.widgets.base import Picture
-from minitui.tui.widgets.chrome import SCREENS, Bar
 from minitui.tui.widgets.rows import Row
 from minitui.viewmodel.model import View
 from minitui.viewmodel.narrate import narrate
 
+NEED_AN_ENGINE = {"chat", "clear", "restart"}
 SPEEDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 JUMP = 0.05  # of the recording
-REST = " … (3 tells more)"
+REST = " … (press 3 for more)"
 
 
 def shortened(text: str, width: int, lines: int) -> str:
-    """As many whole sentences as fit into so many lines of `width`, with a word where the others are told."""
+    """The whole sentences that fit into `lines` lines of `width`, and a note if others are left out."""
     if len(textwrap.wrap(text, width)) <= lines:
         return text
     sentences = re.split(r"(?<=\.) (?=\S)", text)
@@ -43,7 +43,7 @@ def shortened(text: str, width: int, lines: int) -> str:
 
 
 class TraceCodec:
-    """As much of a tokenizer as a recording brings along: what its tokens spell."""
+    """The part of a tokenizer that a recording has: the text of its tokens."""
 
     special_ids: frozenset[int] = frozenset()
 
@@ -51,28 +51,28 @@ class TraceCodec:
         self._reader = reader
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of ids, as far as the trace knows it."""
+        """The text of ids; tokens that are not in the trace have none."""
         return self._reader.decode(ids)
 
     def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> NoReturn:
         """A recording has no template."""
-        raise InvalidRequest("this is a recording: it cannot be asked anything; `minitui chat` starts an engine")
+        raise InvalidRequest("this is a recording: it has no chats; `minitui chat` starts an engine")
 
 
 REPLAY_HELP = """\
-This is a recording. Its clock is in your hands; everything else is shown as it was.
+This is a recording. These keys move its playhead.
 
-  p, n, N        stand still, go on; one step, ten steps
-  < >            slower, faster: from a two-hundredth to a hundred times the engine's speed
-  ( )            jump back and on by a twentieth
-  { }            to the bookmark before and the next; the first hit, eviction, preemption and failure have one
-  m              bookmark this step (it is kept in the file)
+  p, n, N        pause or continue; one step, ten steps
+  < >            slower, faster: from 1/200 to 100 times the engine's speed
+  ( )            jump back or forward by a twentieth of the recording
+  { }            the previous or next bookmark; the first hit, eviction, preemption and failure have one
+  m              bookmark this step (it is saved in the file)
   g              go to a step by its number
 """
 
 
 class ReplayBar(Bar):
-    """Where the playhead stands, how fast it goes, and where the bookmarks are."""
+    """The playhead: its place, its speed, and the bookmarks."""
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         source = cast("ReplayApp", self.app).replay
@@ -80,7 +80,7 @@ class ReplayBar(Bar):
             return Picture([Row(" reading the recording", "dim").done(width)])
         trace = source.trace
         closed = view.live.state.gate == "closed"
-        state = "end" if source.ended else "stands" if closed else f"{glyphs().times}{source.speed:g}"
+        state = "end" if source.ended else "paused" if closed else f"{glyphs().times}{source.speed:g}"
         row = Row(f" REPLAY {state} ", "bold on-fill on running").add(" ")
         row.add(f"{source.played:,.1f}", "bold ink").add(f" of {trace.seconds:,.1f} s  step ", "dim")
         row.add(f"{max(0, source.step):,}", "bold ink").add(f" of {trace.last_step:,} ", "dim")
@@ -91,7 +91,7 @@ class ReplayBar(Bar):
         return Picture([row.add(keys, "dim").done(width)])
 
     def _line(self, source: ReplaySource, room: int) -> list[tuple[str, str]]:
-        """The whole recording as a line of steps."""
+        """The whole recording as a line of `room` cells, with the playhead and the bookmarks."""
         trace = source.trace
         if room < 8:
             return []
@@ -109,8 +109,8 @@ class ReplayBar(Bar):
         ]  # fmt: skip
 
 
-class PlayheadScreen(OneSize[None]):
-    """Keys that move the playhead. What is derived from this and another screen names that first: its looks count."""
+class PlayheadScreen(BaseScreen[None]):
+    """Keys that move the playhead. A subclass names its other screen first, whose CSS then has priority."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("less_than_sign", "speed(-1)", "slower", show=False, id="replay.slower"),
@@ -128,20 +128,20 @@ class PlayheadScreen(OneSize[None]):
         return cast("ReplayApp", self.app)
 
     def action_speed(self, direction: int) -> None:
-        """The next slower or faster of SPEEDS."""
+        """Take the next slower or faster of SPEEDS."""
         now = self._replay.replay.speed
         near = [s for s in SPEEDS if (s - now) * direction > 1e-9 and MIN_SPEED <= s <= MAX_SPEED]
         if near:
             self._replay.replay.set_speed(min(near, key=lambda speed: abs(speed - now)))
 
     async def action_jump(self, direction: int) -> None:
-        """A twentieth of the recording back or on."""
+        """Jump a twentieth of the recording back or forward."""
         source = self._replay.replay
         span = max(1, round((source.trace.last_step - source.trace.first_step) * JUMP))
         await self._replay.seek(source.step + direction * span)
 
     async def action_mark(self, direction: int) -> None:
-        """To the next bookmark, or the one before."""
+        """Go to the next or the previous bookmark."""
         mark = self._replay.replay.next_bookmark(direction)
         if mark is None:
             self._replay.say("there is no bookmark " + ("after this step" if direction > 0 else "before this step"))
@@ -150,7 +150,7 @@ class PlayheadScreen(OneSize[None]):
         self._replay.say(f"step {mark[0]:,}: {mark[1]}")
 
     def action_bookmark(self) -> None:
-        """Ask for a text, and keep the bookmark in the file."""
+        """Ask for a text, and save the bookmark in the file."""
         self._replay.ask_text("Bookmark this step as", "", self._bookmark)
 
     def _bookmark(self, text: str) -> None:
@@ -160,16 +160,16 @@ class PlayheadScreen(OneSize[None]):
             self._replay.say(str(error), error=True)
 
     def action_go(self) -> None:
-        """Ask for a step."""
+        """Ask for a step, and go there."""
         source = self._replay.replay
-        title = f"Go to step (0 to {source.trace.last_step:,}; it stands at {max(0, source.step):,})"
+        title = f"Go to step (0 to {source.trace.last_step:,}; now {max(0, source.step):,})"
         self._replay.ask_text(title, "", self._go)
 
     def _go(self, text: str) -> None:
         number = text.strip().replace(",", "")
         last = self._replay.replay.trace.last_step
         if not number.isdigit() or int(number) > last:
-            self._replay.say(f"{text.strip()!r} is no step of this recording: it has 0 to {last:,}", error=True)
+            self._replay.say(f"there is no step {text.strip()!r}: this recording has steps 0 to {last:,}", error=True)
             return
         self._replay.run_worker(self._replay.seek(int(number)), group="seek", exclusive=True)
 
@@ -191,11 +191,13 @@ class ReplayLecture(LectureScreen, PlayheadScreen):
 
 
 class ReplayApp(MinituiApp):
-    """The chats are not recorded, so the first screen is Inspect."""
+    """A recording has no chats, so the first screen is Inspect."""
 
     MODES: ClassVar[dict[str, Any]] = {"inspect": ReplayScreen, "lecture": ReplayLecture}
     DEFAULT_MODE = "inspect"
-    TABS = tuple(tab for tab in SCREENS if tab[0] != "chat")
+    GROUPS = ("Engine", "Application")
+    TABS = tuple(tab for tab in MinituiApp.TABS if tab[0] != "chat")
+    HELP_FIRST = (("A recording", REPLAY_HELP),)
 
     def __init__(self, source: ReplaySource, *args: Any, **options: Any) -> None:
         options["load_codec"] = lambda info: TraceCodec(source.trace)
@@ -203,24 +205,29 @@ class ReplayApp(MinituiApp):
         self.replay = source
 
     @property
+    def actions(self) -> list[Action]:
+        """Without the actions that need a running engine."""
+        return [action for action in super().actions if action.id not in NEED_AN_ENGINE]
+
+    @property
     def idle(self) -> bool:
         """A recording has a next step until its end."""
         return False
 
     def _frame(self) -> None:
-        self.story = self._tell()
+        self.story = self._narrate()
         super()._frame()
 
     def group_names(self) -> dict[str, str]:
-        """Those that were recorded."""
+        """The recorded names."""
         return self.replay.trace.names if self.replay.reader is not None else {}
 
-    def _tell(self) -> str:
-        """Standing at a step, the recording is told; running, nobody could read it."""
+    def _narrate(self) -> str:
+        """The story of the current step while the recording is paused; running, it is too fast to read."""
         if not self.view.exact:
             return self._about()
         if self.current_mode == "lecture":
-            return ""  # it has a panel for that
+            return ""  # the lecture has a panel for it
         width, height = self.size
         return shortened(narrate(self.view, self.view.horizon), width - 4, max(3, height // 6))
 
@@ -231,35 +238,30 @@ class ReplayApp(MinituiApp):
         weights = "with random weights " if info.get("dummy_weights") else ""
         return (
             f"A recording of {info['model']} {weights}on {info['device']}: its steps are real, its text is random and "
-            "not shown. p stands still and tells each step."
+            "not shown. Press p to pause; each step is then explained here."
         )
 
     def switch_mode(self, mode: str) -> Any:
-        """What was said in the chats is not recorded."""
+        """Refuse the chats, which are not recorded."""
         if mode == "chat":
             raise InvalidRequest("this is a recording: it has no chats; `minitui chat` starts an engine")
         return super().switch_mode(mode)
 
     async def start_over(self) -> None:
-        """The first step again."""
+        """Go back to the first step."""
         await self.replay.control("resume")
         await self.seek(self.replay.trace.first_step)
 
-    def show_help(self) -> None:
-        """Help on the recording, and on the inspector."""
-        before = [("A recording", REPLAY_HELP), *of_panel(self.focused)]
-        self.push_screen(HelpScreen("inspect", self.settings.keys, before, keys_here(self)))
-
     async def seek(self, step: int) -> None:
-        """Show the recording as it was when `step` had ended."""
+        """Show the recording at the end of `step`."""
         await self.replay.control("seek", step=step)
         self.view.present()
-        self.feed.forget()  # not restart: the records between the snapshot and the step are the panels' history
+        self.feed.forget()  # not restart(): the panels' history needs the records between the snapshot and the step
         await self.feed.sync()
 
 
 def replay_app(path: str, speed: float = 1.0) -> ReplayApp:
-    """An application over a trace, for scripts that take its picture."""
+    """An application over a trace, for scripts that take screenshots."""
     from minitui.chat.sessions import Chats
     from minitui.settings import Settings
 

@@ -1,4 +1,4 @@
-"""The application over several servers: their table, and chats that go to one of them or to any."""
+"""The application over several servers: their table, and chats that one or any of them answers."""
 
 from __future__ import annotations
 
@@ -16,38 +16,41 @@ from minitui.tui.app import MinituiApp
 from minitui.tui.openai_app import ForeignChatScreen
 from minitui.tui.screens.chat import ChatScreen
 from minitui.tui.screens.replicas import ReplicaScreen
-from minitui.tui.widgets.chrome import SCREENS
 from minitui.tui.widgets.replicas import Replicas
 
 EVERY_S = 0.5
 TAB = ("replicas", "4 Replicas")
 HEADLINE = "Several chats, several servers."
-HINT = ("4", "the servers, and where each chat goes")
+REPLICAS_KEY = ("4", "the servers, and the server of each chat")
 
 
 class ReplicaChatScreen(ChatScreen):
-    """One of several answers."""
+    """The chats of several servers."""
 
     HEADLINE = HEADLINE
-    LEAD = "Ask something: one of them answers, and the panels show what it does."
-    HINTS: ClassVar[tuple[tuple[str, str], ...]] = (*ChatScreen.HINTS[:-1], HINT, ChatScreen.HINTS[-1])
+    LEAD = "Ask something: one server answers, and the panels show what it does."
+    WELCOME_KEYS: ClassVar[tuple[tuple[str, str], ...]] = (
+        *ChatScreen.WELCOME_KEYS[:-1], REPLICAS_KEY, ChatScreen.WELCOME_KEYS[-1],
+    )  # fmt: skip
 
 
 class BlindChatScreen(ForeignChatScreen):
-    """One of several answers, and none tells what its engine does."""
+    """The chats of several servers that do not report what their engines do."""
 
     HEADLINE = HEADLINE
-    HINTS: ClassVar[tuple[tuple[str, str], ...]] = (
-        *ForeignChatScreen.HINTS[:-1], HINT, ForeignChatScreen.HINTS[-1],
+    WELCOME_KEYS: ClassVar[tuple[tuple[str, str], ...]] = (
+        *ForeignChatScreen.WELCOME_KEYS[:-1], REPLICAS_KEY, ForeignChatScreen.WELCOME_KEYS[-1],
     )  # fmt: skip
 
 
 class ReplicaApp(MinituiApp):
-    """The panels show one replica at a time, that of the chat that is shown or the one that they are held to: a line
-    under the top bar says which, and where this chat goes."""
+    """The panels show one replica at a time: the one of the current chat, or the one chosen in the table.
 
-    FEATURES: ClassVar[frozenset[str]] = frozenset({"replicas"})
-    TABS: ClassVar[tuple[tuple[str, str], ...]] = (*SCREENS, TAB)
+    A line under the top bar names it, and the replica that answers the current chat.
+    """
+
+    GROUPS = ("Chats", "Replicas", "Engine", "Application")
+    TABS: ClassVar[tuple[tuple[str, str], ...]] = (*MinituiApp.TABS, TAB)
     MODES: ClassVar[dict[str, Any]] = {**MinituiApp.MODES, "chat": ReplicaChatScreen, "replicas": ReplicaScreen}
 
     def __init__(self, source: ReplicaSource, *args: Any, **options: Any) -> None:
@@ -56,32 +59,32 @@ class ReplicaApp(MinituiApp):
         super().__init__(source, *args, **options)
         self.replicas = source
         source.opening = self._opening
-        self._followed: RemoteSource | None = None  # whose records the panels hold
-        self._held = False  # the panels stay with the replica that they show
-        self._states: dict[int, str] = {}
-        self._turning = asyncio.Lock()
+        self._followed: RemoteSource | None = None  # the source of the records in the panels
+        self._held = False  # the panels stay with their replica when another chat is shown
+        self._reasons: dict[int, str] = {}  # replica number -> why it could not answer when last checked
+        self._switching = asyncio.Lock()  # while the panels change to another replica
 
     def on_mount(self) -> None:
-        self.set_interval(EVERY_S, self._look)  # Textual calls the parent's handler, too
+        self.set_interval(EVERY_S, self._check_replicas)  # Textual calls the parent's handler too
 
     def _opening(self, group: str) -> Opening:
         session = next((s for s in self.chats.sessions if s.id == group), None)
         return opening_of(session) if session is not None else Opening(group)
 
-    def whither(self, session: Session) -> tuple[str, str]:
-        """The replica that the next question of a chat goes to, and why; "nobody" if none can answer."""
+    def route(self, session: Session) -> tuple[int | None, str]:
+        """Returns (number of the replica for the chat's next question, why); (None, error) if no replica can answer."""
         try:
             replica = self.replicas.place(session.id)
         except EngineDead as error:
-            return "nobody", str(error)
+            return None, str(error)
         if session.id in self.replicas.pins:
-            return str(replica.number), "pinned"
+            return replica.number, "pinned"
         if self._opening(session.id).last == replica.url:
-            return str(replica.number), "which wrote the last answer"
-        return str(replica.number), "by its prefix"
+            return replica.number, "it wrote the last answer"
+        return replica.number, "by its prefix"
 
-    def concerned(self) -> Replica | None:
-        """The replica of the chat that is shown: it writes its answer, wrote the last one, or would write the next."""
+    def current_replica(self) -> Replica | None:
+        """The replica that writes the current chat's answer; else that of its last answer; else of the next one."""
         session, source = self.session, self.replicas
         writing = getattr(session._stream, "replica", None)
         if writing is not None or not source.info:
@@ -96,26 +99,31 @@ class ReplicaApp(MinituiApp):
             return known
 
     def _elsewhere(self, session: Session) -> bool:
-        """Is its answer being written by a replica that the panels do not show?"""
+        """Is this chat's answer being written by a replica that the panels do not show?"""
         return session._stream is not None and getattr(session._stream, "replica", None) is not self.replicas.shown
 
     def queue_place(self, session: Session) -> int | None:
-        """Known of the replica that is shown."""
+        """Known only for the replica in the panels."""
         return None if self._elsewhere(session) else super().queue_place(session)
 
     def pace_of(self, session: Session) -> float:
-        """Others than the one that is shown are taken to run in real time."""
+        """Replicas that are not in the panels are assumed to run in real time."""
         return 1.0 if self._elsewhere(session) else self.pace
 
-    # ---- what commands ask for
+    # ---- what screens and commands ask for
 
     def pin(self, which: str) -> None:
-        """Hold the chat that is shown to a replica: number or address, or nothing for the chosen one of the table."""
+        """Let one replica (number or address) answer the current chat; without `which`, the one chosen in the table."""
         screen = self.screen
-        if not which and isinstance(screen, ReplicaScreen):
+        if which:
+            replica = self.replicas.find(which)
+        elif isinstance(screen, ReplicaScreen):
             replica = screen.table.chosen
         else:
-            replica = self.replicas.find(which)
+            reason = self.replicas.reason_against
+            rows = [(f"{r.number} {r.name}", reason(r) or r.model) for r in self.replicas.replicas]
+            self.choose("Pin this chat to", rows, lambda row: self.run_command("pin", row.split()[0]))
+            return
         self.replicas.pins[self.session.id] = replica.url
         against = self.replicas.reason_against(replica)
         self.say(
@@ -125,24 +133,23 @@ class ReplicaApp(MinituiApp):
         )
 
     def unpin(self) -> None:
-        """Any replica may answer the chat that is shown."""
         number = self.chats.number(self.session)
         if self.replicas.pins.pop(self.session.id, None) is None:
             self.say(f"chat {number} is not pinned")
         else:
-            self.say(f"any replica may answer chat {number}")
+            self.say(f"every replica may answer chat {number}")
 
     def on_replicas_chosen(self, message: Replicas.Chosen) -> None:
-        """Hold the panels to this replica; they follow the chat again if they were held to it already."""
+        """Show this replica in the panels; if they show it already, let them follow the current chat again."""
         self._held = not (self._held and message.replica is self.replicas.shown)
         if self._held:
             self.run_worker(self.follow(message.replica), group="follow", exclusive=False)
         else:
-            self.say("the panels show the replica of the chat that is shown")
+            self.say("the panels follow the current chat")
 
     async def follow(self, replica: Replica) -> None:
         """Show this replica in the panels."""
-        async with self._turning:
+        async with self._switching:
             try:
                 await self.replicas.watch(replica)
                 self._followed = replica.telemetry
@@ -154,33 +161,36 @@ class ReplicaApp(MinituiApp):
             except EngineError as error:
                 self.say(str(error), error=True)
 
-    # ---- what goes on
+    # ---- the replicas now
 
     async def _start(self, again: bool = False) -> None:
         await super()._start(again)
         self._followed = self._shown_telemetry
         if self.replicas.codec is not None and self.replicas.shown is not None:
-            await self.follow(self.replicas.shown)  # the chats' codec spells no tokens
+            await self.follow(self.replicas.shown)  # for its engine's codec: the chats' codec has no tokens
 
     @property
     def _shown_telemetry(self) -> RemoteSource | None:
         return self.replicas.shown.telemetry if self.replicas.shown is not None else None
 
-    async def _look(self) -> None:
-        """Tell of comings and goings; follow the replica of the chat that is shown, if it tells and the panels are not
-        held, and that which is shown when it has become another server."""
+    async def _check_replicas(self) -> None:
+        """Report replicas that went down or came back, and choose the replica for the panels.
+
+        The panels show the replica of the current chat, unless they are held. They are synchronised again when a new
+        server runs at the address of their replica.
+        """
         for replica in self.replicas.replicas:
-            now, before = self.replicas.reason_against(replica), self._states.get(replica.number)
+            now, before = self.replicas.reason_against(replica), self._reasons.get(replica.number)
             if self.replicas.info and before is not None and bool(now) != bool(before):
                 self.say(f"{replica.title}: {now or 'it can answer again'}", error=bool(now))
             if self.replicas.info:
-                self._states[replica.number] = now
-        if self.progress is not None or self._turning.locked():
+                self._reasons[replica.number] = now
+        if self.progress is not None or self._switching.locked():
             return
-        telling = [r for r in self.replicas.replicas if r.telemetry is not None and not r.trouble]
-        concerned = None if self._held else self.concerned()
-        wanted = concerned if concerned in telling else self.replicas.shown or next(iter(telling), None)
-        if wanted is None or wanted not in telling:
+        reporting = [r for r in self.replicas.replicas if r.telemetry is not None and not r.trouble]
+        current = None if self._held else self.current_replica()
+        wanted = current if current in reporting else self.replicas.shown or next(iter(reporting), None)
+        if wanted is None or wanted not in reporting:
             return
         telemetry = wanted.telemetry
         if telemetry is None or wanted is not self.replicas.shown or telemetry is not self._followed:
@@ -199,25 +209,26 @@ class ReplicaApp(MinituiApp):
         parts = [f"{len(source.usable)} of {len(source.replicas)} replicas can answer"]
         if source.shown is not None:
             parts.append(f"panels: {source.shown.number}{', held' if self._held else ''}")
-        to, why = self.whither(self.session)
-        parts.append(f"this chat: {to}, {why}" if to != "nobody" else "nobody can answer this chat (4)")
+        number, why = self.route(self.session)
+        nowhere = "no replica can answer this chat (press 4)"
+        parts.append(f"this chat: {number}, {why}" if number is not None else nowhere)
         return "   ".join(parts)
 
 
 class BlindReplicaApp(ReplicaApp):
-    """Over servers none of which tells what its engine does: there is nothing to inspect."""
+    """Over servers that do not report what their engines do: there is nothing to inspect."""
 
-    TABS: ClassVar[tuple[tuple[str, str], ...]] = (SCREENS[0], TAB)
+    TABS: ClassVar[tuple[tuple[str, str], ...]] = (MinituiApp.TABS[0], TAB)
     MODES: ClassVar[dict[str, Any]] = {**ReplicaApp.MODES, "chat": BlindChatScreen}
 
-    def beside(self) -> tuple[str, Pulse | None]:
-        """See ServerVitals."""
-        replica = self.concerned()
+    def current_server(self) -> tuple[str, Pulse | None]:
+        """See HasServer."""
+        replica = self.current_replica()
         return (f"{replica.number} {replica.url}", replica.pulse) if replica is not None else ("no replica", None)
 
     def switch_mode(self, mode: str) -> Any:
-        """The chats and the table."""
+        """Only the chats and the table."""
         if mode not in ("chat", "replicas"):
-            self.say("these servers do not tell what their engines do: only a minitui server does", error=True)
+            self.say("only minitui servers report what their engines do; these servers do not", error=True)
             mode = "chat"
         return super().switch_mode(mode)

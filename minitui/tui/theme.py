@@ -1,31 +1,30 @@
-"""Colours and glyphs: three themes in the Okabe-Ito hues, and a glyph for every meaning, so that none rests on hue.
+"""Three colour themes in the Okabe-Ito hues. Every meaning also has a glyph (glyphs.py), so hue is never needed.
 
-A style is written in words, `"bold ink on select"`: an optional `bold`, a colour's name and an optional ground. Widgets
-build rows of `(text, style)` and know no colour; `Palette.style` turns the words into a Rich style, once per theme.
+A style is a few words, `"bold ink on select"`: an optional `bold`, the name of a colour, an optional background.
+Widgets build rows of `(text, style)` with these names; `Palette.style` makes a Rich style of the words, once per theme.
 
-Steady state is muted and what changed glows: `active` becomes `active-glow` at first, `active-warm` while it fades.
+Steady state is muted; a change glows: a block that becomes active is drawn in `active-glow`, then in `active-warm`
+while it fades.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from rich.segment import Segment
 from rich.style import Style
 from textual.theme import Theme
 
-from minitui.tui import sixteen
 from minitui.visible import visible_line
 
 DARK = {
     "ground": "#0e1116",
     "ink": "#e4e8ee",
     "dim": "#8b949e",
-    "faint": "#49515c",  # decoration only: dots of free blocks, rules, hatching. Never text
+    "faint": "#49515c",  # decoration only: dots of free blocks, rules, hatching; never text
     "frame": "#2b323b",
-    "select": "#15283a",  # the ground of what is selected
-    "accent": "#f0e442",  # one accent: what is focused or selected
+    "select": "#15283a",  # background of the selection
+    "accent": "#f0e442",  # the focus and the selection
     "decode": "#34b58c",
     "prefill": "#f0803c",
     "prefill-2": "#d97a3a",  # every second chunk of the step bar
@@ -36,7 +35,7 @@ DARK = {
     "step": "#c9d1d9",
     "bad": "#ff7b72",
     "good": "#34b58c",
-    "on-fill": "#0b0d11",  # text on any of the fills above
+    "on-fill": "#0b0d11",  # text on the colours above
     # blocks: steady, glowing, fading
     "free": "#49515c",
     "free-glow": "#c9d1d9",
@@ -50,7 +49,7 @@ DARK = {
     "active": "#976c10",
     "active-glow": "#ffc04a",
     "active-warm": "#cc9428",
-    # grounds that carry text: chips of the block table
+    # backgrounds of text: chips of the block table
     "cached-chip": "#1c4463",
     "shared-chip": "#5d3a51",
     "active-chip": "#59410f",
@@ -184,16 +183,10 @@ THEMES: list[Theme] = [
     _theme("minitui-projector", PROJECTOR, dark=True),
 ]
 COLOURS: dict[str, dict[str, str]] = {theme.name: dict(theme.variables) for theme in THEMES}
-# The same for terminals that have no more than sixteen colours; there, dark is as plain as projector.
-SIXTEEN: list[Theme] = [
-    _theme("minitui-dark", sixteen.DARK, dark=True),
-    _theme("minitui-light", sixteen.LIGHT, dark=False),
-    _theme("minitui-projector", sixteen.DARK, dark=True),
-]
 
 
 class Palette:
-    """The styles of one theme, made when first asked for."""
+    """The styles of one theme, each made at its first use."""
 
     def __init__(self, colours: dict[str, str]) -> None:
         self.colours = colours
@@ -201,7 +194,7 @@ class Palette:
         self._segments: dict[tuple[str, str], Segment] = {}
 
     def segment(self, run: tuple[str, str]) -> Segment:
-        """A run (text, style in words) as Rich draws it; frames repeat most of theirs."""
+        """The Rich segment of a run (text, style in words), cached: most runs repeat from frame to frame."""
         segment = self._segments.get(run)
         if segment is None:
             if len(self._segments) > SEGMENTS_KEPT:
@@ -210,7 +203,7 @@ class Palette:
         return segment
 
     def style(self, words: str) -> Style:
-        """The Rich style for `"[bold] [underline] colour [on colour]"`. KeyError names a colour that no theme has."""
+        """The Rich style for `"[bold] [underline] colour [on colour]"`. Raises KeyError for an unknown colour."""
         style = self._styles.get(words)
         if style is None:
             ink, ground, bold, underline = self.parts(words)
@@ -237,120 +230,8 @@ class Palette:
 
 
 _PALETTES = {name: Palette(colours) for name, colours in COLOURS.items()}
-_PALETTES_OF_SIXTEEN = {theme.name: Palette(dict(theme.variables)) for theme in SIXTEEN}
-_sixteen = False
 
 
 def palette(app: Any = None) -> Palette:
-    """The palette of the app's current theme; the dark one where there is no app or the theme is not ours."""
-    known = _PALETTES_OF_SIXTEEN if _sixteen else _PALETTES
-    return known.get(getattr(app, "theme", ""), known["minitui-dark"])
-
-
-def themes_for(color_system: str | None) -> list[Theme]:
-    """The themes for what a terminal can show (Rich's name of it), in use from now on."""
-    global _sixteen
-    _sixteen = color_system in ("standard", "windows")
-    return SIXTEEN if _sixteen else THEMES
-
-
-@dataclass(frozen=True, slots=True)
-class Glyphs:
-    """One glyph per meaning. The ASCII set serves terminals and fonts without the others."""
-
-    free: str = "·"
-    cached: str = "░"
-    shared: str = "▓"
-    active: str = "█"
-    filling: str = "▄"
-    unused: str = "╱"  # unused budget
-    spark: str = "▁▂▃▄▅▆▇█"
-    rule: str = "─"
-    decode: str = "─"
-    gaining: str = "═"  # decoding, several tokens in a step
-    prefill: str = "█"
-    queued: str = "·"
-    preempted: str = "×"
-    finished: str = "■"
-    in_use: str = "●"
-    evictable: str = "○"
-    pending: str = "◌"
-    branch: str = "├"
-    last_branch: str = "└"
-    peak: str = "▲"
-    arrow: str = "→"
-    right: str = "✓"
-    dots: str = "…"
-    dash: str = "–"
-    times: str = "×"
-    middot: str = "·"
-    busy: str = "█"
-    prompt: str = "▒"  # beside `busy`, where a bar is of both
-    folded: str = "▸"
-    unfolded: str = "▾"
-    cursor_left: str = "▶"
-    quote_open: str = "“"
-    quote_close: str = "”"
-
-
-UNICODE = Glyphs()
-ASCII = Glyphs(
-    free=".",
-    cached="o",
-    shared="S",
-    active="#",
-    filling="+",
-    unused="/",
-    spark="_.:-=+*#",
-    rule="-",
-    decode="-",
-    gaining="=",
-    prefill="#",
-    queued=".",
-    preempted="x",
-    finished="*",
-    in_use="*",
-    evictable="o",
-    pending="?",
-    branch="|",
-    last_branch="`",
-    peak="^",
-    arrow="->",
-    right="ok",
-    dots="~",
-    dash="-",
-    times="x",
-    middot="|",
-    busy="#",
-    prompt="=",
-    folded=">",
-    unfolded="v",
-    cursor_left=">",
-    quote_open='"',
-    quote_close='"',
-)
-
-_ascii = False
-
-
-def use_ascii(on: bool) -> None:
-    """Draw with ASCII only from now on (or not)."""
-    global _ascii
-    _ascii = on
-
-
-def glyphs() -> Glyphs:
-    """The glyphs in use."""
-    return ASCII if _ascii else UNICODE
-
-
-def contrast(colour: str, ground: str) -> float:
-    """WCAG contrast ratio of two `#rrggbb` colours, 1 to 21."""
-
-    def luminance(hex_colour: str) -> float:
-        channels = [int(hex_colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    lighter, darker = sorted((luminance(colour), luminance(ground)), reverse=True)
-    return (lighter + 0.05) / (darker + 0.05)
+    """The palette of the app's theme; the dark palette without an app, or with a theme that is not ours."""
+    return _PALETTES.get(getattr(app, "theme", ""), _PALETTES["minitui-dark"])

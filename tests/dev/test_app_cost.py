@@ -11,7 +11,7 @@ from textual.app import App, ComposeResult
 
 from minitui.dev import bench_app
 from minitui.dev.simulator import SMALL, Stress
-from minitui.tui.frame_limiter import Thrift
+from minitui.tui.frame_limiter import FrameLimiter
 from minitui.tui.theme import THEMES
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row
@@ -153,7 +153,7 @@ def test_bytes_are_counted_once_and_code_is_not_counted() -> None:
 
 def test_every_second_frame_is_left_out_while_drawing_costs_too_much() -> None:
     now, spent = [0.0], [0.0]
-    thrift = Thrift(lambda: now[0], lambda: spent[0])
+    limiter = FrameLimiter(lambda: now[0], lambda: spent[0])
 
     def drawn(share: float, seconds: float = 3.0) -> int:
         """Of the frames of the last second, how many were drawn, with this share of a core used."""
@@ -161,7 +161,7 @@ def test_every_second_frame_is_left_out_while_drawing_costs_too_much() -> None:
         for _ in range(round(seconds * 20)):
             now[0] += 0.05
             spent[0] += 0.05 * share
-            frames.append(thrift.draws())
+            frames.append(limiter.draws())
         return sum(frames[-20:])
 
     assert drawn(0.10) == 20

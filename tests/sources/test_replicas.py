@@ -411,7 +411,7 @@ async def test_the_application_shows_its_replicas_and_survives_one(server: Runni
         await shown(lambda: "2 of 2 can answer" in table() and table().count(" up ") == 2)
         assert all(door.url.removeprefix("http://") in table() for door in doors)
         app._followed = source.shown = None
-        await shown(lambda: source.shown is not None and source.shown is app.concerned())
+        await shown(lambda: source.shown is not None and source.shown is app.current_replica())
         await pilot.press("down", "P")
         assert source.pins[app.session.id] == doors[1].url
         app.ask_question("What is prefill?")
@@ -424,7 +424,7 @@ async def test_the_application_shows_its_replicas_and_survives_one(server: Runni
         assert source.replicas[0].telemetry is not None and source.replicas[0].telemetry._watching is None
         await pilot.press("up", "enter")
         await shown(lambda: source.shown is source.replicas[0] and app.feed.live and not app._turning.locked())
-        await app._look()
+        await app._check_replicas()
         assert source.shown is source.replicas[0], "the panels were held there"
         await pilot.press("enter")
         await shown(lambda: source.shown is source.replicas[1] and app.feed.live and not app._turning.locked())
@@ -520,6 +520,6 @@ async def test_one_engine_has_no_replicas_and_says_so() -> None:
         for slash in ("/replicas", "/pin 1", "/unpin"):
             app.commands.run_slash(slash)
         assert len(said) == 3 and all("one engine" in text for text in said)
-        from minitui.tui.actions import complete_slash
+        from minitui.tui.actions import ACTIONS, complete_slash
 
-        assert not complete_slash("/pin") and complete_slash("/pin", app.FEATURES | {"replicas"})
+        assert complete_slash("/pin", ACTIONS) and not complete_slash("/pin", app.actions)

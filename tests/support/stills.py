@@ -31,7 +31,7 @@ TOKEN_S = 0.00005  # more for each token that it computes
 STEP_CLOCKS = ("engine.core.engine.now", "engine.core.step_clock.now")
 WATCHES = (
     "minitui.tui.app", "minitui.chat.sessions", "minitui.chat.conversation", "minitui.tui.screens.chat",
-    "minitui.tui.screens.lessons",
+    "minitui.tui.screens.lesson",
 )  # fmt: skip
 
 

@@ -24,8 +24,10 @@ from minitui.teaching.lessons import LESSONS, lesson
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, find_code, fresh, paragraphs
 from minitui.teaching.lessons.plain import tell_alone
 from minitui.teaching.stage import Stage, sampling
-from minitui.tui.lessons_app import LessonApp
-from minitui.tui.screens.lessons import CodePanel, CodeScreen, LessonScreen, Reading, broken, page_lines
+from minitui.tui.lesson_app import LessonApp
+from minitui.tui.screens.code import CodePanel, CodeScreen, broken
+from minitui.tui.screens.lesson import LessonScreen
+from minitui.tui.widgets.lesson_text import Reading, page_lines
 from minitui.viewmodel.model import View
 from minitui.viewmodel.updater import Updater
 from tests.support.driving import press, until
@@ -168,7 +170,7 @@ def test_every_page_fits_a_screen_of_80_by_24_before_it_is_run(one: Lesson) -> N
         lines = page_lines(reading, 76)
         assert len(lines) <= 20, f"{one.name}, {one.pages[at].title}: {len(lines)} lines"
         assert all(len(text) <= 76 for text, _ in lines)
-    reading.at, reading.standing = len(one.pages), True
+    reading.at, reading.prepared = len(one.pages), True
     for question, check in enumerate(one.checks):
         reading.question = question
         room = 20 - (4 if check.panel == "step" else 1 if check.panel == "occupancy" else 9)
@@ -303,20 +305,20 @@ async def test_a_lesson_is_read_predicted_run_and_answered(size: tuple[int, int]
         await room.press("right")
         assert "Predict: What?" in room.text() and "Enter runs it." in room.text()
         await room.press("b")
-        assert room.reading.said == {1: 1} and "→ b) that" in room.text()
+        assert room.reading.predicted == {1: 1} and "→ b) that" in room.text()
         await room.press("enter")
         await room.until(lambda: 1 in room.reading.seen)
         assert "the engine stands at step" in room.text() and "of 256 tokens" in room.text(), "text and panel"
         assert "You said b" in room.text(), "whether it was right"
         await room.press("a")
-        assert room.reading.said == {1: 1}, "what was said before stands"
+        assert room.reading.predicted == {1: 1}, "what was said before stands"
         await room.press("r")
         await room.until(lambda: 1 in room.reading.seen and not room.reading.running)
         await room.press("right", "enter")
         await room.until(lambda: 2 in room.reading.failed)
         assert "was not possible" in room.text()
         await room.press("right")
-        await room.until(lambda: room.reading.standing)
+        await room.until(lambda: room.reading.prepared)
         assert "See the lanes." in room.text() and "Batch lanes" in room.text()
         await room.press("enter")
         assert "1 request" in room.text()
@@ -330,8 +332,8 @@ async def test_a_lesson_is_read_while_its_engine_starts() -> None:
     async with Classroom((80, 24), loaded=False) as room:
         await room.until(lambda: "Some text." in room.text())
         await room.press("right", "b", "enter")
-        assert "The engine is being started; then enter runs it." in room.text()
-        assert not room.reading.running and room.reading.said == {1: 1}
+        assert "The engine is starting; then enter runs it." in room.text()
+        assert not room.reading.running and room.reading.predicted == {1: 1}
         await room.press("v")
         await room.until(lambda: isinstance(room.app.screen, CodeScreen))
         room.source.loaded.set()
@@ -345,9 +347,9 @@ async def test_a_lesson_is_read_while_its_engine_starts() -> None:
         assert "You said b" in room.text()
     async with Classroom((80, 24), loaded=False) as room:
         await room.press("right", "right", "right")
-        assert "The engine is being started." in room.text()
+        assert "The engine is starting." in room.text()
         await room.up()
-        await room.until(lambda: room.reading.standing)
+        await room.until(lambda: room.reading.prepared)
 
 
 def test_long_lines_of_code_go_on_below() -> None:

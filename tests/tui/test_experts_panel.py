@@ -14,8 +14,8 @@ from engine.params import SamplingParams
 from minitui.dev.panel import stress_view
 from minitui.dev.simulator import SMALL
 from minitui.dev.simulator_app import LiveStress, StressApp
+from minitui.tui.glyphs import UNICODE, use_ascii
 from minitui.tui.screens.inspect import InspectScreen
-from minitui.tui.theme import UNICODE, use_ascii
 from minitui.tui.widgets.experts import ExpertMap
 from minitui.tui.widgets.rows import plain
 from minitui.viewmodel.experts import SUMMED, ExpertLoads

@@ -26,7 +26,7 @@ from minitui.chat.store import Store, StoredChat, StoredMessage
 from minitui.cli import doctor, main, verify
 from minitui.trace.recorder import Recorder
 from minitui.tui import markdown
-from minitui.tui.visible_lines import VisibleLines
+from minitui.tui.line_filters import VisibleLines
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, cells, cut, plain
 from minitui.visible import json_text, visible, visible_line

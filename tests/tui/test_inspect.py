@@ -11,8 +11,8 @@ import pytest
 from minitui.dev.simulator import CLASSROOM, SMALL, Load
 from minitui.dev.simulator_app import LiveStress, StressApp, measure
 from minitui.dev.simulator_process import StressProcess
+from minitui.tui.glyphs import use_ascii
 from minitui.tui.screens.inspect import InspectScreen
-from minitui.tui.theme import use_ascii
 from minitui.tui.widgets.block_map import BlockMap
 from minitui.tui.widgets.details import Details
 from minitui.tui.widgets.events import Events

@@ -49,7 +49,7 @@ async def test_a_recording_plays_stands_steps_and_jumps(playing: tuple[ReplayApp
     await press(pilot, "p")
     stood = app.replay.step
     await pilot.pause(0.1)
-    assert app.replay.step == stood and "REPLAY stands" in text_of(app) and "PAUSED" in text_of(app)
+    assert app.replay.step == stood and "REPLAY paused" in text_of(app) and "PAUSED" in text_of(app)
     await press(pilot, "n")
     await until(pilot, lambda: app.replay.step == stood + 1 == app.view.live.state.step)
     assert app.story == narrate(app.view, stood + 1) != ""
@@ -107,7 +107,7 @@ async def test_random_text_is_said_to_be_random(tmp_path: Path) -> None:
         await press(pilot, "p")
         assert "random text, not shown" in text_of(app), "in the tree"
         await press(pilot, "3")
-        assert app.story == "" and "REPLAY stands" in text_of(app) and "Why" in text_of(app)
+        assert app.story == "" and "REPLAY paused" in text_of(app) and "Why" in text_of(app)
         await app.seek(130)
         await until(pilot, lambda: app.view.steps.last == 130)
         await press(pilot, "X")
@@ -117,7 +117,7 @@ async def test_random_text_is_said_to_be_random(tmp_path: Path) -> None:
 def test_of_a_long_narration_whole_sentences_are_shown() -> None:
     told = "r1 joins: all 20 tokens are computed. " * 30
     short = shortened(told, 76, 4)
-    assert short.endswith("computed. … (3 tells more)") and len(wrap(short, 76)) == 4
+    assert short.endswith("computed. … (press 3 for more)") and len(wrap(short, 76)) == 4
     assert shortened("r1 decodes one token.", 76, 4) == "r1 decodes one token."
 
 

@@ -9,8 +9,8 @@ from minitui.settings import Settings
 from minitui.teaching.lessons import lesson
 from minitui.teaching.stage import sampling
 from minitui.tui.app import MinituiApp
-from minitui.tui.lessons_app import LessonApp
-from minitui.tui.screens.lessons import LessonScreen
+from minitui.tui.lesson_app import LessonApp
+from minitui.tui.screens.lesson import LessonScreen
 from tests.support.driving import settled
 from tests.support.fake_client import ByteCodec
 from tests.support.stills import SIZES, Album, Clock, StillSource, until
@@ -101,12 +101,12 @@ async def test_lessons_look_as_they_did(size: tuple[int, int]) -> None:
             await pilot.press("enter")
             await until(app, lambda: reading.at in reading.seen)
             text = await album.take("the verdict, with the panel")
-            assert "You said a; it is b." in text
+            assert "You said a: the answer is b." in text
             await pilot.press("right", "enter")
             await until(app, lambda: reading.at in reading.seen)
             await album.take("a page with bars, and nothing predicted")
             await pilot.press("right", "right", "right")
-            await until(app, lambda: reading.standing)
+            await until(app, lambda: reading.prepared)
             await album.take("the closing questions")
             await pilot.press("enter")
             await album.take("one is answered")

@@ -1,6 +1,6 @@
 """What a lesson is made of. Text, an experiment on a live engine, a question to predict, the code where it happens.
 
-Nothing here knows of a terminal: a lesson is shown by minitui/tui/screens/lessons.py and told as lines by
+Nothing here knows of a terminal: a lesson is shown by minitui/tui/screens/lesson.py and told as lines by
 minitui/teaching/lessons/plain.py.
 """
 
@@ -41,7 +41,7 @@ class Prediction:
 class Page:
     """A screen. Paragraphs of `text` are parted by empty lines; a line that begins with a space stands as it is.
 
-    `panel`: a key of minitui.tui.screens.lessons.PANELS, shown beside it. `code`: "package.module:Class.function".
+    `panel`: a key of minitui.tui.screens.lesson.PANELS, shown beside it. `code`: "package.module:Class.function".
     """
 
     title: str

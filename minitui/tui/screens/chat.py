@@ -1,9 +1,9 @@
-"""The chat screen: transcript and prompt on the left, on the right what the engine does about this chat."""
+"""The chat screen: transcript and prompt on the left, panels about this chat and the engine on the right."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from textual import getters
 from textual.app import ComposeResult
@@ -11,30 +11,31 @@ from textual.containers import Container, Horizontal, Vertical
 
 from minitui.tui import markdown
 from minitui.tui.actions import complete_slash
-from minitui.tui.screens.one_size import OneSize
-from minitui.tui.theme import glyphs
+from minitui.tui.glyphs import glyphs
+from minitui.tui.screens.base import BaseScreen, Hint
+from minitui.tui.widgets.bar import Bar
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.block_table import BlockTable
-from minitui.tui.widgets.chrome import Bar, SessionStrip, StatusBar, TopBar, host
 from minitui.tui.widgets.events import Events
 from minitui.tui.widgets.loading import Loading
 from minitui.tui.widgets.occupancy import Occupancy
 from minitui.tui.widgets.origin import PromptOrigin
 from minitui.tui.widgets.prompt import Completion, CompletionList, Prompt, complete_question
 from minitui.tui.widgets.rows import Run
+from minitui.tui.widgets.session_tabs import SessionTabs
+from minitui.tui.widgets.status_bar import StatusBar
 from minitui.tui.widgets.step_bar import StepBar
+from minitui.tui.widgets.top_bar import TopBar
 from minitui.tui.widgets.transcript import LABEL, Transcript
 from minitui.tui.widgets.vitals import Vitals
+from minitui.viewmodel.model import View
 
-if TYPE_CHECKING:
-    from minitui.viewmodel.model import View
-
-RAIL_FROM = 100  # columns: with fewer there is no rail
+RAIL_FROM = 100  # columns; a narrower screen has no rail
 TEXT_EVERY = 0.1  # seconds between two updates of the transcript
 
 
-class ChatScreen(OneSize[None]):
-    """Composes and routes; the chats are in `app.chats`, the engine's picture in the view it paints."""
+class ChatScreen(BaseScreen[None]):
+    """Arranges the widgets and passes messages on; the chats are in `app.chats`, the engine's state in the view."""
 
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (RAIL_FROM, "-wide")]  # noqa: RUF012 (Textual declares it so)
     VERTICAL_BREAKPOINTS = [(0, "-low"), (32, "-high")]  # noqa: RUF012
@@ -57,11 +58,11 @@ class ChatScreen(OneSize[None]):
     """
     RAIL: ClassVar[tuple[type[LinePanel], ...]] = (Vitals, BlockTable, PromptOrigin, Events)
     HEADLINE = "Several chats, one engine."
-    LEAD = "Ask something, and watch beside the answer what the engine does to write it."
-    HINTS: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("r", "the system prompt again, in a second chat: a cache hit"),
+    LEAD = "Ask something. The panels beside the answer show how the engine writes it."
+    WELCOME_KEYS: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("r", "the same first question in a second chat: a cache hit"),
         ("2", "inspect the engine"),
-        ("?", "what everything here means, and every key"),
+        ("?", "help on this screen, and all keys"),
     )
     transcript = getters.query_one(Transcript)
     prompt = getters.query_one(Prompt)
@@ -70,7 +71,7 @@ class ChatScreen(OneSize[None]):
     def __init__(self) -> None:
         super().__init__()
         self._text_at = 0.0
-        self._turn = False
+        self._odd_frame = False
         self._painted_moment: object = None
         self._bars: list[LinePanel] = []
         self._rail: list[LinePanel] = []
@@ -78,7 +79,7 @@ class ChatScreen(OneSize[None]):
 
     def compose(self) -> ComposeResult:
         yield TopBar()
-        yield SessionStrip()
+        yield SessionTabs()
         with Horizontal():
             with Vertical(id="left"):
                 with Container(id="glance"):
@@ -93,47 +94,53 @@ class ChatScreen(OneSize[None]):
         yield StatusBar()
 
     def on_mount(self) -> None:
-        # Asked for once: a query walks the tree, and paint comes twenty times a second.
+        # Query once: a query walks the tree, and paint is called twenty times a second.
         self._bars = [*self.query(Bar), self.query_one(Loading)]
         self._rail = list(self.query("#rail LinePanel").results(LinePanel))
         self._glance = list(self.query("#glance LinePanel").results(LinePanel))
         self.prompt.complete = self.complete
-        self.prompt.asked = host(self.app).chats.asked()
-        self.transcript.speaker = host(self.app).speaker
+        self.prompt.asked = self.app.chats.asked()
+        self.transcript.speaker = self.app.speaker
         self.transcript.welcome = self._welcome
         self.prompt.focus()
 
     def complete(self, text: str) -> list[Completion]:
-        """What the prompt may become."""
+        """The completions of the text in the prompt."""
         if text.startswith("/"):
-            fits = complete_slash(text, host(self.app).FEATURES)
+            fits = complete_slash(text, self.app.actions)
             return [Completion(f"/{a.slash}", f"{a.takes}  {a.help}".strip()) for a in fits]
-        return complete_question(text, host(self.app).known_questions)
+        return complete_question(text, self.app.known_questions)
+
+    def hints(self) -> list[Hint]:
+        """Few fit on a small terminal, so inspect and help come before the rarer actions."""
+        hints = super().hints()
+        ways = [hint for hint in hints if hint[1] in ("inspect", "help")]
+        return [*hints[:4], *ways, *(hint for hint in hints[4:] if hint not in ways)]
 
     # ---- painting
 
     def paint(self, view: View) -> None:
-        """Show the view and the chat as they stand; called once a frame while this screen is visible."""
-        app = host(self.app)
+        """Show the view and the chat; called once a frame while this screen is visible."""
+        app = self.app
         now = time.monotonic()
         if now - self._text_at >= TEXT_EVERY or self.transcript.session is not app.session:
             self._text_at = now
             self.transcript.show(app.session)
-        # Every panel at every second frame, one half at a time: a key never waits for all of them. Where the picture
-        # stands, those of one moment are painted at once.
-        self._turn = not self._turn
+        # Each frame paints every second panel, so that a key never waits for all of them. While the picture stands
+        # still, all panels are painted at once.
+        self._odd_frame = not self._odd_frame
         moment = (view.version, view.home, view.travel_text, view.shown.state.seq) if view.still else None
         at_once = moment is not None and moment != self._painted_moment
         self._painted_moment = moment
         panels = [*self._bars, *(self._glance if self.has_class("-narrow") else self._rail)]
-        for panel in panels if at_once else panels[self._turn :: 2]:
+        for panel in panels if at_once else panels[self._odd_frame :: 2]:
             panel.paint(view)
         if self.completions.display:
             self.completions.paint(view)
 
     def _welcome(self, width: int) -> list[list[Run]]:
-        """What an empty chat shows."""
-        app = host(self.app)
+        """The lines of an empty chat."""
+        app = self.app
         lead = " " * LABEL
         rows: list[list[Run]] = [[("welcome".ljust(LABEL), "hit"), (self.HEADLINE, "bold ink")]]
 
@@ -147,9 +154,9 @@ class ChatScreen(OneSize[None]):
             add("This tiny model knows how inference engines work:", "dim")
             for question in app.suggestions:
                 add(question, "ink", f"{glyphs().middot} ")
-            add(f"a few letters, then tab; /ask lists all {len(app.known_questions)}", "dim")
+            add(f"type a few letters, then tab; /ask lists all {len(app.known_questions)}", "dim")
             rows.append([])
-        for key, what in self.HINTS:
+        for key, what in self.WELCOME_KEYS:
             add(what, "dim", f"esc {key}  ")
         return rows
 
@@ -161,13 +168,13 @@ class ChatScreen(OneSize[None]):
         self.completions.display = bool(message.completions)
         self.completions.styles.height = max(1, len(message.completions))
         self.completions.styles.margin = (0, 2, self.prompt.outer_size.height, 2)
-        self.call_after_refresh(self.completions.paint, host(self.app).view)
+        self.call_after_refresh(self.completions.paint, self.app.view)
 
     def on_prompt_sent(self, message: Prompt.Sent) -> None:
-        host(self.app).submit(message.text)
+        self.app.submit(message.text)
 
     def on_prompt_left(self) -> None:
-        app = host(self.app)
+        app = self.app
         if not app.chats.cancel(app.session):
             self.transcript.focus()
 

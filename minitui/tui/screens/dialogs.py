@@ -1,4 +1,4 @@
-"""The few overlays: ask for a text, choose from a list, and what to do when the engine has ended."""
+"""The dialogs: ask for a text, choose from a list, and restart or quit when the engine is down."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from minitui.tui.screens.one_size import OneSize
+from minitui.tui.screens.base import BaseScreen
 from minitui.tui.widgets.prompt import Prompt
 from minitui.visible import visible, visible_line
 
 Result = TypeVar("Result")
-MOST_ROWS = 18  # of a list
-FRAME_ROWS, FRAME_COLUMNS = 8, 7  # around it: border, padding, the filter, the hint; border, padding, scrollbar
-NARROWEST = 20  # columns in which an explanation stands beside what it explains
+MAX_ROWS = 18  # of a list
+FRAME_ROWS, FRAME_COLUMNS = 8, 7  # around a list: border, padding, filter, hint; border, padding, scrollbar
+MIN_EXPLANATION = 20  # columns; a narrower explanation is cut off, not wrapped
 FRAME_CSS = """
     align: center middle;
     & > Vertical {
@@ -32,15 +32,15 @@ FRAME_CSS = """
 """
 
 
-class Overlay(ModalScreen[Result], OneSize[Result]):
-    """Closes once: a key pressed twice at once arrives twice, the second time when another screen is shown."""
+class Overlay(ModalScreen[Result], BaseScreen[Result]):
+    """A dialog that closes once. A key pressed twice arrives twice, the second time when another screen is shown."""
 
     def dismiss(self, result: Result | None = None) -> AwaitComplete:
         return super().dismiss(result) if self.is_current else AwaitComplete()
 
 
 class TextDialog(Overlay[str | None]):
-    """Asks for a text, of several `lines` or of one; Escape gives None."""
+    """Asks for a text (with `lines`: of several lines). The result is None after Escape."""
 
     DEFAULT_CSS = "TextDialog {" + FRAME_CSS + "}"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "Cancel", id="dialog.cancel", show=False)]
@@ -48,7 +48,7 @@ class TextDialog(Overlay[str | None]):
     def __init__(self, title: str, text: str, lines: bool = False) -> None:
         super().__init__()
         self._title, self._text = title, text
-        self._hint = f"enter takes it · {'ctrl+j breaks the line · ' if lines else ''}esc leaves all as it was"
+        self._hint = f"enter accepts · {'ctrl+j breaks the line · ' if lines else ''}esc cancels"
 
     def compose(self) -> ComposeResult:
         with Vertical() as frame:
@@ -69,7 +69,7 @@ class TextDialog(Overlay[str | None]):
 
 
 class ChoiceDialog(Overlay[str | None]):
-    """A list with a filter: (choice, explanation) pairs; Escape gives None."""
+    """A list of (choice, explanation) pairs with a filter. The result is None after Escape."""
 
     DEFAULT_CSS = (
         "ChoiceDialog {"
@@ -99,16 +99,16 @@ class ChoiceDialog(Overlay[str | None]):
             frame.border_title = Content(f"{self._title} · {len(self._choices)}")
             yield Input(placeholder="type to search", compact=True)
             yield OptionList()
-            yield Static("enter takes it · up, down · esc leaves", classes="hint")
+            yield Static("enter accepts · up, down · esc cancels", classes="hint")
 
     def on_mount(self) -> None:
         self._fill("")
         self.query_one(Input).focus()
 
     def on_resize(self) -> None:
-        """The hint below the list stays in sight, and explanations stand under one another."""
+        """Keep the hint below the list visible, and wrap the explanations to the new width."""
         options = self.query_one(OptionList)
-        options.styles.max_height = max(2, min(MOST_ROWS, self.size.height * 9 // 10 - FRAME_ROWS))
+        options.styles.max_height = max(2, min(MAX_ROWS, self.size.height * 9 // 10 - FRAME_ROWS))
         at = options.highlighted
         self._fill(self.query_one(Input).value)
         options.highlighted = at if self._shown else None
@@ -123,7 +123,7 @@ class ChoiceDialog(Overlay[str | None]):
         room = min(80, self.size.width * 94 // 100) - FRAME_COLUMNS - widest - 2
         for n, (choice, why) in fits:
             choice, why = visible_line(choice), visible_line(why)
-            lines = textwrap.wrap(why, room) if room >= NARROWEST else [why]
+            lines = textwrap.wrap(why, room) if room >= MIN_EXPLANATION else [why]
             below = f"\n{' ' * (widest + 2)}".join(lines)
             parts = [choice.ljust(widest), (f"  {below}", "$dim")] if why else [choice]
             options.add_option(Option(Content.assemble(*parts), id=str(n)))
@@ -133,7 +133,7 @@ class ChoiceDialog(Overlay[str | None]):
         self._fill(event.value)
 
     def action_move(self, by: int) -> None:
-        """Move the mark while the filter keeps the focus."""
+        """Move the highlight; the filter keeps the focus."""
         options = self.query_one(OptionList)
         if self._shown:
             options.highlighted = min(max((options.highlighted or 0) + by, 0), len(self._shown) - 1)
@@ -144,22 +144,22 @@ class ChoiceDialog(Overlay[str | None]):
             self.dismiss(self._shown[at])
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        # By its id: while this message was on its way, typing may have changed what the list shows.
+        # By its id: typing may have changed the list while this message was queued.
         self.dismiss(self._choices[int(event.option_id or 0)][0])
 
 
-class DeathDialog(Overlay[str | None]):
-    """The engine is not there: why, where its log is, and the two ways on ("restart" or "quit"); Escape reads on."""
+class EngineDownDialog(Overlay[str | None]):
+    """Says why the engine is down and where its log is. The result is "restart", "quit", or None after Escape."""
 
-    DEFAULT_CSS = "DeathDialog {" + FRAME_CSS + " & > Vertical { border: round $bad; } & .error { color: $bad; } }"
+    DEFAULT_CSS = "EngineDownDialog {" + FRAME_CSS + " & > Vertical { border: round $bad; } & .error { color: $bad; } }"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("r,enter", "dismiss('restart')", "Restart", id="death.restart", show=False),
         Binding("q", "dismiss('quit')", "Quit", id="death.quit", show=False),
-        Binding("escape", "dismiss", "Read on", id="death.close", show=False),
+        Binding("escape", "dismiss", "Close", id="death.close", show=False),
     ]
 
     def __init__(self, title: str, error: str, log: str, hang: bool = False) -> None:
-        """`hang`: its process is there, but gives no sign of life; the dialog goes when it does."""
+        """`hang`: the process exists but does not answer; the dialog closes when it answers again."""
         super().__init__()
         self._title, self._error, self._log, self.hang = title, error, log, hang
 
@@ -170,5 +170,5 @@ class DeathDialog(Overlay[str | None]):
             if self._log not in self._error:
                 yield Static(Content(f"Its log: {self._log}"), classes="hint")
             yield Static(
-                "Chats are kept. r starts it again · q quits · esc closes this (then /restart)", classes="hint"
+                "Chats are kept. r restarts the engine · q quits · esc closes this (then /restart)", classes="hint"
             )

@@ -1,4 +1,4 @@
-"""The help: what is being looked at, in plain words, then every key and command."""
+"""The help: what this screen shows, then every key and command."""
 
 from __future__ import annotations
 
@@ -14,103 +14,103 @@ from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from minitui.tui.actions import Action, key_label, offered
+from minitui.tui.actions import key_label
+from minitui.tui.glyphs import glyphs
+from minitui.tui.screens.bindings import BindingGroup
 from minitui.tui.screens.dialogs import Overlay
-from minitui.tui.screens.keys import KeysOf
-from minitui.tui.theme import glyphs
 
-WIDEST = 104  # columns: as wide as DEFAULT_CSS says
+MAX_WIDTH = 104  # columns, as in DEFAULT_CSS
 ABOUT = {
     "lesson": """\
-A lesson is read page by page, and the engine beside it is real: what an experiment shows was counted in that moment.
+A lesson has pages of text beside a real engine. The figures of an experiment are counted while it runs.
 
-  right, left    the next page, the page before (also page down, page up: a presenter's remote)
+  right, left    the next page, the previous page (also page down, page up: a presenter's remote)
   a b c d        predict, before an experiment is run
-  enter, r       run it, or run it again; on the last page, answer the question
-  tab            on the last page: the next question, and the panel on which its answer stands
+  enter, r       run the experiment, or run it again; on the last page, answer the question
+  tab            on the last page: the next question, and the panel that shows its answer
   v              the code of this page, as it is installed
   L              all lessons
-  0 1 2          the lesson, the chats of its experiment, and the inspector""",
+  0 1 2          the lesson, the chats of its experiment, the inspector""",
     "chat": """\
-Every chat here is answered by one engine, all of them at once. In each step it takes one token further everybody who is
-writing, and spends what is left of the step's token budget on the prompts of those who wait.
+One engine answers all chats here at the same time. Each step computes one token for every chat that is being answered.
+The rest of the step's token budget goes to the prompts that wait.
 
-A prompt is cut into blocks of 16 tokens. The keys and values that attention needs of them (the KV cache) are kept in a
-pool of such blocks. A radix tree remembers which text each block holds: a second prompt with the same beginning takes
-those blocks over instead of computing them. The line under each answer says how many of its prompt's tokens came that
-way, and why not more did:
+A prompt is divided into blocks of 16 tokens. Attention needs the keys and values of these tokens (the KV cache); they
+are kept in a pool of blocks. A radix tree records the text of each block, so a second prompt with the same beginning
+reuses the blocks instead of computing them. The line under each answer says how many tokens of its prompt came from the
+cache, and why not more:
 
-  all that can be shared            all whole blocks; a prompt's last token is always computed
-  differs at token n                from there on no cached text is the same
-  no more is cached                 the cached text ends there: a block is kept once it is full
-  shorter than a block              what is left of the prompt does not fill one
+  all that can be shared            all full blocks; the last token of a prompt is always computed
+  differs at token n                no cached text is the same from there on
+  no more is cached                 the cached text ends there: only full blocks are cached
+  shorter than a block              the rest of the prompt does not fill a block
   nothing cached begins like this   the first block differs
-  evicted at step n                 it was there, and was given up to make room
+  evicted at step n                 the block was cached, and was evicted to make room
 
-The chips on the right are this chat's block table: the position in the text, in steps of 16, says which chip; the
-number on it is the block in the pool. The same numbers in two chats are the same memory.
+The chips on the right are this chat's block table. Each chip is one block of 16 positions; its number is the block in
+the pool. Two chats with the same number share that memory.
 
-Chats in which something was asked are kept. F searches all of them; minitui chat --resume brings back those that were
-open last. What another minitui has open now opens here as a fork: neither overwrites the other.
+A chat is kept as soon as it has a question. F searches all kept chats; minitui chat --resume opens the last ones again.
+A chat that is open in another minitui opens here as a copy, so neither overwrites the other.
 
 Try: ask something, press esc and then r.""",
     "inspect": """\
-Everything on this screen is folded from the engine's own record of what it did, step by step.
+The engine records what it does, step by step. This screen is computed from those records.
 
-  vitals         is it healthy: speed, who runs and waits, hits, the pool, a step's time
-  step           what it computes: one token of each who decodes, prompts in chunks
-  KV blocks      the pool: free, cached (the tree alone), active (one request), shared (several)
-  block table    the selected request's positions → blocks; the last one is partly filled
-  radix tree     which text stands in the cache, who uses it, how much it saved, what goes next
-  lanes          who waited and who ran, over time
-  timings        decode, mixed and prefill steps apart; a first token is queue + prefill + sample
-  events         every decision with its reason, the newest on top
+  vitals         the engine's health: speed, running and waiting requests, cache hits, pool, time per step
+  step           what it computes: one token for each decoding request, and chunks of prompts
+  KV blocks      the pool: free, cached (only in the tree), active (one request), shared (several requests)
+  block table    positions → blocks of the selected request; the last block is partly filled
+  radix tree     the cached texts: the requests that use them, the tokens saved, the order of eviction
+  lanes          waiting and running requests over time
+  timings        decode, mixed and prefill steps; time to first token = queue + prefill + sample
+  events         every decision with its reason, the newest first
 
-Tab goes from panel to panel, and ? tells more of the one that has the focus. Select something with the arrows: the same
-thing is marked in every panel. z makes one panel large.""",
+Tab goes to the next panel, and ? explains the panel with the focus. Select an item with the arrow keys: every panel
+marks it. z shows one panel alone.""",
     "lecture": """\
-One sentence tells what the step did and why; under it the step, the blocks and the tree it changed. What changed glows.
+One sentence says what the step did and why. Below it are the step, the blocks and the tree; what has changed glows.
 
-  n, page down    the next step (the engine stops before it); in the past, one step forward
-  comma, page up  one step back in time; the engine is not touched
-  d               predict: a step with something to guess (an arrival, an eviction, a preemption) is asked about first
-  u               run until an admission, a hit, an eviction, a preemption, a finish, a slow step
-  < and >         slow motion, for watching without stopping
+  n, page down    the next step, then the engine pauses; in the past, one step forward
+  comma, page up  one step back in time; the engine does not move
+  d               predict: before an arrival, an eviction or a preemption is shown, you are asked about it
+  u               run until an admission, a hit, an eviction, a preemption, a finish, or a slow step
+  < and >         slow motion, to watch without pausing
 
-A presenter's remote is safe here: its other keys do nothing.""",
+A presenter's remote is safe here: its other keys have no effect.""",
     "replicas": """\
-Several servers answer these chats. A chat's first question goes to its home: the replica that comes first by a hash of
-the chat's system prompt (without one, of the question). So chats that begin alike meet in one cache. From then on a
-chat stays where its last answer was written, for there lies the whole conversation. A replica with more than 1.25 times
-the mean number of requests, and at least four, is passed over for the next by that hash.
+Several servers answer these chats. The first question of a chat goes to its home replica, which a hash of the system
+prompt selects (without one, a hash of the question). So chats with the same beginning share one cache. Later questions
+go to the replica that wrote the last answer, because its cache holds the conversation. A replica with at least four
+requests and more than 1.25 times the mean is skipped; the next one by the hash takes the question.
 
-  up, down   choose a replica; under the table stands what there is to know about it
-  enter      hold the panels of the other screens to it, and again: they follow the chat that is shown, from replica
-             to replica (of minitui servers only; others do not tell)
-  P, U       pin the chat that is shown to it; let any replica answer it again
+  up, down   choose a replica; the lines under the table describe it
+  enter      let the panels of the other screens show this replica; pressed again, they follow the current chat
+             (only minitui servers report to the panels)
+  P, U       pin the current chat to this replica; let every replica answer it again
 
-A dash means that a server does not tell; "ours" are this application's requests. A replica that is away is tried again,
-more and more seldom; what was asked of it goes to the next, or ends with a sentence if an answer had begun to come.""",
+A dash is a figure that the server does not report; "ours" counts the requests of this application. A replica that is
+down is tried again at growing intervals. Its requests go to the next replica; if an answer had begun, it ends with an
+error.""",
 }
 
 
 def _signs() -> str:
-    """What the tabs of the chats say of them."""
+    """The meaning of the signs in the tabs of the chats."""
     g = glyphs()
     done = (g.right, "answered"), (g.preempted, "cancelled"), ("!", "failed")
     signs = (g.folded, "is being answered"), (g.middot, "waits"), *done
     return "In the tabs:  " + "   ".join(f"{sign} {word}" for sign, word in signs)
 
 
-def of_panel(widget: object) -> list[tuple[str, str]]:
-    """Title and text of the panel that has the focus, if it has a text."""
+def panel_help(widget: object) -> list[tuple[str, str]]:
+    """(title, text) of the panel with the focus; empty if it has no help text."""
     text = getattr(widget, "help_text", "")
     return [(f"The panel with the focus: {getattr(widget, 'TITLE', '')}", text)] if text else []
 
 
 def reflow(text: str, width: int) -> str:
-    """The text in lines of at most `width` cells: paragraphs are broken anew, and what stands in two columns goes on
-    in its second."""
+    """The text in lines of at most `width` cells; a two-column entry is wrapped within its second column."""
     return "\n\n".join("\n".join(_reflowed(part.split("\n"), width)) for part in text.split("\n\n"))
 
 
@@ -119,7 +119,7 @@ def _reflowed(lines: list[str], width: int) -> list[str]:
         return textwrap.wrap(" ".join(lines), width)
     entries: list[str] = []
     for line in lines:
-        if entries and line.startswith(" " * 8):  # it goes on with what stands above
+        if entries and line.startswith(" " * 8):  # continues the entry above
             entries[-1] += " " + line.strip()
         else:
             entries.append(line)
@@ -132,8 +132,7 @@ def _reflowed(lines: list[str], width: int) -> list[str]:
 
 
 class HelpScreen(Overlay[None]):
-    """`about` is a key of ABOUT; `before` stands above it: titles and texts, of the panel that has the focus;
-    `here` are keys that only act where the reader is."""
+    """Shows `before` ((title, text) pairs), then ABOUT[`about`], then the keys `here`, then all actions."""
 
     DEFAULT_CSS = """
     HelpScreen {
@@ -150,10 +149,13 @@ class HelpScreen(Overlay[None]):
     ]
 
     def __init__(
-        self, about: str, keys: dict[str, str], before: Sequence[tuple[str, str]] = (), here: Sequence[KeysOf] = ()
+        self,
+        about: str,
+        before: Sequence[tuple[str, str]] = (),
+        here: Sequence[BindingGroup] = (),
     ) -> None:
         super().__init__()
-        self._about, self._keys, self._before, self._here = about, keys, before, here
+        self._about, self._before, self._here = about, before, here
         self._texts: list[tuple[Static, Callable[[int], Content]]] = []
 
     def compose(self) -> ComposeResult:
@@ -168,52 +170,48 @@ class HelpScreen(Overlay[None]):
                 yield self._fitted(lambda width: Content(reflow(ABOUT[self._about], width)))
                 if self._about == "chat":
                     yield Static(Content(_signs()))
-                for those in self._here:
-                    yield Static(f"Keys here: {those.name}", classes="head", markup=False)
-                    told = [(b.id or "", b.key, "", _told(b)) for b in those.bindings]
-                    yield self._fitted(partial(self._rows, told))
+                for group in self._here:
+                    yield Static(f"Keys here: {group.name}", classes="head", markup=False)
+                    rows = [(b.id or "", b.key, "", _explained(b)) for b in group.bindings]
+                    yield self._fitted(partial(self._rows, rows))
                 yield Static("The prompt", classes="head")
                 yield Static(PROMPT_HELP)
-                for group in dict.fromkeys(a.group for a in self._offered):
-                    yield Static(f"{group} (keys act outside the prompt; esc leaves it)", classes="head", markup=False)
-                    yield self._fitted(partial(self._table, group))
-                names = "Names in the first column are those of settings.toml, table [keys]."
+                for name in dict.fromkeys(a.group for a in self.app.actions):
+                    yield Static(f"{name} (keys act outside the prompt; esc leaves it)", classes="head", markup=False)
+                    yield self._fitted(partial(self._table, name))
+                names = "The first column is the name for the table [keys] of settings.toml."
                 yield Static(names, classes="foot", markup=False)
             yield Static("up, down, page keys scroll · esc closes", classes="foot")
-
-    @property
-    def _offered(self) -> list[Action]:
-        return offered(getattr(self.app, "FEATURES", ()))
 
     def on_mount(self) -> None:
         self.query_one(VerticalScroll).focus()
 
     def _fitted(self, text: Callable[[int], Content]) -> Static:
-        """A text that is made anew for every width in which it is shown."""
+        """A text that is made again for each width."""
         made = Static(text(self._width))
         self._texts.append((made, text))
         return made
 
     @property
     def _width(self) -> int:
-        """Cells of a line: without border, padding and scrollbar."""
-        return max(20, min(WIDEST, self.app.size.width * 96 // 100) - 7)
+        """Cells of a line, without border, padding and scrollbar."""
+        return max(20, min(MAX_WIDTH, self.app.size.width * 96 // 100) - 7)
 
     def on_resize(self) -> None:
         for made, text in self._texts:
             made.update(text(self._width))
 
     def _table(self, group: str, width: int) -> Content:
-        of_it = (a for a in self._offered if a.group == group)
+        actions = (a for a in self.app.actions if a.group == group)
         return self._rows(
-            [(a.id, a.key, f"/{a.slash} {a.takes}".rstrip() if a.slash else "", a.help) for a in of_it], width
+            [(a.id, a.key, f"/{a.slash} {a.takes}".rstrip() if a.slash else "", a.help) for a in actions], width
         )
 
-    def _rows(self, told: Sequence[tuple[str, str, str, str]], width: int) -> Content:
-        """Of (id, key, slash command, what it does)."""
+    def _rows(self, entries: Sequence[tuple[str, str, str, str]], width: int) -> Content:
+        """The lines for (id, key, slash command, explanation) entries."""
         rows: list[Content | str | tuple[str, str]] = []
-        for id, key, slash, words in told:
-            key = key_label(self._keys.get(id, key)) if key else ""
+        for id, key, slash, words in entries:
+            key = key_label(self.app.settings.keys.get(id, key)) if key else ""
             lead = f"{id:<10}", f"{key:<7}", f"{slash:<19}" if slash or "." not in id else ""
             rows += [(lead[0], "dim"), " ", (lead[1], "bold"), " ", lead[2]]
             indent = "\n" + " " * (2 + sum(map(len, lead)))
@@ -221,12 +219,12 @@ class HelpScreen(Overlay[None]):
         return Content.assemble(*rows)
 
 
-def _told(binding: Binding) -> str:
+def _explained(binding: Binding) -> str:
     return f"{binding.description}: {binding.tooltip}" if binding.tooltip else binding.description
 
 
 PROMPT_HELP = Content(
-    "enter sends · ctrl+j breaks the line · tab or right takes the completion · up and down go through the list, then "
-    "through what you asked · page keys scroll the chat · esc closes the list, else cancels the answer, else leaves "
-    "the prompt · ctrl+g leaves it while the answer goes on"
+    "enter sends · ctrl+j breaks the line · tab or right accepts the completion · up and down move in the list, or "
+    "recall earlier questions · page keys scroll the chat · esc closes the list, else cancels the answer, else leaves "
+    "the prompt · ctrl+g leaves the prompt while the answer continues"
 )

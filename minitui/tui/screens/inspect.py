@@ -1,51 +1,51 @@
-"""The inspect screen: every panel at once, or on a small terminal one at a time, and one selection through them all."""
+"""The inspect screen: all panels at once, or one at a time on a small terminal; they share one selection."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
 
-from minitui.tui.screens.one_size import OneSize
+from minitui.tui.screens.base import BaseScreen, Hint
+from minitui.tui.widgets.bar import Bar
 from minitui.tui.widgets.base import Column, Columns, LinePanel, Opened
 from minitui.tui.widgets.block_map import BlockMap
 from minitui.tui.widgets.block_table import BlockTable
-from minitui.tui.widgets.chrome import StatusBar, TopBar
 from minitui.tui.widgets.details import Details
 from minitui.tui.widgets.events import Events
 from minitui.tui.widgets.experts import ExpertMap
 from minitui.tui.widgets.lanes import BatchLanes
 from minitui.tui.widgets.occupancy import Occupancy
+from minitui.tui.widgets.status_bar import StatusBar
 from minitui.tui.widgets.step_bar import StepBar
 from minitui.tui.widgets.timings import StepTimings
+from minitui.tui.widgets.top_bar import TopBar
 from minitui.tui.widgets.tree import RadixTree
 from minitui.tui.widgets.vitals import Vitals
+from minitui.viewmodel.model import View
 
-if TYPE_CHECKING:
-    from minitui.viewmodel.model import View
-
-WIDE, TALL = 100, 32  # smaller than this: one panel at a time
+WIDE, TALL = 100, 32  # a smaller terminal shows one panel at a time
 TIMINGS_HEIGHT = 10
-# Frames between two paints of a panel, and on which of them: the offsets spread the work. What moves with every step is
-# painted with every frame; figures that a reader reads and does not watch, less often. After a selection, and
-# while the picture stands (frozen, at the gate, in the past), all are painted at once.
+# Panel -> (a paint every n frames, on which of the n); the offsets spread the work over the frames. Panels that change
+# with every step are painted often, panels of figures less often. After a selection, and while the picture stands still
+# (frozen, paused, in the past), all are painted at once.
 EVERY = {
     "step": (1, 0), "occupancy": (1, 0), "map": (2, 0), "table": (2, 1), "lanes": (4, 1), "events": (4, 3),
     "tree": (5, 1), "vitals": (5, 2), "timings": (10, 4), "experts": (5, 3),
 }  # fmt: skip
 
 
-class InspectScreen(OneSize[None]):
-    """Composes and routes: the panels know the view, the view knows the engine."""
+class InspectScreen(BaseScreen[None]):
+    """Arranges the panels and passes messages on; the panels draw the view."""
 
     BINDINGS: ClassVar = [
         Binding("tab", "panel(1)", "next panel", show=False, id="inspect.next"),
         Binding("shift+tab", "panel(-1)", "previous panel", show=False, id="inspect.previous"),
-        Binding("z", "maximise", "maximise", show=False, id="inspect.maximise", tooltip="this panel alone, and back"),
-        Binding("c", "colour", "colours", show=False, id="inspect.colour", tooltip="colour the blocks another way"),
-        Binding("escape", "back", "back", show=False, id="inspect.back", tooltip="undo the selection or the zoom"),
+        Binding("z", "maximise", "maximise", show=False, id="inspect.maximise", tooltip="this panel alone, or all"),
+        Binding("c", "colour", "colours", show=False, id="inspect.colour", tooltip="another meaning of the colours"),
+        Binding("escape", "back", "back", show=False, id="inspect.back", tooltip="undo the zoom or the selection"),
     ]
     DEFAULT_CSS = """
     InspectScreen {
@@ -62,17 +62,18 @@ class InspectScreen(OneSize[None]):
         &.-single #map, &.-single #table, &.-single #timings { height: 1fr; }
     }
     """
+    FIGURES = True
     LEFT: ClassVar = ("map", "table", "lanes", "experts")
     PANELS: ClassVar = (*LEFT, "tree", "timings", "events")
 
     def __init__(self) -> None:
         super().__init__()
-        self.absent = {"experts"}  # panels of which this engine has nothing to show
+        self.absent = {"experts"}  # panels without data from this engine
         self.current = "map"
         self.maximised = False
         self._frames = 0
         self._painted_moment: object = None
-        self._above = 1  # rows of the top bar: a demo's story stands in it
+        self._above = 1  # rows of the top bar, which holds the story of a demo
 
     def compose(self) -> ComposeResult:
         yield TopBar()
@@ -95,17 +96,25 @@ class InspectScreen(OneSize[None]):
 
     def on_mount(self) -> None:
         self._panels: dict[str, LinePanel] = {str(panel.id): panel for panel in self.query(LinePanel) if panel.id}
-        self._bars = list(self.query("Bar"))
+        self._bars = list(self.query(Bar))
         self._left, self._right = self.query_one("#left"), self.query_one("#right")
         self._details = self.query_one(Details)
         self.lay_out()
         self._panels[self.current].focus()
 
+    def hints(self) -> list[Hint]:
+        """The keys of this screen, then the actions on the engine."""
+        hints = super().hints()
+        first = [("tab", "panel"), *(h for h in hints if h[1] in ("pause", "step", "help"))]
+        other = ("1", "chat") if self.app.has_chats else ("3", "lecture")
+        left_out = ("write", "chats", "inspect", "fork", "new")
+        return [*first, ("z", "maximise"), other, *(h for h in hints if h not in first and h[1] not in left_out)]
+
     # ---- arrangement
 
     @property
     def single(self) -> bool:
-        """One panel at a time: the terminal is small, or a panel is maximised."""
+        """Is one panel shown at a time, because the terminal is small or the panel is maximised?"""
         return self.maximised or self.size.width < WIDE or self.size.height < TALL
 
     def on_resize(self, event: events.Resize) -> None:
@@ -130,7 +139,7 @@ class InspectScreen(OneSize[None]):
                 self._panels[name].styles.height = "1fr"
             return
         rows = self.size.height - 7 - self._above
-        least, share = (9, 0.38) if self._above < 4 else (7, 0.3)  # a long story takes from the map, not from the lanes
+        least, share = (9, 0.38) if self._above < 4 else (7, 0.3)  # a long story shrinks the map, not the lanes
         self._panels["map"].styles.height = max(least, round(rows * share))
         self._panels["table"].styles.height = 6 if rows >= 32 else 5
         self._panels["timings"].styles.height = TIMINGS_HEIGHT
@@ -139,7 +148,7 @@ class InspectScreen(OneSize[None]):
     # ---- painting
 
     def paint(self, view: View) -> None:
-        """Show the view as it stands; called once a frame while this screen is visible."""
+        """Show the view; called once a frame while this screen is visible."""
         if not hasattr(self, "_panels"):
             return
         self._frames += 1
@@ -155,7 +164,7 @@ class InspectScreen(OneSize[None]):
         at_once = view.still or moment != self._painted_moment
         self._painted_moment = moment
         for bar in self._bars:
-            bar.paint(view)  # type: ignore[attr-defined]
+            bar.paint(view)
         for name, (every, offset) in EVERY.items():
             panel = self._panels[name]
             if panel.display and (at_once or panel.view is None or self._frames % every == offset):
@@ -166,7 +175,7 @@ class InspectScreen(OneSize[None]):
     # ---- routing
 
     def on_opened(self, message: Opened) -> None:
-        """A panel asks for the story of something."""
+        """Show the story of the item that a panel has opened."""
         message.stop()
         panel = self._panels[self.current]
         if panel.view is not None:
@@ -196,13 +205,13 @@ class InspectScreen(OneSize[None]):
         self.lay_out()
 
     def action_colour(self) -> None:
-        """Colour the blocks by something else."""
+        """Colour the blocks by another property."""
         panel = self._panels["map"]
         assert isinstance(panel, BlockMap)
         panel.action_colour()
 
     def action_back(self) -> None:
-        """Close what is open: the popover, the zoom of the map, the selection, the maximised panel."""
+        """Close the first that is open: popover, zoom of the map, selection, maximised panel."""
         block_map = self._panels["map"]
         view = block_map.view
         assert isinstance(block_map, BlockMap)

@@ -1,45 +1,45 @@
-"""The lecture screen: one sentence that tells what the step did and why, with the step, the blocks and the tree.
+"""The lecture screen: one sentence says what the step did and why; below it the step, the blocks and the tree.
 
-Complete at 80×24, because presenters zoom their terminal. A presenter's remote sends Page Down, Page Up, F5, Escape and
-`.`: the first two step forward and back, the others do nothing that matters.
+Complete at 80×24, because presenters enlarge their font. A presenter's remote sends Page Down, Page Up, F5, Escape and
+`.`: the first two step forward and back, the others have no effect on the engine.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
 
-from minitui.tui.screens.one_size import OneSize
+from minitui.tui.screens.base import BaseScreen, Hint
+from minitui.tui.widgets.bar import Bar
 from minitui.tui.widgets.base import Column, Columns, LinePanel, Opened
 from minitui.tui.widgets.block_map import BlockMap
 from minitui.tui.widgets.block_table import BlockTable
-from minitui.tui.widgets.chrome import StatusBar, TopBar, host
 from minitui.tui.widgets.details import Details
 from minitui.tui.widgets.first_token import FirstTokens
+from minitui.tui.widgets.status_bar import StatusBar
 from minitui.tui.widgets.step_bar import StepBar
+from minitui.tui.widgets.top_bar import TopBar
 from minitui.tui.widgets.tree import RadixTree
 from minitui.tui.widgets.why import Why
+from minitui.viewmodel.model import View
 from minitui.viewmodel.predict import question_about, unasked
 
-if TYPE_CHECKING:
-    from minitui.viewmodel.model import View
-
-ROOMY = (100, 34)  # from this size on, the block table and the first tokens are shown too
+ROOMY = (100, 34)  # columns, rows; from this size on, the block table and the first tokens are shown too
 
 
-class LectureScreen(OneSize[None]):
-    """Composes and routes; stepping is the application's own `step`, going back its own `back`."""
+class LectureScreen(BaseScreen[None]):
+    """Arranges the panels and passes messages on; the actions `step` and `back` are the application's."""
 
     BINDINGS: ClassVar = [
         Binding("pagedown,n", "next", "next step", show=False, id="lecture.next", tooltip="one step, or the answer"),
-        Binding("pageup", "back", "back", show=False, id="lecture.back", tooltip="one step back in time"),
+        Binding("pageup", "back", "back", show=False, id="lecture.back", tooltip="go one step back in time"),
         Binding("d", "predict", "predict", show=False, id="lecture.predict", tooltip="guess before each step"),
-        Binding("c", "colour", "colours", show=False, id="lecture.colour", tooltip="colour the blocks another way"),
+        Binding("c", "colour", "colours", show=False, id="lecture.colour", tooltip="another meaning of the colours"),
         Binding("f5", "nothing", "nothing", show=False, id="lecture.f5", tooltip="a presenter's remote sends it"),
-        Binding("escape", "close", "close", show=False, id="lecture.close", tooltip="close what is open"),
+        Binding("escape", "close", "close", show=False, id="lecture.close", tooltip="close the popover or the zoom"),
     ]
     DEFAULT_CSS = """
     LectureScreen {
@@ -56,9 +56,8 @@ class LectureScreen(OneSize[None]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._asked_from = -1  # the step at which the picture is held back while a question stands; -1: none stands
-        self._stepping_from = -1  # a step was asked for with a prediction, and has not come yet
-        self._painted: object = None
+        self._asked_from = -1  # the step that the picture shows while a prediction is open; -1: none is open
+        self._stepping_from = -1  # the step before the one to predict, until that one has come; -1: no such step
 
     def compose(self) -> ComposeResult:
         yield TopBar()
@@ -76,17 +75,24 @@ class LectureScreen(OneSize[None]):
 
     def on_mount(self) -> None:
         self._panels = [panel for panel in self.query(LinePanel) if panel.id and panel.id != "details"]
-        self._bars = list(self.query("Bar"))
+        self._bars = list(self.query(Bar))
         self._why, self._details = self.query_one(Why), self.query_one(Details)
         self._map, self._step = self.query_one(BlockMap), self.query_one(StepBar)
         self.lay_out()
         self._map.focus()
 
+    def hints(self) -> list[Hint]:
+        """The keys of this screen, then the actions on the engine."""
+        hints = super().hints()
+        first = [("n", "next step"), (",", "back"), ("d", "predict"), ("p", "pause"), ("X", "start over")]
+        first += [h for h in hints if h[1] == "help"]
+        return first + [h for h in hints if h[1] in ("until", "slow motion", "replay", "commands")]
+
     def on_resize(self, event: events.Resize) -> None:
         self.lay_out()
 
     def lay_out(self) -> None:
-        """A bare step bar and two panels on a small terminal, more on a large one."""
+        """Show a step bar without frame and two panels on a small terminal, more on a large one."""
         if not hasattr(self, "_step"):
             return
         roomy = self.size.width >= ROOMY[0] and self.size.height >= ROOMY[1]
@@ -97,12 +103,12 @@ class LectureScreen(OneSize[None]):
     # ---- painting
 
     def paint(self, view: View) -> None:
-        """Show the view as it stands; called once a frame while this screen is visible."""
+        """Show the view; called once a frame while this screen is visible."""
         if not hasattr(self, "_panels"):
             return
         self._hold_back(view)
         for bar in self._bars:
-            bar.paint(view)  # type: ignore[attr-defined]
+            bar.paint(view)
         for panel in self._panels:
             if panel.display:
                 panel.paint(view)
@@ -110,11 +116,11 @@ class LectureScreen(OneSize[None]):
             self._details.paint(view)
 
     def _hold_back(self, view: View) -> None:
-        """When a step has come that is to be predicted, keep the picture at the one before it and ask."""
-        if view.steps.last < max(self._stepping_from, self._asked_from):  # somebody started over
+        """When the step to predict has come, keep the picture at the step before it and ask."""
+        if view.steps.last < max(self._stepping_from, self._asked_from):  # the history was cleared
             self._stepping_from = self._asked_from = -1
             self._why.question = None
-        if self._asked_from >= 0 and not view.travel_text:  # somebody went on without an answer
+        if self._asked_from >= 0 and not view.travel_text:  # the user returned to the present without an answer
             self._why.question, self._asked_from = None, -1
         before = self._stepping_from
         if before < 0 or view.steps.last <= before:
@@ -138,14 +144,14 @@ class LectureScreen(OneSize[None]):
     # ---- routing
 
     def on_opened(self, message: Opened) -> None:
-        """A panel asks for the story of something."""
+        """Show the story of the item that a panel has opened."""
         message.stop()
         focused = self.focused
         if self._map.view is not None and isinstance(focused, LinePanel):
             self._details.show(self._map.view, message.kind, message.id, focused)
 
     def action_next(self) -> None:
-        """The answer to the question that stands; forward in time, in the past; else one step of the engine."""
+        """Show the answer of an open prediction; in the past, go one step forward; else let the engine take a step."""
         view = self._map.view
         if view is None:
             return
@@ -156,12 +162,12 @@ class LectureScreen(OneSize[None]):
         else:
             if self._why.predicting:
                 self._stepping_from = view.steps.last
-            host(self.app).commands.run("step")
+            self.app.run_command("step")
             return
         self.paint(view)
 
     def action_back(self) -> None:
-        """One step back in time."""
+        """Go one step back in time."""
         view = self._map.view
         if view is not None:
             self._why.question, self._asked_from = None, -1
@@ -169,19 +175,20 @@ class LectureScreen(OneSize[None]):
             self.paint(view)
 
     def action_predict(self) -> None:
-        """Ask before each step from now on, or no longer."""
+        """Ask for a prediction before each step, or stop asking."""
         predicting = self._why.predicting = not self._why.predicting
         view = self._map.view
         if not predicting and view is not None and self._asked_from >= 0:
             self._reveal(view)
-        asked = "a step with something to guess is asked about first, then n reveals it"
-        self.notify(asked if predicting else "steps are shown at once", timeout=3, markup=False)
+        asks = "if a step has something to predict, you are asked first; n then shows the step"
+        notice = asks if predicting else "steps are shown at once"
+        self.notify(notice, timeout=3, markup=False)
 
     def action_colour(self) -> None:
         self._map.action_colour()
 
     def action_close(self) -> None:
-        """Close the popover, the zoom or the selection; nothing else happens."""
+        """Close the first that is open: popover, zoom of the map, selection."""
         view = self._map.view
         if self._details.display:
             self._details.action_close()
@@ -191,4 +198,4 @@ class LectureScreen(OneSize[None]):
             view.select(None)
 
     def action_nothing(self) -> None:
-        """A key of a presenter's remote that means nothing here."""
+        """A key that a presenter's remote sends, without effect here."""

@@ -1,22 +1,21 @@
-"""The replicas screen: the table of servers, and where each chat goes."""
+"""The replicas screen: the table of servers, and the server of each chat."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from textual import getters
 from textual.app import ComposeResult
 
-from minitui.tui.screens.one_size import OneSize
-from minitui.tui.widgets.chrome import Bar, SessionStrip, StatusBar, TopBar
+from minitui.tui.screens.base import BaseScreen, Hint
+from minitui.tui.widgets.bar import Bar
 from minitui.tui.widgets.replicas import Replicas
+from minitui.tui.widgets.session_tabs import SessionTabs
+from minitui.tui.widgets.status_bar import StatusBar
+from minitui.tui.widgets.top_bar import TopBar
+from minitui.viewmodel.model import View
 
-if TYPE_CHECKING:
-    from minitui.viewmodel.model import View
 
-
-class ReplicaScreen(OneSize[None]):
-    """Composes; the replicas are in the application's source."""
+class ReplicaScreen(BaseScreen[None]):
+    """Arranges the widgets; the replicas are in the application's source."""
 
     DEFAULT_CSS = """
     ReplicaScreen { layout: vertical; background: $ground; & Replicas { height: 1fr; } }
@@ -25,15 +24,20 @@ class ReplicaScreen(OneSize[None]):
 
     def compose(self) -> ComposeResult:
         yield TopBar()
-        yield SessionStrip()
+        yield SessionTabs()
         yield Replicas(id="table")
         yield StatusBar()
 
     def on_mount(self) -> None:
         self.table.focus()
 
+    def hints(self) -> list[Hint]:
+        """The table's keys, then the actions that matter here."""
+        table = [("up, down", "choose"), ("enter", "show its panels"), ("P", "pin"), ("U", "unpin")]
+        return table + [h for h in super().hints() if h[1] in ("write", "new", "chats", "help", "commands")]
+
     def paint(self, view: View) -> None:
-        """Show everything as it stands; called once a frame while this screen is visible."""
+        """Show the view; called once a frame while this screen is visible."""
         for bar in self.query(Bar):
             bar.paint(view)
         self.table.paint(view)

@@ -18,19 +18,13 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from minitui.tui.theme import ASCII, Glyphs, Palette, glyphs, palette
-from minitui.tui.visible_lines import VisibleLines
+from minitui.tui.glyphs import ASCII, Glyphs, glyphs, to_ascii
+from minitui.tui.line_filters import VisibleLines
+from minitui.tui.theme import Palette, palette
 from minitui.tui.widgets.rows import Line, Row, Run, Runs, cells, clip, plain, runs_width
 
 if TYPE_CHECKING:
     from minitui.viewmodel.model import View
-
-
-# Typographic characters in titles and sentences, one for one; glyphs with a meaning are in theme.ASCII.
-_TO_ASCII = str.maketrans({
-    "·": "|", "…": "~", "–": "-", "—": "-", "→": ">", "←": "<", "↑": "^", "↓": "v", "×": "x", "“": '"', "”": '"',
-    "‘": "'", "’": "'", "▏": "|", "╭": "+", "╮": "+", "╰": "+", "╯": "+", "│": "|", "─": "-", "▌": "|", "•": "*",
-})  # fmt: skip
 
 
 NARROWEST = 8  # cells: narrower panels stay blank
@@ -136,7 +130,7 @@ class LinePanel(Widget, can_focus=True):
             return [_exact((), width)] * height
         rows = self.framed(view, width, height)
         if glyphs() is ASCII:
-            return [Line((text.translate(_TO_ASCII), style) for text, style in row) for row in rows]
+            return [Line((to_ascii(text), style) for text, style in row) for row in rows]
         return rows
 
     def framed(self, view: View, width: int, height: int) -> list[Runs]:

@@ -16,7 +16,8 @@ from textual.binding import Binding
 from textual.message import Message
 
 from engine.trace.state import ACTIVE, CACHED, FREE, SHARED
-from minitui.tui.theme import OWNER_COLOURS, glyphs
+from minitui.tui.glyphs import glyphs
+from minitui.tui.theme import OWNER_COLOURS
 from minitui.tui.widgets import occupancy
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
 from minitui.tui.widgets.rows import Line, Row, Run, Runs, runs_width

@@ -11,7 +11,7 @@ from typing import ClassVar
 from textual.binding import Binding
 
 from minitui.text import count
-from minitui.tui.theme import glyphs
+from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
 from minitui.tui.widgets.rows import Row, Run, Runs, cells, clip
 from minitui.viewmodel.model import View

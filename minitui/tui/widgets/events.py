@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from textual.binding import Binding
 
-from minitui.tui.theme import glyphs
+from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
 from minitui.tui.widgets.rows import Row, Run, Runs, cells, clean, fit
 from minitui.viewmodel.model import Event, View

@@ -8,7 +8,7 @@ import numpy as np
 from textual.binding import Binding
 
 from minitui.text import count
-from minitui.tui.theme import glyphs
+from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
 from minitui.tui.widgets.rows import Row, Run, Runs
 from minitui.viewmodel.experts import ExpertLoad

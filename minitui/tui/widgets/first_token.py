@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minitui.text import ms
-from minitui.tui.theme import glyphs
+from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Run, Runs
 from minitui.viewmodel.model import View

@@ -12,7 +12,7 @@ import numpy as np
 from textual.binding import Binding
 
 from minitui.text import ms
-from minitui.tui.theme import glyphs
+from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
 from minitui.tui.widgets.rows import Row, Run, Runs, fit, runs_width
 from minitui.viewmodel.lanes import DECODING, FINISHED, GAINING, NOTHING, PREEMPTED, PREFILLING, QUEUED, Lane

@@ -1,33 +1,32 @@
-"""The progress bar of an engine that is being started."""
+"""The progress bar of an engine that is starting."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from textual import getters
 
-from minitui.tui.theme import glyphs
+from minitui.tui.app_base import AppBase
+from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
-from minitui.tui.widgets.chrome import host
 from minitui.tui.widgets.rows import Row, fit
-
-if TYPE_CHECKING:
-    from minitui.viewmodel.model import View
+from minitui.viewmodel.model import View
 
 
 class Loading(LinePanel, can_focus=False):
     """Two lines while `app.progress` is set, else nothing."""
 
+    app = getters.app(AppBase)
     FRAME = "none"
     DEFAULT_CSS = "Loading { height: 3; padding: 1 2 0 2; }"
 
     def paint(self, view: View) -> int:
-        """Shows or hides itself, too."""
-        wanted = host(self.app).progress is not None
+        """Paint the bar, or hide it."""
+        wanted = self.app.progress is not None
         if self.display != wanted:
             self.display = wanted
         return super().paint(view) if wanted else 0
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        progress = host(self.app).progress or {}
+        progress = self.app.progress or {}
         done, total = progress.get("done") or 0, progress.get("total") or 0
         text = str(progress.get("text") or progress.get("stage") or "starting the engine")
         row = Row(fit(text, width - 6), "dim")

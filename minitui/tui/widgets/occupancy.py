@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.trace.state import ACTIVE, CACHED, FREE, SHARED
-from minitui.tui.theme import glyphs
+from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Run
 from minitui.viewmodel.annotated_state import AnnotatedState

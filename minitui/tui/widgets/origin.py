@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minitui.tui.theme import glyphs
+from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row
 from minitui.viewmodel.events import stop_text

@@ -1,10 +1,10 @@
-"""The prompt: several lines, Enter sends, Ctrl+J breaks the line; completes what the model knows, and commands."""
+"""The prompt: Enter sends, Ctrl+J breaks the line; it completes known questions and slash commands."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from textual import events
 from textual.binding import Binding, BindingType
@@ -14,23 +14,21 @@ from textual.widgets import TextArea
 
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, fit
+from minitui.viewmodel.model import View
 
-if TYPE_CHECKING:
-    from minitui.viewmodel.model import View
-
-ROWS = 6  # of the list
+ROWS = 6  # of the completion list
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What the prompt may become: `text` replaces it, `hint` says what that is."""
+    """A completion: `text` replaces the prompt, `hint` explains it."""
 
     text: str
     hint: str = ""
 
 
 def complete_question(typed: str, known: Sequence[str]) -> list[Completion]:
-    """Known questions for what has been typed: those that begin so, then those that hold all its words."""
+    """The known questions that begin with `typed`, then those that contain all its words."""
     wanted = typed.strip().lower()
     if len(wanted) < 2:
         return []
@@ -41,7 +39,7 @@ def complete_question(typed: str, known: Sequence[str]) -> list[Completion]:
 
 
 class Prompt(TextArea):
-    """A text area that sends on Enter. `complete(text)` gives what it may become, best first."""
+    """A text area that sends on Enter. `complete(text)` returns the completions, best first."""
 
     DEFAULT_CSS = """
     Prompt {
@@ -58,30 +56,30 @@ class Prompt(TextArea):
         Binding(
             "ctrl+j,shift+enter", "new_line", "New line", id="prompt.newline", tooltip="Break the line", show=False
         ),
-        Binding("tab", "accept", "Complete", id="prompt.accept", tooltip="Take the completion", show=False),
+        Binding("tab", "accept", "Complete", id="prompt.accept", tooltip="Accept the completion", show=False),
         Binding("pageup", "scroll_transcript(-1)", "Scroll up", id="prompt.pageup", show=False),
         Binding("pagedown", "scroll_transcript(1)", "Scroll down", id="prompt.pagedown", show=False),
     ]
 
     class Sent(Message):
-        """Enter was pressed on a text that is not empty."""
+        """Enter was pressed, and the text is not empty."""
 
         def __init__(self, text: str) -> None:
             super().__init__()
             self.text = text
 
     class Left(Message):
-        """Escape was pressed, and no list was open."""
+        """Escape was pressed while no list was open."""
 
     class Scroll(Message):
-        """Page keys belong to the transcript."""
+        """A page key was pressed; it scrolls the transcript."""
 
         def __init__(self, pages: int) -> None:
             super().__init__()
             self.pages = pages
 
     class Offered(Message):
-        """What the text may become has changed; `chosen` is the one marked, -1 for none."""
+        """The completions have changed; `chosen` is the index of the highlighted one, -1 for none."""
 
         def __init__(self, completions: list[Completion], chosen: int) -> None:
             super().__init__()
@@ -92,20 +90,20 @@ class Prompt(TextArea):
         super().__init__(id=id, placeholder=placeholder, soft_wrap=True, show_line_numbers=False, tab_behavior="focus")
         self.complete: Callable[[str], list[Completion]] = lambda text: []
         self.asked: list[str] = []
-        self._recalled: int | None = None  # place in the history while going through it
-        self._unsent = ""
+        self._recalled: int | None = None  # index in the history while the user recalls from it
+        self._unsent = ""  # the text before the recall
         self._offers: list[Completion] = []
         self._chosen = -1
-        self._quiet = False  # the text was put there by us: no list for it
+        self._quiet = False  # the text was set by us: offer no list
 
     def render_line(self, y: int) -> Strip:
-        """A terminal made narrow is for one layout too narrow for the panels beside: Textual fails at no width."""
+        """A blank line at width 0, at which Textual fails; a shrinking terminal causes it for one layout."""
         return super().render_line(y) if self.content_size.width > 0 else Strip.blank(0)
 
     # ---- completion
 
     def update_suggestion(self) -> None:
-        """Called by Textual after every edit: the ghost text is the rest of the first completion that begins so."""
+        """Called by Textual after every edit. The ghost text is the rest of the first completion that fits."""
         text = self.text
         at_end = self.cursor_location == self.document.end
         offers = [] if self._quiet or not at_end else self.complete(text)
@@ -122,7 +120,7 @@ class Prompt(TextArea):
             self.post_message(self.Offered(offers, chosen))
 
     def put(self, text: str) -> None:
-        """Replace the text, with no list offered for it, and the cursor at its end."""
+        """Replace the text and move the cursor to its end; offer no list."""
         self._quiet = True
         self.load_text(text)
         self._quiet = True
@@ -163,17 +161,17 @@ class Prompt(TextArea):
         self.insert("\n")
 
     def action_accept(self) -> None:
-        """Take the marked completion, or the first."""
+        """Accept the highlighted completion, or the first."""
         if self._offers:
             chosen = self._offers[max(self._chosen, 0)]
             self.put(chosen.text + (" " if chosen.text.startswith("/") else ""))
 
     def action_scroll_transcript(self, pages: int) -> None:
-        """Page keys scroll what is read, not what is typed."""
+        """Page keys scroll the transcript, not the prompt."""
         self.post_message(self.Scroll(pages))
 
     def action_cursor_up(self, select: bool = False) -> None:
-        """Up: in the list, else in the text, else in the history."""
+        """Move up in the list, else in the text, else in the history."""
         if self._offers and not select:
             self._offer(self._offers, max(self._chosen - 1, -1))
         elif not select and self.cursor_location[0] == 0 and (self.asked or self._recalled is not None):
@@ -182,7 +180,7 @@ class Prompt(TextArea):
             super().action_cursor_up(select)
 
     def action_cursor_down(self, select: bool = False) -> None:
-        """Down: in the list, else in the text, else in the history."""
+        """Move down in the list, else in the text, else in the history."""
         if self._offers and not select:
             self._offer(self._offers, min(self._chosen + 1, len(self._offers) - 1))
         elif not select and self._recalled is not None and self.cursor_location[0] == self.document.line_count - 1:
@@ -199,7 +197,7 @@ class Prompt(TextArea):
 
 
 class CompletionList(LinePanel, can_focus=False):
-    """What the prompt may become, above it."""
+    """The completions, above the prompt."""
 
     FRAME = "none"
     DEFAULT_CSS = "CompletionList { height: auto; max-height: 6; display: none; }"

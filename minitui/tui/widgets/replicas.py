@@ -1,31 +1,41 @@
-"""Replicas: which servers answer, which of them is up, how busy, and how much of the prompts is in their caches?"""
+"""Replicas: which servers are up, how busy are they, and how many prompt tokens are in their caches?"""
 
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import ClassVar, Protocol, cast
 
 from textual.binding import Binding
 from textual.message import Message
 
+from minitui.chat.conversation import Session
+from minitui.chat.sessions import Chats
 from minitui.sources.replicas import LOADING, UNDECIDED, UNKNOWN, Replica, ReplicaSource
 from minitui.text import duration, short
-from minitui.tui.theme import glyphs
+from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Run, Runs, clean
 from minitui.viewmodel.model import View
 
-if TYPE_CHECKING:
-    from minitui.tui.replica_app import ReplicaApp
-
-# Columns from the right: what is told, and its cells. The address and the model share what is left.
+# (name, width in cells) of the columns on the right. The address and the model share the rest.
 COLUMNS = (("state", 7), ("run", 5), ("wait", 5), ("KV", 6), ("hits", 6), ("tok/s", 7), ("first", 8), ("ours", 5))
-LEAD = 5  # mark and number
-WITH_MODEL = 92  # narrower, the model stands under the table only
+LEAD = 5  # cells for mark and number
+WITH_MODEL = 92  # columns; a narrower table has no column for the model
+
+
+class HasReplicas(Protocol):
+    """What this panel asks of its application (ReplicaApp)."""
+
+    replicas: ReplicaSource
+    chats: Chats
+    session: Session
+
+    def route(self, session: Session) -> tuple[int | None, str]:
+        """(Number of the replica for the chat's next question, why); (None, error) if no replica can answer."""
 
 
 class Replicas(LinePanel):
-    """A row for each replica, what there is to say about the chosen one, and where each chat goes."""
+    """A row for each replica, details of the chosen one, and the replica of each chat."""
 
     TITLE = "Replicas"
     BINDINGS: ClassVar = [
@@ -35,7 +45,7 @@ class Replicas(LinePanel):
     ]
 
     class Chosen(Message):
-        """The panels are to follow this replica."""
+        """The user wants this replica in the panels."""
 
         def __init__(self, replica: Replica) -> None:
             super().__init__()
@@ -46,12 +56,12 @@ class Replicas(LinePanel):
         self.at = 0
 
     @property
-    def _app(self) -> ReplicaApp:
-        return cast("ReplicaApp", self.app)
+    def _app(self) -> HasReplicas:
+        return cast(HasReplicas, self.app)
 
     @property
     def chosen(self) -> Replica:
-        """The replica that the mark stands on."""
+        """The selected replica."""
         return self._app.replicas.replicas[self.at]
 
     def picture(self, view: View, width: int, height: int) -> Picture:
@@ -63,8 +73,8 @@ class Replicas(LinePanel):
         rows.append(Row().done(width))
         rows += self._chats(source, width)
         legend: list[Run] = [
-            (glyphs().active, "hit"), (" its panels are shown  ", "dim"), ("ours", "ink"),
-            (" being written for us  ", "dim"), (glyphs().dash, "ink"), (" not told", "dim"),
+            (glyphs().active, "hit"), (" shown in the panels  ", "dim"), ("ours", "ink"),
+            (" answers for this app  ", "dim"), (glyphs().dash, "ink"), (" not reported", "dim"),
         ]  # fmt: skip
         note: list[Run] = [(f"{len(source.usable)} of {len(source.replicas)} can answer", "dim")]
         return Picture(rows, note=note, legend=legend)
@@ -93,18 +103,18 @@ class Replicas(LinePanel):
         state, tone = self._state(source, replica)
         vitals = replica.vitals
         first = None if vitals.ttft_mean_s is None else vitals.ttft_mean_s * 1e3
-        told = (
+        figures = (
             (state, tone), (_count(vitals.running), "ink"), (_count(vitals.waiting), "ink"),
             (_share(vitals.cache_use), "pool"), (_share(vitals.hit_rate), "hit"),
             (_count(vitals.tokens_per_s), "decode"), (glyphs().dash if first is None else duration(first), "ink"),
             (str(len(replica.streams)), "ink"),
         )  # fmt: skip
-        for (text, style), (_, cells) in zip(told, COLUMNS, strict=True):
+        for (text, style), (_, cells) in zip(figures, COLUMNS, strict=True):
             row.add(text.rjust(cells), ("dim" if text == glyphs().dash else style) + ground)
         return row.done(width)
 
     def _names(self, width: int) -> tuple[int, int]:
-        """Where the model's column begins, and its cells; none where it is narrow."""
+        """(First cell, cells) of the model's column; 0 cells in a narrow table."""
         end = width - sum(cells for _, cells in COLUMNS)
         if width < WITH_MODEL:
             return end, 0
@@ -120,29 +130,29 @@ class Replicas(LinePanel):
         return ("down", "bad") if replica.trouble else ("other", "waiting")
 
     def _about(self, source: ReplicaSource, replica: Replica, width: int) -> list[Runs]:
-        """Whatever is to be said about one replica."""
+        """Details of one replica: address, model, and why it cannot answer."""
         maker = {"minitui": "a minitui server", "openai": "a server with OpenAI's endpoints"}.get(replica.kind, "")
         head = Row(f"{replica.number} {replica.url}", "bold ink")
         head.add("  " + ", ".join(filter(None, (maker, replica.model))), "dim")
         rows = [head.done(width)]
         against = source.reason_against(replica)
         if replica.trouble not in ("", UNKNOWN):
-            against += f". It is tried again in {replica.again_in:.0f} s."
+            against += f". Next try in {replica.again_in:.0f} s."
         rows += [Row(line, "bad").done(width) for line in textwrap.wrap(clean(against), width)]
         if replica.telemetry is None and not replica.trouble:
-            rows.append(Row("It does not tell what its engine does: the panels cannot follow it.", "dim").done(width))
+            rows.append(Row("It does not report what its engine does: the panels cannot show it.", "dim").done(width))
         return rows
 
     def _chats(self, source: ReplicaSource, width: int) -> list[Runs]:
-        """Where each chat's next question goes, and why."""
+        """The replica for each chat's next question, and why."""
         chats = self._app.chats
-        rows = [Row("where the next question of each chat goes", "dim").done(width)]
+        rows = [Row("the replica for the next question of each chat", "dim").done(width)]
         for session in chats.sessions:
-            to, why = self._app.whither(session)
+            number, why = self._app.route(session)
             ground = " on empty-chip" if session is self._app.session else ""
             row = Row(f" {chats.number(session)} ", "bold ink" + ground)
             row.add(_shortened(session.title, max(12, width // 3)), "ink" + ground).to(width // 3 + 5)
-            row.add(to, "bold ink" if to[:1].isdigit() else "bad").add(f"  {why}", "dim")
+            row.add(*(("none", "bad") if number is None else (str(number), "bold ink"))).add(f"  {why}", "dim")
             rows.append(row.done(width))
         return rows
 

@@ -10,7 +10,7 @@ import re
 
 from rich.cells import cell_len, set_cell_size
 
-from minitui.tui.theme import glyphs
+from minitui.tui.glyphs import glyphs
 from minitui.visible import visible, visible_line
 
 Run = tuple[str, str]

@@ -1,4 +1,4 @@
-"""Server: how is a server that tells no more of itself than its Prometheus page? What is not told is called unknown."""
+"""Server: the figures of a server's Prometheus page. A figure that the page lacks is shown as unknown."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def _percent(value: float) -> str:
     return f"{100 * value:.0f}"
 
 
-# The field of Vitals, its label, its figure, its unit, its colour, and the spark's full height (0: its own maximum).
 def _whole(value: float) -> str:
     return f"{value:,.0f}"
 
 
+# (field of Vitals, label, formatter, unit, colour, value of the sparkline's full height; 0: the maximum of the line)
 Figure = tuple[str, str, Callable[[float], str], str, str, float]
 FIGURES: tuple[Figure, ...] = (
     ("tokens_per_s", "writes", _whole, "tok/s", "decode", 0.0),
@@ -34,25 +34,25 @@ FIGURES: tuple[Figure, ...] = (
 )
 
 
-class Watches(Protocol):
-    """An application over such a server."""
+class HasServer(Protocol):
+    """What this panel asks of its application (ForeignApp, BlindReplicaApp)."""
 
-    def beside(self) -> tuple[str, Pulse | None]:
-        """The name of the server that stands beside the chat, and its pulse."""
+    def current_server(self) -> tuple[str, Pulse | None]:
+        """(Name, metrics) of the server that answers the current chat."""
 
 
 class ServerVitals(LinePanel, can_focus=False):
-    """Six figures, each with its last polls as a spark."""
+    """Six figures, each with a sparkline of the last polls."""
 
     TITLE = "Server"
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        name, pulse = cast(Watches, self.app).beside()
+        name, pulse = cast(HasServer, self.app).current_server()
         rows: list[Runs] = [Row(name, "ink").done(width)]
-        told, tone = ("it has not answered yet" if pulse is None else pulse.trouble), "bad"
-        if not told and pulse is not None and pulse.mute:
-            told, tone = f"{pulse.mute}: it tells nothing of itself (SGLang does so with --enable-metrics)", "dim"
-        rows += [Row(line, tone).done(width) for line in textwrap.wrap(clean(told), width)]
+        notice, tone = ("it has not answered yet" if pulse is None else pulse.trouble), "bad"
+        if not notice and pulse is not None and pulse.mute:
+            notice, tone = f"{pulse.mute}: no metrics (SGLang needs --enable-metrics)", "dim"
+        rows += [Row(line, tone).done(width) for line in textwrap.wrap(clean(notice), width)]
         history = list(pulse.history)[-width:] if pulse is not None else []
         tall = height >= len(rows) + 2 * len(FIGURES)
         for field, label, figure, unit, style, top in FIGURES:
@@ -65,4 +65,4 @@ class ServerVitals(LinePanel, can_focus=False):
             rows.append(row.done(width))
             if tall:
                 rows.append(Row(spark([getattr(then, field) or 0.0 for then in history], top), style).done(width))
-        return Picture(rows, note=[(f"a bar is {POLL_S:g} s", "dim")], legend=[("as its /metrics tells", "dim")])
+        return Picture(rows, note=[(f"{POLL_S:g} s a bar", "dim")], legend=[("from its /metrics", "dim")])

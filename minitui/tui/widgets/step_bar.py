@@ -9,7 +9,7 @@ from __future__ import annotations
 from textual.geometry import Size
 
 from minitui.text import count, ms
-from minitui.tui.theme import glyphs
+from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Run, Runs, cells
 from minitui.viewmodel.model import StepRow, View

@@ -8,7 +8,7 @@ from typing import ClassVar
 from textual.binding import Binding
 
 from minitui.text import ms
-from minitui.tui.theme import glyphs
+from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
 from minitui.tui.widgets.rows import Row, Run, Runs
 from minitui.viewmodel.model import StepRow, View

@@ -17,7 +17,8 @@ from textual.strip import Strip
 from minitui.chat.conversation import Message, Session
 from minitui.chat.describe import describe_answer, split_thinking
 from minitui.tui import markdown
-from minitui.tui.theme import glyphs, palette
+from minitui.tui.glyphs import glyphs
+from minitui.tui.theme import palette
 from minitui.tui.widgets.rows import Run, plain
 
 LABEL = 9  # cells of the column with the speaker

@@ -14,7 +14,7 @@ from textual import events
 from textual.binding import Binding
 
 from minitui.text import count, short
-from minitui.tui.theme import glyphs
+from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit
 from minitui.viewmodel.model import View

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minitui.text import ms
-from minitui.tui.theme import glyphs
+from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Runs
 from minitui.viewmodel.history import BUCKET

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from minitui.tui.theme import glyphs
+from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Run, Runs, clean
 from minitui.viewmodel.model import View

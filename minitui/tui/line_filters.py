@@ -1,4 +1,4 @@
-"""The border of the application: each line that Textual draws, of whatever widget, holds only visible characters."""
+"""Filters over every line that Textual draws: only visible characters, and with `--ascii` only ASCII."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from rich.segment import Segment
 from textual.color import Color
 from textual.filter import LineFilter
 
+from minitui.tui.glyphs import to_ascii
 from minitui.visible import visible_line
 
 
 class VisibleLines(LineFilter):
-    """Characters that control a terminal become signs (minitui/visible.py); the line keeps its width."""
+    """Replaces characters that control a terminal by visible signs (minitui/visible.py); the line keeps its width."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        """The same line; signs take the place of the cells behind them."""
+        """Returns the line with signs; a sign that is wider than its character covers the cells behind it."""
         if all(text.isprintable() for text, _, _ in segments):
             return segments
         width = sum(cell_len(text) for text, _, _ in segments)
@@ -28,3 +29,11 @@ class VisibleLines(LineFilter):
             if shown:
                 line.append(Segment(shown, style, control))
         return line
+
+
+class AsciiLines(LineFilter):
+    """Replaces signs and frames by ASCII; letters of every language stay."""
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        """Returns the line in ASCII, in the same width."""
+        return [Segment(to_ascii(text), style, control) for text, style, control in segments]

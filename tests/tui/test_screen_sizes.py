@@ -9,21 +9,28 @@ from typing import Any
 
 import pytest
 from textual import events
-from textual.app import App
 from textual.geometry import Size
 from textual.screen import ModalScreen, Screen
 
 import minitui
+from minitui.chat.sessions import Chats
+from minitui.settings import Settings
+from minitui.tui.app_base import AppBase
+from minitui.tui.screens.base import BaseScreen
 from minitui.tui.screens.dialogs import Overlay
-from minitui.tui.screens.one_size import OneSize
+from tests.support.fake_client import FakeSource
 
 
-class Host(App[None]):
+class Host(AppBase):
+    def __init__(self) -> None:
+        source = FakeSource()
+        super().__init__(source, Chats(source), Settings(), system="")
+
     def get_default_screen(self) -> Screen[None]:
-        return OneSize()
+        return BaseScreen()
 
 
-@pytest.mark.parametrize("kind", [OneSize, Overlay])
+@pytest.mark.parametrize("kind", [BaseScreen, Overlay])
 async def test_two_sizes_on_their_way_do_not_answer_each_other_for_ever(kind: Any, monkeypatch: Any) -> None:
     layouts = 0
     refresh_layout = Screen._refresh_layout
@@ -60,5 +67,5 @@ def test_all_screens_are_so() -> None:
         if kind.__module__.startswith("minitui."):
             found.append(kind)
     assert len(found) > 12
-    assert [kind for kind in found if not issubclass(kind, OneSize)] == []
+    assert [kind for kind in found if not issubclass(kind, BaseScreen)] == []
     assert issubclass(Overlay, ModalScreen)

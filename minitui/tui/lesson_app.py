@@ -1,4 +1,4 @@
-"""The application with a lesson in front: chat and inspect are still there, over the lesson's engine."""
+"""The application with a lesson as its first screen; the other screens show the lesson's engine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from minitui.teaching.lessons import LESSONS
 from minitui.teaching.lessons.page import Lesson
 from minitui.teaching.stage import Restart, Stage
 from minitui.tui.app import MinituiApp
-from minitui.tui.screens.lessons import LessonScreen
-from minitui.tui.theme import glyphs
-from minitui.tui.widgets.chrome import SCREENS
+from minitui.tui.glyphs import glyphs
+from minitui.tui.screens.lesson import LessonScreen
 
 
 class LessonApp(MinituiApp):
-    """`restart(options)` puts an engine with other options in the place of the running one."""
+    """`restart(options)` replaces the running engine by one with other options."""
 
     MODES: ClassVar[dict[str, Any]] = {**MinituiApp.MODES, "lesson": LessonScreen}
     DEFAULT_MODE = "lesson"
-    TABS = (("lesson", "0 Lesson"), *SCREENS)
+    TABS = (("lesson", "0 Lesson"), *MinituiApp.TABS)
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("0", "switch_mode('lesson')", "Lesson", id="lesson", tooltip="Back to the lesson", show=False)
     ]
@@ -31,14 +30,14 @@ class LessonApp(MinituiApp):
         super().__init__(*args, script=lambda app: self._begin(), **options)
         self.lesson = lesson
         self.restart = restart
-        self.stage: Stage | None = None  # set once the engine is there
+        self.stage: Stage | None = None  # set when the engine has started
 
     async def _begin(self) -> None:
         self.stage = Stage(
             self.source, self.chats, self.feed, self.system, lambda text: None, self.select_session, lambda mode: None,
             self.restart, bar=glyphs().active, held=lambda: self.feed.frozen,
         )  # fmt: skip
-        # What is open stays: the lesson has been read meanwhile, and takes the stage when it is shown.
+        # Not _open: the reader may have turned pages meanwhile. The screen takes the stage at its next paint.
 
     async def _open(self, lesson: Lesson) -> None:
         assert self.stage is not None
@@ -50,7 +49,7 @@ class LessonApp(MinituiApp):
         screen.begin(lesson, self.stage)
 
     def choose_lesson(self) -> None:
-        """Offer the lessons; the engine is started anew with the options of the one chosen."""
+        """Offer the lessons; the engine restarts with the options of the chosen one."""
         by_name = {lesson.name: lesson for lesson in LESSONS}
         rows = [(lesson.name, lesson.question) for lesson in LESSONS]
 

@@ -1,0 +1,232 @@
+"""What screens, widgets and commands may ask of the application.
+
+They import this file; the application (app.py) imports them. So no import goes in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from textual import events
+from textual.app import App
+from textual.filter import LineFilter
+
+from engine.errors import EngineError
+from engine.process.heartbeat import Condition
+from minitui import settings as settings_file
+from minitui.chat.conversation import Session
+from minitui.chat.sessions import Chats
+from minitui.settings import Settings
+from minitui.sources.base import Source
+from minitui.teaching.stage import Stage
+from minitui.tui.actions import ACTIONS, BY_ID, Action, key_label
+from minitui.tui.frame_limiter import FrameLimiter
+from minitui.tui.glyphs import use_ascii
+from minitui.tui.line_filters import AsciiLines, VisibleLines
+from minitui.tui.theme import THEMES
+from minitui.viewmodel.model import View
+from minitui.viewmodel.updater import Updater
+from minitui.visible import visible
+
+MAX_NOTICE = 400  # characters
+
+
+class AppBase(App[int]):
+    """The state that outlives a screen. Methods that raise NotImplementedError are written in MinituiApp."""
+
+    TITLE = "minitui"
+    ENABLE_COMMAND_PALETTE = False  # the palette is a list of our own actions
+    GROUPS: ClassVar[tuple[str, ...]] = ("Chats", "Engine", "Application")  # of the actions that are offered
+    TABS: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("chat", "1 Chat"), ("inspect", "2 Inspect"), ("lecture", "3 Lecture"),
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        source: Source,
+        chats: Chats,
+        settings: Settings,
+        *,
+        system: str,
+        known_questions: list[str] | None = None,
+        speaker: str = "model",
+    ) -> None:
+        super().__init__()
+        self.source, self.chats, self.settings = source, chats, settings
+        self.system, self.speaker = system, speaker
+        self.known_questions = known_questions or []
+        self.view = View()
+        self.feed = Updater(source, self.view)
+        self.frame_limiter = FrameLimiter()
+        self.session: Session = chats.sessions[-1] if chats.sessions else chats.new(system)
+        self.session.note = chats.left_out or self.session.note
+        self.progress: dict[str, Any] | None = {"text": "starting the engine"}  # None: the engine has started
+        self.replays: list[str] = []  # ids of the chats that report their cache hit when their answer ends
+        self.asking: Stage | None = None  # of the demo that plays: it drives the engine and asks for predictions
+        self.story = ""  # text of a demo or a recording, shown under the top bar
+        for theme in THEMES:
+            self.register_theme(theme)
+        self.theme = settings.theme if settings.theme in self.available_themes else THEMES[0].name
+        use_ascii(settings.ascii)
+        self._line_filters: list[LineFilter] = [VisibleLines(), AsciiLines()] if settings.ascii else [VisibleLines()]
+        self.set_class(settings.ascii, "-ascii")
+        self.set_keymap(settings.keys)
+
+    # ---- actions and keys
+
+    @property
+    def actions(self) -> list[Action]:
+        """The actions that this application offers, in the order of the table."""
+        return [action for action in ACTIONS if action.group in self.GROUPS]
+
+    @property
+    def has_chats(self) -> bool:
+        """Can questions be asked here? A recording has no chats."""
+        return "Chats" in self.GROUPS
+
+    def key_of(self, action: str) -> str:
+        """The key of an action as printed on the keyboard; settings.toml may have changed it."""
+        return key_label(self.settings.keys.get(action, BY_ID[action].key))
+
+    def run_command(self, action: str, argument: str = "") -> None:
+        """Run an action of the table; an error is shown as a sentence."""
+        raise NotImplementedError
+
+    # ---- the engine
+
+    @property
+    def condition(self) -> Condition:
+        """How the engine's process is; an empty Condition if the process is not ours."""
+        return getattr(self.source, "condition", None) or Condition()
+
+    @property
+    def pace(self) -> float:
+        """The factor by which slow motion stretches a step now; 1 is real time."""
+        return self.view.live.state.pace
+
+    def pace_of(self, session: Session) -> float:
+        """The factor by which slow motion stretches the steps of this chat's engine."""
+        return self.pace
+
+    @property
+    def gated(self) -> bool:
+        """Is the engine paused between two steps?"""
+        return self.view.live.state.gate == "closed"
+
+    @property
+    def idle(self) -> bool:
+        """Is there nothing for a step to compute?"""
+        return not self.view.live.state.requests and not any(session.busy for session in self.chats.sessions)
+
+    async def start_over(self) -> None:
+        """Empty the cache, return to real time and begin the history anew; a demo plays again."""
+        raise NotImplementedError
+
+    def restart_engine(self) -> None:
+        """Start the engine process again; chats stay."""
+        raise NotImplementedError
+
+    # ---- chats
+
+    @property
+    def suggestions(self) -> list[str]:
+        """Three known questions for an empty chat, spread over the list."""
+        known = self.known_questions
+        return [known[len(known) * i // 3] for i in range(3)] if len(known) >= 3 else known
+
+    def group_names(self) -> dict[str, str]:
+        """The panels' name for each group of requests."""
+        return self.chats.names
+
+    def queue_place(self, session: Session) -> int | None:
+        """Its place in the waiting queue, from 1; 0 if it does not wait, None if unknown."""
+        state = self.view.live.state
+        groups = [state.requests[request].group for request in state.queue]
+        return groups.index(session.id) + 1 if session.id in groups else 0
+
+    def submit(self, text: str) -> None:
+        """A text from the prompt: a slash command, or a question for the current chat."""
+        raise NotImplementedError
+
+    def ask_question(self, text: str) -> None:
+        """Ask in the current chat; if the question is refused, its text returns to the prompt."""
+        try:
+            self.chats.send(self.session, text)
+            if self.view.travel_text:
+                self.view.present()
+            self.view.select("group", self.session.id)
+        except EngineError as error:
+            self.say(str(error), error=True)
+            self.focus_prompt(text)
+
+    def select_session(self, session: Session) -> None:
+        """Show a chat, and select it in every panel."""
+        self.session = session
+        self.view.select("group", session.id)
+
+    def pin(self, which: str) -> None:
+        """Let only one replica answer the current chat."""
+        raise NotImplementedError
+
+    def unpin(self) -> None:
+        """Let every replica answer the current chat."""
+        raise NotImplementedError
+
+    # ---- what is shown
+
+    def focus_prompt(self, text: str | None = None) -> None:
+        """Move the focus to the prompt, with `text` in it if given."""
+        raise NotImplementedError
+
+    def leave_prompt(self) -> None:
+        """Move the focus out of the prompt, so that letters are keys; an answer continues."""
+        raise NotImplementedError
+
+    def open_mode(self, mode: str) -> None:
+        """Show another screen, with the focus outside the prompt."""
+        raise NotImplementedError
+
+    def ask_text(self, title: str, text: str, then: Callable[[str], None], lines: bool = False) -> None:
+        """Ask for a text (with `lines`: of several lines); `then` is called unless Escape is pressed."""
+        raise NotImplementedError
+
+    def choose(self, title: str, choices: list[tuple[str, str]], then: Callable[[str], None]) -> None:
+        """Show (choice, explanation) pairs; `then` is called with the choice unless Escape is pressed."""
+        raise NotImplementedError
+
+    def show_help(self) -> None:
+        """Show the help for this screen and for the panel with the focus."""
+        raise NotImplementedError
+
+    def say(self, text: str, error: bool = False) -> None:
+        """Show a sentence for a few seconds."""
+        text = visible(text)
+        if len(text) > MAX_NOTICE:
+            text = text[:MAX_NOTICE] + "…"  # for example a long text pasted in place of a name
+        seconds = max(8.0 if error else 2.0, len(text) / 25)  # the time to read it
+        self.notify(text, severity="error" if error else "information", timeout=seconds, markup=False)
+
+    def copy_to_clipboard(self, text: str) -> None:
+        """Copy plain text: pasted into a shell, an escape sequence could end the paste and begin a command."""
+        super().copy_to_clipboard(visible(text))
+
+    def set_theme(self, name: str) -> None:
+        """Change the theme, and save it in the settings."""
+        self.theme = name
+        try:
+            saved = settings_file.load()  # without the options of this run's command line
+            saved.theme = name
+            settings_file.save(saved)
+        except (OSError, EngineError) as error:
+            self.say(f"the theme could not be saved: {error}", error=True)
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """Textual's filters and ours: every line holds only visible characters, with `--ascii` only ASCII."""
+        return [*super().get_line_filters(), *self._line_filters]
+
+    async def on_event(self, event: events.Event) -> None:
+        """Handle an event; a key comes before records that wait to be folded."""
+        if isinstance(event, events.Key):
+            self.feed.give_way()
+        await super().on_event(event)

@@ -1,0 +1,33 @@
+"""What all screens share: their size is the terminal's, and each has hints for the status bar."""
+
+from __future__ import annotations
+
+from typing import ClassVar, TypeVar
+
+from textual import getters
+from textual.geometry import Size
+from textual.screen import Screen
+
+from minitui.tui.app_base import AppBase
+
+Result = TypeVar("Result")
+Hint = tuple[str, str]  # a key, and what it does
+
+
+class BaseScreen(Screen[Result]):
+    """Laid out in the size of the application.
+
+    Textual 8 lays a screen out in the size of a Resize message, and each change of size sends the screen another one.
+    Two such messages in flight, with another message between them, answer each other for ever: neither replaces the
+    other (in a batch of updates each layout sends one), a core is busy and no key is read.
+    """
+
+    app = getters.app(AppBase)
+    FIGURES: ClassVar[bool] = False  # show steps per frame and dropped records even while the picture keeps up
+
+    def hints(self) -> list[Hint]:
+        """The hints for the status bar, the most important first."""
+        return [(self.app.key_of(action.id), action.footer) for action in self.app.actions if action.footer]
+
+    def _screen_resized(self, size: Size) -> None:
+        super()._screen_resized(self.app.size)

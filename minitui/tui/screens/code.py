@@ -1,0 +1,109 @@
+"""The code dialog: a piece of the installed source."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import ClassVar
+
+from textual import events
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+
+from minitui.teaching.lessons.page import Code
+from minitui.tui.screens.dialogs import Overlay
+from minitui.tui.widgets.base import LinePanel, Picture
+from minitui.tui.widgets.rows import Row, Runs
+from minitui.viewmodel.model import View
+
+MIN_CODE = 16  # cells; in a narrower panel a line of code is cut off
+
+
+class CodePanel(LinePanel):
+    """Source code with line numbers; comments and docstrings are dim."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "scroll(-1)", "up", show=False, id="code.up"),
+        Binding("down,j", "scroll(1)", "down", show=False, id="code.down"),
+        Binding("pageup", "scroll(-20)", "page up", show=False, id="code.page_up"),
+        Binding("pagedown,space", "scroll(20)", "page down", show=False, id="code.page_down"),
+    ]
+
+    def __init__(self, code: Code) -> None:
+        super().__init__()
+        self.code = code
+        self.top = 0
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        rows: list[Runs] = []
+        for i, (line, style) in enumerate(zip(self.code.lines, code_styles(self.code.lines), strict=True)):
+            lead = f"{self.code.first + i:>5}  "
+            for piece in broken(line.expandtabs(4), width - len(lead)):
+                rows.append(Row(lead, "faint").add(piece, style).done(width))
+                lead = " " * len(lead)
+        self.top = max(0, min(self.top, len(rows) - height))
+        name = self.code.reference.partition(":")[2]
+        left = len(rows) - self.top - height
+        legend = [(f"{left} more lines" if left > 0 else "esc closes", "dim")]
+        return Picture(rows[self.top : self.top + height], f"{self.code.path}  {name}".rstrip(), legend=legend)
+
+    def action_scroll(self, lines: int) -> None:
+        """Scroll by lines; down is positive."""
+        self.top += lines
+        self.repaint()
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        self.action_scroll(3)
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        self.action_scroll(-3)
+
+
+def broken(line: str, width: int) -> list[str]:
+    """A line of code in pieces of at most `width` cells; the later pieces are indented by eight more."""
+    hang = len(line) - len(line.lstrip()) + 8
+    if len(line) <= width or width - hang < MIN_CODE:
+        return [line]
+    pieces = textwrap.wrap(line, width, subsequent_indent=" " * hang, break_on_hyphens=False)
+    return pieces or [line]
+
+
+def code_styles(lines: list[str]) -> list[str]:
+    """A style for each line of Python: comments and docstrings are dim, definitions bold."""
+    styles, inside = [], False
+    for line in lines:
+        text = line.strip()
+        marks = text.count('"""')
+        if inside or text.startswith(('"""', 'r"""')):
+            styles.append("dim")
+            inside = inside != (marks == 1)
+        elif text.startswith("#"):
+            styles.append("dim")
+        else:
+            styles.append("bold ink" if text.startswith(("def ", "class ", "async def ")) else "ink")
+    return styles
+
+
+class CodeScreen(Overlay[None]):
+    """A dialog with a piece of the installed source."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,v", "dismiss", "close", show=False, id="code.close")]
+    DEFAULT_CSS = """
+    CodeScreen {
+        align: center middle;
+        & CodePanel { width: 96%; max-width: 132; height: 94%; }
+    }
+    """
+
+    def __init__(self, code: Code) -> None:
+        super().__init__()
+        self._code = code
+
+    def compose(self) -> ComposeResult:
+        yield CodePanel(self._code)
+
+    def on_mount(self) -> None:
+        self.query_one(CodePanel).focus()
+
+    def paint(self, view: View) -> None:
+        """Draw the code."""
+        self.query_one(CodePanel).paint(view)

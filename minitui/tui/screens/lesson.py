@@ -1,0 +1,261 @@
+"""The lesson screen: a page of text, the panels it is about, and the engine of its experiments."""
+
+from __future__ import annotations
+
+import time
+from typing import ClassVar, Protocol, cast
+
+from textual import getters
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Container
+from textual.css.scalar import Scalar
+
+from engine.errors import EngineError
+from minitui.teaching.lessons.page import LETTERS, Lesson, find_code, fresh
+from minitui.teaching.stage import Stage
+from minitui.tui.screens.base import BaseScreen, Hint
+from minitui.tui.screens.code import CodeScreen
+from minitui.tui.widgets.bar import Bar
+from minitui.tui.widgets.base import LinePanel
+from minitui.tui.widgets.block_map import BlockMap
+from minitui.tui.widgets.block_table import BlockTable
+from minitui.tui.widgets.events import Events
+from minitui.tui.widgets.lanes import BatchLanes
+from minitui.tui.widgets.lesson_text import LessonText, Reading, page_lines
+from minitui.tui.widgets.occupancy import Occupancy
+from minitui.tui.widgets.status_bar import StatusBar
+from minitui.tui.widgets.step_bar import StepBar
+from minitui.tui.widgets.timings import StepTimings
+from minitui.tui.widgets.top_bar import TopBar
+from minitui.tui.widgets.tree import RadixTree
+from minitui.viewmodel.model import View
+
+PANELS: dict[str, type[LinePanel]] = {
+    "step": StepBar, "map": BlockMap, "table": BlockTable, "lanes": BatchLanes, "tree": RadixTree,
+    "timings": StepTimings, "events": Events, "occupancy": Occupancy,
+}  # fmt: skip
+WIDE = 120  # columns; from this width on the panels are beside the text, else below it
+HEIGHTS = {"step": 4, "occupancy": 1}  # below the text; the others have PANEL_ROWS
+PANEL_ROWS, MIN_PANEL_ROWS = 9, 5
+PARTNERS = {"step": "lanes", "occupancy": "map"}  # a second panel, shown beside the text
+
+
+class HasLesson(Protocol):
+    """What this screen asks of its application (LessonApp)."""
+
+    lesson: Lesson
+    stage: Stage | None  # None until the engine has started
+
+    def choose_lesson(self) -> None:
+        """Offer all lessons."""
+
+
+class LessonScreen(BaseScreen[None]):
+    """The arrow keys turn pages, a to d predict, enter runs an experiment, v opens the code."""
+
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (WIDE, "-wide")]  # noqa: RUF012  as Textual declares it
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("right,pagedown", "turn(1)", "next page", show=False, id="lesson.next"),
+        Binding("left,pageup", "turn(-1)", "previous page", show=False, id="lesson.previous"),
+        Binding("enter,r", "go", "run, again, or answer", show=False, id="lesson.go"),
+        *(
+            Binding(letter, f"predict({i})", f"predict {letter}", show=False, id=f"lesson.{letter}")
+            for i, letter in enumerate(LETTERS)
+        ),
+        Binding("tab", "question(1)", "next question", show=False, id="lesson.question"),
+        Binding("shift+tab", "question(-1)", "previous question", show=False, id="lesson.question.back"),
+        Binding("v", "code", "the code", show=False, id="lesson.code"),
+        Binding("L", "lessons", "all lessons", show=False, id="lesson.list"),
+    ]
+    DEFAULT_CSS = """
+    LessonScreen {
+        layout: vertical; background: $ground;
+        & #body { height: 1fr; }
+        & #text { height: 1fr; width: 1fr; }
+        &.-wide #body { layout: horizontal; }
+        &.-wide #text { width: 64; }
+        &.-wide #text.-alone { width: 1fr; }
+        & #side { width: 1fr; height: auto; display: none; }
+        &.-wide #side { height: 1fr; }
+    }
+    """
+    text = getters.query_one("#text", LessonText)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reading: Reading | None = None
+        self.stage: Stage | None = None
+
+    def compose(self) -> ComposeResult:
+        yield TopBar()
+        with Container(id="body"):
+            yield LessonText(id="text")
+            with Container(id="side"):
+                for name, panel in PANELS.items():
+                    made = panel(id=f"panel-{name}")
+                    made.display = False
+                    yield made
+        yield StatusBar()
+
+    def on_mount(self) -> None:
+        self.reading = self.text.reading = Reading(cast(HasLesson, self.app).lesson)
+        self.text.focus()
+
+    def hints(self) -> list[Hint]:
+        """The keys of the current page, then those of all pages."""
+        reading = self.reading
+        hints = [("right", "next page")]
+        if reading is not None and reading.page is None:
+            hints = [("enter", "answer"), ("tab", "next question")]
+        elif reading is not None and reading.page is not None:
+            if reading.page.run is not None:
+                hints.append(("enter", "run again" if reading.at in reading.seen else "run"))
+            if reading.page.code:
+                hints.append(("v", "code"))
+        return [*hints, ("L", "lessons"), ("n", "step"), ("2", "inspect"), ("?", "help"), ("q", "quit")]
+
+    # ---- painting
+
+    def begin(self, lesson: Lesson, stage: Stage) -> None:
+        """Called when the engine runs with this lesson's options. A new lesson opens at its first page."""
+        if self.reading is None or self.reading.ready or self.reading.lesson is not lesson:
+            self.reading = self.text.reading = Reading(lesson)
+        self.stage, self.reading.ready = stage, True
+        if self.reading.page is None:
+            self._open_page()
+
+    def paint(self, view: View) -> None:
+        """Show the text and its panels; called once a frame while this screen is visible."""
+        stage = cast(HasLesson, self.app).stage
+        if self.stage is None and stage is not None and self.reading is not None:
+            self.begin(self.reading.lesson, stage)
+        for bar in self.query(Bar):
+            bar.paint(view)
+        self._arrange()
+        self.text.paint(view)
+        for name in self._shown():
+            self.query_one(f"#panel-{name}", LinePanel).paint(view)
+
+    def _shown(self) -> list[str]:
+        """The names of the panels to show now."""
+        if self.reading is None or not self.reading.panel:
+            return []
+        name = self.reading.panel
+        if self.has_class("-narrow"):
+            return [name] if self._rows_below() else []
+        return [name, PARTNERS[name]] if name in PARTNERS else [name]
+
+    def _rows_below(self) -> int:
+        """The height of the panel below the text. While the panel has nothing to show, the text takes all it needs."""
+        assert self.reading is not None
+        rows = HEIGHTS.get(self.reading.panel, PANEL_ROWS)
+        if self.reading.shows:
+            return rows
+        left = self.size.height - 4 - len(page_lines(self.reading, self.size.width - 4))
+        return min(rows, left) if left >= min(rows, MIN_PANEL_ROWS) else 0
+
+    def _arrange(self) -> None:
+        """Show these panels and set their heights."""
+        shown = self._shown()
+        side = self.query_one("#side")
+        side.display = bool(shown)
+        self.text.set_class(not shown, "-alone")
+        for name in PANELS:
+            panel = self.query_one(f"#panel-{name}")
+            if panel.display != (name in shown):
+                panel.display = name in shown
+            if name in shown:
+                rows = self._rows_below() if self.has_class("-narrow") else HEIGHTS.get(name)
+                height = Scalar.parse("1fr" if rows is None else str(rows))
+                if panel.styles.height != height:
+                    panel.styles.height = height
+
+    # ---- pages
+
+    def _open_page(self) -> None:
+        reading = self.reading
+        assert reading is not None
+        self.workers.cancel_group(self, "lesson")
+        reading.running = False
+        self.text.top = 0
+        if reading.page is None and reading.ready and not reading.prepared:
+            self.run_worker(self._prepare(), group="lesson", exclusive=True)
+
+    def action_turn(self, pages: int) -> None:
+        """Turn pages; forward is positive."""
+        if self.reading is not None:
+            at = max(0, min(self.reading.pages - 1, self.reading.at + pages))
+            if at != self.reading.at:
+                self.reading.at = at
+                self._open_page()
+
+    def action_question(self, step: int) -> None:
+        """Go to another closing question and show its panel."""
+        if self.reading is not None and self.reading.page is None:
+            self.reading.question = (self.reading.question + step) % len(self.reading.lesson.checks)
+
+    def action_predict(self, choice: int) -> None:
+        """Predict the result, before the experiment runs."""
+        reading = self.reading
+        if reading is None or reading.page is None or reading.page.predict is None or reading.at in reading.seen:
+            return
+        if choice < len(reading.page.predict.choices):
+            reading.predicted[reading.at] = choice
+            self.text.follow()
+
+    def action_go(self) -> None:
+        """Run the experiment, also again; on the last page, answer the question."""
+        reading, stage = self.reading, self.stage
+        if reading is None or stage is None or reading.running:
+            return  # the page says why
+        if reading.page is None:
+            if reading.prepared and reading.question not in reading.revealed:
+                stage.view.frame(time.monotonic())
+                reading.revealed[reading.question] = reading.check.answer(stage)
+            elif reading.prepared:
+                self.action_question(1)
+        elif reading.page.run is not None:
+            self.run_worker(self._run(), group="lesson", exclusive=True)
+
+    async def _run(self) -> None:
+        reading, stage = self.reading, self.stage
+        assert reading is not None and stage is not None and reading.page is not None and reading.page.run is not None
+        at, run = reading.at, reading.page.run
+        reading.seen.pop(at, None)
+        reading.failed.pop(at, None)
+        reading.running, reading.prepared = True, False
+        self.text.follow()
+        try:
+            await fresh(stage)
+            reading.seen[at] = await run(stage)
+        except EngineError as error:
+            reading.failed[at] = f"The experiment stopped: {error}"
+        finally:
+            reading.running = False
+        self.text.follow()
+
+    async def _prepare(self) -> None:
+        reading, stage = self.reading, self.stage
+        assert reading is not None and stage is not None
+        try:
+            await fresh(stage)
+            await reading.lesson.close(stage)
+            reading.prepared = True
+        except EngineError as error:
+            reading.failed[reading.at] = f"The engine could not be prepared: {error}"
+
+    # ---- code, lessons
+
+    def action_code(self) -> None:
+        """Open the code of this page."""
+        if self.reading is None or self.reading.page is None or not self.reading.page.code:
+            return
+        try:
+            self.app.push_screen(CodeScreen(find_code(self.reading.page.code)))
+        except EngineError as error:
+            self.app.say(str(error), error=True)
+
+    def action_lessons(self) -> None:
+        """Choose another lesson."""
+        cast(HasLesson, self.app).choose_lesson()

@@ -1,0 +1,179 @@
+"""The text of a lesson: its pages, the reader's predictions, and the results of the experiments."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+
+from minitui.teaching.lessons.page import LETTERS, Check, Lesson, Page, Seen, paragraphs
+from minitui.tui.glyphs import glyphs
+from minitui.tui.widgets.base import LinePanel, Picture
+from minitui.tui.widgets.rows import Row, Runs
+from minitui.viewmodel.model import View
+
+MAX_TEXT_WIDTH = 100  # columns; longer lines are hard to read
+
+
+class Reading:
+    """The reader's page in a lesson, and the results so far. The last page has the closing questions."""
+
+    def __init__(self, lesson: Lesson) -> None:
+        self.lesson = lesson
+        self.at = 0
+        self.predicted: dict[int, int] = {}  # page -> choice
+        self.seen: dict[int, Seen] = {}  # page -> result of its experiment
+        self.failed: dict[int, str] = {}  # page -> error of its experiment
+        self.ready = False  # the engine has started
+        self.running = False  # an experiment runs
+        self.prepared = False  # the engine is in the state that the closing questions ask about
+        self.question = 0  # index of the current closing question
+        self.revealed: dict[int, str] = {}  # question -> answer
+
+    @property
+    def pages(self) -> int:
+        return len(self.lesson.pages) + 1
+
+    @property
+    def page(self) -> Page | None:
+        """The current page; None on the page of the closing questions."""
+        return self.lesson.pages[self.at] if self.at < len(self.lesson.pages) else None
+
+    @property
+    def shows(self) -> bool:
+        """Has the panel something to show: an experiment of this page, or the subject of a closing question?"""
+        return self.page is None or self.running or self.at in self.seen or self.at in self.failed
+
+    @property
+    def check(self) -> Check:
+        return self.lesson.checks[self.question]
+
+    @property
+    def panel(self) -> str:
+        """The name of the panel for the current page or question; empty if it has none."""
+        return self.page.panel if self.page is not None else self.check.panel
+
+
+class LessonText(LinePanel):
+    """The text of a page, the prediction and the result. Scrolls if it does not fit."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up", "scroll(-1)", "a line up", show=False, id="lesson.up"),
+        Binding("down", "scroll(1)", "a line down", show=False, id="lesson.down"),
+    ]
+
+    TITLE = "Text"
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.reading: Reading | None = None
+        self.top = 0
+        self._follow = False
+        self._height = 0  # at the last paint
+
+    def follow(self) -> None:
+        """Scroll to the end, where new lines are."""
+        self._follow = True
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        reading = self.reading
+        if reading is None:
+            return Picture([], "Lesson")
+        rows = [_line(text, style, width) for text, style in page_lines(reading, min(width, MAX_TEXT_WIDTH))]
+        most = max(0, len(rows) - height)
+        if self._follow or (height < self._height and reading.shows):
+            self.top, self._follow = most, False
+        self._height = height
+        self.top = min(self.top, most)
+        title = f"{reading.lesson.name} {glyphs().middot} {reading.at + 1} of {reading.pages}"
+        below = len(rows) - height - self.top
+        legend = [(f"{below} lines more: down", "accent")] if below > 0 else [(_keys(reading), "dim")]
+        if self.top and below <= 0:
+            legend.insert(0, (f"up: {self.top} lines more {glyphs().middot} ", "dim"))
+        return Picture(rows[self.top : self.top + height], title, legend=legend)
+
+    def action_scroll(self, lines: int) -> None:
+        """Scroll by lines; down is positive."""
+        self.top = max(0, self.top + lines)
+        self.repaint()
+
+
+def _line(text: str, style: str, width: int) -> Runs:
+    return Row(text, style).done(width)
+
+
+def _keys(reading: Reading) -> str:
+    page = reading.page
+    parts = []
+    if page is None:
+        parts.append("enter answers, tab next question")
+    elif page.run is not None:
+        if reading.at in reading.seen:
+            parts.append("enter runs it again")
+        else:
+            letters = " ".join(LETTERS[: len(page.predict.choices)]) if page.predict else ""
+            parts.append(f"{letters} predicts, enter runs" if letters else "enter runs")
+    if page is not None and page.code:
+        parts.append("v code")
+    return f" {glyphs().middot} ".join([*parts, "left right pages"])
+
+
+def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
+    """(text, style) lines of the page that is read, or of the closing questions."""
+    page = reading.page
+    if page is None:
+        return _closing(reading, width)
+    lines = [(page.title, "bold hit"), ("", "ink"), *((line, "ink") for line in paragraphs(page.text, width))]
+    seen = reading.seen.get(reading.at)
+    if page.predict is not None:
+        lines.append(("", "ink"))
+        lines += [(line, "bold ink") for line in paragraphs("Predict: " + page.predict.question, width)]
+        predicted = reading.predicted.get(reading.at)
+        for i, choice in enumerate(page.predict.choices):
+            right = seen is not None and seen.answer == i
+            mark = glyphs().right if right else glyphs().arrow if predicted == i else " "
+            style = "bold good" if right else "bold accent" if predicted == i else "dim" if seen else "ink"
+            for n, piece in enumerate(paragraphs(choice, width - 5)):
+                lines.append((f"{mark} {LETTERS[i]}) {piece}" if n == 0 else f"     {piece}", style))
+    if reading.at in reading.failed:
+        lines += [("", "ink"), *((line, "bad") for line in paragraphs(reading.failed[reading.at], width))]
+    elif reading.running and page.run is not None:
+        lines += [("", "ink"), ("The experiment runs: watch the panel.", "running")]
+    elif seen is not None:
+        lines.append(("", "ink"))
+        if seen.answer is not None:
+            lines.append((_verdict(reading.predicted.get(reading.at), seen.answer), "bold good"))
+        lines += [(line, "hit") for line in paragraphs(seen.text, width)]
+    elif page.run is not None:
+        hint = "Enter runs it." if reading.ready else "The engine is starting; then enter runs it."
+        lines += [("", "ink"), (hint, "running")]
+    if page.code:
+        path, _, name = page.code.partition(":")
+        lines += [("", "ink"), (f"v: {path.replace('.', '/')}.py  {name}".rstrip(), "dim")]
+    return lines
+
+
+def _verdict(predicted: int | None, right: int) -> str:
+    if predicted is None:
+        return f"The answer is {LETTERS[right]}."
+    verdict = "correct" if predicted == right else f"the answer is {LETTERS[right]}"
+    return f"You said {LETTERS[predicted]}: {verdict}."
+
+
+def _closing(reading: Reading, width: int) -> list[tuple[str, str]]:
+    lines = [("Three questions. The panels show the answers.", "bold hit"), ("", "ink")]
+    for i, check in enumerate(reading.lesson.checks):
+        chosen = i == reading.question
+        mark = glyphs().arrow if chosen else " "
+        for n, piece in enumerate(paragraphs(check.question, width - 5)):
+            lines.append((f"{mark} {i + 1}. {piece}" if n == 0 else f"     {piece}", "bold ink" if chosen else "ink"))
+        if i in reading.revealed:
+            lines += [(f"     {piece}", "hit") for piece in paragraphs(reading.revealed[i], width - 5)]
+        elif chosen:
+            lines += [(f"     {piece}", "dim") for piece in paragraphs(f"See {check.where}", width - 5)]
+        lines.append(("", "ink"))
+    if reading.failed.get(reading.at):
+        lines += [(line, "bad") for line in paragraphs(reading.failed[reading.at], width)]
+    elif not reading.prepared:
+        lines.append(("The engine is being prepared." if reading.ready else "The engine is starting.", "running"))
+    return lines

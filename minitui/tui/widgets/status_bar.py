@@ -1,0 +1,45 @@
+"""The status bar: whether letters are text or keys, what the keys do here, and whether the picture keeps up."""
+
+from __future__ import annotations
+
+from textual.widgets import TextArea
+
+from minitui.tui.glyphs import glyphs
+from minitui.tui.screens.base import BaseScreen, Hint
+from minitui.tui.widgets.bar import Bar
+from minitui.tui.widgets.base import Picture
+from minitui.tui.widgets.rows import Row
+from minitui.viewmodel.model import View
+
+
+class StatusBar(Bar):
+    """The last line of a screen. The hints are the screen's own; while one types, they are the prompt's."""
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        screen, feed = self.screen, self.app.feed
+        assert isinstance(screen, BaseScreen)
+        typing = isinstance(self.app.focused, TextArea)
+        row = Row(" TYPING " if typing else " KEYS ", "bold on-fill on running" if typing else "bold on-fill on decode")
+        figures = ""
+        if screen.FIGURES or feed.backlog or feed.dropped:
+            dot = glyphs().middot
+            figures = f"{view.steps_per_frame:,.0f} steps/frame {dot} "
+            if width >= 100 or feed.backlog:
+                figures += f"backlog {feed.backlog:,} {dot} "
+            figures += f"{feed.dropped:,} dropped "
+        room = width - len(figures) - 1
+        for key, what in self._typing_hints() if typing else self._key_hints(screen):
+            if row.width + len(key) + len(what) + 4 > room:
+                break
+            row.add("  " + key, "bold ink").add(" " + what, "dim")
+        return Picture([row.right(figures, width, "bad" if feed.dropped > 0 else "dim").done(width)])
+
+    def _typing_hints(self) -> list[Hint]:
+        escape = [("esc", "keys")]
+        if self.app.session.busy:
+            escape = [("esc", "cancel"), (self.app.key_of("keys"), "keys")]
+        return [("enter", "send"), *escape, ("/", "commands"), ("tab", "complete"), ("ctrl+j", "new line")]
+
+    def _key_hints(self, screen: BaseScreen[None]) -> list[Hint]:
+        now = [(self.app.key_of("now"), "now")] if self.app.view.travel_text else []
+        return now + screen.hints()

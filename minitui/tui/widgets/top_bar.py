@@ -1,0 +1,90 @@
+"""The top bar: the screens, the model, and flags for a picture that is not of the engine running freely now."""
+
+from __future__ import annotations
+
+import textwrap
+
+from textual.geometry import Size
+
+from minitui.tui.glyphs import glyphs
+from minitui.tui.widgets.bar import Bar
+from minitui.tui.widgets.base import Picture
+from minitui.tui.widgets.rows import Row, Run, clip
+from minitui.viewmodel.model import View
+
+NAME = " minitui "
+
+
+class TopBar(Bar):
+    """One line, and under it the story of a demo or a recording."""
+
+    DEFAULT_CSS = "TopBar { height: auto; }"
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        return 1 + len(self._story(width))
+
+    def _story(self, width: int) -> list[str]:
+        lines = self.app.story.split("\n")
+        return [piece for line in lines for piece in textwrap.wrap(line, max(20, width - 4)) or [""] if line]
+
+    def paint(self, view: View) -> int:
+        """Paint; ask for another layout if the story has another height now."""
+        if self.size.width and self.size.height != 1 + len(self._story(self.size.width)):
+            self.refresh(layout=True)
+        return super().paint(view)
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        row = Row(NAME, "bold ink")
+        for mode, label in self.app.TABS:
+            row.add(f" {label} ", "bold on-fill on hit" if self.app.current_mode == mode else "dim")
+        flags = self._flags(view)
+        room = width - row.width - sum(len(text) for text, _ in flags) - 2
+        about = describe_engine(self.app.source.info)
+        if len(about) + 3 <= room:
+            row.add("   " + about, "dim")
+        elif room > 12:
+            row.add("   " + clip(about, room - 3), "dim")
+        row.to(width - sum(len(text) for text, _ in flags) - 1)
+        rows = [row.extend(flags).done(width)]
+        for line in self._story(width):
+            rows.append(
+                Row("  ", "ink on select").add(line, "bold ink on select").to(width, " ", "ink on select").done(width)
+            )
+        return Picture(rows)
+
+    def _flags(self, view: View) -> list[Run]:
+        """One flag for each difference between the picture and the engine running freely now."""
+        feed, condition = self.app.feed, self.app.condition
+        flags: list[Run] = []
+        if condition.hung:
+            flags.append((" the engine does not answer: /restart ", "bold on-fill on bad"))
+        elif condition.long:
+            flags.append((f" {condition.long} ", "bold on-fill on running"))
+        if getattr(feed.source, "connection", ""):
+            flags.append((" no connection: trying again ", "bold on-fill on bad"))
+        if feed.frozen:
+            flags.append((f" FROZEN {glyphs().middot} {feed.steps_behind:,} steps behind ", "bold on-fill on hit"))
+        for text in (view.travel_text, view.gate_text, view.pace_text):
+            if text:
+                flags.append((f" {text} ", "bold on-fill on running"))
+        return flags
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        start = len(NAME)
+        for mode, label in self.app.TABS:
+            if start <= column < start + len(label) + 2:
+                self.app.open_mode(mode)
+            start += len(label) + 2
+
+
+def describe_engine(info: dict[str, object]) -> str:
+    """The model, its device and its pool in a few words; empty before they are known."""
+    if not info:
+        return ""
+    dot = f" {glyphs().middot} "
+    weights = "dtype" if info.get("quantization", "none") == "none" else "quantization"
+    known = [str(info[name]) for name in ("model", "device", weights) if name in info]
+    if "num_blocks" in info:  # unknown of servers other than minitui's
+        small = " in fp8" if info.get("kv_cache_dtype") == "fp8" else ""
+        known.append(f"{info['num_blocks']:,} blocks of {info['block_size']}{small}")
+    return dot.join(known)
