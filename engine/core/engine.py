@@ -1,16 +1,16 @@
-"""The engine: one step, three parts, seven stages.
+"""The engine: a step has three parts, plan, launch and commit. A token passes seven stages.
 
-    1 tokenize     before: a request arrives as ids (engine/text/tokenizer.py)
-    2 schedule     plan:   who runs, how many tokens of each (engine/core/scheduler.py)
-    3 allocate     plan:   which blocks they go to (engine/kv/)
-    4 forward      launch: the model over those tokens (engine/worker/runner.py)
-    5 sample       launch: a token from the logits (engine/worker/sampler.py)
-    7 emit         commit: append ids, detect ends, publish, free, record
-    6 detokenize   after:  text for whoever listens (engine/text/output.py), off the step's critical path
+    1 tokenize     before: the prompt becomes ids (engine/text/tokenizer.py)
+    2 schedule     plan:   the requests of the step, and the tokens of each (engine/core/scheduler.py)
+    3 allocate     plan:   the blocks for their KV (engine/core/cache.py)
+    4 forward      launch: the model computes these tokens (engine/worker/runner.py)
+    5 sample       launch: a token is drawn from the logits (engine/worker/sampler.py)
+    7 emit         commit: append ids, detect ends, publish and free blocks, record
+    6 detokenize   after:  ids become text (engine/text/output.py), outside the step's critical path
 
-A step is *planned* on the host, *launched* on the device and *committed* on the host. With `overlap` the engine
-commits step n-1 and plans n+1 while n runs; that is an order of calls, not another loop. Steps whose lengths depend on
-the ids just drawn (speculation) are not overlapped.
+A step is *planned* on the host, *launched* on the device and *committed* on the host. With `overlap`, the engine
+commits step n-1 and plans step n+1 while step n runs. Only the order of the calls differs. With speculation there is
+no overlap, because the lengths of a step depend on the ids of the step before.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ logger = logging.getLogger("engine")
 
 
 class Launched(Protocol):
-    """A step on its way; `wait()` blocks until its ids are on the host."""
+    """A launched step; `wait()` blocks until its ids are on the host."""
 
     def wait(self) -> StepResult: ...
 
 
 class StepRunner(Protocol):
-    """What the engine needs of a runner: engine.worker.runner.Runner, its GPU form, or the simulation of the tests."""
+    """Computes steps: a runner of engine/worker, or the simulation of the tests."""
 
     num_blocks: int
     block_size: int
@@ -50,14 +50,14 @@ class StepRunner(Protocol):
 
     @property
     def synchronous(self) -> bool:
-        """A step is over when `launch` returns: device time is part of the launch."""
+        """True if a step is over when `launch` returns, so that the launch includes the time of the device."""
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> Launched:
-        """Start a step. `grammars`: by entry, for those whose draws a grammar constrains."""
+        """Start a step. `grammars`: by entry, for the requests that have one."""
 
 
 class InFlight(NamedTuple):
-    """A step that has been launched and not been committed."""
+    """A step that is launched and not committed."""
 
     scheduled: Scheduled
     launched: Launched
@@ -65,7 +65,7 @@ class InFlight(NamedTuple):
 
 
 class Engine:
-    """Turns requests into tokens, one `step()` at a time. Not thread-safe: one thread owns it."""
+    """Turns requests into tokens, one `step()` at a time. Not thread-safe."""
 
     def __init__(
         self, runner: StepRunner, config: SchedulerConfig, *, overlap: bool = False, prefix_caching: bool = True,
@@ -78,10 +78,9 @@ class Engine:
         self.scheduler = Scheduler(config, self.cache, self.log)
         self.gate = Gate(self.log)
         self.clock = StepClock(self.log, runner.synchronous)
-        # Checkpoints name end ids beyond the model's vocabulary; such an id is never drawn, and indexes no logit.
+        # Some checkpoints have end ids outside the model's vocabulary, which have no logit.
         self.eos_ids = frozenset(token for token in eos_ids if 0 <= token < runner.vocab_size)
-        # Steps launched but not committed when step() returns. With speculation none: how many of its drafts a row
-        # keeps, and what it drafts next, depends on the ids of the step before.
+        # Steps in flight when step() returns. None with speculation: the next lengths and drafts depend on the ids.
         self.delay = 1 if overlap and not config.speculative_tokens else 0
         self._grammars = grammars  # None: replies cannot be constrained
         self._flight: deque[InFlight] = deque()
@@ -90,7 +89,7 @@ class Engine:
     # ---- requests
 
     def add_request(self, ids: list[int], params: SamplingParams, group: str = "", sample_index: int = 0) -> Request:
-        """Queue a prompt. Raises InvalidRequest, with nothing changed, if it can never run or the queue is full."""
+        """Queue a prompt. Raises InvalidRequest if it can never run or the queue is full; then nothing has changed."""
         try:
             request = self._request(ids, params, group, sample_index)
             self.scheduler.add(request)
@@ -126,7 +125,7 @@ class Engine:
         return request
 
     def _check_first_draw(self, request: Request) -> None:
-        """Refuse a request whose masks leave no token for its first draw."""
+        """Refuse a request whose masks allow no token for the first draw."""
         if len(request.stop_ids) >= self.runner.vocab_size:
             raise InvalidRequest(
                 f"min_tokens is {request.params.min_tokens}, but each of the {self.runner.vocab_size:,} token ids ends "
@@ -138,7 +137,7 @@ class Engine:
             raise InvalidRequest(reason, "min_tokens")
 
     def abort(self, request_id: int, reason: str = "abort") -> bool:
-        """End a request wherever it stands: waiting, in the middle of a chunk, in flight. Unknown ids do nothing."""
+        """End a request in any state; False if there is no such request."""
         request = self.scheduler.requests.get(request_id)
         if request is None:
             return False
@@ -147,13 +146,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Something to plan or to commit."""
+        """True if there is something to plan or to commit."""
         return self.scheduler.has_work or bool(self._flight)
 
     # ---- the step
 
     def step(self) -> list[Emitted]:
-        """Plan and launch one step, commit the one before it (without overlap: this one). What it emitted."""
+        """Plan and launch a step and commit the step before it (without overlap: this step); return its output."""
         times = StepTimes(begun=now())
         scheduled = self.scheduler.plan()
         if scheduled is not None:
@@ -165,7 +164,7 @@ class Engine:
         return self._commit_all_but(self.delay if overlapped else 0)
 
     def drain(self) -> list[Emitted]:
-        """Commit whatever is in flight, planning nothing new."""
+        """Commit the steps in flight without planning another."""
         return self._commit_all_but(0)
 
     def _launch(self, scheduled: Scheduled, times: StepTimes) -> None:
@@ -175,7 +174,7 @@ class Engine:
         self._flight.append(InFlight(scheduled, launched, times))
 
     def _commit_all_but(self, delay: int) -> list[Emitted]:
-        """Commit the steps in flight, oldest first, until no more than `delay` are left."""
+        """Commit the steps in flight, the oldest first, until `delay` are left."""
         emitted: list[Emitted] = []
         while len(self._flight) > delay:
             emitted += self._commit(*self._flight.popleft())
@@ -196,20 +195,20 @@ class Engine:
         return emitted
 
     def _failed(self, scheduled: Scheduled, error: Exception) -> list[Emitted]:
-        """A step raised: its requests end with the error, the rest goes on; unless the device itself is lost."""
+        """End the requests of a step that raised; the others continue, unless the device is lost."""
         logger.exception("step %d failed", scheduled.plan.step)
         emitted = self.scheduler.fail(scheduled, f"{type(error).__name__}: {error}")
         if isinstance(error, DeviceLost):
             raise error
         if loses_device(error):
             raise DeviceLost(str(error)) from error
-        self.gate.committed(0.0)  # of the steps that somebody let through, it was one
+        self.gate.committed(0.0)  # it counts as one of the allowed steps
         return emitted
 
     # ---- state
 
     def clear_cache(self) -> int:
-        """Evict everything that no request holds; how many blocks became free."""
+        """Evict every block that no request holds; return their number."""
         return self.cache.clear()
 
     def check(self) -> None:
@@ -221,8 +220,7 @@ class Engine:
         assert {id(r) for r in live} == {id(r) for r in [*self.scheduler.running, *self.scheduler.waiting]}
 
     def snapshot(self) -> dict[str, Any]:
-        """The whole state as plain data, standing at record `seq`; engine.trace.state.State says the same by
-        folding."""
+        """The whole state at record `seq`, as plain data; engine/trace/state.py folds records to the same."""
         scheduler, tree = self.scheduler, self.cache.tree
         return {
             "seq": self.log.seq,
@@ -267,6 +265,6 @@ def _check_ids(ids: list[int], vocab_size: int) -> None:
 
 
 def _short(value: object) -> str:
-    """A value as a message shows it: the text of an arbitrary object may be long, or raise."""
+    """A number as text, or the type of any other value, whose text may be long or raise."""
     number = isinstance(value, (int, float)) and abs(value) < 1e18
     return str(value) if number else f"of type {type(value).__name__}"

@@ -1,0 +1,111 @@
+"""Writes the entries of a step as the arrays of a StepPlan."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.core.cache import KVCache
+from engine.core.request import Grammar, Request
+from engine.core.step import PromptTargets, RowSettings, Scheduled, StepPlan
+from engine.trace.records import RecordLog
+
+Entry = tuple[Request, int, int]  # the request, the position of its first token in this step, the number of tokens
+
+
+class _Batch(NamedTuple):
+    """The parts of a plan that stay the same while the same requests decode."""
+
+    requests: tuple[Request, ...]
+    rows: np.ndarray
+    q_lens: np.ndarray
+    samples: np.ndarray
+    epochs: list[int]
+    grammars: dict[int, Grammar]
+
+
+class PlanWriter:
+    """Makes the plans and their records.
+
+    A step record names only the requests that joined or left the set of those that decode, so the writer keeps the set.
+    """
+
+    def __init__(self, cache: KVCache, log: RecordLog) -> None:
+        self._cache = cache
+        self._log = log
+        self._decoding: dict[int, Request] = {}  # the set, as the last step record left it
+        self._decodes: tuple[Request, ...] = ()  # the requests that decoded in the last step, in order
+        self._batch: _Batch | None = None  # of the last step, if it had only decodes without drafts
+
+    def is_decoding(self, request_id: int) -> bool:
+        """Whether the request is in the set of those that decode, by the last step record."""
+        return request_id in self._decoding
+
+    def leave(self, request_id: int) -> None:
+        """Remove a request from the set, because another record tells that it stopped running."""
+        self._decoding.pop(request_id, None)
+
+    def write(
+        self, step: int, entries: list[Entry], num_decoding: int, drafts: dict[int, list[int]], joins: list[Request],
+        num_waiting: int,
+    ) -> Scheduled:  # fmt: skip
+        """The plan of `entries`: `num_decoding` that decode, those with `drafts` (by request) last, then prefills."""
+        num_decodes = num_decoding - len(drafts)
+        requests, starts, q_lens = zip(*entries, strict=True)
+        for request in requests:
+            request.last_step = step
+        decodes = requests[:num_decoding]
+        token_ids = [
+            request.ids[-1] if len(request.ids) == request.planned else -1 for request in decodes[:num_decodes]
+        ]
+        for request in decodes[num_decodes:]:
+            token_ids += [request.ids[-1], *drafts[request.id]]
+        prefills: list[tuple[int, int, int, bool]] = []
+        targets: dict[int, PromptTargets] = {}
+        for request, start, q in entries[num_decoding:]:
+            token_ids += request.ids[start : start + q]
+            if request.params.prompt_logprobs is not None:
+                predicted = request.ids[start + 1 : min(start + q + 1, request.prompt_len)]
+                targets[num_decoding + len(prefills)] = PromptTargets(predicted, request.params.prompt_logprobs)
+            request.decoding = start + q == len(request.ids)
+            prefills.append((request.id, start, q, request.decoding))
+        joined, left = self._changes(decodes)
+        self._log.append("step", step, prefills, joined, left, len(token_ids), num_waiting)
+        batch = self._batch
+        if prefills or drafts or batch is None or requests != batch.requests:
+            batch = _Batch(
+                requests,
+                rows=np.array([request.row for request in requests], np.int32),
+                q_lens=np.array(q_lens, np.int32),
+                samples=np.array([True] * num_decoding + [samples for *_, samples in prefills], bool),
+                epochs=[request.epoch for request in requests],
+                grammars={i: request.grammar for i, request in enumerate(requests) if request.grammar is not None},
+            )
+            self._batch = None if prefills or drafts else batch
+        table_rows, table_columns, table_blocks = self._cache.take_table_changes()
+        plan = StepPlan(
+            step=step,
+            rows=batch.rows,
+            starts=np.array(starts, np.int32),
+            q_lens=batch.q_lens,
+            samples=batch.samples,
+            token_ids=np.array(token_ids, np.int32),
+            num_decodes=num_decodes,
+            num_drafted=len(drafts),
+            table_rows=table_rows,
+            table_columns=table_columns,
+            table_blocks=table_blocks,
+            joins=[RowSettings.of(request) for request in joins],
+            prompt_targets=targets,
+        )
+        return Scheduled(plan, requests, batch.epochs, batch.grammars)
+
+    def _changes(self, decodes: tuple[Request, ...]) -> tuple[list[int], list[int]]:
+        """The ids that join the set with this step, and the ids that leave it although they still run."""
+        if decodes == self._decodes:
+            return [], []
+        before = self._decoding
+        now = {request.id: request for request in decodes}
+        self._decodes, self._decoding = decodes, now
+        return [id for id in now if id not in before], [id for id in before if id not in now]
