@@ -1,7 +1,7 @@
-"""Child processes that end when their parent dies, however it dies.
+"""Child processes that end with their parent, even after SIGKILL.
 
-Every child holds the read end of one pipe, and only the parent holds its write end. The kernel closes that when the
-parent ends, by SIGKILL too, and the child reads the end of the file.
+Every child holds the read end of a pipe, and only the parent holds its write end. When the parent ends, the kernel
+closes the write end, and the children read the end of the file.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ import threading
 import time
 
 VARIABLE = "MINITUI_LIFELINE"
-GRACE_S = 2.0  # between SIGTERM and the end by force
+GRACE_S = 2.0  # between SIGTERM and the forced exit
 
 
 @functools.cache
 def lifeline() -> int:
-    """The file descriptor to pass on to child processes, its number in VARIABLE. One pipe serves all of them."""
-    read, _ = os.pipe()  # the write end stays open as long as this process lives, and no child inherits it
+    """Returns the file descriptor to pass to child processes, which find its number in VARIABLE.
+
+    One pipe serves all children.
+    """
+    read, _ = os.pipe()  # the write end stays open while this process lives; children do not inherit it
     return read
 
 
 def end_with_parent() -> None:
-    """End this process when its parent is gone, if the parent passed a lifeline. Call it early in `main`."""
-    number = os.environ.pop(VARIABLE, "")  # children of this process have another parent
+    """End this process with its parent, if that has passed a lifeline. Call it early in `main`."""
+    number = os.environ.pop(VARIABLE, "")  # not for the children of this process
     with contextlib.suppress(ValueError, OSError):
         if stat.S_ISFIFO(os.fstat(int(number)).st_mode):
             os.set_inheritable(int(number), False)

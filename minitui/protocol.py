@@ -1,4 +1,4 @@
-"""What both ends of a connection between minitui and a server must agree on."""
+"""What minitui's clients and servers share: the tokenizer's files, and which hosts are local."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOKENIZER_FILES = (
 
 
 def is_loopback(host: str) -> bool:
-    """Does this name or address mean the machine itself?"""
+    """Is this name or address the machine itself?"""
     if host.lower().rstrip(".") == "localhost":
         return True
     try:

@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.params import SamplingParams
 from engine.process.commands import MAX_UNSENT, Command, Outbox
 from engine.process.heartbeat import TICK_S, Condition, Watch
+from engine.process.stream import Stream
 from engine.progress import Progress
 from engine.text.output import Delta
 from engine.trace.records import Packet, Record, packets
@@ -42,70 +43,16 @@ MAX_RECORDS = 200_000  # kept if the reader does not drain them
 CLOSE_S = 4.0
 
 
-class Stream:
-    """One request's deltas, as an async iterator; `text`, `ids`, `finish_reason` and `metrics` collect them."""
+class EngineStream(Stream):
+    """The answer to a request of this client."""
 
-    def __init__(self, client: EngineClient, tag: int, group: str) -> None:
-        self.tag = tag
-        self.group = group
-        self.request_id: int | None = None
-        self.seed: int | None = None
-        self.ids: list[int] = []
-        self.text = ""
-        self.finish_reason = ""
-        self.metrics: dict[str, Any] = {}
-        self._client = client
-        self._news: deque[Delta | EngineError] = deque()
-        self._wake = asyncio.Event()
-        self._accepted = asyncio.Event()
-
-    def __aiter__(self) -> AsyncIterator[Delta]:
-        return self._iterate()
-
-    async def _iterate(self) -> AsyncIterator[Delta]:
-        while not self.finish_reason:
-            while not self._news:
-                self._wake.clear()
-                await self._wake.wait()
-            yield self._next()
-
-    def drain(self) -> list[Delta]:
-        """The deltas since the last call, without waiting, for a frame timer. Raises the errors of the iteration."""
-        news: list[Delta] = []
-        while self._news and not (news and isinstance(self._news[0], EngineError)):
-            news.append(self._next())
-        return news
-
-    def _next(self) -> Delta:
-        item = self._news.popleft()
-        if isinstance(item, EngineError):
-            self.finish_reason = f"error: {item}"
-            raise item
-        self.ids += item.ids
-        self.text += item.text
-        if item.finish_reason:
-            self.finish_reason, self.metrics = item.finish_reason, item.metrics or {}
-        return item
-
-    async def started(self) -> int:
-        """Wait until the engine accepts the request; return its id, or raise the error of the iteration."""
-        await self._accepted.wait()
-        if self.request_id is None:
-            for item in self._news:
-                if isinstance(item, EngineError):
-                    raise item
-            raise EngineDead("the engine ended before it accepted the request")
-        return self.request_id
+    def __init__(self, client: EngineClient, tag: int) -> None:
+        super().__init__()
+        self._client, self._tag = client, tag
 
     def cancel(self) -> None:
-        """Ask the engine to end this request; its last delta has the finish reason "abort"."""
-        self._client._send("abort", self.tag)
-
-    def _put(self, item: Delta | EngineError) -> None:
-        self._news.append(item)
-        self._wake.set()
-        if isinstance(item, EngineError):
-            self._accepted.set()
+        """Ask the engine to end this request; its last delta says "abort"."""
+        self._client._send("abort", self._tag)
 
 
 class EngineClient:
@@ -127,7 +74,7 @@ class EngineClient:
         self._watch: Watch | None = None
         self._ticks: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[dict[str, Any]] | None = None
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, EngineStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._closing = False
         self._generation = 0
@@ -265,16 +212,15 @@ class EngineClient:
                     delta.request_id = stream.request_id or 0
                     if delta.finish_reason:
                         del self._streams[tag]
-                    stream._put(delta)
+                    stream.put(delta)
         elif kind == "accepted":
             stream = self._streams.get(rest[0])
             if stream is not None:
-                stream.request_id, stream.seed = rest[1], rest[2]
-                stream._accepted.set()
+                stream.accept(rest[1], rest[2])
         elif kind == "refused":
             stream = self._streams.pop(rest[0], None)
             if stream is not None:
-                stream._put(InvalidRequest(rest[1], rest[2]))
+                stream.put(InvalidRequest(rest[1], rest[2]))
         elif kind == "answer":
             future = self._calls.pop(rest[0], None)
             if future is not None and not future.done():
@@ -323,7 +269,7 @@ class EngineClient:
             self._ready.exception()  # read it once: the waiting task may have been cancelled
         streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
-            stream._put(error)
+            stream.put(error)
         calls, self._calls = list(self._calls.values()), {}
         for future in calls:
             if not future.done():
@@ -349,7 +295,7 @@ class EngineClient:
     def submit(self, ids: list[int], params: SamplingParams, group: str = "", sample_index: int = 0) -> Stream:
         """Queue a prompt; returns at once. A refusal (InvalidRequest) is raised by the stream's iteration."""
         self._tag += 1
-        stream = Stream(self, self._tag, group)
+        stream = EngineStream(self, self._tag)
         self._send("submit", self._tag, list(ids), params, group, sample_index)
         self._streams[self._tag] = stream
         return stream
@@ -399,7 +345,7 @@ class EngineClient:
         gone = InvalidRequest("another engine replaced this one")
         streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
-            stream._put(gone)
+            stream.put(gone)
         self.config = config
         ready = self._ready = self._loop.create_future()
         self.info = {**await ready, "log_file": str(self.log_file)}

@@ -105,7 +105,8 @@ def run_connected(
     looks: dict[str, Any], resume: bool, record: Path | None,
 ) -> int:  # fmt: skip
     """Chats on one or several servers; returns the exit code."""
-    from minitui.sources.remote import RemoteSource, probe
+    from minitui.sources.remote import RemoteSource
+    from minitui.sources.remote_info import probe
 
     settings = settings_file.load()
     apply_looks(settings, looks)
@@ -120,13 +121,13 @@ def run_connected(
     [url] = urls
     info = probe(url, key)
     if info is None:  # not a minitui server
-        from minitui.sources.openai import ForeignSource
+        from minitui.sources.openai import OpenAISource
         from minitui.tui.openai_app import ForeignApp
 
         if record is not None:
             raise EngineError(f"{url} sends no engine records: there is nothing to record")
         choice = Choice("", "", PLAIN_SYSTEM_PROMPT if system is None else system, "model")
-        return run_app(ForeignSource(url, key, model or ""), choice, settings, chosen, store, resume, make=ForeignApp)
+        return run_app(OpenAISource(url, key, model or ""), choice, settings, chosen, store, resume, make=ForeignApp)
     if info and model not in (None, info["model"]):
         raise EngineError(f"{url} serves {info['model']!r}, not {model!r}: leave --model out")
     source = recorded(RemoteSource(url, key), record)
@@ -138,7 +139,7 @@ def _run_replicas(
     sampling: Sampling, store: Store, resume: bool,
 ) -> int:  # fmt: skip
     """Chats on several servers; token-exact if all of them are minitui servers."""
-    from minitui.sources.remote import probe_all
+    from minitui.sources.remote_info import probe_all
     from minitui.sources.replicas import ReplicaSource
     from minitui.tui.replica_app import BlindReplicaApp, ReplicaApp
 

@@ -14,7 +14,8 @@ from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import Choice, load_codec
 from minitui.chat.sessions import Chats
 from minitui.cli.options import engine_config
-from minitui.sources.local import LiveSource
+from minitui.sources.base import Source
+from minitui.sources.local import LocalSource
 from minitui.tui.terminal import TerminalGuard, takes_unicode, tolerant_input
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 KEPT_LOGS = 10
 
 
-def live_source(choice: Choice, options: dict[str, Any]) -> LiveSource:
+def live_source(choice: Choice, options: dict[str, Any]) -> LocalSource:
     """An engine of our own for `choice`, not started yet."""
-    return LiveSource(engine_config(choice.name, **options), log_path(), choice.label)
+    return LocalSource(engine_config(choice.name, **options), log_path(), choice.label)
 
 
 def log_path() -> Path:
@@ -74,7 +75,7 @@ def theme_name(theme: str) -> str:
     return f"minitui-{name}"
 
 
-def recorded(source: Any, path: Path | None) -> Any:
+def recorded(source: Source, path: Path | None) -> Source:
     """The source itself, or one that also records it in `path`."""
     if path is None:
         return source
@@ -83,9 +84,9 @@ def recorded(source: Any, path: Path | None) -> Any:
     return RecordingSource(source, path)
 
 
-def report_recording(source: Any, status: int = 0) -> int:
+def report_recording(source: Source, status: int = 0) -> int:
     """Prints an error if the recording is incomplete; returns the exit code, `status` unless that is 0."""
-    if error := getattr(source, "recording_error", ""):
+    if error := source.recording_error:
         print(f"minitui: the recording is not complete: {error}", file=sys.stderr)
         return status or 1
     return status

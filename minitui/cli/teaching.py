@@ -15,7 +15,7 @@ from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import Choice, choose_model
 from minitui.cli.launch import live_source, recorded, report_recording, run_app
 from minitui.cli.options import KvBlocks, Record, engine_config
-from minitui.sources.local import LiveSource
+from minitui.sources.local import LocalSource
 from minitui.tui.terminal import has_terminal
 
 ENGINE = {"kv_blocks": None, "no_prefix_caching": False}  # the options that demos and lessons change
@@ -110,7 +110,7 @@ def lesson(
     raise typer.Exit(run_app(source, choice, settings_file.load(), sampling, make=make))
 
 
-def lesson_source(number: int) -> tuple[Choice, LiveSource, Any]:
+def lesson_source(number: int) -> tuple[Choice, LocalSource, Any]:
     """The bundled model, an engine with the lesson's options, and a coroutine that replaces that engine."""
     from minitui.teaching.lessons import lesson as find_lesson
 

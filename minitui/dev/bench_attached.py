@@ -40,7 +40,7 @@ from minitui.cli.launch import run_app
 from minitui.dev.pseudo_terminal import run_in_terminal
 from minitui.settings import Settings
 from minitui.sources.base import Source
-from minitui.sources.local import LiveSource
+from minitui.sources.local import LocalSource
 from minitui.tui.app import MinituiApp
 
 SIZE = (160, 48)
@@ -184,7 +184,7 @@ def line_of(report: dict[str, Any]) -> str:
 def main(folder: Path) -> None:
     """The application's side: in the terminal it was started in, with the task in `folder`; the figures go there."""
     task = json.loads((folder / TASK).read_text(encoding="utf-8"))
-    source = LiveSource(EngineConfig(**task["config"]), folder / "engine.log")
+    source = LocalSource(EngineConfig(**task["config"]), folder / "engine.log")
     figures: dict[str, Any] = {}
     made: list[Watched] = []
 

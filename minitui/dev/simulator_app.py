@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from textual.binding import Binding
 
-from engine.trace.records import Record
+from engine.trace.records import Packet, Record, packets
 from minitui.chat.sessions import Chats
 from minitui.dev.pseudo_terminal import run_in_terminal
 from minitui.dev.simulator import LOADS, Load, Stress
@@ -44,6 +44,7 @@ class LiveStress:
         self.stress = Stress(load)
         self.info = describe(load)
         self.error: str | None = None
+        self.connection = ""
         self.dropped = 0
         self.decode = self.stress.words.decode
         self.made: deque[tuple[int, float]] = deque()
@@ -64,6 +65,9 @@ class LiveStress:
 
     def close(self) -> None:
         """There is no process to end."""
+
+    def drain_packets(self) -> list[Packet]:
+        return packets(self.drain_records())
 
     def drain_records(self) -> list[Record]:
         now = time.monotonic()

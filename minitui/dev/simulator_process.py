@@ -39,6 +39,7 @@ class StressProcess:
     def __init__(self, load: str, warm_up: float = 8.0, ahead: float = 0.0) -> None:
         self.info = describe(LOADS[load])
         self.error: str | None = None
+        self.connection = ""
         self.dropped = 0
         self.names: dict[str, str] = {}
         self.made: deque[tuple[int, float]] = deque()  # (number of the last record of a message, when it was sent)

@@ -1,16 +1,18 @@
 """The HTTP server over one engine process: plain and OpenAI's endpoints, Prometheus metrics, telemetry and control.
 
-    settings.py      what the operator chose: address, keys, limits
-    connection.py    before there is a request: a head that does not come, what is no HTTP
-    access.py        before a request is read: who asks, from where, how large
-    failures.py      every refusal and error, in OpenAI's shape
-    service.py       the engine client's owner: loading, restart, admission, drain, tokenising off the loop
-    prompts.py       texts and conversations to ids
-    replies.py       one HTTP request's sequences, gathered or streamed, cancelled when the caller is gone
+    settings.py      the operator's choices: address, keys, limits
+    connection.py    connections before their first request: slow heads, bytes that are not HTTP
+    access.py        checks before a request's body is parsed: key, origin, size
+    errors.py        every error, in OpenAI's shape
+    service.py       owns the engine client: loading, restart, admission, drain
+    broadcast.py     passes the engine's records on to the watchers
+    metrics.py       the values of /metrics; prometheus.py is their text format
+    schema.py        the fields of requests and answers, validated
+    prompts.py       texts and conversations to token ids
+    answer.py        the answer to one request: its sequences, whole or as events
     sse.py           server-sent events
-    schema.py        what may be asked, validated by name
-    chat.py completions.py text.py vitals.py telemetry.py     the endpoints
-    application.py   puts them together; command.py runs it
+    chat.py completions.py tokenize.py health.py telemetry.py     the endpoints
+    application.py   combines the endpoints; command.py runs them
 
-FastAPI and uvicorn are the extra "serve"; nothing outside this package imports them.
+FastAPI and uvicorn belong to the extra "serve"; nothing outside this package imports them.
 """

@@ -1,6 +1,6 @@
-"""What is decided before a request is read: who asks, from which page, and how large the body may be.
+"""Checks before a request is parsed: Host and Origin, the API key, and the size of the body.
 
-Plain ASGI, so that disconnects reach the endpoints as they come.
+This is plain ASGI, so that endpoints see a disconnect at once.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ ROLES = {
     "/detokenize": Role.CHAT, "/minitui/submit": Role.CHAT, "/minitui/cancel": Role.CHAT,
     "/minitui/control": Role.CONTROL,
 }  # fmt: skip
-FORMS = ("", "application/x-www-form-urlencoded")  # what `curl -d` says of a body it knows nothing about
+FORMS = ("", "application/x-www-form-urlencoded")  # `curl -d` sends this type for every body
 
 
 def role_needed(path: str) -> Role:
-    """What a caller must be allowed to ask for this path; everything that is not listed needs the least."""
+    """Returns the role that a path requires; paths that are not listed require WATCH."""
     return OPEN.get(path, ROLES.get(path, Role.WATCH))
 
 
 class Guard:
-    """ASGI middleware: address, origin, key, size, in this order; then the application."""
+    """ASGI middleware. Checks Host, Origin, key and size, in this order, and then calls the application."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app = app
@@ -53,48 +53,48 @@ class Guard:
             if message["type"] == "http.response.start":
                 started = True
                 if message["status"] >= 400:
-                    self.service.meters.refusal(message["status"])
+                    self.service.metrics.refusal(message["status"])
             await send(message)
 
         try:
             headers = Headers(scope=scope)
             self._check_origin(headers)
             scope.setdefault("state", {})["role"] = self._check_key(scope, headers)
-            # Files are sent whole: Starlette would refuse a wrong Range in a shape of its own.
+            # Files are sent whole: Starlette's error for a wrong Range does not have OpenAI's shape.
             scope["headers"] = [(name, value) for name, value in scope["headers"] if name != b"range"]
             if scope["method"] in ("POST", "PUT", "PATCH"):
                 receive = await self._read_body(headers, receive)
-                _call_it_json(scope, headers)
+                _set_json_type(scope, headers)
             await self.app(scope, receive, watched_send)
         except Exception as error:
             if started:
-                return  # it has been answered and logged
+                return  # the response has begun, and the error was logged
             answer = as_api_error(error)
             response = answer.response()
-            if answer.status in (408, 413):  # what was not read stands in the connection
+            if answer.status in (408, 413):  # the rest of the body is still unread on the connection
                 response.headers["Connection"] = "close"
             await response(scope, receive, watched_send)
 
     def _check_origin(self, headers: Headers) -> None:
-        """A web page elsewhere must not use a browser on this machine to reach the engine."""
+        """Refuse requests that a foreign web page makes through a browser on this machine."""
         host = headers.get("host", "")
         if not self.settings.keys and host:
             found = authority(host)
             if found is None:
-                raise ApiError(400, "the Host header is no address, such as localhost:8000", code="bad_http")
+                raise ApiError(400, "the Host header is not an address such as localhost:8000", code="bad_http")
             if not is_loopback(found[0]):
                 raise ApiError(403, f"the Host header says {found[0]!r}; without a key only this machine is served")
         origins = headers.getlist("origin")
         if len(origins) > 1:
-            raise ApiError(400, "there are several Origin headers", code="bad_http")
+            raise ApiError(400, "the request has several Origin headers", code="bad_http")
         origin = origins[0] if origins else ""
         allowed = self.settings.cors_origins
         if origin and ("*" in allowed or origin in allowed):
             return
         if origin and origin != "null" and not is_same_origin(origin, host):
-            raise ApiError(403, f"requests of pages from {origin!r} are not served")
+            raise ApiError(403, f"requests from pages of {origin!r} are not served")
         if origin == "null" or headers.get("sec-fetch-site") in ("cross-site", "same-site"):  # same-site: another port
-            raise ApiError(403, "requests of pages from elsewhere are not served")
+            raise ApiError(403, "requests from pages of other sites are not served")
 
     def _check_key(self, scope: Scope, headers: Headers) -> Role:
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -108,28 +108,28 @@ class Guard:
                 headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
         allowed, wanted = role.name.lower(), needed.name.lower()
-        raise ApiError(403, f"this key allows to {allowed}; {scope['path']} needs one that allows to {wanted}")
+        raise ApiError(403, f"this key has the role {allowed}; {scope['path']} requires {wanted}")
 
     async def _read_body(self, headers: Headers, receive: Receive) -> Receive:
-        """The body, within its limits; later calls of the receiver it returns tell of the disconnect."""
+        """Read the body within its limits. The returned receiver gives it again, and then the disconnect."""
         limit = self.settings.max_body
-        told = headers.get("content-length", "")
-        if told.isdigit() and int(told) > limit:
-            raise _too_large(int(told), limit)
+        announced = headers.get("content-length", "")
+        if announced.isdigit() and int(announced) > limit:
+            raise _too_large(int(announced), limit)
         body = bytearray()
         try:
             async with asyncio.timeout(self.settings.body_s):
                 while True:
                     message = await receive()
                     if message["type"] != "http.request":
-                        break  # the caller has gone; the endpoint will see it
+                        break  # the caller has disconnected; the endpoint notices it
                     body += message.get("body", b"")
                     if len(body) > limit:
                         raise _too_large(len(body), limit)
                     if not message.get("more_body"):
                         break
         except TimeoutError:
-            raise ApiError(408, f"the body did not come within {self.settings.body_s:g} s") from None
+            raise ApiError(408, f"the body did not arrive within {self.settings.body_s:g} s") from None
         first: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def replay() -> Message:
@@ -139,12 +139,12 @@ class Guard:
 
 
 def _too_large(size: int, limit: int) -> ApiError:
-    return ApiError(413, f"the body has {size:,} bytes or more; this server takes {limit:,}", code="body_too_large")
+    return ApiError(413, f"the body has at least {size:,} bytes; the limit is {limit:,}", code="body_too_large")
 
 
-def _call_it_json(scope: Scope, headers: Headers) -> None:
-    """Every body here is JSON, also one that `curl -d` labelled as a form."""
-    said = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if said in FORMS:
+def _set_json_type(scope: Scope, headers: Headers) -> None:
+    """Set the content type to JSON if the body was labelled as a form, as `curl -d` does."""
+    content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type in FORMS:
         kept: list[Any] = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
         scope["headers"] = [*kept, (b"content-type", b"application/json")]

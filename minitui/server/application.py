@@ -1,4 +1,4 @@
-"""Puts the endpoints together."""
+"""Combines the endpoints into one application."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minitui.server.service import Service
 
 
 def create_api(service: Service) -> FastAPI:
-    """The endpoints alone, unguarded; their OpenAPI document is at /openapi.json."""
+    """Returns the endpoints without access checks; their OpenAPI document is at /openapi.json."""
     api = FastAPI(
         title="minitui", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False,
         description="An LLM inference engine with its telemetry; OpenAI's endpoints and a plain one.",
@@ -27,8 +27,8 @@ def create_api(service: Service) -> FastAPI:
 
 
 def _document_keys(api: FastAPI) -> None:
-    """The OpenAPI document says where a key belongs."""
-    document = api.openapi()  # kept by the application: what is changed here is what callers read
+    """Add the API key to the OpenAPI document."""
+    document = api.openapi()  # FastAPI caches this object, so changes to it are served
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     document["security"] = [{"key": []}]
     for path in OPEN:
@@ -36,7 +36,7 @@ def _document_keys(api: FastAPI) -> None:
 
 
 def create_app(service: Service) -> ASGIApp:
-    """What is served."""
+    """Returns the application with access checks and, if configured, CORS."""
     guarded = Guard(create_api(service), service)
     origins = service.settings.cors_origins
     if not origins:

@@ -1,7 +1,7 @@
-"""Keeps the engine's state by folding its records, and passes the records on to whoever watches.
+"""Applies the engine's records to a state, and passes the records on to all watchers.
 
-One fold and one encoding serve all watchers. A watcher who is too slow loses records, never delays anybody, and learns
-of it from the gap in their numbers.
+Records are applied once and encoded once, however many watchers there are. A watcher that is too slow loses records: it
+notices the gap in their numbers, and the others are not delayed.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from engine.errors import EngineError
 from engine.process.client import EngineClient
 from engine.trace.records import FIELDS, Record
 from engine.trace.state import State
-from minitui.server.metrics import Meters
+from minitui.server.metrics import Metrics
 from minitui.server.sse import KEEP_ALIVE, event
 from minitui.trace.recorder import Recording
 
 logger = logging.getLogger("minitui.server")
 
-BUSY_S = 0.05  # between two looks while something happens
-IDLE_S = 0.2
+BUSY_S = 0.05  # between two polls while there are records
+IDLE_S = 0.2  # otherwise
 KEEP_ALIVE_S = 10.0
-MAX_UNREAD = 8 << 20  # bytes kept for one watcher
+MAX_UNREAD = 8 << 20  # bytes queued for one watcher
 MASKED = {"insert": (FIELDS["insert"].index("ids"),), "extend": (FIELDS["extend"].index("ids"),)}
 
 
 class Watcher:
-    """One reader of the record stream. `client`: the name that he gave himself, by which the gate may be his."""
+    """One reader of the record stream. `client`: its X-Minitui-Client, by which it can own the gate."""
 
     def __init__(self, client: str | None = None) -> None:
         self.client = client
-        self.dropped = 0  # bytes given up
+        self.dropped = 0  # bytes
         self.closed = False
         self._unread: deque[bytes] = deque()
         self._size = 0
         self._wake = asyncio.Event()
 
     def put(self, frame: bytes) -> None:
+        """Queue a frame. If the queue is full, everything in it is dropped first."""
         if self._size + len(frame) > MAX_UNREAD:
             self.dropped += self._size
             self._unread.clear()
@@ -53,11 +54,12 @@ class Watcher:
         self._wake.set()
 
     def close(self) -> None:
+        """End `frames` after what is queued."""
         self.closed = True
         self._wake.set()
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """What has come, as it comes; a comment when nothing has for a while."""
+        """Yields the queued frames as they come, and a comment every KEEP_ALIVE_S without one."""
         while True:
             while self._unread:
                 frames = b"".join(self._unread)
@@ -74,58 +76,60 @@ class Watcher:
                 yield KEEP_ALIVE
 
 
-class Hub:
-    """Drains one engine client. `mask_id`: the token id that stands for every token when texts are hidden, from those
-    who watch and in the recording."""
+class Broadcast:
+    """Drains one engine client.
 
-    def __init__(self, meters: Meters, mask_id: int | None = None, recording: Recording | None = None) -> None:
-        self.meters = meters
+    `mask_id`: replaces every token id, for watchers and in the recording, if texts are hidden; None if they are not.
+    """
+
+    def __init__(self, metrics: Metrics, mask_id: int | None = None, recording: Recording | None = None) -> None:
+        self.metrics = metrics
         self.mask_id = mask_id
         self.recording = recording
         self.state: State | None = None
         self.watchers: set[Watcher] = set()
-        self.began = 0  # raised with every engine: numbers of records begin anew
+        self.began = 0  # engines so far; each starts its record numbers at 0
         self._origin = secrets.token_hex(4)
         self._client: EngineClient | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def begin(self, client: EngineClient) -> None:
-        """Start with an engine that is up. Those who watch are told that everything is new."""
+        """Start with a running engine, and tell the watchers that record numbers start again."""
         await self.end()
         self._client = client
-        self.meters.engine_began(client.info)
+        self.metrics.engine_began(client.info)
         self.state = State.from_snapshot(await client.snapshot())
         self.began += 1
         if self.recording is not None:
             self.recording.begin(client.info, self._masked(self.state.snapshot()), texts=self.mask_id is None)
-        self.tell_all(self.greeting("began"))
+        self.send_all(self.greeting("began"))
         self._task = asyncio.create_task(self._run())
 
     async def end(self) -> None:
-        """The engine is gone."""
+        """Stop: the engine has ended."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
-            self.pump()  # its last records
+            self.pump()  # the last records
         self._task = self._client = self.state = None
 
     def greeting(self, name: str) -> bytes:
-        """Which engine the next records are of, and after which of its records they come."""
+        """Returns an event with the engine's name and the number of the last record before the next one."""
         seq = self.state.seq if self.state is not None else 0
         return event({"began": self.engine, "seq": seq}, name)
 
     def watches(self, client: str | None) -> bool:
-        """Has whoever calls himself so a record stream?"""
+        """Has this client an open record stream?"""
         return client is not None and any(watcher.client == client for watcher in self.watchers)
 
     @property
     def engine(self) -> str:
-        """A name for the engine that runs now: another one has other record numbers."""
+        """A name for the running engine: record numbers are unique for one engine only."""
         return f"{self._origin}.{self.began}"
 
-    def tell_all(self, frame: bytes) -> None:
-        """Something other than records, to every watcher."""
+    def send_all(self, frame: bytes) -> None:
+        """Queue a frame for every watcher."""
         for watcher in self.watchers:
             watcher.put(frame)
 
@@ -139,42 +143,40 @@ class Hub:
                     if self.recording is not None:
                         self.recording.resume(self._masked(self.state.snapshot()))
             except EngineError:
-                return  # it died; the service starts another
+                return  # the engine died; the service restarts it
             except Exception:
-                logger.exception("the engine's records could not be followed: its state is asked for again")
+                logger.exception("the engine's records do not fit its state: a new snapshot is requested")
                 self.state, busy = None, False
             await asyncio.sleep(BUSY_S if busy else IDLE_S)
 
     def pump(self) -> bool:
-        """Fold and pass on what has come; False if that was nothing."""
+        """Apply the new records and pass them on; returns whether there were any."""
         if self._client is None:
             return False
         records = self._client.drain_records()
         state = self.state
         if not records or state is None:
             return bool(records)
-        news: list[Record] = []
+        new: list[Record] = []
         for record in records:
             if record[0] <= state.seq:
-                continue  # the snapshot knew it
+                continue  # the snapshot includes it
             if record[0] != state.seq + 1:
-                self.meters.lost.add(record[0] - state.seq - 1)
-                logger.warning("records %d to %d were lost on the way", state.seq + 1, record[0] - 1)
-                self.state = None  # a snapshot follows; watchers see the gap themselves
+                self.metrics.lost.add(record[0] - state.seq - 1)
+                logger.warning("records %d to %d were lost", state.seq + 1, record[0] - 1)
+                self.state = None  # `_run` requests a snapshot; watchers notice the gap themselves
                 break
-            self.meters.observe(record, state)
+            self.metrics.observe(record, state)
             state.apply(record)
-            news.append(record)
+            new.append(record)
         if self.recording is not None:
-            self.recording.feed((seq, t, kind, *self._mask(kind, rest)) for seq, t, kind, *rest in news)
-        if news and self.watchers:
-            frame = self.encode(news)
-            for watcher in self.watchers:
-                watcher.put(frame)
+            self.recording.feed((seq, t, kind, *self._mask(kind, rest)) for seq, t, kind, *rest in new)
+        if new and self.watchers:
+            self.send_all(self.encode(new))
         return True
 
     def encode(self, records: Iterable[Record]) -> bytes:
-        """Records as one event: a list of [seq, t, kind, fields...], t in microseconds' precision."""
+        """Returns records as one event: a list of [seq, t, kind, fields...] with t rounded to microseconds."""
         return event([[seq, round(t, 6), kind, *self._mask(kind, rest)] for seq, t, kind, *rest in records])
 
     def _mask(self, kind: str, fields: list[Any]) -> list[Any]:
@@ -182,14 +184,14 @@ class Hub:
             return fields
         for place in MASKED.get(kind, ()):
             fields[place] = [self.mask_id] * len(fields[place])
-        if kind in ("refuse", "fail"):  # the reason may quote what was asked
+        if kind in ("refuse", "fail"):  # the reason may quote the prompt
             fields[1] = "hidden"
         elif kind == "finish" and str(fields[1]).startswith("error"):
             fields[1] = "error: hidden"
         return fields
 
     def snapshot(self) -> dict[str, Any] | None:
-        """The state at a record's number: whatever a watcher is sent afterwards follows it without a gap."""
+        """Returns the state, or None without an engine. Records that watchers get later follow it without a gap."""
         self.pump()
         return None if self.state is None else self._masked(self.state.snapshot())
 
@@ -201,7 +203,7 @@ class Hub:
 
 
 async def encode_snapshot(snapshot: dict[str, Any]) -> AsyncIterator[bytes]:
-    """A snapshot as JSON in pieces, so that a large pool's does not hold up the loop."""
+    """Yields a snapshot as JSON in pieces, so that a large pool does not block the event loop."""
     nodes = snapshot.pop("nodes")
     head = json.dumps(snapshot, separators=(",", ":"))
     yield (head[:-1] + ',"nodes":{').encode()

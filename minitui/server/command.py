@@ -1,4 +1,4 @@
-"""`minitui serve`: listen, load, serve, and go in time when told to."""
+"""`minitui serve`: listen, load the model, serve, and stop on a signal."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ except ImportError as error:
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BACKLOG = 512
 EXAMPLE = '{"messages": [{"role": "user", "content": "What is a KV cache?"}]}'
-VANISHED_S = 20  # nothing that was sent to a caller is acknowledged for so long
-LAST_WORDS_S = 1  # for connections to end once the engine is gone
+DEAD_PEER_S = 20  # a peer that acknowledges nothing for this long is dropped
+LAST_ANSWERS_S = 1  # the time that connections get to end after the engine
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without signal handlers of its own: the order of going is ours."""
+    """uvicorn without its signal handlers: Host stops the engine and the connections in order."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -42,10 +42,10 @@ class _Uvicorn(uvicorn.Server):
 
 
 class Host:
-    """One server from its socket to its end."""
+    """One server, from its socket to its end."""
 
     def __init__(self, config: EngineConfig, settings: ServerSettings, log_file: Path | None = None) -> None:
-        """Binds the address. Raises EngineError when that is impossible."""
+        """Bind the address. Raises EngineError if that fails."""
         self.settings = settings
         self.service = Service(config, settings, log_file)
         self._socket = listen(settings.host, settings.port)
@@ -58,7 +58,7 @@ class Host:
         return address(self.settings.host, self.port)
 
     def stop(self) -> None:
-        """Begin to go; may be called from any thread."""
+        """Ask the server to stop; may be called from any thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._stop.set)
 
@@ -69,7 +69,7 @@ class Host:
             uvicorn.Config(
                 create_app(self.service), lifespan="off", ws="none", log_config=None, access_log=False,
                 http=cast(Any, functools.partial(Connection, self.service)), h11_max_incomplete_event_size=MAX_HEAD,
-                server_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=LAST_WORDS_S, backlog=BACKLOG,
+                server_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=LAST_ANSWERS_S, backlog=BACKLOG,
             )
         )  # fmt: skip
         serving = asyncio.create_task(server.serve(sockets=[self._socket]))
@@ -92,45 +92,45 @@ class Host:
 
 
 def address(host: str, port: int) -> str:
-    """What others type to reach a server that listens there."""
+    """Returns the URL of a server that listens on this host and port."""
     name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return f"http://{name}:{port}"
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises EngineError with the way out."""
+    """Returns a listening socket; port 0 picks a free port. Raises EngineError with a remedy."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise EngineError(f"--host {host!r} is no address of this machine: {error.strerror or error}") from error
+        raise EngineError(f"--host {host!r} is not an address of this machine: {error.strerror or error}") from error
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _notice_lost_networks(bound)
+        _detect_dead_peers(bound)
         bound.bind(address)
         bound.listen(BACKLOG)
     except OSError as error:
         bound.close()
-        way_out = "choose another with --port" if error.errno in (98, 48) else "choose another with --host or --port"
-        raise EngineError(f"cannot listen on {host}:{port}: {error.strerror or error}; {way_out}") from error
+        remedy = "choose another with --port" if error.errno in (98, 48) else "choose another with --host or --port"
+        raise EngineError(f"cannot listen on {host}:{port}: {error.strerror or error}; {remedy}") from error
     return bound
 
 
-def _notice_lost_networks(listening: socket.socket) -> None:
-    """Who vanished without a word, with his network, is gone after VANISHED_S and not after a quarter of an hour; what
-    he held (blocks, the gate) is free then. The connections that are accepted inherit this."""
-    options = {"SO_KEEPALIVE": (socket.SOL_SOCKET, 1), "TCP_KEEPIDLE": (socket.IPPROTO_TCP, VANISHED_S // 2),
-               "TCP_KEEPINTVL": (socket.IPPROTO_TCP, VANISHED_S // 4), "TCP_KEEPCNT": (socket.IPPROTO_TCP, 2),
-               "TCP_USER_TIMEOUT": (socket.IPPROTO_TCP, VANISHED_S * 1000)}  # fmt: skip
+def _detect_dead_peers(listening: socket.socket) -> None:
+    """Drop dead peers after DEAD_PEER_S, so that their blocks and the gate are freed. The system's default is about 15
+    minutes. Accepted connections inherit these options."""
+    options = {"SO_KEEPALIVE": (socket.SOL_SOCKET, 1), "TCP_KEEPIDLE": (socket.IPPROTO_TCP, DEAD_PEER_S // 2),
+               "TCP_KEEPINTVL": (socket.IPPROTO_TCP, DEAD_PEER_S // 4), "TCP_KEEPCNT": (socket.IPPROTO_TCP, 2),
+               "TCP_USER_TIMEOUT": (socket.IPPROTO_TCP, DEAD_PEER_S * 1000)}  # fmt: skip
     for name, (level, value) in options.items():
         if hasattr(socket, name):  # not every system has all of them
             listening.setsockopt(level, getattr(socket, name), value)
 
 
 def gather_keys(api: list[str], chat: list[str], watch: list[str]) -> dict[str, Role]:
-    """Keys from options, else from the environment, where the list of processes does not show them."""
+    """Returns the keys from options, or else from the environment, which process lists do not show."""
     keys: dict[str, Role] = {}
     given = ((watch, Role.WATCH, "WATCH"), (chat, Role.CHAT, "CHAT"), (api, Role.CONTROL, "API"))
     for options, role, name in given:
@@ -139,13 +139,13 @@ def gather_keys(api: list[str], chat: list[str], watch: list[str]) -> dict[str, 
     return keys
 
 
-def run_serve(config: EngineConfig, settings: ServerSettings, log_file: Path | None, tell: Any = sys.stderr) -> int:
-    """`minitui serve`; returns the exit code. Raises EngineError for whatever prevents it from serving."""
+def run_serve(config: EngineConfig, settings: ServerSettings, log_file: Path | None, out: Any = sys.stderr) -> int:
+    """Run `minitui serve`; returns the exit code. Raises EngineError if it cannot serve."""
     import logging
 
-    sys.setswitchinterval(0.001)  # a thread that encodes a long prompt lets the event loop go on this soon
+    sys.setswitchinterval(0.001)  # a thread that encodes a long prompt yields to the event loop after 1 ms
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # strangers could fill the log with warnings
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # invalid requests could fill the log with warnings
 
     async def main() -> int:
         host = Host(config, settings, log_file)
@@ -154,17 +154,17 @@ def run_serve(config: EngineConfig, settings: ServerSettings, log_file: Path | N
             loop.add_signal_handler(number, host.stop)
 
         def ready() -> None:
-            header, key = (" -H 'Authorization: Bearer KEY'", "MINITUI_KEY=KEY ") if settings.keys else ("", "")
-            print(f"{host.service.model} is served at {url}", file=tell, flush=True)
-            print(f"  curl {url}/v1/chat/completions{header} -d '{EXAMPLE}'", file=tell, flush=True)
-            print(f"  {key}minitui chat --connect {url}", file=tell, flush=True)
+            header, variable = (" -H 'Authorization: Bearer KEY'", "MINITUI_KEY=KEY ") if settings.keys else ("", "")
+            print(f"{host.service.model} is served at {url}", file=out, flush=True)
+            print(f"  curl {url}/v1/chat/completions{header} -d '{EXAMPLE}'", file=out, flush=True)
+            print(f"  {variable}minitui chat --connect {url}", file=out, flush=True)
 
         url = address(settings.host, host.port)
-        print(f"loading; {url}/ready tells when it is done", file=tell, flush=True)
+        print(f"loading; {url}/ready answers 200 when it is done", file=out, flush=True)
         await host.run(ready)
         recording = host.service.recording
         if recording is not None and recording.error:
-            print(f"minitui: the recording is not complete: {recording.error}", file=tell)
+            print(f"minitui: the recording is not complete: {recording.error}", file=out)
             return 1
         return 0
 

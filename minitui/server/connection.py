@@ -1,4 +1,4 @@
-"""What happens on a connection before there is a request: a head that does not come, and what is no HTTP at all."""
+"""Connections before their first request: heads that come too slowly, and bytes that are not HTTP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_CONNECTIONS = 800  # below the usual limit of 1,024 open files
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, which waits for a head for ever and refuses in plain text; this one does neither."""
+    """uvicorn's connection, with a time limit for a request's head and errors in OpenAI's shape."""
 
     def __init__(self, service: Service, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -28,7 +28,7 @@ class Connection(H11Protocol):
         self._waiting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)  # type: ignore[arg-type]  # uvicorn says more of it than asyncio
+        super().connection_made(transport)  # type: ignore[arg-type]  # uvicorn's annotation is narrower than asyncio's
         self._make_room()
         self._service.connections[self] = None
         self._watch_head()
@@ -43,7 +43,7 @@ class Connection(H11Protocol):
         self._watch_head()
 
     def _make_room(self) -> None:
-        """Of too many connections, the oldest that have no request under way are closed."""
+        """At the limit of connections, close the oldest ones that have no running request."""
         most = most_connections(MAX_CONNECTIONS)
         if len(self._service.connections) >= most:
             idle = (one for one in self._service.connections if one.cycle is None or one.cycle.response_complete)
@@ -52,7 +52,7 @@ class Connection(H11Protocol):
                 one.transport.close()
 
     def _watch_head(self) -> None:
-        """From its first byte a head may take as long as a body; between two requests uvicorn's own limit holds."""
+        """Limit the time of a request's head. Between two requests, uvicorn's own limit applies."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_waiting()
         elif self._waiting is None:
@@ -66,23 +66,23 @@ class Connection(H11Protocol):
     def _give_up(self) -> None:
         self._waiting = None
         if self.conn.our_state is h11.IDLE:
-            self._refuse(ApiError(408, f"no request came within {self._service.settings.body_s:g} s"))
+            self._refuse(ApiError(408, f"no request arrived within {self._service.settings.body_s:g} s"))
         else:
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP; called where the exception that says so is being handled."""
+        """Answer bytes that are not HTTP. uvicorn calls this while it handles the parser's exception."""
         if getattr(sys.exception(), "error_status_hint", 400) == 431:
             self._refuse(ApiError(431, f"the request's headers are larger than {MAX_HEAD >> 10} KiB"))
         else:
-            self._refuse(ApiError(400, "what came is no valid HTTP request", code="bad_http"))
+            self._refuse(ApiError(400, "this is not a valid HTTP request", code="bad_http"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer, unless an answer is under way, and hang up."""
+        """Send an error, unless a response has begun, and close the connection."""
         cycle = self.cycle
         if not self.transport.is_closing() and (cycle is None or cycle.response_complete or not cycle.response_started):
             body = json.dumps(error.body).encode()
             head = f"HTTP/1.1 {error.status} \r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
             self.transport.write(head.encode() + b"Connection: close\r\n\r\n" + body)
-            self._service.meters.refusal(error.status)
+            self._service.metrics.refusal(error.status)
         self.transport.close()

@@ -1,6 +1,6 @@
-"""Every refusal and error in the shape of OpenAI's: {"error": {"message", "type", "param", "code"}}.
+"""Every error in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
 
-A message is a sentence for the caller. What only the operator should know (tracebacks, paths) goes to the log.
+A message is a sentence for the caller. Tracebacks and paths go to the log, for the operator.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """What every answer with a status of 400 and above carries."""
+    """The body of every answer with a status of 400 and above."""
 
     error: ErrorDetail
 
 
 class ApiError(Exception):
-    """An answer other than 200."""
+    """An error that becomes an HTTP answer."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(message)
-        message = message.encode("utf-8", "replace").decode()  # what a caller sent may be quoted, however broken
+        message = message.encode("utf-8", "replace").decode()  # the message may quote lone surrogates of the request
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = headers or {}
 
@@ -56,24 +56,24 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a caller is told of an exception."""
+    """Returns the answer for an exception. An unexpected one is logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):
         return ApiError(400, str(error), error.field)
     if isinstance(error, EngineDead):
         return ApiError(
-            503, "the engine has ended and is being started again: try again in a few seconds", code="engine_dead",
+            503, "the engine has ended and is being restarted: try again in a few seconds", code="engine_dead",
             headers={"Retry-After": "5"},
         )  # fmt: skip
     if isinstance(error, EngineError):
         return ApiError(500, str(error))
-    logger.error("an unforeseen error", exc_info=error)
-    return ApiError(500, "the server met an error that nobody foresaw; its log has the details", code="internal_error")
+    logger.error("an unexpected error", exc_info=error)
+    return ApiError(500, "unexpected error in the server; its log has the details", code="internal_error")
 
 
 def install(app: FastAPI) -> None:
-    """Make the application answer all exceptions this way."""
+    """Make the application answer every exception in OpenAI's shape."""
 
     async def refused(request: Request, error: Exception) -> JSONResponse:
         return as_api_error(error).response()
@@ -85,8 +85,8 @@ def install(app: FastAPI) -> None:
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         path = request.url.path
-        said = {404: f"there is nothing at {path}", 405: f"{path} does not take {request.method}"}
-        message = said.get(error.status_code, str(error.detail))
+        known = {404: f"there is no endpoint {path}", 405: f"{path} does not accept {request.method}"}
+        message = known.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
 
     app.add_exception_handler(Exception, refused)
@@ -97,18 +97,18 @@ def install(app: FastAPI) -> None:
 
 
 def _describe(error: RequestValidationError) -> ApiError:
-    """The first of the faults, by the name of its field. The value is not repeated: it may be large."""
+    """Returns the first fault, with the name of its field. The value is not quoted, because it may be large."""
     first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    location = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
         return ApiError(400, f"the body is not JSON: {reason}", None, "bad_json")
-    # A union reports the branch that did not fit as part of the place; the caller knows the field only.
-    param = ".".join(part for part in place if "[" not in part and part not in ("str", "float", "int")) or None
-    said = str(first["msg"]).removeprefix("Value error, ")
+    # For a union, pydantic adds the branch to the location; the caller knows only the field.
+    param = ".".join(part for part in location if "[" not in part and part not in ("str", "float", "int")) or None
+    message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{param} is not a field of this request", param, "unknown_field")
-    return ApiError(400, f"{param or 'the body'}: {said[:1].lower()}{said[1:]}", param, first["type"])
+    return ApiError(400, f"{param or 'the body'}: {message[:1].lower()}{message[1:]}", param, first["type"])
 
 
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}, "event": {"type": "string"}}}
@@ -117,14 +117,14 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": description}
     for status, description in {
         400: "The request is not valid; `param` names the field.",
-        401: "No key, or not a known one.",
-        403: "The key does not allow this.",
+        401: "The API key is missing or unknown.",
+        403: "The API key's role does not allow this.",
         404: "There is no such model.",
-        408: "The body did not come in time.",
+        408: "The body did not arrive in time.",
         413: "The body is too large.",
-        429: "Too much is waiting already; see Retry-After.",
+        429: "The queue is full; see Retry-After.",
         500: "The engine could not finish this request.",
-        503: "The engine is loading, being started again, or the server is stopping.",
+        503: "The engine is loading or being restarted, or the server is stopping.",
         504: "The reply took longer than the server allows.",
     }.items()
 }

@@ -1,4 +1,4 @@
-"""/health, /ready and /metrics: the truth about the engine, for load balancers and Prometheus."""
+"""/health, /ready and /metrics: the state of the engine, for load balancers and Prometheus."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PAGE: dict[str, Any] = {"content": {"text/plain": {"schema": {"type": "string"}}
 class Health(BaseModel):
     """`status`: ok | loading | draining, or with 503 restarting | stalled | busy | failed | stopped.
 
-    stalled: the engine's process has given no sign of life for `silent_s`. `long` tells of a step or command that takes
-    long; busy: longer than a minute.
+    stalled: the engine process has not responded for `silent_s`. busy: one step or command takes longer than a minute;
+    `long` describes it.
     """
 
     status: str
@@ -31,32 +31,32 @@ class Health(BaseModel):
 
 
 def router(service: Service) -> APIRouter:
-    """The endpoints."""
+    """Returns the endpoints."""
     routes = APIRouter()
 
     @routes.get("/health", response_model=Health, responses={503: {"model": Health}})
     async def health() -> JSONResponse:
         """200 while the engine is alive or loading its model; 503 while it is dead or does not answer."""
-        alive, told = service.health()
-        return JSONResponse(told, 200 if alive else 503)
+        alive, state = service.health()
+        return JSONResponse(state, 200 if alive else 503)
 
     @routes.get("/ready", response_model=Health, responses={503: {"model": Health}})
     async def ready() -> JSONResponse:
-        """200 when a request would be taken now."""
-        _, told = service.health()
+        """200 when a request would be accepted now."""
+        _, state = service.health()
         try:
             service.check_ready()
         except (ApiError, EngineError) as error:
-            return JSONResponse(told, 503, dict(as_api_error(error).headers))
-        return JSONResponse(told)
+            return JSONResponse(state, 503, dict(as_api_error(error).headers))
+        return JSONResponse(state)
 
     refusals: dict[int | str, dict[str, Any]] = {status: RESPONSES[status] for status in (400, 401, 403)}
 
     @routes.get("/metrics", response_class=Response, responses={200: PAGE, **refusals})
     async def metrics() -> Any:
-        """For Prometheus, under the names of vLLM."""
-        service.hub.pump()
-        service.meters.read(service.hub.state)
-        return PlainTextResponse(service.meters.page(service.model), media_type=CONTENT_TYPE)
+        """Metrics for Prometheus, with vLLM's names."""
+        service.broadcast.pump()
+        service.metrics.read(service.broadcast.state)
+        return PlainTextResponse(service.metrics.page(service.model), media_type=CONTENT_TYPE)
 
     return routes

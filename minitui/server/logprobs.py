@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes."""
+"""Log-probabilities in OpenAI's two shapes, for chat and for completions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ LOWEST = -9999.0  # JSON has no -inf
 def without_end(
     entries: Sequence[TokenLogprobs], finish_reason: str, eos_ids: Collection[int]
 ) -> Sequence[TokenLogprobs]:
-    """All but the token that ended the reply, if one did: it is no part of the answer."""
+    """Returns the entries without the end token, which is not part of the answer."""
     ended = finish_reason == "stop" and entries and entries[-1].token_id in eos_ids
     return entries[:-1] if ended else entries
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int) -> dict[str, Any]:
-    """Of /v1/chat/completions: one object per token."""
+    """Returns the logprobs for /v1/chat/completions: one object per token."""
     return {
         "content": [
             {
@@ -34,7 +34,7 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: i
 
 
 class Offsets:
-    """Where the tokens of a reply stand in its text, in characters: a part of a character, where that begins."""
+    """Positions of a reply's tokens in its text, in characters. A part of a character has the character's position."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -42,16 +42,16 @@ class Offsets:
         self._shown = 0
 
     def take(self, token_id: int) -> int:
-        """That of the next token."""
+        """Returns the position of the next token."""
         own, piece, at = _text(self._tokenizer, token_id), self._text.push([token_id]), self._shown
         self._shown += len(piece)
-        return self._shown - len(own) if piece.endswith(own) else at  # before its own text, a broken character may show
+        return self._shown - len(own) if piece.endswith(own) else at  # a broken character may precede the token's text
 
 
 def completion_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int, offsets: Offsets
 ) -> dict[str, Any]:
-    """Of /v1/completions: parallel lists. `offsets` have taken the tokens before these."""
+    """Returns the logprobs for /v1/completions: parallel lists. `offsets`: of the tokens before these."""
     return {
         "tokens": [_text(tokenizer, entry.token_id) for entry in entries],
         "token_logprobs": [max(entry.logprob, LOWEST) for entry in entries],

@@ -1,7 +1,7 @@
-"""What /metrics tells, under the names of vLLM, so that its dashboards show this server as they stand.
+"""The metrics of /metrics, with vLLM's names, so that vLLM's dashboards work for this server.
 
-Nearly everything is read off the engine's records, so it holds for every request, whoever asked and whether or not he
-stayed to the end. Only generated tokens are counted where they pass.
+Nearly all come from the engine's records, and so include requests whose caller has disconnected. Only generated tokens
+are counted in the answers (answer.py).
 """
 
 from __future__ import annotations
@@ -18,72 +18,74 @@ COMPUTED, FOUND = "local_compute", "local_cache_hit"
 REASONS = ("stop", "length", "abort", "error")
 
 
-class Meters:
-    """Fed with records (before the state folds them) and with counts of tokens."""
+class Metrics:
+    """All metrics of the server. `observe` updates them from the engine's records."""
 
     def __init__(self) -> None:
         self.running = Gauge("vllm:num_requests_running", "Requests in the running batch.")
         self.waiting = Gauge("vllm:num_requests_waiting", "Requests waiting to be admitted.")
         self.waiting_for = Gauge(
-            "vllm:num_requests_waiting_by_reason", "Of those: for room (capacity), or held by the gate (deferred).",
-            "reason",
+            "vllm:num_requests_waiting_by_reason",
+            "Waiting requests, by reason: for room (capacity) or for the gate (deferred).", "reason",
         )  # fmt: skip
-        self.awake = Gauge("vllm:engine_sleep_state", "1 for what the engine is; absent while there is none.",
+        self.awake = Gauge("vllm:engine_sleep_state", "1 for the engine's state; absent without an engine.",
                            "sleep_state")  # fmt: skip
-        self.usage = Gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use by requests; 1 is all.")
-        self.cached = Gauge("minitui:kv_cache_cached_perc", "Share of KV blocks kept for reuse that no request holds.")
-        self.cache_config = Info("vllm:cache_config_info", "How the KV cache is set up.")
-        self.preemptions = Counter("vllm:num_preemptions_total", "Requests preempted for want of blocks.")
+        self.usage = Gauge("vllm:kv_cache_usage_perc", "Share of KV blocks that requests use, 0 to 1.")
+        self.cached = Gauge("minitui:kv_cache_cached_perc", "Share of KV blocks that are cached but unused, 0 to 1.")
+        self.cache_config = Info("vllm:cache_config_info", "The configuration of the KV cache.")
+        self.preemptions = Counter("vllm:num_preemptions_total", "Preemptions because blocks ran out.")
         self.queries = Counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.")
         self.hits = Counter("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache.")
-        self.prompt_tokens = Counter("vllm:prompt_tokens_total", "Prompt tokens of requests that drew a token.")
-        self.prompt_cached = Counter("vllm:prompt_tokens_cached_total", "Of those, found in the prefix cache.")
+        self.prompt_tokens = Counter("vllm:prompt_tokens_total", "Prompt tokens of requests that generated a token.")
+        self.prompt_cached = Counter("vllm:prompt_tokens_cached_total", "Prompt tokens that came from the cache.")
         self.sources = Counter(
-            "vllm:prompt_tokens_by_source_total", "Prompt tokens by where their KV came from.", "source",
+            "vllm:prompt_tokens_by_source_total", "Prompt tokens by the source of their KV.", "source",
             (COMPUTED, FOUND),
         )  # fmt: skip
-        self.generated = Counter("vllm:generation_tokens_total", "Tokens drawn.")
-        self.drafts = Counter("vllm:spec_decode_num_drafts_total", "Drafts checked, one a request and step.")
-        self.draft_tokens = Counter("vllm:spec_decode_num_draft_tokens_total", "Draft tokens checked.")
-        self.accepted_tokens = Counter("vllm:spec_decode_num_accepted_tokens_total", "Draft tokens that were right.")
+        self.generated = Counter("vllm:generation_tokens_total", "Generated tokens.")
+        self.drafts = Counter("vllm:spec_decode_num_drafts_total", "Drafts verified, one per request and step.")
+        self.draft_tokens = Counter("vllm:spec_decode_num_draft_tokens_total", "Draft tokens verified.")
+        self.accepted_tokens = Counter("vllm:spec_decode_num_accepted_tokens_total", "Draft tokens accepted.")
         self.accepted_at = Counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos_total", "Of those, by their place in the draft.", "position"
+            "vllm:spec_decode_num_accepted_tokens_per_pos_total", "Draft tokens accepted, by position in the draft.",
+            "position",
         )
         self.success = Counter(
             "vllm:request_success_total", "Requests that finished, by reason.", "finished_reason", REASONS
         )
         self.refused = Counter(
-            "minitui:requests_refused_total", "HTTP answers from 400 on, by status.", "status", ("400", "429", "503")
+            "minitui:requests_refused_total", "HTTP answers with a status of 400 and above, by status.", "status",
+            ("400", "429", "503"),
         )
-        self.lost = Counter("minitui:records_lost_total", "Records of the engine that came too fast to be kept.")
-        self.restarts = Counter("minitui:engine_restarts_total", "Times the engine process was started again.")
-        self.ttft = Histogram("vllm:time_to_first_token_seconds", "From submission to the first token.", LATENCY)
-        self.tpot = Histogram("vllm:time_per_output_token_seconds", "Between tokens, mean of a request.", PER_TOKEN)
+        self.lost = Counter("minitui:records_lost_total", "Records of the engine that came too fast and were lost.")
+        self.restarts = Counter("minitui:engine_restarts_total", "Restarts of the engine process.")
+        self.ttft = Histogram("vllm:time_to_first_token_seconds", "Seconds until the first token.", LATENCY)
+        self.tpot = Histogram("vllm:time_per_output_token_seconds", "Seconds per token, mean of a request.", PER_TOKEN)
         self.per_token = Histogram(
-            "vllm:request_time_per_output_token_seconds", "Between tokens, mean of a request.", PER_TOKEN
+            "vllm:request_time_per_output_token_seconds", "Seconds per token, mean of a request.", PER_TOKEN
         )
-        self.inter_token = Histogram("vllm:inter_token_latency_seconds", "Between tokens, by token.", PER_TOKEN)
-        self.e2e = Histogram("vllm:e2e_request_latency_seconds", "From submission to the end.", LATENCY)
-        self.queued = Histogram("vllm:request_queue_time_seconds", "From submission to admission.", LATENCY)
-        self.prefill = Histogram("vllm:request_prefill_time_seconds", "From admission to the first token.", LATENCY)
-        self.decode = Histogram("vllm:request_decode_time_seconds", "From the first token to the end.", LATENCY)
-        self.inference = Histogram("vllm:request_inference_time_seconds", "From admission to the end.", LATENCY)
+        self.inter_token = Histogram("vllm:inter_token_latency_seconds", "Seconds between two tokens.", PER_TOKEN)
+        self.e2e = Histogram("vllm:e2e_request_latency_seconds", "Seconds from submission to the end.", LATENCY)
+        self.queued = Histogram("vllm:request_queue_time_seconds", "Seconds from submission to admission.", LATENCY)
+        self.prefill = Histogram("vllm:request_prefill_time_seconds", "Seconds of a request's prefill.", LATENCY)
+        self.decode = Histogram("vllm:request_decode_time_seconds", "Seconds of a request's decode.", LATENCY)
+        self.inference = Histogram("vllm:request_inference_time_seconds", "Seconds from admission to the end.", LATENCY)
         self.request_prompt = Histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
-        self.request_output = Histogram("vllm:request_generation_tokens", "Tokens drawn for a request.", TOKENS)
+        self.request_output = Histogram("vllm:request_generation_tokens", "Generated tokens of a request.", TOKENS)
         self.request_computed = Histogram(
             "vllm:request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not in the cache.", TOKENS
         )
         self.request_longest = Histogram(
-            "vllm:request_max_num_generation_tokens", "Tokens drawn for the longest sample of a request.", TOKENS
+            "vllm:request_max_num_generation_tokens", "Generated tokens of the longest sample of a request.", TOKENS
         )
-        self.params_n = Histogram("vllm:request_params_n", "Samples asked for.", SAMPLES)
-        self.params_max_tokens = Histogram("vllm:request_params_max_tokens", "The max_tokens asked for.", TOKENS)
+        self.params_n = Histogram("vllm:request_params_n", "The n of a request.", SAMPLES)
+        self.params_max_tokens = Histogram("vllm:request_params_max_tokens", "The max_tokens of a request.", TOKENS)
         self.iteration = Histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", TOKENS)
         self._first_at: dict[int, float] = {}
-        self._resumed: set[int] = set()  # preempted once: what they find again says nothing about prompts
+        self._resumed: set[int] = set()  # preempted requests: their cache hits on resumption are not counted
 
     def engine_began(self, info: dict[str, object]) -> None:
-        """An engine is up; nothing is known of its requests yet."""
+        """Start again with a new engine: forget the requests of the last one."""
         self._first_at.clear()
         self._resumed.clear()
         self.cache_config.set(
@@ -92,18 +94,18 @@ class Meters:
         )  # fmt: skip
 
     def refusal(self, status: int) -> None:
-        """An HTTP request was answered with an error."""
+        """Count an HTTP answer with an error."""
         self.refused.add(label_value=str(status))
 
     def ended(self, samples: int, max_tokens: int | None, longest: int) -> None:
-        """A caller's request has its `samples` for a prompt, `longest` the tokens of the longest of them."""
+        """Count a request that has ended. `longest`: the tokens of its longest sample."""
         self.params_n.observe(samples)
         if max_tokens is not None:
             self.params_max_tokens.observe(max_tokens)
         self.request_longest.observe(longest)
 
     def observe(self, record: Record, state: State) -> None:
-        """Take note of one record; `state` is the one before it."""
+        """Count one record; `state` is the state before it."""
         _, t, kind, *fields = record
         if kind == "step":
             self.iteration.observe(fields[4])
@@ -126,7 +128,7 @@ class Meters:
             self.ttft.observe((queue_ms + prefill_ms + sample_ms) / 1e3)
             self.queued.observe(queue_ms / 1e3)
             self.prefill.observe((prefill_ms + sample_ms) / 1e3)
-            if request is not None:  # it has not finished with this very token
+            if request is not None:  # None if the first token was also the last
                 self._first_at[fields[0]] = t
                 self._prompt_done(request)
         elif kind == "finish":
@@ -140,7 +142,7 @@ class Meters:
         self.success.add(label_value="error" if reason.startswith("error") else reason)
         self.request_prompt.observe(request.prompt_tokens)
         self.request_output.observe(output_tokens)
-        if request.submitted:  # 0 for those that were there when the state began
+        if request.submitted:  # 0 if it was submitted before the first snapshot
             self.e2e.observe(t - request.submitted)
         self._resumed.discard(request_id)
         first = self._first_at.pop(request_id, None)
@@ -158,7 +160,7 @@ class Meters:
                 self.inter_token.observe(between, output_tokens - 1)
 
     def _prompt_done(self, request: RequestView) -> None:
-        """It has drawn its first token: all of its prompt is in the cache."""
+        """Count a prompt at its request's first token, when all of it is in the cache."""
         found = request.cached_tokens
         self.prompt_tokens.add(request.prompt_tokens)
         self.prompt_cached.add(found)
@@ -167,12 +169,12 @@ class Meters:
         self.request_computed.observe(request.prompt_tokens - found)
 
     def read(self, state: State | None) -> None:
-        """Set what stands still between two looks."""
+        """Set the gauges from the state; None: there is no engine."""
         if state is None:
             for gauge in (self.running, self.waiting, self.usage, self.cached):
                 gauge.set(0.0)
-            self.waiting_for.forget()
-            self.awake.forget()
+            self.waiting_for.clear()
+            self.awake.clear()
             return
         waiting = len(state.queue)
         self.running.set(len(state.requests) - waiting)
@@ -180,13 +182,13 @@ class Meters:
         held = state.gate != "open"
         self.waiting_for.set(0 if held else waiting, "capacity")
         self.waiting_for.set(waiting if held else 0, "deferred")
-        for name in ("awake", "weights_offloaded", "discard_all"):  # the last two are vLLM's ways to sleep
+        for name in ("awake", "weights_offloaded", "discard_all"):  # minitui never has the last two
             self.awake.set(name == "awake", name)
         total = max(1, state.num_blocks - 1)
         self.usage.set((state.counts[ACTIVE] + state.counts[SHARED]) / total)
         self.cached.set(state.counts[CACHED] / total)
 
     def page(self, model: str) -> str:
-        """The text of /metrics."""
+        """Returns the text of /metrics."""
         metrics = [value for value in vars(self).values() if isinstance(value, Metric)]
         return page(metrics, (("model_name", model), ("engine", "0")))

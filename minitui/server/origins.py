@@ -1,7 +1,7 @@
-"""Host and Origin headers: which address a browser believes it speaks to, and which page asks.
+"""Host and Origin headers: the address that a browser uses, and the site of the page that sends a request.
 
-DNS rebinding gives a foreign page an address of this machine, but the browser then still sends the foreign name as
-Host. A foreign page that uses the right name sends its own name as Origin. So both are checked.
+With DNS rebinding, a foreign name resolves to this machine, but the browser still sends that name as Host. A foreign
+page that uses the right name sends its own site as Origin. So both headers are checked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ AUTHORITY = re.compile(r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9._-]{1,255}))(?
 
 
 def authority(text: str) -> tuple[str, str] | None:
-    """(name, port or "") of a Host header: in lower case, no brackets, no final dot. None if it is not an address."""
+    """Returns (name, port or "") of a Host header; None if it is not an address.
+
+    The name is in lower case, without brackets and final dot.
+    """
     found = AUTHORITY.fullmatch(text)
     if found is None:
         return None
@@ -21,6 +24,6 @@ def authority(text: str) -> tuple[str, str] | None:
 
 
 def is_same_origin(origin: str, host: str) -> bool:
-    """Does a page of this Origin come from the server that this Host header names?"""
+    """Does this Origin name the same server as this Host header?"""
     scheme, found, rest = origin.partition("://")
     return bool(found) and scheme.lower() in ("http", "https") and authority(rest) == authority(host) is not None

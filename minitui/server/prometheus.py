@@ -1,4 +1,7 @@
-"""Counters, gauges and histograms in Prometheus' text format (version 0.0.4), as little of it as is needed here."""
+"""Counters, gauges and histograms in Prometheus' text format, version 0.0.4.
+
+prometheus_client would need a loop over a reply's tokens for `Histogram.observe`, which has no weights.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Metric:
-    """A name, what it means, and values by label."""
+    """A named metric with a value for each combination of labels."""
 
     kind = "gauge"
 
@@ -19,7 +22,7 @@ class Metric:
         self._values: dict[Labels, float] = {(): 0.0}
 
     def lines(self, common: Labels) -> list[str]:
-        """Its part of the page; `common` labels stand on every value."""
+        """Returns its lines of the page; every value gets the `common` labels."""
         body = [f"{self.name}{_labels(common + labels)} {_number(v)}" for labels, v in self._values.items()]
         return self._head() + body
 
@@ -28,7 +31,7 @@ class Metric:
 
 
 class Gauge(Metric):
-    """What stands now; with a `label`, one value for each of its values that was set."""
+    """A value that goes up and down; with a `label`, one for each label value that was set."""
 
     def __init__(self, name: str, about: str, label: str = "") -> None:
         super().__init__(name, about)
@@ -39,13 +42,13 @@ class Gauge(Metric):
     def set(self, value: float, label_value: str = "") -> None:
         self._values[((self._label, label_value),) if self._label else ()] = value
 
-    def forget(self) -> None:
-        """Nothing is known of it now: it leaves the page."""
+    def clear(self) -> None:
+        """Remove all values from the page."""
         self._values = {}
 
 
 class Info(Metric):
-    """A gauge of 1 whose labels are what it tells; nothing until it is told."""
+    """A gauge of 1 whose labels hold facts; absent until `set`."""
 
     def __init__(self, name: str, about: str) -> None:
         super().__init__(name, about)
@@ -56,7 +59,7 @@ class Info(Metric):
 
 
 class Counter(Metric):
-    """Only ever grows. Expected `label_values` are there from the start, at zero, so that rates have a beginning."""
+    """A value that only grows. The `label_values` begin at zero, so that rates are right from the first event."""
 
     kind = "counter"
 
@@ -72,7 +75,7 @@ class Counter(Metric):
 
 
 class Histogram(Metric):
-    """Counts of observations up to each of `bounds`."""
+    """The number of observations up to each of `bounds`."""
 
     kind = "histogram"
 
@@ -83,6 +86,7 @@ class Histogram(Metric):
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
+        """Count a value, `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self.sum += value * times
 
@@ -97,7 +101,7 @@ class Histogram(Metric):
 
 
 def page(metrics: Sequence[Metric], common: Labels) -> str:
-    """The whole page."""
+    """Returns the whole page."""
     return "\n".join(line for metric in metrics for line in metric.lines(common)) + "\n"
 
 

@@ -1,7 +1,7 @@
-"""Texts and conversations to ids. Both take as long as they are: call them in a thread.
+"""Encodes texts and conversations. Long ones take long: call these functions in a thread.
 
-A prompt that is far too long shows in its beginning. To encode all of it first could take ten seconds and a gigabyte,
-in which the prompts of others would wait.
+Of a prompt that is much too long, only the beginning is encoded before it is refused. Encoding all of it could take ten
+seconds and a gigabyte, and delay other prompts.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ from minitui.server.errors import ApiError
 from minitui.server.schema import ChatMessage
 from minitui.server.tools import as_plain_messages, with_parsed_arguments
 
-CHARACTERS = 8  # of a token, at most, in what anybody writes
-MARGIN = 16  # tokens more that a text may have for being cut off
+CHARACTERS = 8  # more than a token has on average in any real text
+MARGIN = 16  # tokens that cutting a text may add
 
 
 def too_long(field: str, tokens: int, most: int, more: str = "") -> ApiError:
-    """The refusal of a prompt that leaves no room for a reply; `more`: "more than ", when not all was counted."""
+    """Returns the error for a prompt that leaves no room for a reply. `more`: "more than " if not all was counted."""
     return ApiError(
-        400, f"{field} has {more}{tokens:,} tokens; this model's context is {most:,}, the reply included: shorten it",
+        400, f"{field} has {more}{tokens:,} tokens; this model's context is {most:,}, including the reply: shorten it",
         field, "context_length_exceeded",
     )  # fmt: skip
 
 
 def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
-    """The ids of a prompt whose control tokens count. Raises ApiError if it is far longer than `most` tokens."""
+    """Returns the ids of a prompt; control tokens spelled in it are encoded as such.
+
+    Raises ApiError if it is much longer than `most` tokens.
+    """
     _check_beginning(tokenizer, text, most, "prompt")
     try:
         return tokenizer.encode(text, allow_special=True, add_special_tokens=add_special_tokens)
@@ -38,7 +41,7 @@ def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int 
 
 def conversation(tokenizer: Tokenizer, messages: list[ChatMessage], tools: list[dict[str, Any]] | None, generate: bool,
                  values: dict[str, Any], most: int | None = None) -> list[int]:  # fmt: skip
-    """The ids of a conversation. Raises InvalidRequest, or ApiError if it is far longer than `most` tokens."""
+    """Returns the ids of a conversation. Raises InvalidRequest, or ApiError if it is much longer than `most` tokens."""
     plain = with_parsed_arguments([message.plain() for message in messages])
     template = tokenizer.chat_template or ""
     if tools and "tools" in template:
@@ -47,11 +50,12 @@ def conversation(tokenizer: Tokenizer, messages: list[ChatMessage], tools: list[
         plain = as_plain_messages(plain, tools)
     try:
         if most is not None:
-            said = " ".join([*(str(message.get("content")) for message in plain), json.dumps(tools or [])])
-            _check_beginning(tokenizer, said, most, "messages")
+            text = " ".join([*(str(message.get("content")) for message in plain), json.dumps(tools or [])])
+            _check_beginning(tokenizer, text, most, "messages")
         return tokenizer.apply_chat_template(plain, add_generation_prompt=generate, **values)
     except (RecursionError, ValueError, TypeError, ArithmeticError, LookupError) as error:
-        raise InvalidRequest(f"these messages cannot be made a prompt ({type(error).__name__})", "messages") from error
+        fault = type(error).__name__
+        raise InvalidRequest(f"the chat template cannot encode these messages ({fault})", "messages") from error
 
 
 def _check_beginning(tokenizer: Tokenizer, text: str, most: int | None, field: str) -> None:

@@ -1,10 +1,10 @@
-"""Takes a reply apart as it comes: what the model thought, what it said, and the tools it called.
+"""Parses a reply while it is written: reasoning, content and tool calls.
 
     <think>...</think>                      reasoning
     <tool_call>{"name", "arguments"}</tool_call>   a call, in the format of Hermes and Qwen
     everything else                         content
 
-A marker may come in pieces: text that may be the beginning of one is held back until it is decided.
+A marker may come in pieces. Text that may begin one is held back until the next text decides it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CALL, END_CALL = "<tool_call>", "</tool_call>"
 
 @dataclass
 class Parts:
-    """What a piece of a reply turned out to be."""
+    """The parsed parts of a piece of text."""
 
     content: str = ""
     reasoning: str = ""
@@ -31,7 +31,7 @@ class Parts:
 
 
 class ReplyParser:
-    """One reply. `thinking`: its prompt has opened the thinking already; `tools`: calls are looked for."""
+    """Parses one reply. `thinking`: the prompt ends with an open think tag; `tools`: look for tool calls."""
 
     def __init__(self, thinking: bool = False, tools: bool = False) -> None:
         self._mode = "think" if thinking else "start"
@@ -40,7 +40,7 @@ class ReplyParser:
         self._after_thinking = False
 
     def push(self, text: str) -> Parts:
-        """The next piece of text; what can be said of it now."""
+        """Take the next text; returns the parts that are decided."""
         self._held += text
         parts = Parts()
         while self._advance(parts):
@@ -48,7 +48,7 @@ class ReplyParser:
         return parts
 
     def flush(self) -> Parts:
-        """The reply has ended: what was held back is what it looks like. A call without its end is content."""
+        """End the reply; returns the parts of the text that was held back."""
         parts = Parts()
         if self._mode == "think":
             parts.reasoning = self._held
@@ -60,7 +60,7 @@ class ReplyParser:
         return parts
 
     def _advance(self, parts: Parts) -> bool:
-        """Decide about a part of what is held; False when more is needed."""
+        """Parse a part of the held text; returns False when more text is needed."""
         if self._mode == "start":
             stripped = self._held.lstrip()
             if stripped.startswith(THINK):
@@ -71,8 +71,8 @@ class ReplyParser:
             self._mode = "content"
             return True
         if self._mode == "think":
-            found, parts_text = self._until(END_THINK)
-            parts.reasoning += parts_text
+            found, text = self._until(END_THINK)
+            parts.reasoning += text
             if found:
                 self._mode, self._after_thinking = "content", True
             return found
@@ -83,7 +83,7 @@ class ReplyParser:
             _take_call(body, parts, CALL + body + END_CALL)
             self._held, self._mode, self._after_thinking = rest, "content", True
             return True
-        if self._after_thinking:  # the empty lines after a part that is not content
+        if self._after_thinking:  # drop the empty lines between reasoning or a call and the content
             self._held = self._held.lstrip("\n")
             if not self._held:
                 return False
@@ -99,7 +99,10 @@ class ReplyParser:
         return found
 
     def _until(self, marker: str) -> tuple[bool, str]:
-        """Take the text before a marker off what is held, and the marker; or what cannot belong to one."""
+        """Remove the text before the marker from the held text; returns (was the marker found, that text).
+
+        Without a marker, text that may begin one stays held.
+        """
         before, found, rest = self._held.partition(marker)
         if found:
             self._held = rest
@@ -113,7 +116,7 @@ class ReplyParser:
 
 
 class ForcedCallParser(ReplyParser):
-    """A reply whose grammar leaves it nothing but one call: it is a call when it is whole."""
+    """Parses a reply whose grammar allows one tool call and nothing else."""
 
     def _advance(self, parts: Parts) -> bool:
         return False
@@ -126,7 +129,7 @@ class ForcedCallParser(ReplyParser):
 
 
 def _take_call(text: str, parts: Parts, as_written: str) -> None:
-    """A call if it is one; else the text as it was written: nothing a model says is lost."""
+    """Add a tool call; text that is not a valid call is added as content."""
     try:
         value = json.loads(text)
         name, arguments = value["name"], value.get("arguments", {})
@@ -136,7 +139,7 @@ def _take_call(text: str, parts: Parts, as_written: str) -> None:
         parts.content += as_written
         return
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    # JSON can spell half a surrogate pair, which is no text and could not be sent.
+    # JSON can spell lone surrogates, which cannot be sent.
     name, written = (spelled.encode("utf-8", "replace").decode() for spelled in (name, written))
     function = {"name": name, "arguments": written}
     parts.calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})

@@ -1,9 +1,9 @@
-"""What may be asked, field by field. Types are strict ("5" is no number), unknown fields are refused by name.
+"""The fields of requests and answers. Types are strict ("5" is not a number), and unknown fields are errors.
 
-Fields that OpenAI's clients send and that change nothing here are accepted; they are listed as such.
+Some fields of OpenAI's clients are accepted without effect; comments say which.
 
-A body may have a million faults, and listing them takes longer than any reply: lists end at their first, and objects
-with too many fields are refused for that.
+A body may have a million faults, and collecting them all would take longer than a reply. Lists therefore stop at their
+first fault, and objects with too many fields are refused at once.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from engine.params import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
 MAX_SEQUENCES = 128
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
-MAX_FIELDS = 100  # of an object; the largest here knows fewer than half as many
+MAX_FIELDS = 100  # of an object; the largest request has fewer than half as many
 MAX_BIASES = 1024
 MAX_METADATA = 16
-MAX_TOKENIZED = 1_000_000  # characters, for /tokenize: a second or two, and 200 MB
+MAX_TOKENIZED = 1_000_000  # characters for /tokenize; they take one or two seconds and 200 MB
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -35,18 +35,18 @@ Stop = StopString | Annotated[list[StopString], Field(fail_fast=True, max_length
 
 
 def at_most(count: int) -> BeforeValidator:
-    """Refuses a larger object before its values are looked at."""
+    """Returns a validator that refuses a larger object before its values are validated."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > count:
-            raise ValueError(f"it has {len(value):,} entries, and {count:,} is the limit")
+            raise ValueError(f"it has {len(value):,} entries; the limit is {count:,}")
         return value
 
     return BeforeValidator(check)
 
 
 class Strict(BaseModel):
-    """A body or a part of one."""
+    """A request body or a part of one."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -54,12 +54,12 @@ class Strict(BaseModel):
     @classmethod
     def _not_too_many(cls, value: Any) -> Any:
         if isinstance(value, dict) and len(value) > MAX_FIELDS:
-            raise ValueError(f"an object of {len(value):,} fields is none that this server knows")
+            raise ValueError(f"the object has {len(value):,} fields; the limit is {MAX_FIELDS:,}")
         return value
 
 
 class Sampled(Strict):
-    """How replies are drawn; the fields that all endpoints share. null means the default."""
+    """Sampling parameters, and the other fields that chat and completions share. null means the default."""
 
     model: str | None = Field(None, max_length=512)
     n: int | None = Field(None, ge=1, le=MAX_SEQUENCES)
@@ -85,7 +85,7 @@ class Sampled(Strict):
     user: str | None = Field(None, max_length=256)
 
     def params(self, max_tokens: int | None, defaults: dict[str, Any], vocab_size: int, **more: Any) -> SamplingParams:
-        """The engine's parameters; `defaults` are the checkpoint's."""
+        """Returns the engine's parameters. `defaults`: the checkpoint's generation_config."""
         chosen: dict[str, Any] = {key: value for key, value in defaults.items() if value is not None}
         for name in (
             "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
@@ -94,7 +94,7 @@ class Sampled(Strict):
         ):  # fmt: skip
             if (value := getattr(self, name)) is not None:
                 chosen[name] = value
-        chosen["top_k"] = min(chosen.get("top_k", 0), vocab_size)  # more than all is all
+        chosen["top_k"] = min(chosen.get("top_k", 0), vocab_size)
         if self.logit_bias:
             chosen["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         grammar = {"json_schema": self.guided_json, "regex": self.guided_regex, "choice": self.guided_choice}
@@ -102,19 +102,18 @@ class Sampled(Strict):
         for name, value in more.items():
             if value is not None:
                 if name == "json_schema" and any(chosen.get(other) for other in grammar):
-                    raise InvalidRequest("only one of response_format, tool_choice and guided_* can constrain a reply",
+                    raise InvalidRequest("use only one of response_format, tool_choice and guided_*",
                                          "response_format")  # fmt: skip
                 chosen[name] = value
         if chosen.get("min_tokens", 0) > (max_tokens or 1 << 31):
             raise InvalidRequest(
-                f"min_tokens is {chosen['min_tokens']}, more than the {max_tokens} that are allowed", "min_tokens"
+                f"min_tokens is {chosen['min_tokens']}, more than max_tokens, which is {max_tokens}", "min_tokens"
             )
         return SamplingParams(max_tokens=max_tokens, **chosen)
 
-
     @property
     def field_names(self) -> dict[str, str]:
-        """What the caller called fields that have another name in the engine."""
+        """The engine's field names -> those in the request, where they differ."""
         schema = "response_format" if self.guided_json is None else "guided_json"
         return {"regex": "guided_regex", "choice": "guided_choice", "json_schema": schema}
 
@@ -122,7 +121,7 @@ class Sampled(Strict):
 class StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool | None = None  # accepted: nothing is obfuscated
+    include_obfuscation: bool | None = None  # no effect
 
 
 # ---- chat
@@ -152,7 +151,7 @@ class ChatMessage(Strict):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = Field(None, max_length=256)
     reasoning_content: str | None = None
-    # Parts of an answer that clients send back; they change nothing.
+    # Parts of an answer that clients send back; no effect.
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
@@ -161,11 +160,11 @@ class ChatMessage(Strict):
     @model_validator(mode="after")
     def _has_something(self) -> ChatMessage:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError(f"content is missing from a message of the role {self.role}")
+            raise ValueError(f"a message with the role {self.role} has no content")
         return self
 
     def plain(self) -> dict[str, Any]:
-        """As templates want it: one string of content."""
+        """Returns the message for a chat template, with its content as one string."""
         content = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content or ())
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         for name in ("name", "tool_call_id", "reasoning_content"):
@@ -211,11 +210,11 @@ class ResponseFormat(Strict):
     @model_validator(mode="after")
     def _complete(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError(f"type {self.type}: the type json_schema needs a json_schema, the others none")
+            raise ValueError(f"type {self.type}: a json_schema belongs to the type json_schema and to no other")
         return self
 
     def grammar(self) -> dict[str, Any] | None:
-        """The JSON schema that the reply must follow, if it must."""
+        """Returns the JSON schema that the reply must follow; None for free text."""
         if self.json_schema is not None:
             return self.json_schema.schema_
         return {"type": "object"} if self.type == "json_object" else None
@@ -234,8 +233,8 @@ class ChatRequest(Sampled):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     stream_options: StreamOptions | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # enable_thinking and what else a template knows
-    # Accepted for OpenAI's clients; they change nothing here.
+    chat_template_kwargs: dict[str, Any] | None = None  # enable_thinking, and other variables of the template
+    # Fields of OpenAI's clients; no effect, except reasoning_effort "none".
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     store: bool | None = None
@@ -249,7 +248,7 @@ class ChatRequest(Sampled):
     def _no_clash(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
         taken = {"messages", "tools", "add_generation_prompt", "self"} & set(value or ())
         if taken:
-            raise ValueError(f"{sorted(taken)[0]} is set by the request itself")
+            raise ValueError(f"{sorted(taken)[0]} is set by the server")
         return value
 
     @model_validator(mode="after")
@@ -267,7 +266,7 @@ class ChatRequest(Sampled):
 
 
 class CompletionRequest(Sampled):
-    """POST /v1/completions: text goes on as it stands, without a chat template."""
+    """POST /v1/completions: a text is continued without a chat template."""
 
     prompt: (
         str
@@ -298,7 +297,7 @@ class GenerateRequest(Strict):
     stream: bool = False
 
     def sampled(self) -> Sampled:
-        """The same in the words of the other endpoints."""
+        """Returns the same parameters under the names of the other endpoints."""
         values = self.model_dump(include={"temperature", "top_k", "top_p", "seed", "stop"})
         return Sampled.model_validate({**values, "repetition_penalty": self.rep_penalty})
 
@@ -318,10 +317,10 @@ class TokenizeRequest(Strict):
     @model_validator(mode="after")
     def _one_of_them(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("either prompt or messages is needed")
+            raise ValueError("give either prompt or messages")
         size = sum(len(m.plain()["content"]) for m in self.messages or ()) + len(self.prompt or "")
         if size > MAX_TOKENIZED:
-            raise ValueError(f"a text of {size:,} characters is more than the {MAX_TOKENIZED:,} that are taken at once")
+            raise ValueError(f"the text has {size:,} characters; the limit is {MAX_TOKENIZED:,}")
         return self
 
 
@@ -346,8 +345,8 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptDetails
 
 
-class Answer(BaseModel):
-    """What answers of OpenAI's endpoints have in common."""
+class OpenAIResponse(BaseModel):
+    """What the answers of OpenAI's endpoints have in common."""
 
     id: str
     object: str

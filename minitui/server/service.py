@@ -1,7 +1,7 @@
-"""Owns the engine client of a server: loading, restart after a death, admission, tokenising, drain.
+"""Owns the engine client of a server: loading, restart, admission, drain.
 
-Endpoints ask it for sequences and are refused in time: while the engine is not there (503), when too much is waiting
-(429), when a prompt cannot fit (400). None of that reaches the engine.
+Requests are refused here, before they reach the engine: while the engine is not running (503), when the queue is full
+(429), and when a prompt cannot fit (400).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from engine.process.client import EngineClient
 from engine.process.heartbeat import Condition
 from engine.text.structured import Grammars
 from engine.text.tokenizer import Tokenizer
-from minitui.server.broadcast import Hub
+from minitui.server.broadcast import Broadcast
 from minitui.server.errors import ApiError
-from minitui.server.metrics import Meters
+from minitui.server.metrics import Metrics
 from minitui.server.prompts import too_long
 from minitui.server.settings import ServerSettings
 from minitui.trace.recorder import Recording
@@ -35,11 +35,11 @@ from minitui.trace.recorder import Recording
 logger = logging.getLogger("minitui.server")
 T = TypeVar("T")
 
-BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)  # before an engine that died is started again, by how often it has
-CALM_S = 60.0  # an engine that lived so long begins the list anew
-CLOSE_S = 1.0  # for the engine to end by itself when the server stops
+BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)  # before a restart, by the number of deaths in a row
+STABLE_S = 60.0  # an engine that ran for this long starts the count again
+CLOSE_S = 1.0  # the time that the engine gets to end by itself when the server stops
 MASK_TEXT = "."
-CHAT_ID = re.compile(r"[0-9a-f]{8}")  # drawn at random by minitui/chat/conversation.py
+CHAT_ID = re.compile(r"[0-9a-f]{8}")  # random ids of minitui/chat/conversation.py
 
 
 class Service:
@@ -50,13 +50,13 @@ class Service:
         self.state = "loading"
         self.progress = "starting"
         self.draining = False
-        self.meters = Meters()
+        self.metrics = Metrics()
         self.recording = None if settings.record is None else Recording(settings.record)
-        self.hub = Hub(self.meters, recording=self.recording)
-        self.open = 0  # sequences admitted and not ended
+        self.broadcast = Broadcast(self.metrics, recording=self.recording)
+        self.open = 0  # admitted sequences that have not ended
         self.began = int(time.time())
-        self.connections: dict[Any, None] = {}  # minitui/server/connection.py's, the oldest first
-        self.gate_owner: str | None = None  # the watcher who closed the gate or slowed the engine
+        self.connections: dict[Any, None] = {}  # of connection.py, the oldest first
+        self.gate_owner: str | None = None  # the watcher that closed the gate or slowed the engine
         self._client: EngineClient | None = None
         self._tokenizer: Tokenizer | None = None
         self._grammars: Grammars | None = None
@@ -71,7 +71,7 @@ class Service:
     # ---- life
 
     async def start(self) -> None:
-        """Load the model. Raises EngineError with its sentence if that fails."""
+        """Load the model. Raises EngineError if that fails."""
         self._loading = EngineClient(self.config, self.log_file, self._tell_progress)
         self._starting = asyncio.ensure_future(self._loading.launch())
         try:
@@ -85,17 +85,17 @@ class Service:
             raise
         self._grammars = Grammars(self._tokenizer, self._client.info["vocab_size"])
         if self.settings.hide_text:
-            self.hub.mask_id = self._tokenizer.encode(MASK_TEXT, add_special_tokens=False)[0]
+            self.broadcast.mask_id = self._tokenizer.encode(MASK_TEXT, add_special_tokens=False)[0]
         self._client.on_death(self._died)
         await self._up()
 
     async def _up(self) -> None:
-        await self.hub.begin(self.client)
+        await self.broadcast.begin(self.client)
         self.state, self._up_since = "ready", time.monotonic()
 
     def _tell_progress(self, progress: dict[str, Any]) -> None:
         text, model = str(progress.get("text", "")), Path(self.config.model)
-        # Callers need not know where on this machine it lies.
+        # Callers see the model's name, not its path on this machine.
         self.progress = text.replace(str(model), model.name) if model.is_absolute() else text
 
     def _spawn(self, work: Any) -> None:
@@ -110,25 +110,25 @@ class Service:
             self._spawn(self._restart())
 
     async def _restart(self) -> None:
-        """Start the engine again, after a longer and longer wait if it keeps dying."""
-        await self.hub.end()
-        if time.monotonic() - self._up_since > CALM_S:
+        """Restart the engine, after a longer wait each time if it keeps dying."""
+        await self.broadcast.end()
+        if time.monotonic() - self._up_since > STABLE_S:
             self._deaths = 0
         while True:
             await asyncio.sleep(BACKOFF_S[min(self._deaths, len(BACKOFF_S) - 1)])
             self._deaths += 1
             try:
-                self.meters.restarts.add()
+                self.metrics.restarts.add()
                 await self.client.restart()
                 await self._up()
             except (EngineError, OSError) as error:
-                logger.error("the engine could not be started again: %s", error)
+                logger.error("the engine could not be restarted: %s", error)
             else:
-                logger.info("the engine is up again")
+                logger.info("the engine runs again")
                 return
 
     def release_gate(self) -> None:
-        """Whoever held or slowed the engine has gone: it runs freely again."""
+        """Let the engine run freely again, because the owner of the gate has disconnected."""
         if self.gate_owner is None:
             return
         self.gate_owner = None
@@ -141,18 +141,18 @@ class Service:
         self._spawn(release())
 
     async def drain(self) -> None:
-        """Take no more requests, let those under way go on for a while, then end them."""
+        """Refuse new requests, and wait up to `drain_s` for the running ones."""
         self.draining = True
         deadline = time.monotonic() + self.settings.drain_s
         while self.open and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         if self.open:
-            logger.warning("%d sequences were still being written and are ended", self.open)
-        for watcher in list(self.hub.watchers):
+            logger.warning("%d sequences have not finished in time and are ended", self.open)
+        for watcher in list(self.broadcast.watchers):
             watcher.close()
 
     async def close(self) -> None:
-        """End the engine process, by force if it does not go."""
+        """End the engine process, by force if necessary."""
         self.state = "stopped"
         if self._starting is not None and not self._starting.done():
             self._starting.cancel()  # which kills the process
@@ -162,7 +162,7 @@ class Service:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.hub.end()
+        await self.broadcast.end()
         if self._client is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_S):
@@ -174,7 +174,7 @@ class Service:
             self._tokenizer.stop_rendering()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    # ---- what there is
+    # ---- state
 
     @property
     def client(self) -> EngineClient:
@@ -194,21 +194,21 @@ class Service:
 
     @property
     def model(self) -> str:
-        """The name that requests and answers use."""
+        """The model's name in requests and answers."""
         return self.settings.served_name or (str(self._client.info["model"]) if self._client is not None else "")
 
     @property
     def condition(self) -> Condition:
-        """Whether the engine's process lives, and what takes it long."""
+        """Whether the engine process responds, and which step or command takes long."""
         return self._loading.condition if self._loading is not None else Condition()
 
     @property
     def overdue(self) -> bool:
-        """Has one step or command taken so long that no request should be sent here?"""
+        """Has one step or command taken so long that the server should get no requests?"""
         return bool(self.condition.long) and self.condition.task_s > self.settings.stalled_engine_s
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Is the engine alive (or on its way), and what there is to say about it."""
+        """Returns (is the engine alive or loading, the body of /health)."""
         condition = self.condition
         if condition.hung:
             return False, {"status": "stalled", "silent_s": round(condition.silent_s, 1)}
@@ -222,7 +222,7 @@ class Service:
         return True, {"status": "draining" if self.draining else "ok", "open": self.open, **long}
 
     def check_ready(self) -> None:
-        """Raise the 503 that says why no request can be taken now."""
+        """Raises ApiError 503 or EngineDead if no request can be accepted now."""
         if self.draining or self.state == "stopped":
             raise ApiError(503, "the server is stopping", code="stopping", headers={"Retry-After": "10"})
         if self.state == "loading":
@@ -230,32 +230,32 @@ class Service:
         if self.condition.hung:
             raise EngineDead("the engine does not answer")
         if self.state != "ready" or self.overdue:
-            raise EngineDead("the engine is not there")
+            raise EngineDead("the engine is not running")
 
     @property
     def longest(self) -> int:
-        """Tokens of a prompt and its reply together, at most."""
+        """The most tokens of a prompt and its reply together."""
         return int(self.info["max_model_len"])
 
     # ---- admission
 
     @property
     def capacity(self) -> int:
-        """Sequences that may be open at once: those that run, and as many as may wait."""
+        """The limit of open sequences: running and waiting ones."""
         return int(self.info["max_num_seqs"]) + self.settings.max_waiting
 
     @contextlib.contextmanager
     def admit(self, sequences: int) -> Iterator[None]:
-        """A place for this many sequences until the block ends. Raises 429 if there are not enough."""
+        """Holds places for this many sequences until the block ends. Raises ApiError 429 if there are too few."""
         self.check_ready()
         if sequences > self.capacity:
             raise ApiError(
-                400, f"{sequences:,} sequences were asked for at once; this server takes {self.capacity:,}", "n"
+                400, f"the request has {sequences:,} sequences; the limit is {self.capacity:,}", "n"
             )
         if self.open + sequences > self.capacity:
             raise ApiError(
-                429, f"{self.open:,} sequences are being written or wait already, and {self.capacity:,} is the limit: "
-                "try again later", code="queue_full", headers={"Retry-After": str(self.retry_after())},
+                429, f"{self.open:,} sequences are running or waiting; the limit is {self.capacity:,}: try again later",
+                code="queue_full", headers={"Retry-After": str(self.retry_after())},
             )  # fmt: skip
         self.open += sequences
         started = time.monotonic()
@@ -266,39 +266,39 @@ class Service:
             self._durations.append(time.monotonic() - started)
 
     def retry_after(self) -> int:
-        """Seconds until a place may be free: those waiting, at the pace of the last replies."""
+        """Returns an estimate of the seconds until a place is free, from the durations of the last replies."""
         if not self._durations:
             return 1
         mean = sum(self._durations) / len(self._durations)
         return max(1, min(60, math.ceil(mean * self.settings.max_waiting / max(1, self.capacity))))
 
     async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run what takes long (a template, a long text) where it does not hold up anybody."""
+        """Run slow work (a template, a long text) in a thread, off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def label(self, user: str | None = None, chat: str = "") -> str:
-        """The group of a request in the records. Hidden: OpenAI's `user`, and every name of a chat but our own ids."""
+        """Returns the group of a request in the records. If texts are hidden, only minitui's own chat ids are kept."""
         if self.settings.hide_text:
             return chat if CHAT_ID.fullmatch(chat) else ""
         return user or chat
 
     def check_model(self, name: str | None) -> None:
-        """Raise the 404 that names what there is."""
+        """Raises ApiError 404 if the model has another name."""
         if name is not None and name != self.model:
             raise ApiError(
-                404, f"there is no model {name!r} here; there is {self.model!r}", "model", code="model_not_found"
+                404, f"there is no model {name!r}; this server has {self.model!r}", "model", code="model_not_found"
             )
 
     async def check(self, prompts: list[list[int]], params: SamplingParams, field: str) -> None:
-        """Refuse, by the name of the field, what the engine could not run. Raises ApiError or InvalidRequest."""
+        """Raises ApiError or InvalidRequest, with the field's name, for a request that the engine cannot run."""
         vocabulary, longest = int(self.info["vocab_size"]), self.longest
         params.validate(vocabulary)
         for ids in prompts:
             if not ids:
-                raise ApiError(400, f"{field} is empty: at least one token is needed", field)
+                raise ApiError(400, f"{field} is empty; at least one token is needed", field)
             if len(ids) >= longest:
                 raise too_long(field, len(ids), longest)
             if not 0 <= min(ids) <= max(ids) < vocabulary:
-                raise ApiError(400, f"{field} has an id outside of 0 to {vocabulary - 1:,}, this model's ids", field)
+                raise ApiError(400, f"{field} has an id outside this model's range, 0 to {vocabulary - 1:,}", field)
         if params.structured and self._grammars is not None:
             await self.in_thread(self._grammars.compile, params)

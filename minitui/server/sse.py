@@ -1,5 +1,4 @@
-"""Server-sent events. Every event is one line of ASCII JSON, so that no text, whatever it contains, can end an event
-early or pass for the end of the stream."""
+"""Server-sent events. Every event is one line of ASCII JSON, so that no text can end an event or the stream."""
 
 from __future__ import annotations
 
@@ -23,16 +22,16 @@ KEEP_ALIVE = b": \n\n"
 
 
 def event(value: Any, name: str = "") -> bytes:
-    """One event; `name` is its type, if it has one."""
+    """Returns one event; `name` is its type, if it has one."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(value, separators=(',', ':'), allow_nan=False)}\n\n".encode("ascii")
 
 
 class EventStream(Response):
-    """Sends frames as they come, and ends as soon as the caller has gone or stops reading.
+    """Sends frames as they come; ends when the caller disconnects or reads nothing for `stalled_s`.
 
-    `on_end` is called in any case, so that what the frames are made from can be given back. An exception in `frames`
-    becomes an event with OpenAI's error body, for the status has been sent long ago.
+    `on_end` is always called, to free resources. An exception in `frames` becomes an event with OpenAI's error body,
+    because the status has already been sent.
     """
 
     media_type = "text/event-stream"
@@ -65,7 +64,7 @@ class EventStream(Response):
             async for frame in self.frames:
                 await self._put(send, frame, True)
         except TimeoutError:
-            logger.info("a reader took nothing for %g s and was given up", self.stalled_s)
+            logger.info("a reader read nothing for %g s and was dropped", self.stalled_s)
             return
         except Exception as error:
             await self._put(send, event(as_api_error(error).body) + DONE, True)
@@ -82,13 +81,13 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled if the caller disconnects meanwhile."""
+    """Returns the result of `work`. If the caller disconnects first, cancels it and raises ApiError."""
     task = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({task, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ApiError(499, "the caller has gone")
+            raise ApiError(499, "the caller has disconnected")
         return task.result()
     finally:
         for pending in (task, watching):

@@ -1,11 +1,11 @@
-"""/minitui/…: everything the local application has, over the wire. minitui/sources/remote.py is the other end.
+"""/minitui/…: what minitui's own client uses; the other end is minitui/sources/remote.py.
 
-    GET  info              what is served, to whom
+    GET  info              facts about the engine, and the caller's role
     GET  tokenizer/{file}  the files that a client needs to encode and decode
-    GET  snapshot          the state at a record's number
+    GET  snapshot          the engine's state at some record
     GET  records           the records from now on, as server-sent events
     POST submit            token ids in, deltas out as server-sent events
-    POST cancel            end what was submitted under a tag
+    POST cancel            end the request with this tag
     POST control           the gate, slow motion, the cache
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,20 +25,20 @@ from engine.errors import EngineDead
 from engine.params import MAX_LOGPROBS, SamplingParams
 from minitui import __version__, tutor
 from minitui.protocol import TOKENIZER_FILES
+from minitui.server.answer import Answer, Output
 from minitui.server.broadcast import Watcher, encode_snapshot
 from minitui.server.errors import RESPONSES, STREAMED, ApiError
-from minitui.server.generation import Reply
 from minitui.server.schema import Finite, Prompt, Stop, Strict
 from minitui.server.service import Service
 from minitui.server.settings import Role
-from minitui.server.sse import EventStream, event, unless_gone
+from minitui.server.sse import EventStream, event
 
-PRIVATE = ("model_dir", "log_file")  # paths of this machine
+PRIVATE = ("model_dir", "log_file")  # paths on the server's machine are not sent
 Tag = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
 
 
-class Drawn(Strict):
-    """SamplingParams as they travel; every field as there."""
+class Params(Strict):
+    """The fields of SamplingParams that a client can send."""
 
     temperature: Finite = Field(1.0, ge=0, le=100)
     top_p: Finite = Field(1.0, gt=0, le=1)
@@ -57,11 +57,11 @@ class Drawn(Strict):
 
 
 class Submission(Strict):
-    """`tag` names it for a cancellation; `group` labels it in the records."""
+    """A request. `tag`: its name for /minitui/cancel; `group`: its label in the records."""
 
     tag: Tag
     ids: Prompt
-    params: Drawn
+    params: Params
     group: str = Field("", max_length=64)
 
 
@@ -75,7 +75,7 @@ class Until(Strict):
 
 
 class Control(Strict):
-    """One of the actions, with what it takes."""
+    """An action and its arguments: step takes n, run_until predicate, pace factor."""
 
     action: Literal["pause", "resume", "step", "run_until", "pace", "clear_cache"]
     n: int = Field(1, ge=1, le=1_000_000)
@@ -95,9 +95,43 @@ class Done(BaseModel):
     value: int | None = None
 
 
+class TokenAnswer(Answer):
+    """The answer to token ids, as events: text and ids, and at the end finish_reason and metrics."""
+
+    cancellable = True
+
+    def __init__(self, service: Service, body: Submission, answers: dict[str, TokenAnswer]) -> None:
+        """`answers`: where it is found by its tag until it is closed."""
+        service.check_ready()
+        if body.tag in answers:
+            raise ApiError(400, f"tag {body.tag} is in use", "tag")
+        super().__init__(service, 1, stream=True)
+        self.body, self._answers = body, answers
+        answers[body.tag] = self
+
+    async def prepare(self) -> None:
+        body, values = self.body, self.body.params.model_dump()
+        values["top_k"] = min(values["top_k"], int(self.service.info["vocab_size"]))
+        await self.submit([body.ids], SamplingParams(**values), self.service.label(chat=body.group), "ids")
+
+    def opening(self) -> Iterator[bytes]:
+        yield event({"request": self.streams[0].request_id, "seed": self.streams[0].seed})
+
+    def events(self, index: int, part: Output, outputs: list[Output]) -> Iterator[bytes]:
+        end = {"finish_reason": part.finish_reason, "metrics": part.metrics} if part.finish_reason else {}
+        yield event({"text": part.text, "ids": part.ids, **end})
+
+    def closing(self, outputs: list[Output]) -> Iterator[bytes]:
+        return iter(())
+
+    def close(self) -> None:
+        self._answers.pop(self.body.tag, None)
+        super().close()
+
+
 @functools.lru_cache(maxsize=4)
 def _digests(directory: Path) -> dict[str, str]:
-    """The files of a tokenizer that are there, and their SHA-256."""
+    """Returns name -> SHA-256 of the tokenizer's files in this directory."""
     paths = [directory / name for name in TOKENIZER_FILES]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()}
 
@@ -106,19 +140,19 @@ Client = Annotated[str | None, Header(alias="X-Minitui-Client", max_length=64)]
 
 
 def router(service: Service) -> APIRouter:
-    """The endpoints."""
+    """Returns the endpoints."""
     routes = APIRouter(prefix="/minitui", responses=RESPONSES)
-    open_replies: dict[str, Reply] = {}
+    answers: dict[str, TokenAnswer] = {}  # running, by tag
 
     @routes.get("/info")
     async def info(request: Request) -> dict[str, Any]:
-        """The engine's facts, and what the caller may do."""
+        """Facts about the engine, and the caller's role."""
         known = {key: value for key, value in service.info.items() if key not in PRIVATE}
         role: Role = request.scope["state"]["role"]
         return {
             **known, "model": service.model, "bundled": _directory() == tutor.model_dir(),
             "role": role.name.lower(), "hide_text": service.settings.hide_text,
-            "server": __version__, "began": service.hub.engine,
+            "server": __version__, "began": service.broadcast.engine,
             "tokenizer_files": await service.in_thread(_digests, _directory()),
         }  # fmt: skip
 
@@ -130,84 +164,57 @@ def router(service: Service) -> APIRouter:
         """One of the files that `info` lists."""
         path = _directory() / name
         if name not in TOKENIZER_FILES or not path.is_file():
-            raise ApiError(404, "there is no such file; /minitui/info lists those there are")
+            raise ApiError(404, "there is no such file; /minitui/info lists the files")
         return FileResponse(path)
 
     @routes.get("/snapshot")
     async def snapshot() -> Response:
-        """The whole state; the records that a watcher is sent afterwards follow it."""
-        state = service.hub.snapshot()
+        """The whole state. Records that are sent after this answer follow it without a gap."""
+        state = service.broadcast.snapshot()
         if state is None:
-            raise EngineDead("the engine is not there")
-        state["began"] = service.hub.engine
+            raise EngineDead("the engine is not running")
+        state["began"] = service.broadcast.engine
         return StreamingResponse(encode_snapshot(state), media_type="application/json")
 
     @routes.get("/records", response_class=Response, responses=STREAMED)
     async def records(client: Client = None) -> Response:
-        """Every record from now on. A gap in their numbers means that some were lost: take a new snapshot."""
-        if len(service.hub.watchers) >= service.settings.max_watchers:
-            raise ApiError(
-                429, f"{len(service.hub.watchers)} watch already, and that is the limit", headers={"Retry-After": "10"}
-            )
+        """Every record from now on. A gap in the numbers means that records were lost: request a new snapshot."""
+        if len(service.broadcast.watchers) >= service.settings.max_watchers:
+            count = len(service.broadcast.watchers)
+            raise ApiError(429, f"{count} clients watch already, which is the limit", headers={"Retry-After": "10"})
         if service.draining:
             service.check_ready()
         watcher = Watcher(client)
 
         def end() -> None:
-            service.hub.watchers.discard(watcher)
-            if client == service.gate_owner and not service.hub.watches(client):  # he may have connected again
+            service.broadcast.watchers.discard(watcher)
+            if client == service.gate_owner and not service.broadcast.watches(client):  # unless it has connected again
                 service.release_gate()
 
-        service.hub.pump()
-        watcher.put(service.hub.greeting("hello"))
-        service.hub.watchers.add(watcher)
+        service.broadcast.pump()
+        watcher.put(service.broadcast.greeting("hello"))
+        service.broadcast.watchers.add(watcher)
         return EventStream(watcher.frames(), end, service.settings.stalled_reader_s)
 
     @routes.post("/submit", response_class=Response, responses=STREAMED)
     async def submit(body: Submission, request: Request) -> Response:
         """Token ids in; events {"text", "ids"} out, the last with "finish_reason" and "metrics"."""
-        service.check_ready()
-        if body.tag in open_replies:
-            raise ApiError(400, f"tag {body.tag} is in use", "tag")
-        values = body.params.model_dump()
-        values["top_k"] = min(values["top_k"], int(service.info["vocab_size"]))
-        reply = Reply(service, 1)
-        open_replies[body.tag] = reply
-        group = service.label(chat=body.group)
-
-        def end() -> None:
-            open_replies.pop(body.tag, None)
-            reply.close()
-
-        async def frames() -> AsyncIterator[bytes]:
-            stream = reply.streams[0]
-            yield event({"request": stream.request_id, "seed": stream.seed})
-            async for _, deltas in reply.batches():
-                told: dict[str, Any] = {
-                    "text": "".join(delta.text for delta in deltas), "ids": [i for delta in deltas for i in delta.ids]
-                }  # fmt: skip
-                if deltas[-1].finish_reason:
-                    told |= {"finish_reason": deltas[-1].finish_reason, "metrics": deltas[-1].metrics}
-                yield event(told)
-
-        try:
-            await unless_gone(request.receive, reply.submit([body.ids], SamplingParams(**values), group, "ids"))
-        except BaseException:
-            end()
-            raise
-        return EventStream(frames(), end, service.settings.stalled_reader_s)
+        return await TokenAnswer(service, body, answers).respond(request)
 
     @routes.post("/cancel", response_model=Done)
     async def cancel(body: Cancellation) -> Done:
-        """End what was submitted under this tag: its last event says "abort"."""
-        reply = open_replies.get(body.tag)
-        for stream in reply.streams if reply is not None else ():
+        """End the request with this tag: its last event says "abort". The value is the number of requests found."""
+        answer = answers.get(body.tag)
+        for stream in answer.streams if answer is not None else ():
             stream.cancel()
-        return Done(value=0 if reply is None else 1)
+        return Done(value=0 if answer is None else 1)
 
     @routes.post("/control", response_model=Done)
     async def control(body: Control, client: Client = None) -> Any:
-        """Hold, step, slow down. What one watcher holds is let go when he disconnects."""
+        """Close or open the gate, step, slow down, clear the cache.
+
+        When the watcher that closed the gate or slowed the engine disconnects, the engine runs freely again.
+        """
         service.check_ready()
         arguments: dict[str, Any] = {}
         if body.action == "step":
@@ -216,8 +223,8 @@ def router(service: Service) -> APIRouter:
             arguments = {"predicate": body.predicate.model_dump()}
         elif body.action == "pace":
             arguments = {"factor": body.factor}
-        if body.action in ("pause", "step", "run_until", "pace") and service.hub.watches(client):
-            service.gate_owner = client  # who does not watch is not seen to leave
+        if body.action in ("pause", "step", "run_until", "pace") and service.broadcast.watches(client):
+            service.gate_owner = client  # only a watcher's disconnection is noticed
         value = await service.client.control(body.action, **arguments)
         return JSONResponse({"value": value if isinstance(value, int) else None})
 

@@ -1,4 +1,4 @@
-"""/v1/models, /tokenize, /detokenize."""
+"""The endpoints /v1/models, /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minitui.server.service import Service
 
 
 def router(service: Service) -> APIRouter:
-    """The endpoints."""
+    """Returns the endpoints."""
     routes = APIRouter(responses=RESPONSES)
 
     def card() -> ModelCard:
@@ -36,7 +36,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/tokenize", response_model=Tokens)
     async def tokenize(body: TokenizeRequest) -> Any:
-        """Ids of a text, or of a conversation as the model would be given it."""
+        """The token ids of a text, or of a conversation with the chat template applied."""
         service.check_model(body.model)
         tokenizer = service.tokenizer
         if body.prompt is not None:
@@ -49,11 +49,11 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/detokenize", response_model=Text)
     async def detokenize(body: DetokenizeRequest) -> Text:
-        """The text of ids, control tokens included."""
+        """The text of token ids, including control tokens."""
         service.check_model(body.model)
         size = service.info["vocab_size"]
         if max(body.tokens, default=0) >= size:
-            raise ApiError(400, f"tokens has an id above {size - 1:,}, this model's last", "tokens")
+            raise ApiError(400, f"tokens has an id above {size - 1:,}, this model's largest", "tokens")
         try:
             text = await service.in_thread(service.tokenizer.decode, body.tokens, False)
         except (TypeError, ValueError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""Tools on their way to the model: for its template where it knows them, else as text in the format of Hermes."""
+"""Tools for the model: through its chat template if that supports them, else as text in the format of Hermes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ You are provided with function signatures within <tools></tools> XML tags:
 For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""  # Qwen's own words, which models of other families have seen often, too
+</tool_call>"""  # Qwen's wording, which models of other families know as well
 
 
 def with_parsed_arguments(messages: list[Message]) -> list[Message]:
-    """OpenAI writes a call's arguments as a string of JSON; templates want the object. Raises InvalidRequest."""
+    """Returns the messages with the arguments of calls as objects, as templates need them, instead of JSON strings.
+
+    Raises InvalidRequest if they are not JSON objects.
+    """
     done: list[Message] = []
     for number, message in enumerate(messages):
         calls = message.get("tool_calls")
@@ -40,14 +43,14 @@ def with_parsed_arguments(messages: list[Message]) -> list[Message]:
                 arguments = None
             if not isinstance(arguments, dict):
                 field, name = f"messages.{number}.tool_calls", call["function"]["name"]
-                raise InvalidRequest(f"{field}: the arguments of {name!r} are no JSON object", field)
+                raise InvalidRequest(f"{field}: the arguments of {name!r} are not a JSON object", field)
             parsed.append({**call, "function": {**call["function"], "arguments": arguments}})
         done.append({**message, "tool_calls": parsed})
     return done
 
 
 def as_plain_messages(messages: list[Message], tools: list[Message] | None) -> list[Message]:
-    """The same conversation for a template that knows nothing of tools: everything is content."""
+    """Returns the conversation for a template without tools: calls and their results become content."""
     plain: list[Message] = []
     for message in messages:
         content = message.get("content") or ""
@@ -68,17 +71,17 @@ def as_plain_messages(messages: list[Message], tools: list[Message] | None) -> l
     return plain
 
 
-# A small model that may put any space between two tokens of JSON may do so until its reply is too long.
+# Without this, a small model may write spaces between two tokens of JSON until its reply is too long.
 ONE_LINE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 
 
 def on_one_line(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same schema, its JSON written in one line; unless it says how it wants to be written (llguidance's words)."""
+    """Returns the schema with the JSON on one line, unless it has its own x-guidance options (of llguidance)."""
     return {**ONE_LINE, **schema}
 
 
 def call_schema(tools: list[Message]) -> dict[str, Any]:
-    """What a reply that must be a call of one of these tools looks like."""
+    """Returns the JSON schema of a reply that calls one of these tools."""
     branches = [
         {
             "type": "object",

@@ -1,1 +1,1 @@
-"""What the application attaches to: an engine here, a server, several servers, a recording."""
+"""Where the application gets its data: an engine process, a server, several servers or a recording."""

@@ -1,69 +1,120 @@
-"""`Source` is the seam between the application and whatever it shows: an engine in a process of its own, later a server
-elsewhere or a recording being replayed. Everything above this file knows a Source, never an engine.
+"""`Source`: an engine on this machine, a server, several servers, or a recording.
 
-Nothing heavy is imported before `start`: the application draws first.
+Everything above this folder knows a Source, never an engine. Nothing heavy is imported before `start`, because the
+application draws first.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from engine.errors import EngineDead, EngineError
 from engine.params import SamplingParams
+from engine.process.heartbeat import Condition
+from engine.process.stream import Stream
 from engine.progress import Progress
-from engine.trace.records import Record
+from engine.trace.records import Packet, Record, packets
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
 
 
-class Delta(Protocol):
-    """A piece of an answer. The last has a finish_reason ("stop", "length", "abort", "error: ...") and metrics."""
+class Source(ABC):
+    """What the application shows and sends requests to.
 
-    text: str
-    ids: list[int]
-    finish_reason: str | None
-    metrics: dict[str, Any] | None
+    Abstract methods are what every source does. The others have a default for sources that cannot do them.
+    """
 
+    log_file: Path | None = None  # of an engine process on this machine
 
-class Stream(Protocol):
-    """An answer being written: iterate over it; cancelling ends it with finish_reason "abort"."""
+    def __init__(self) -> None:
+        self.info: dict[str, Any] = {}  # facts about the engine; empty before `start`
+        self.error: str | None = None  # why there is no engine, as a sentence
+        self._ready = asyncio.Event()  # set when `start` has succeeded or failed
+        self._on_death: list[Callable[[str], None]] = []
 
-    def __aiter__(self) -> AsyncIterator[Any]: ...
+    # ---- life
 
-    async def started(self) -> int:
-        """The engine's id of this request, once it has one."""
-
-    def cancel(self) -> None:
-        """End it soon; harmless when it has ended."""
-
-
-class Source(Protocol):
-    """What the application shows and talks to."""
-
-    info: dict[str, Any]
-    error: str | None
-
+    @abstractmethod
     async def start(self, on_progress: Progress) -> None:
-        """Make it ready, telling of progress; raises EngineError with a sentence for the user."""
+        """Make it ready and report progress. Raises EngineError with a sentence for the user."""
 
-    async def ready(self) -> None:
-        """Return when it can answer; raises EngineDead if it never will."""
-
-    def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> Stream:
-        """Ask for an answer; `group` labels it in the records."""
-
-    async def control(self, verb: str, **arguments: Any) -> Any:
-        """pause | resume | step (n) | run_until (predicate) | pace (factor) | clear_cache | stats."""
-
-    async def snapshot(self) -> dict[str, Any]:
-        """The state now, for engine.trace.state.State."""
-
-    def drain_records(self) -> list[Record]:
-        """The records since the last call; cheap."""
-
-    def on_death(self, callback: Callable[[str], None]) -> None:
-        """Call back with a sentence when it ends by itself."""
-
+    @abstractmethod
     async def restart(self, on_progress: Progress) -> None:
-        """Begin again after its death."""
+        """Start again after its end."""
 
+    @abstractmethod
     async def close(self) -> None:
         """End it; returns when it has ended."""
+
+    async def ready(self) -> None:
+        """Return when it can answer. Raises EngineDead if it could not be started or has ended."""
+        await self._ready.wait()
+        if self.error is not None:
+            raise EngineDead(self.error)
+
+    async def reconfigure(self, config: EngineConfig) -> None:
+        """Replace the engine by one with another configuration. Raises EngineError; so does a source that cannot."""
+        raise EngineError("only an engine that minitui has started itself can be given another configuration")
+
+    def on_death(self, callback: Callable[[str], None]) -> None:
+        """Call `callback` with a sentence when it ends by itself. Some sources never do."""
+        self._on_death.append(callback)
+
+    def _died(self, sentence: str) -> None:
+        self.error = sentence
+        for callback in self._on_death:
+            callback(sentence)
+
+    # ---- requests
+
+    @abstractmethod
+    def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> Stream:
+        """Ask for an answer; `group` labels the request in the records."""
+
+    @abstractmethod
+    async def control(self, verb: str, **arguments: Any) -> Any:
+        """pause | resume | step (n) | run_until (predicate) | pace (factor) | clear_cache.
+
+        Raises InvalidRequest if this source cannot do it.
+        """
+
+    # ---- what the engine does
+
+    @abstractmethod
+    async def snapshot(self) -> dict[str, Any]:
+        """Returns the current state, for engine.trace.state.State. Raises EngineError if this source has none."""
+
+    @abstractmethod
+    def drain_records(self) -> list[Record]:
+        """Returns the records since the last call; cheap enough for every frame."""
+
+    def drain_packets(self) -> list[Packet]:
+        """Returns the same records, packed, for a reader that unpacks them later."""
+        return packets(self.drain_records())
+
+    # ---- how it is
+
+    @property
+    def condition(self) -> Condition:
+        """Whether the engine process responds. A source without a process on this machine reports no problem."""
+        return Condition()
+
+    @property
+    def connection(self) -> str:
+        """A sentence while the server cannot be reached, else empty."""
+        return ""
+
+    # ---- recording
+
+    @property
+    def recording_error(self) -> str:
+        """Why the recording stopped, else empty."""
+        return ""
+
+    def name_groups(self, names: dict[str, str]) -> None:  # noqa: B027  (most sources have no recording)
+        """Store the titles of chats, by group, in the recording."""

@@ -1,11 +1,10 @@
-"""An HTTP client that reads no more than is reasonable from a server that it does not trust.
+"""An HTTP client with limits on what it reads, for servers that it does not trust.
 
-    head     100 KiB (h11), and complete within the time that the request allows for silence
-    body     MAX_BODY and BODY_S, unless the request names other Bounds; never compressed
-    stream   as long as it likes (RECORDS) or MAX_ANSWER (ANSWER), but reading it takes half of the event loop at most
+    head     100 KiB (h11), complete within the request's read timeout
+    body     MAX_BODY bytes and BODY_S seconds, unless the request has other Bounds; never compressed
+    stream   unlimited (RECORDS) or MAX_ANSWER bytes (ANSWER); reading takes at most half of the event loop's time
 
-A bound that is met raises Excess, which is a transport error: callers treat the server as one that cannot be used, and
-the sentence has the numbers.
+A server that exceeds a limit causes Excess, a transport error with the numbers in its message.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ except ImportError as error:
 MAX_BODY = 8 << 20
 BODY_S = 60.0
 MAX_ANSWER = 256 << 20  # a token takes about 300 bytes
-BRIEF_S = 0.002  # work on one piece after which the event loop need not rest
+BRIEF_S = 0.002  # if handling one piece took longer, the event loop gets as much time for other work
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Most bytes and seconds of a body; None: any."""
+    """Limits of a body in bytes and seconds; None: no limit."""
 
     size: int | None = MAX_BODY
     seconds: float | None = BODY_S
 
     def extension(self) -> dict[str, Any]:
-        """For the `extensions` of a request."""
+        """Returns the bounds as `extensions` of a request."""
         return {"bounds": self}
 
 
@@ -47,14 +46,14 @@ RECORDS = Bounds(None, None)
 
 
 class Excess(httpx.ReadError):
-    """A server sent more than it may, or too slowly."""
+    """A server sent more than the limit, or too slowly."""
 
 
 class BoundedClient(httpx.AsyncClient):
-    """See the module's docstring."""
+    """httpx.AsyncClient with the limits that the module's docstring lists."""
 
     async def send(self, request: httpx.Request, *, stream: bool = False, **options: Any) -> httpx.Response:
-        """As httpx.AsyncClient.send. Raises Excess."""
+        """Like httpx.AsyncClient.send. Raises Excess."""
         request.headers["Accept-Encoding"] = "identity"
         allowed = request.extensions.get("timeout", {})
         silence = allowed.get("read")
@@ -66,7 +65,7 @@ class BoundedClient(httpx.AsyncClient):
         try:
             encoding = response.headers.get("Content-Encoding", "identity")
             if encoding != "identity":
-                raise Excess(f"{request.url} compresses its answer ({encoding[:40]}), which was not asked for",
+                raise Excess(f"{request.url} compressed its answer ({encoding[:40]}), but minitui asked for plain text",
                              request=request)  # fmt: skip
             failed = response.status_code >= 400
             bounds = Bounds() if failed else request.extensions.get("bounds", Bounds())
@@ -81,7 +80,7 @@ class BoundedClient(httpx.AsyncClient):
 
 
 class _Bounded(httpx.AsyncByteStream):
-    """A body that ends with Excess where it goes beyond its bounds."""
+    """A body whose iteration raises Excess when it exceeds its bounds."""
 
     def __init__(self, inner: httpx.AsyncByteStream, request: httpx.Request, bounds: Bounds) -> None:
         self._inner, self._request, self._bounds = inner, request, bounds
@@ -95,11 +94,11 @@ class _Bounded(httpx.AsyncByteStream):
                 raise self._excess(f"more than {size >> 20} MiB")
             if seconds is not None and time.monotonic() - began > seconds:
                 raise self._excess(f"only {read:,} bytes in {seconds:g} s")
-            given = time.monotonic()
+            handed_out = time.monotonic()
             yield piece
-            spent = time.monotonic() - given
+            spent = time.monotonic() - handed_out
             if spent > BRIEF_S:
-                await asyncio.sleep(spent)  # a flood leaves the application half of its time
+                await asyncio.sleep(spent)  # a flood of data leaves the application half of its time
 
     def _excess(self, what: str) -> Excess:
         return Excess(f"{self._request.url} sent {what}", request=self._request)

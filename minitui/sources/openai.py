@@ -1,8 +1,8 @@
-"""A Source that is any OpenAI-compatible server: chats stream from it, vitals come from its Prometheus page (pulse.py).
+"""Any OpenAI-compatible server as a Source: chats stream from it, its state comes from its Prometheus page.
 
-Such a server takes messages, not token ids, and its ids are its own business. The codec here makes ids of texts: each
-text that was ever said is one id, so that conversations are kept and compared as everywhere else. What the server does
-not tell is None, never zero: it has no records, no snapshot, no gate.
+Such a server takes messages, not token ids. TextCodec therefore gives every text an id, so that chats are stored and
+compared as everywhere else. The server has no records, no snapshot and no gate. Its unknown values are None, never
+zero.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ import asyncio
 import threading
 import time
 import uuid
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.params import SamplingParams
 from engine.text.output import Delta
 from engine.trace.records import Record
-from minitui.sources.base import Progress
+from minitui.sources.base import Progress, Source, Stream
 from minitui.sources.bounds import ANSWER
 from minitui.sources.http import (
-    Answer,
+    AnswerLimit,
     check,
     httpx,
     load_json,
@@ -33,17 +32,19 @@ from minitui.sources.http import (
     unreachable,
 )
 from minitui.sources.remote_checks import count
-from minitui.sources.server_metrics import Pulse, Vitals
+from minitui.sources.server_metrics import MetricsPoller, ServerMetrics
 
-LEAVE_S = 1.0  # for the connections to be closed
+CLOSE_S = 1.0  # the time that connections get to close
 MAX_MODELS, MAX_NAME = 1_000, 400  # models that a server lists, characters of a name
 ROLES = ("system", "user", "assistant")
 END = len(ROLES)
 
 
 class TextCodec:
-    """Ids of texts. Control ids are the roles and the end of a message. `spelling` names these ids: no other codec
-    knows them, so that a chat that was kept is spelled anew."""
+    """Ids of texts. Control ids are the roles and the end of a message.
+
+    `spelling` names this set of ids. No other codec knows them, so a stored chat is encoded again.
+    """
 
     special_ids = frozenset(range(END + 1))
 
@@ -51,10 +52,10 @@ class TextCodec:
         self.spelling = f"texts {uuid.uuid4().hex}"
         self._texts = [f"<{role}>" for role in ROLES] + ["<end>"]
         self._ids: dict[str, int] = {}
-        self._lock = threading.Lock()  # prompts are made in threads
+        self._lock = threading.Lock()  # prompts are encoded in threads
 
     def intern(self, text: str) -> int:
-        """The id of a text, made when it is new."""
+        """Returns the id of a text; a new text gets a new id."""
         with self._lock:
             known = self._ids.get(text)
             if known is None:
@@ -72,38 +73,28 @@ class TextCodec:
         return [*ids, ROLES.index("assistant")] if add_generation_prompt else ids
 
     def messages(self, ids: Sequence[int]) -> list[dict[str, str]]:
-        """The conversation that these ids stand for, without the opening of the answer."""
-        said: list[dict[str, str]] = []
+        """Returns the conversation that `ids` encode, without the generation prompt."""
+        messages: list[dict[str, str]] = []
         for token in ids:
             if token < END:
-                said.append({"role": ROLES[token], "content": ""})
-            elif token > END and said:
-                said[-1]["content"] += self._texts[token]
-        return said[:-1] if said and ids[-1] < END else said
+                messages.append({"role": ROLES[token], "content": ""})
+            elif token > END and messages:
+                messages[-1]["content"] += self._texts[token]
+        return messages[:-1] if messages and ids[-1] < END else messages
 
 
-# ---- the source
+class OpenAIStream(Stream):
+    """An answer that the server is writing. Its request id is a number that this client chose."""
 
-
-class ForeignStream:
-    """An answer being written by the server."""
-
-    def __init__(self, source: ForeignSource, body: dict[str, Any], number: int) -> None:
-        self.request_id = number
-        self.ids: list[int] = []
-        self.text = ""
-        self.finish_reason = ""
-        self.metrics: dict[str, Any] = {}
-        self._source = source
-        self._news: deque[Delta | EngineError] = deque()
-        self._wake = asyncio.Event()
-        self._accepted = asyncio.Event()
+    def __init__(self, source: OpenAISource, body: dict[str, Any], number: int) -> None:
+        super().__init__()
+        self._source, self._number = source, number
         self._began = time.perf_counter()
-        self._first = self._last = 0.0
+        self._first = self._last = 0.0  # when the first and last piece came
         self._pieces = 0
         self._usage: dict[str, Any] = {}
         self._thinking = False
-        self._answer = Answer(source.url)
+        self._limit = AnswerLimit(source.url)
         self._task = asyncio.create_task(self._read(body))
 
     async def _read(self, body: dict[str, Any]) -> None:
@@ -111,7 +102,7 @@ class ForeignStream:
         try:
             async with self._source.http.stream("POST", path, json=body, extensions=bounds) as response:
                 await check(response)
-                self._accepted.set()
+                self.accept(self._number)
                 async for _, data in server_events(response):
                     if data == "[DONE]":
                         break
@@ -122,107 +113,79 @@ class ForeignStream:
                         self._take(choice.get("delta") or {})
                         reason = str(choice.get("finish_reason") or reason)[:40]
             if not reason:
-                raise EngineDead(f"{self._source.url} ended the answer without saying why")
+                raise EngineDead(f"{self._source.url} ended the answer without a finish reason")
             self._end(reason)
         except EngineError as error:
-            self._put(error)
+            self.put(error)
         except (httpx.HTTPError, OSError) as error:
-            self._put(unreachable(self._source.url, error))
-        except (TypeError, AttributeError, ValueError) as error:  # JSON, but not what it should be
-            said = f"{self._source.url} answers as no OpenAI-compatible server does ({error}): is the address right?"
-            self._put(EngineError(said))
+            self.put(unreachable(self._source.url, error))
+        except (TypeError, AttributeError, ValueError) as error:  # JSON of another shape
+            self.put(EngineError(
+                f"{self._source.url} does not answer like an OpenAI-compatible server ({error}): is the address right?"
+            ))  # fmt: skip
         except asyncio.CancelledError:
+            self.accept(self._number)
             self._end("abort")
-        finally:
-            self._accepted.set()
 
     def _take(self, delta: dict[str, Any]) -> None:
+        """Put the text of a chunk; reasoning is enclosed in think tags."""
         thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
-        said = delta.get("content") or ""
+        content = delta.get("content") or ""
         text = ""
         if thought:
             text = thought if self._thinking else f"<think>\n{thought}"
             self._thinking = True
-        if said:
-            text += f"\n</think>\n\n{said}" if self._thinking else said
+        if content:
+            text += f"\n</think>\n\n{content}" if self._thinking else content
             self._thinking = False
         if text:
-            self._answer.add(text)
+            self._limit.add(text)
             self._last = time.perf_counter()
             self._first = self._first or self._last
             self._pieces += 1
-            self._put(Delta(self.request_id, text, [self._source.codec.intern(text)]))
+            self.put(Delta(self._number, text, [self._source.codec.intern(text)]))
 
     def _end(self, reason: str) -> None:
-        self._put(Delta(self.request_id, "", [], reason, self._figures()))
+        self.put(Delta(self._number, "", [], reason, self._measured()))
 
-    def _figures(self) -> dict[str, Any]:
-        """What this side has measured and the server has told; a piece is taken for a token where it told nothing."""
-        drawn = count(self._usage.get("completion_tokens")) or self._pieces
-        spent = self._last - self._first
+    def _measured(self) -> dict[str, Any]:
+        """Metrics from the server's usage and this side's clock. Without usage, each piece counts as one token."""
+        tokens = count(self._usage.get("completion_tokens")) or self._pieces
+        seconds = self._last - self._first
         details = self._usage.get("prompt_tokens_details")
         return {
             "prompt_tokens": count(self._usage.get("prompt_tokens")),
-            "output_tokens": drawn,
+            "output_tokens": tokens,
             "cached_tokens": count(details.get("cached_tokens")) if isinstance(details, dict) else None,
             "ttft_ms": (self._first - self._began) * 1e3 if self._first else None,
-            "decode_tok_s": (drawn - 1) / spent if drawn > 1 and spent > 0 else 0.0,
+            "decode_tok_s": (tokens - 1) / seconds if tokens > 1 and seconds > 0 else 0.0,
         }
 
-    def _put(self, item: Delta | EngineError) -> None:
-        self._news.append(item)
-        self._wake.set()
-
-    async def started(self) -> int:
-        """A number for this answer, once the server has accepted it."""
-        await self._accepted.wait()
-        if self._news and isinstance(self._news[0], EngineError):
-            raise self._news[0]
-        return self.request_id
-
-    def __aiter__(self) -> AsyncIterator[Delta]:
-        return self._iterate()
-
-    async def _iterate(self) -> AsyncIterator[Delta]:
-        while not self.finish_reason:
-            while not self._news:
-                self._wake.clear()
-                await self._wake.wait()
-            item = self._news.popleft()
-            if isinstance(item, EngineError):
-                self.finish_reason = f"error: {item}"
-                raise item
-            self.ids += item.ids
-            self.text += item.text
-            if item.finish_reason:
-                self.finish_reason, self.metrics = item.finish_reason, item.metrics or {}
-            yield item
-
     def cancel(self) -> None:
-        """Hang up, which ends the request; harmless when it has ended."""
+        """Close the connection, which ends the request. Does nothing after the end."""
         self._task.cancel()
 
 
-class ForeignSource:
+class OpenAISource(Source):
     """One OpenAI-compatible server. `models`: the names that it lists."""
 
     def __init__(self, url: str, key: str = "", model: str = "", codec: TextCodec | None = None) -> None:
-        """`model`: the name to ask for; by default the first that the server lists. `codec`: shared with others whose
-        conversations are to go on here."""
+        """`model`: the name to ask for; by default the first in the server's list.
+
+        `codec`: a codec shared with other sources, so that their chats can continue here.
+        """
+        super().__init__()
         self.url = normalise(url)
-        self.info: dict[str, Any] = {}
-        self.error: str | None = None
         self.codec = codec or TextCodec()
         self.models: list[str] = []
         self.http = open_client(self.url, key)
-        self.pulse = Pulse(self.http)
+        self.poller = MetricsPoller(self.http)
         self._model = model
         self._answers = 0
-        self._ready = asyncio.Event()
         self._polling: asyncio.Task[None] | None = None
 
     async def start(self, on_progress: Progress) -> None:
-        """Ask for the models. Raises EngineError with a sentence."""
+        """Ask for the list of models. Raises EngineError with a sentence."""
         on_progress({"stage": "connect", "done": 0, "total": 0, "text": f"connecting to {self.url}"})
         self.error = None
         try:
@@ -237,12 +200,14 @@ class ForeignSource:
             raise
         model = self._model or names[0]
         self.info = {"model": model, "device": self.url, "generation": {}, "log_file": "at the server"}
-        self._polling = asyncio.create_task(self.pulse.run())
+        self._polling = asyncio.create_task(self.poller.run())
         self._ready.set()
 
     async def list_models(self) -> list[str]:
-        """The names of the models that the server offers; none if it fails to list them and a model was named, for some
-        answer all the same. Raises EngineError with a sentence."""
+        """Returns the names of the server's models. Raises EngineError with a sentence.
+
+        If a model was given, a failure to list them gives an empty list: some servers serve models without a list.
+        """
         try:
             response = await self.http.get("/v1/models")
             if response.status_code in (401, 403) or not self._model:
@@ -253,26 +218,19 @@ class ForeignSource:
         except (httpx.HTTPError, OSError) as error:
             raise unreachable(self.url, error) from error
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"{self.url} is no OpenAI-compatible server: /v1/models is odd") from error
+            raise EngineError(f"{self.url} is not an OpenAI-compatible server: /v1/models has another shape") from error
 
     @property
-    def vitals(self) -> Vitals:
-        """What its last Prometheus page told."""
-        return self.pulse.vitals
+    def metrics(self) -> ServerMetrics:
+        """The values of the last Prometheus page."""
+        return self.poller.metrics
 
     @property
     def connection(self) -> str:
-        """A sentence while it cannot be reached, else empty."""
-        return self.pulse.trouble
+        return self.poller.trouble
 
-    async def ready(self) -> None:
-        """Return when it can answer; raises EngineDead if it never will."""
-        await self._ready.wait()
-        if self.error is not None:
-            raise EngineDead(self.error)
-
-    def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> ForeignStream:
-        """Ask for an answer to the conversation that `ids` stand for; `group` means nothing to the server."""
+    def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> OpenAIStream:
+        """Ask for an answer to the conversation that `ids` encode; the server has no use for `group`."""
         self._answers += 1
         body: dict[str, Any] = {
             "model": self.info["model"], "messages": self.codec.messages(ids), "stream": True,
@@ -284,23 +242,20 @@ class ForeignSource:
             body["seed"] = params.seed
         if params.stop:
             body["stop"] = list(params.stop)
-        return ForeignStream(self, body, self._answers)
+        return OpenAIStream(self, body, self._answers)
 
     async def control(self, verb: str, **arguments: Any) -> Any:
-        """Always refused: such a server has nothing to hold it by."""
+        """Always refused: such a server has no gate."""
         what = verb.replace("_", " ")
         raise InvalidRequest(f"{self.url} cannot {what}: only a minitui server can be controlled", verb)
 
     async def snapshot(self) -> dict[str, Any]:
-        """Always refused: such a server does not tell its state."""
-        raise EngineError(f"{self.url} does not tell its state: only a minitui server does")
+        """Always refused: such a server does not publish its state."""
+        raise EngineError(f"{self.url} does not publish its state: only a minitui server does")
 
     def drain_records(self) -> list[Record]:
-        """None: such a server keeps them to itself."""
+        """Always empty: such a server has no records."""
         return []
-
-    def on_death(self, callback: Callable[[str], None]) -> None:
-        """Never called: each answer tells for itself whether the server was there."""
 
     async def restart(self, on_progress: Progress) -> None:
         """Connect again."""
@@ -309,10 +264,9 @@ class ForeignSource:
         await self.start(on_progress)
 
     async def close(self) -> None:
-        """Leave."""
         await self._stop()
         closing = asyncio.create_task(self.http.aclose())
-        await asyncio.wait({closing}, timeout=LEAVE_S)
+        await asyncio.wait({closing}, timeout=CLOSE_S)
 
     async def _stop(self) -> None:
         if self._polling is not None:

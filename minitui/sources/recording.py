@@ -1,4 +1,4 @@
-"""A Source that records another one: what the engine does goes to a trace file on its way to the application."""
+"""A Source that writes the records of another one to a trace file on their way to the application."""
 
 from __future__ import annotations
 
@@ -6,37 +6,30 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineDead
 from engine.params import SamplingParams
-from engine.trace.records import Packet, Record, packets
+from engine.process.heartbeat import Condition
+from engine.trace.records import Record
 from minitui.sources.base import Progress, Source, Stream
 from minitui.trace.recorder import LAST_RECORDS_S, Recording
 
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
 
-class RecordingSource:
-    """Any Source, with everything that passes through it written to a trace."""
+
+class RecordingSource(Source):
+    """Another source, recorded. Its `info` and `error` are those of the recorded source."""
 
     def __init__(self, source: Source, path: str | Path) -> None:
+        # Source.__init__ is not called: the state is the recorded source's alone.
         self.source = source
+        self.log_file = source.log_file
         self.recording = Recording(path)
-
-    @property
-    def recording_error(self) -> str:
-        """Why recording has stopped, if it has."""
-        return self.recording.error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.source, name)
-
-    @property
-    def info(self) -> dict[str, Any]:
-        return self.source.info
-
-    @property
-    def error(self) -> str | None:
-        return self.source.error
 
     async def start(self, on_progress: Progress) -> None:
         await self.source.start(on_progress)
@@ -46,17 +39,29 @@ class RecordingSource:
         await self.source.restart(on_progress)
         await self._begin()
 
-    async def reconfigure(self, config: Any) -> None:
-        """See LiveSource.reconfigure; the other engine is recorded in a file of its own."""
+    async def reconfigure(self, config: EngineConfig) -> None:
+        """As the recorded source does; the new engine is recorded in another file."""
         self.drain_records()
-        await self.source.reconfigure(config)  # type: ignore[attr-defined]
+        await self.source.reconfigure(config)
         await self._begin()
 
     async def _begin(self) -> None:
         self.recording.begin(self.source.info, await self.source.snapshot())
 
+    async def close(self) -> None:
+        with contextlib.suppress(EngineDead, TimeoutError):  # a dead engine's last records are recorded, too
+            if self.source.error is None and self.source.info:
+                async with asyncio.timeout(LAST_RECORDS_S):  # a hung engine does not answer
+                    await self.source.snapshot()  # all records before the answer have arrived with it
+        self.drain_records()
+        await self.source.close()
+        self.recording.close()
+
     async def ready(self) -> None:
         await self.source.ready()
+
+    def on_death(self, callback: Callable[[str], None]) -> None:
+        self.source.on_death(callback)
 
     def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> Stream:
         return self.source.submit(ids, params, group)
@@ -75,22 +80,17 @@ class RecordingSource:
         self.recording.feed(records)
         return records
 
-    def drain_packets(self) -> list[Packet]:
-        """The same, packed again (and not those of the source, which would be recorded nowhere)."""
-        return packets(self.drain_records())
+    @property
+    def condition(self) -> Condition:
+        return self.source.condition
+
+    @property
+    def connection(self) -> str:
+        return self.source.connection
+
+    @property
+    def recording_error(self) -> str:
+        return self.recording.error
 
     def name_groups(self, names: dict[str, str]) -> None:
-        """Tell the trace what chats are called."""
         self.recording.name(names)
-
-    def on_death(self, callback: Callable[[str], None]) -> None:
-        self.source.on_death(callback)
-
-    async def close(self) -> None:
-        with contextlib.suppress(EngineDead, TimeoutError):  # what came before its death is recorded all the same
-            if self.source.error is None and self.source.info:
-                async with asyncio.timeout(LAST_RECORDS_S):  # an engine that hangs does not answer
-                    await self.source.snapshot()  # its records have come before its answer
-        self.drain_records()
-        await self.source.close()
-        self.recording.close()

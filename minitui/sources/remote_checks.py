@@ -1,7 +1,7 @@
-"""What a minitui server elsewhere may send: types, ranges and sizes, checked before anything is kept or folded.
+"""Checks what a minitui server sends, before it is stored or applied: types, ranges and sizes.
 
-Records and snapshots are checked as those of a trace are (trace_check.py, trace_follow.py). Added here is what a trace
-does not have: sizes that add up over hours, facts about the engine, and answers. Every refusal is an EngineError.
+Records and snapshots pass the checks of a trace (minitui/trace/check.py, minitui/trace/follow.py). Checked here are the
+things that a trace does not have: sizes that grow over hours, facts about the engine, and answers.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from minitui.trace import check as trace_check
 from minitui.trace.check import MOST, MOST_BLOCKS, MOST_NUMBER
 from minitui.trace.follow import Follower
 
-MOST_TEXT = 4_096  # characters of a name or a reason: thousands of them are kept
+MOST_TEXT = 4_096  # characters of a name or a reason; thousands of them are kept
 MOST_REQUESTS = 1 << 16
-MOST_LOADS = 1 << 16  # layers times experts: hundreds of such records are kept
+MOST_LOADS = 1 << 16  # layers times experts; hundreds of such records are kept
 
 
 class Refused(EngineError):
-    """What a server sends contradicts itself, or is none of what it should be: nothing of it can be shown."""
+    """The server sent data of another type, size or order than expected; none of it is shown."""
 
 
 def greeting(data: Any) -> tuple[str, int]:
-    """(engine, number of its last record) of the event that begins a stream of records."""
+    """Returns (engine, number of its last record) of the event that begins a record stream."""
     if type(data) is not dict or not _text(data.get("began")) or not _count(data.get("seq")):
-        raise Refused("its greeting names no engine and no record")
+        raise Refused("its greeting lacks the engine or the record number")
     return data["began"], data["seq"]
 
 
 def records(data: Any) -> list[Record]:
-    """The records of one event, by themselves."""
+    """Returns the records of one event; whether they fit the state is checked later (Watch)."""
     if type(data) is not list:
-        raise Refused("its records are no list")
+        raise Refused("its records are not a list")
     checked: list[Record] = []
     for row in data:
         if type(row) is not list or not row or not _count(row[0]) or (checked and row[0] <= checked[-1][0]):
@@ -46,17 +46,17 @@ def records(data: Any) -> list[Record]:
         except ValueError as error:
             raise Refused(str(error)) from error
         if not all(_text(field) for field in record if type(field) is str):
-            raise Refused(f"a text of record {row[0]:,} ({record[2]}) has more than {MOST_TEXT:,} characters")
+            raise Refused(f"a text in record {row[0]:,} ({record[2]}) has more than {MOST_TEXT:,} characters")
         if record[2] == "experts" and sum(len(tokens) for _, tokens in record[4]) > MOST_LOADS:
-            raise Refused(f"record {row[0]:,} tells of more than {MOST_LOADS:,} experts")
-        checked.append((*record[:2], intern(record[2]), *record[3:]))  # kept by the thousand
+            raise Refused(f"record {row[0]:,} has more than {MOST_LOADS:,} expert loads")
+        checked.append((*record[:2], intern(record[2]), *record[3:]))  # thousands are kept: share the kind's string
     return checked
 
 
 def snapshot(data: Any) -> dict[str, Any]:
-    """A snapshot as JSON carries it, in the form of engine.trace.state, with "began"."""
+    """Returns a snapshot from JSON in the form of engine.trace.state, plus "began"."""
     if type(data) is not dict or not _text(data.get("began")):
-        raise Refused("its snapshot names no engine")
+        raise Refused("its snapshot does not name the engine")
     try:
         return trace_check.snapshot(data)
     except ValueError as error:
@@ -64,18 +64,18 @@ def snapshot(data: Any) -> dict[str, Any]:
 
 
 class Watch:
-    """Follows the records from a snapshot on."""
+    """The state that a snapshot and the records after it give."""
 
     def __init__(self, snapshot: dict[str, Any]) -> None:
         self._follower = Follower(State.from_snapshot(snapshot))
 
     @property
     def state(self) -> State:
-        """As the records tell it."""
+        """The state after the last record."""
         return self._follower.state
 
     def take(self, record: Record) -> None:
-        """The next record. Raises Refused if it cannot follow."""
+        """Apply the next record. Raises Refused if it contradicts the state."""
         try:
             self._follower.take(record)
         except ValueError as error:
@@ -85,47 +85,47 @@ class Watch:
 
 
 def info(data: Any) -> dict[str, Any]:
-    """What a server says about itself."""
+    """Returns the answer of /minitui/info, checked."""
     if type(data) is not dict:
-        raise Refused("what it says about itself is no JSON object")
+        raise Refused("its /minitui/info is not a JSON object")
     for name, check in INFO.items():
         if not check(data.get(name)):
-            raise Refused(f"what it says about itself has no usable {name!r}")
+            raise Refused(f"its /minitui/info has no valid {name!r}")
     return data
 
 
 def accepted(event: dict[str, Any]) -> tuple[int, int | None]:
-    """(the request's id, its seed) of the event that begins an answer."""
+    """Returns (the request's id, its seed) of the event that begins an answer."""
     request, seed = event["request"], event.get("seed")
-    if "seed" not in event or not _count(request) or not FIGURES["seed"](seed):
-        raise Refused("its answer begins without the number of the request and a seed")
+    if "seed" not in event or not _count(request) or not METRICS["seed"](seed):
+        raise Refused("its answer begins without the request's number and seed")
     return request, seed
 
 
 def delta(event: Any) -> dict[str, Any]:
-    """A piece of an answer: text, ids, and at its end finish_reason and metrics."""
+    """Returns a piece of an answer: text, ids, finish_reason (empty before the end) and metrics."""
     if type(event) is not dict or type(event.get("text")) is not str or not _tokens(event.get("ids")):
         raise Refused("a piece of its answer has no text and ids")
     if not _text(event.get("finish_reason") or ""):
-        raise Refused("its answer ends for a reason that is no text")
+        raise Refused("the finish reason of its answer is not a text")
     return {**event, "finish_reason": event.get("finish_reason") or "", "metrics": metrics(event.get("metrics"))}
 
 
-def metrics(told: Any) -> dict[str, Any]:
-    """The figures of an answer, without what is none."""
-    if type(told) is not dict:
+def metrics(given: Any) -> dict[str, Any]:
+    """Returns the known and valid metrics of an answer."""
+    if type(given) is not dict:
         return {}
-    figures = {name: value for name, value in told.items() if name in FIGURES and FIGURES[name](value)}
+    figures = {name: value for name, value in given.items() if name in METRICS and METRICS[name](value)}
     if "accepted_tokens" not in figures:
         figures.pop("drafted_tokens", None)
-    match = told.get("match")
+    match = given.get("match")
     if type(match) is dict and _text(match.get("stop")) and trace_check.FIELD["at"](match.get("at")):
         figures["match"] = {"stop": match["stop"], "at": match["at"], "detail": str(match.get("detail"))[:MOST_TEXT]}
     return figures
 
 
 def count(value: Any) -> int | None:
-    """A number of tokens, or None if it is none."""
+    """Returns a number of tokens; None if it is not one."""
     return value if type(value) is int and 0 <= value <= MOST else None
 
 
@@ -149,8 +149,8 @@ def _tokens(value: Any) -> bool:
     return type(value) is list and all(type(token) is int and 0 <= token <= MOST for token in value)
 
 
-def _drawn(value: Any) -> bool:
-    """A checkpoint's generation_config."""
+def _generation(value: Any) -> bool:
+    """Is it a checkpoint's generation_config?"""
     if value is None:
         return True
     return type(value) is dict and all(
@@ -164,14 +164,14 @@ def _optional_text(value: Any) -> bool:
 
 INFO: dict[str, Callable[[Any], bool]] = {
     "model": _text, "began": _text, "device": _optional_text, "dtype": _optional_text, "quantization": _optional_text,
-    "kv_cache_dtype": _optional_text, "server": _optional_text, "role": _optional_text, "generation": _drawn,
+    "kv_cache_dtype": _optional_text, "server": _optional_text, "role": _optional_text, "generation": _generation,
     "num_blocks": _within(2, MOST_BLOCKS, optional=True), "block_size": _within(1, MOST, optional=True),
     "vocab_size": _within(1, MOST, optional=True), "max_model_len": _within(1, MOST, optional=True),
     "tokenizer_files": lambda value: type(value) is dict and all(map(_text, value.values())),
 }  # fmt: skip
 _COUNTS = ("prompt_tokens", "output_tokens", "cached_tokens", "preemptions", "drafted_tokens", "accepted_tokens")
 _TIMES = ("queue_ms", "prefill_ms", "ttft_ms", "decode_tok_s")
-FIGURES: dict[str, Callable[[Any], bool]] = {
+METRICS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(_COUNTS, _within(0, MOST)), **dict.fromkeys(_TIMES, _number),
     "seed": _within(-(1 << 63), (1 << 64) - 1, optional=True),
 }  # fmt: skip

@@ -1,8 +1,8 @@
-"""A trace as a Source: the application shows it as it shows an engine, with the clock in the viewer's hands.
+"""A trace as a Source: the application shows it like an engine, and the viewer controls the clock.
 
-What was recorded passes on as it was, but for gate and slow motion, which are the viewer's now: those of the recording
-are left out and those of the replay put in, and the numbers of the records are counted anew. Slower than the engine is
-slow motion, exactly as it is live; faster lets the engine's own time run faster.
+Records are handed out as they were recorded, with new numbers. Gate and slow motion belong to the viewer: the recorded
+ones are left out and those of the replay are inserted. A speed below 1 is slow motion, as it is live. A speed above 1
+makes the engine's time run faster.
 """
 
 from __future__ import annotations
@@ -12,69 +12,62 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from engine.core.gate import EVENTS, MAX_PACE, RUNNING, fulfils
 from engine.errors import InvalidRequest
 from engine.params import SamplingParams
 from engine.trace.records import Record
 from engine.trace.state import State
+from minitui.sources.base import Progress, Source
 from minitui.trace.bundled import is_bundled
 from minitui.trace.reader import TraceReader
 
-if TYPE_CHECKING:
-    from minitui.sources.base import Progress
-
 MIN_SPEED, MAX_SPEED = 1.0 / MAX_PACE, 1000.0
-AT_ONCE = 20_000  # records handed out in one drain at most
-STEPS_BEFORE = 200  # a seek begins so far before its step, if that can be had, so that the panels have a history
+AT_ONCE = 20_000  # the most records of one drain
+STEPS_BEFORE = 200  # a seek begins this many steps earlier where possible, so that the panels have a history
 CONTROL = ("gate", "pace")
 
 
-class ReplaySource:
-    """Plays a trace. After `seek` the reader must take a `snapshot` and go on from there."""
-
-    replay = True
+class ReplaySource(Source):
+    """Plays a trace. After `seek` the reader must take a new `snapshot`."""
 
     def __init__(self, path: str | Path, speed: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
         self.path = Path(path)
-        self.info: dict[str, Any] = {}
-        self.error: str | None = None
         self.speed = speed
         self.reader: TraceReader | None = None
         self._clock = clock
         self._part = 0
-        self._at = 0  # the next record of the part
-        self._state: State | None = None  # as handed out so far
+        self._at = 0  # index of the next record in the part
+        self._state: State | None = None  # after the records handed out so far
         self._seq = 0
-        self._played = 0.0  # where the playhead stands, in seconds of play
-        self._ticked = 0.0  # on the clock, when the playhead was last moved
-        self._t = 0.0  # of the last record handed out: the keyframe's time, and what was played since
+        self._played = 0.0  # the playhead, in seconds of play
+        self._ticked = 0.0  # the clock when the playhead last moved
+        self._t = 0.0  # time of the last record handed out: the keyframe's time plus the seconds played since
         self._last_due = 0.0
         self._closed = False
         self._allowed = 0
         self._in_step = False  # the last step handed out has not ended yet
-        self._finishing = False  # closed within it: its end is still handed out
+        self._finishing = False  # the gate was closed within a step: the rest of that step is still handed out
         self._until: tuple[str, float] | None = None
-        self._cause = ""  # by what the wait was fulfilled, to be told when that step has ended
-        self._hurry_to: tuple[int, int] | None = None  # a seek: everything up to there is due at once
-        self._control: list[tuple[Any, ...]] = []  # gate and pace, to be told with the next drain
+        self._cause = ""  # the event that ended a run_until; shown at the end of its step
+        self._seek_to: tuple[int, int] | None = None  # (part, record) of a seek: records before it are due at once
+        self._control: list[tuple[Any, ...]] = []  # gate and pace records for the next drain
 
     # ---- the Source
 
     async def start(self, on_progress: Progress) -> None:
-        """Read the trace; TraceError if it cannot be."""
+        """Read the trace. Raises TraceError."""
         on_progress({"stage": "trace", "done": 0, "total": 0, "text": f"reading {self.path.name}"})
         self.reader = await asyncio.to_thread(TraceReader, self.path)
         self.info = {**self.reader.info, "replay": str(self.path)}
         self.set_speed(self.speed)
         self._place(0, 0)
-
-    async def ready(self) -> None:
-        """It is, once started."""
+        self._ready.set()
 
     def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> NoReturn:
-        raise InvalidRequest("this is a recording: it cannot be asked anything; `minitui chat` starts an engine")
+        raise InvalidRequest("a recording cannot answer; `minitui chat` starts an engine")
 
     async def control(self, verb: str, **arguments: Any) -> Any:
         """pause | resume | step n= | run_until predicate= | pace factor= | speed factor= | seek step=."""
@@ -88,7 +81,7 @@ class ReplaySource:
         elif verb == "run_until":
             predicate = arguments["predicate"]
             if predicate["event"] not in EVENTS:
-                raise InvalidRequest(f"run until {predicate['event']!r}: there are {', '.join(EVENTS)}", "event")
+                raise InvalidRequest(f"run until {predicate['event']!r}: choose one of {', '.join(EVENTS)}", "event")
             self._gate("closed", f"{RUNNING}{predicate['event']}")
             self._until = (predicate["event"], predicate.get("ms", 0.0))
         elif verb == "pace":
@@ -101,42 +94,39 @@ class ReplaySource:
             raise InvalidRequest(f"a recording cannot do {verb!r}", "action")
 
     async def snapshot(self) -> dict[str, Any]:
-        """The state as handed out so far."""
+        """Returns the state after the records handed out so far."""
         assert self._state is not None, "the replay has not been started"
         return self._state.snapshot()
 
     def drain_records(self) -> list[Record]:
-        """What is due by now."""
+        """Returns the records that are due by now."""
         if self.reader is None or self._state is None:
             return []
         out: list[Record] = []
-        self._tell_control(out)
+        self._hand_out_control(out)
         self._advance_clock()
         while len(out) < AT_ONCE:
             record, due = self._next()
-            if self._hurry_to is not None and (record is None or (self._part, self._at) >= self._hurry_to):
+            if self._seek_to is not None and (record is None or (self._part, self._at) >= self._seek_to):
                 self._arrive(out)
-            if record is None or not self._may_pass(due):
+            if record is None or not self._is_due(due):
                 break
             self._at += 1
             self._played = max(self._played, due)
-            slow = self._hurry_to is None and not self._closed
+            slow = self._seek_to is None and not self._closed
             self._t += (due - self._last_due) * (self.pace if slow else 1.0)
             self._last_due = due
             if record[2] not in CONTROL:
-                out.append(self._made(*record[2:]))
+                out.append(self._make(*record[2:]))
             self._after(record, out)
         return out
 
-    def on_death(self, callback: Callable[[str], None]) -> None:
-        """A recording does not die."""
-
     async def restart(self, on_progress: Progress) -> None:
-        """From the beginning."""
+        """Play from the beginning."""
         self._place(0, 0)
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """Does nothing: there is no process to end."""
 
     # ---- the player
 
@@ -148,7 +138,7 @@ class ReplaySource:
 
     @property
     def played(self) -> float:
-        """Where the playhead stands, in seconds of play."""
+        """The position of the playhead, in seconds of play."""
         return self._played
 
     @property
@@ -158,16 +148,16 @@ class ReplaySource:
 
     @property
     def pace(self) -> float:
-        """By how much a step is stretched: 1 at the engine's own speed and above."""
+        """The factor of slow motion: 1 at the engine's own speed and above."""
         return max(1.0, round(1.0 / self.speed, 2))
 
     @property
     def ended(self) -> bool:
-        """Has everything been handed out?"""
+        """Have all records been handed out?"""
         return self.reader is not None and self._next()[0] is None
 
     def set_speed(self, speed: float) -> None:
-        """1 is the engine's own speed, 0.1 ten times slower; InvalidRequest for what is out of range."""
+        """Set the speed: 1 is the engine's own, 0.1 ten times slower. Raises InvalidRequest if it is out of range."""
         if not MIN_SPEED <= speed <= MAX_SPEED:
             raise InvalidRequest(f"the speed is {speed:g}: it must be from {MIN_SPEED:g} to {MAX_SPEED:g}", "factor")
         self._advance_clock()
@@ -176,22 +166,22 @@ class ReplaySource:
             self._control = [item for item in self._control if item[0] != "pace"] + [("pace", self.pace)]
 
     def seek(self, step: int) -> None:
-        """Go to the moment when `step` had ended. The next snapshot lies before it, and the records between are due at
-        once, so that whoever shows the picture has the history of it."""
+        """Go to the end of `step`. The next snapshot is from before it, and the records between are due at once: the
+        panels need them as history."""
         trace = self.trace
         step = max(trace.first_step, min(step, trace.last_step))
         target = trace.locate(step)
         begin = trace.part_of_step(max(trace.first_step, step - STEPS_BEFORE))
         self._place(begin, 0)
-        self._hurry_to = target if step > trace.first_step else (0, 0)
+        self._seek_to = target if step > trace.first_step else (0, 0)
         self._until, self._allowed = None, 0
-        # What lies between passes as it was recorded: running, in real time. Gate and pace are told again at the end.
+        # The records between are handed out at normal pace with an open gate. `_arrive` restores gate and pace.
         assert self._state is not None
         self._state.gate, self._state.pace = "open", 1.0
         self._control.clear()
 
     def bookmark(self, text: str) -> None:
-        """Mark the step at the playhead, in the file; for as long as this lasts in one that belongs to the program."""
+        """Bookmark the step at the playhead. A bundled trace keeps the bookmark in memory only."""
         if is_bundled(self.path):
             self.trace.bookmarks.append((self.step, text))
             self.trace.bookmarks.sort()
@@ -199,7 +189,7 @@ class ReplaySource:
             self.trace.add_bookmark(self.step, text)
 
     def next_bookmark(self, direction: int) -> tuple[int, str] | None:
-        """The nearest bookmark after (1) or before (-1) the playhead."""
+        """Returns the nearest bookmark after (1) or before (-1) the playhead."""
         marks = self.trace.bookmarks
         if direction > 0:
             return next((mark for mark in marks if mark[0] > self.step), None)
@@ -211,7 +201,7 @@ class ReplaySource:
         chosen = self.trace.part(part)
         self._part, self._at = part, at
         state = chosen.state
-        # Numbers go on from those handed out before, with a gap: a reader sees that this is another place.
+        # Numbers continue behind those handed out, with a gap, so that the reader notices the jump.
         if self._state is not None:
             state.seq = max(self._seq + 2, state.seq)
         state.gate = "closed" if self._closed else "open"
@@ -221,7 +211,7 @@ class ReplaySource:
         self._in_step = self._finishing = False
         self._played = self._last_due = chosen.keyframe.played
         self._ticked = self._clock()
-        self._hurry_to = None
+        self._seek_to = None
 
     def _next(self) -> tuple[Record | None, float]:
         trace = self.trace
@@ -230,7 +220,7 @@ class ReplaySource:
                 return None, 0.0
             following = trace.keyframes[self._part + 1]
             at_end = trace.part(self._part).state.seq + len(trace.part(self._part).records)
-            if following.seq != at_end:  # the recording has a gap here: the reader needs the keyframe's state
+            if following.seq != at_end:  # the recording has a gap: the reader needs the keyframe's state
                 self._place(self._part + 1, 0)
             else:
                 self._part, self._at = self._part + 1, 0
@@ -245,29 +235,29 @@ class ReplaySource:
         if self.ended:
             self._played = min(self._played, self.trace.seconds)
 
-    def _may_pass(self, due: float) -> bool:
-        if self._hurry_to is not None:
+    def _is_due(self, due: float) -> bool:
+        if self._seek_to is not None:
             return True
         if self._closed:
             return self._finishing or self._allowed > 0 or self._until is not None
         return due <= self._played
 
     def _arrive(self, out: list[Record]) -> None:
-        """A seek is over: from here on gate and pace are the viewer's again."""
-        self._hurry_to = None
+        """End a seek: restore the viewer's gate and pace."""
+        self._seek_to = None
         self._played = self._last_due
         self._ticked = self._clock()
         if self._closed:
             self._control.append(("gate", "closed", "paused"))
         if self.pace != 1:
             self._control.append(("pace", self.pace))
-        self._tell_control(out)
+        self._hand_out_control(out)
 
-    def _tell_control(self, out: list[Record]) -> None:
-        out += [self._made(kind, *fields) for kind, *fields in self._control]
+    def _hand_out_control(self, out: list[Record]) -> None:
+        out += [self._make(kind, *fields) for kind, *fields in self._control]
         self._control.clear()
 
-    def _made(self, kind: str, *fields: Any) -> Record:
+    def _make(self, kind: str, *fields: Any) -> Record:
         assert self._state is not None
         self._seq += 1
         record = (self._seq, self._t, kind, *fields)
@@ -275,7 +265,7 @@ class ReplaySource:
         return record
 
     def _after(self, record: Record, out: list[Record]) -> None:
-        """Count steps while gated, and stop where a wait is fulfilled."""
+        """Count steps while the gate is closed, and end a run_until at its event."""
         ended = record[2] in ("time", "fail")
         self._in_step = not ended if ended or record[2] == "step" else self._in_step
         if self._finishing:
@@ -287,12 +277,12 @@ class ReplaySource:
             event, slower_than = self._until
             cause = fulfils(record, event, slower_than)
             if cause:
-                self._until, self._allowed = None, 1  # to the end of the step in which it happened
+                self._until, self._allowed = None, 1  # run to the end of this step
                 self._cause = cause
         if ended and self._allowed > 0:
             self._allowed -= 1
             if self._cause:
-                out.append(self._made("gate", "closed", self._cause))
+                out.append(self._make("gate", "closed", self._cause))
                 self._cause = ""
 
     def _gate(self, state: str, reason: str) -> None:

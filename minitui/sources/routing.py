@@ -1,31 +1,64 @@
-"""Which of several replicas answers: the rule alone, over addresses and loads.
+"""Which of several replicas answers a request. The rule works on addresses and loads alone.
 
-1. A chat stays with the replica that wrote its last answer: the whole conversation lies in that cache.
-2. A chat without an answer goes by its prefix, which is its system prompt, or without one its first question: every
-   replica is given a weight, the hash of its address and the prefix, and the highest weight is the chat's home. So
-   chats that begin alike land in the same cache, whoever asks and whenever, without a table that anybody keeps; and
-   when a replica goes, only the chats that were at home there move, each to the second in its own order. (Rendezvous
-   hashing: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM ToN 1998.)
-3. A replica that is full is passed over for the next in that order. Full means more than its share: SLACK times the
-   mean number of requests, running and waiting, over those replicas that can answer, but never fewer than FEW, for a
-   batch of so many costs hardly more than one. As a share is more than the mean, somebody always has room.
-   ("Consistent hashing with bounded loads": Mirrokni, Thorup and Zadimoghaddam, 2016, with rendezvous order in the
-   ring's place. SGLang's router trades cache against load in the same spirit: by prefix, until the loads differ too
-   much.)
+1. A chat stays with the replica that wrote its last answer: that cache holds the whole conversation.
+2. A chat without an answer is routed by its prefix: its system prompt, or else its first question. Each replica gets a
+   weight for that prefix, the hash of both, and the highest weight is the chat's home. Chats that begin alike thus use
+   the same cache, and no table is needed. When a replica leaves, only its own chats move, each to the second in its
+   order. (Rendezvous hashing: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM ToN
+   1998.)
+3. A replica that is full is skipped. Full means more than its share: SLACK times the mean number of requests over the
+   usable replicas, running and waiting, but at least FEW, because such a small batch costs hardly more than one
+   request. As the share is above the mean, at least one replica always has room. ("Consistent hashing with bounded
+   loads": Mirrokni, Thorup and Zadimoghaddam, 2016, with rendezvous order instead of the ring. SGLang's router makes a
+   similar trade-off: by prefix until the loads differ too much.)
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 SLACK = 1.25
 FEW = 4  # requests
 
 
+class Turn(Protocol):
+    """A message of a chat; minitui.chat.conversation.Message is one."""
+
+    role: str
+    text: str
+    metrics: dict[str, Any]
+
+
+class Conversation(Protocol):
+    """A chat; minitui.chat.conversation.Session is one."""
+
+    system: str
+
+    @property
+    def messages(self) -> Sequence[Turn]: ...
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a chat is routed by: the text it begins with, and the address of the replica that answered last."""
+
+    text: str = ""
+    last: str = ""
+
+
+def opening_of(session: Conversation) -> Opening:
+    """Returns the opening of a chat."""
+    first = next((m.text for m in session.messages if m.role == "user"), "")
+    written = (m.metrics["replica"]["url"] for m in reversed(session.messages) if "replica" in m.metrics)
+    return Opening(session.system or first, next(written, ""))
+
+
 def rank(prefix: str, names: Iterable[str]) -> list[str]:
-    """The names in the order of their weights for this prefix, the highest first."""
+    """Returns the names by their weight for this prefix, the highest first."""
 
     def weight(name: str) -> bytes:
         return hashlib.blake2b(f"{name}\0{prefix}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
@@ -34,18 +67,18 @@ def rank(prefix: str, names: Iterable[str]) -> list[str]:
 
 
 def capacity(loads: Iterable[float]) -> int:
-    """How many requests one of several replicas may have, when one more is to be placed."""
-    told = list(loads)
-    return max(FEW, math.ceil(SLACK * (sum(told) + 1) / max(1, len(told))))
+    """Returns the number of requests at which a replica is full, when one more request is to be placed."""
+    counts = list(loads)
+    return max(FEW, math.ceil(SLACK * (sum(counts) + 1) / max(1, len(counts))))
 
 
 def order(prefix: str, loads: Mapping[str, float], last: str = "") -> list[str]:
-    """The replicas that can answer, in the order in which they should be asked.
+    """Returns the usable replicas in the order in which they should be asked.
 
-    `loads`: the requests that each has now; `last`: the one that wrote this chat's last answer, if it is known.
+    `loads`: the current requests of each; `last`: the replica that wrote this chat's last answer, if known.
     """
     ranked = rank(prefix, loads)
-    ranked.sort(key=lambda name: name != last)  # stable: the others keep their order
+    ranked.sort(key=lambda name: name != last)  # the sort is stable: the others keep their order
     most = capacity(loads.values())
     ranked.sort(key=lambda name: loads[name] >= most)
     return ranked

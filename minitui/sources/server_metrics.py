@@ -1,6 +1,7 @@
-"""How a server is: its Prometheus page, asked for again and again, and what it tells under the names of several makers.
+"""The state of a server from its Prometheus page, which is requested again and again.
 
-What a server does not tell is None, never zero. A server that cannot be reached is asked more and more seldom.
+Servers of several makers are understood. A value that the page lacks is None, never zero. A server that cannot be
+reached is asked at growing intervals.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from minitui.sources.http import httpx, load_json, reason_of
 from minitui.text import duration
 
 POLL_S = 2.0
-BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # between two tries to reach a server that is away
-PATIENCE_S = 6.0  # for an answer; a server that takes longer counts as away
+BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # between attempts to reach a server that is away
+PATIENCE_S = 6.0  # a server that answers later than this counts as away
 MAX_PAGE = 4 << 20
-KEPT = 120  # vitals
-NOTHING = "its /metrics has no name that is known here"
+KEPT = 120  # polls
+NO_KNOWN_NAME = "its /metrics has no name that minitui knows"
 
 
 @dataclass
-class Vitals:
-    """What a server tells of itself; None is unknown. Shares are from 0 to 1, counters since its start."""
+class ServerMetrics:
+    """The values of one page; None is unknown. Shares are from 0 to 1, token counts since the server's start."""
 
     running: float | None = None
     waiting: float | None = None
@@ -41,7 +42,7 @@ class Vitals:
     ttft_mean_s: float | None = None
 
     def describe(self) -> str:
-        """One line for people."""
+        """Returns one line of text."""
 
         def share(value: float | None) -> str:
             return "unknown" if value is None else f"{value:.0%}"
@@ -56,7 +57,7 @@ class Vitals:
         )
 
 
-# The names under which servers tell the same: vLLM's (old and new), SGLang's.
+# The names of each value: vLLM's (new and old) and SGLang's.
 NAMES: dict[str, tuple[str, ...]] = {
     "running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
     "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
@@ -66,7 +67,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "output_tokens": ("vllm:generation_tokens_total", "sglang:generation_tokens_total"),
     "tokens_per_s": ("sglang:gen_throughput", "vllm:avg_generation_throughput_toks_per_s"),
 }
-AVERAGED = {"cache_use", "hit_rate"}  # over several engines of one server; the others add up
+AVERAGED = {"cache_use", "hit_rate"}  # over the engines of a server; other values are added up
 HITS = (
     ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
     ("vllm:gpu_prefix_cache_hits_total", "vllm:gpu_prefix_cache_queries_total"),
@@ -78,13 +79,13 @@ WANTED = (
     | {name for pair in HITS for name in pair}
     | {f"{name}_{part}" for name in FIRST for part in ("sum", "count")}
 )
-ONE_ENGINE = {"tp_rank", "pp_rank", "moe_ep_rank"}  # SGLang's ranks of one engine each tell what all of them do
+RANKS = {"tp_rank", "pp_rank", "moe_ep_rank"}  # labels of SGLang: each rank of an engine reports the whole engine
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 def read_samples(text: str) -> dict[str, list[float]]:
-    """The values under each of the names WANTED, one for each engine."""
+    """Returns the values of each name in WANTED, one for each engine. Lines that cannot be read are skipped."""
     samples: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     for line in text.splitlines():
         found = _SAMPLE.match(line)
@@ -92,82 +93,85 @@ def read_samples(text: str) -> dict[str, list[float]]:
             continue
         labels = dict(_LABEL.findall(found[2] or ""))
         if labels.get("priority"):
-            continue  # SGLang repeats its requests by priority; all of them stand under an empty one
+            continue  # SGLang repeats its counts for each priority; the total has an empty one
         try:
             value = float(found[3])
         except ValueError:
             continue
-        if math.isfinite(value):  # a server that knows nothing yet says NaN
-            engine = tuple(sorted((name, of) for name, of in labels.items() if name not in ONE_ENGINE))
+        if math.isfinite(value):  # NaN: the server has no value yet
+            engine = tuple(sorted((name, of) for name, of in labels.items() if name not in RANKS))
             of_name = samples.setdefault(found[1], {})
             of_name[engine] = max(value, of_name.get(engine, value))
     return {name: list(values.values()) for name, values in samples.items()}
 
 
-def read_page(text: str, before: Vitals | None = None, seconds: float = 0.0) -> Vitals:
-    """Vitals of a Prometheus page. With those of `seconds` before, the rate of tokens since."""
+def read_page(text: str, before: ServerMetrics | None = None, seconds: float = 0.0) -> ServerMetrics:
+    """Returns the metrics of a Prometheus page.
+
+    The rate of tokens is computed from `before`, the metrics `seconds` earlier, if the page does not have it.
+    """
     samples = read_samples(text)
-    vitals = Vitals()
+    metrics = ServerMetrics()
     for field, names in NAMES.items():
         for name in names:
             if name in samples:
                 values = samples[name]
-                setattr(vitals, field, sum(values) / (len(values) if field in AVERAGED else 1))
+                setattr(metrics, field, sum(values) / (len(values) if field in AVERAGED else 1))
                 break
     for hits, queries in HITS:
         if hits in samples and sum(samples.get(queries, ())) > 0:
-            vitals.hit_rate = sum(samples[hits]) / sum(samples[queries])
+            metrics.hit_rate = sum(samples[hits]) / sum(samples[queries])
             break
     for name in FIRST:
         if sum(samples.get(f"{name}_count", ())) > 0:
-            vitals.ttft_mean_s = sum(samples[f"{name}_sum"]) / sum(samples[f"{name}_count"])
+            metrics.ttft_mean_s = sum(samples[f"{name}_sum"]) / sum(samples[f"{name}_count"])
             break
-    drawn, drawn_before = vitals.output_tokens, before.output_tokens if before is not None else None
-    if vitals.tokens_per_s is None and drawn is not None and drawn_before is not None and seconds > 0:
-        vitals.tokens_per_s = max(0.0, (drawn - drawn_before) / seconds)
-    return vitals
+    tokens, tokens_before = metrics.output_tokens, before.output_tokens if before is not None else None
+    if metrics.tokens_per_s is None and tokens is not None and tokens_before is not None and seconds > 0:
+        metrics.tokens_per_s = max(0.0, (tokens - tokens_before) / seconds)
+    return metrics
 
 
-class Pulse:
-    """Asks one server how it is. `vitals`: what its page told last; `trouble`: a sentence while it cannot be used."""
+class MetricsPoller:
+    """Polls one server. `metrics`: the last page; `trouble`: a sentence while the server cannot be used, else empty."""
 
     def __init__(self, http: httpx.AsyncClient, ready: str = "") -> None:
         """`ready`: a path that answers 503 while the server takes no requests, if it has one."""
-        self.vitals = Vitals()
-        self.history: deque[Vitals] = deque(maxlen=KEPT)  # one for each time that it was asked
+        self.metrics = ServerMetrics()
+        self.history: deque[ServerMetrics] = deque(maxlen=KEPT)  # one for each poll
         self.trouble = ""
-        self.mute = ""  # a sentence if its page tells nothing
-        self.again_at = 0.0  # when it is asked again, of time.monotonic
-        self.away = asyncio.Event()  # set while it does not answer
-        self.beats = 0  # times that it has answered
-        self.on_return: Callable[[], None] = lambda: None  # called when it answers again after it was away
+        self.no_metrics = ""  # why the page is of no use, as a sentence; empty if it is
+        self.retry_at = 0.0  # the time of the next poll, of time.monotonic
+        self.away = asyncio.Event()  # set while the server does not answer
+        self.answers = 0  # polls that were answered
+        self.on_return: Callable[[], None] = lambda: None  # called when the server answers again
         self._http, self._ready = http, ready
-        self._seen = time.monotonic()
+        self._answered_at = time.monotonic()
         self._failures = 0
-        self._hurry = asyncio.Event()
+        self._poll_now = asyncio.Event()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Poll until cancelled."""
         while True:
             await self.ask()
-            self.history.append(self.vitals)
+            self.history.append(self.metrics)
             wait = POLL_S
             if self._failures:
                 wait = BACKOFF_S[min(self._failures, len(BACKOFF_S)) - 1] * random.uniform(0.8, 1.2)
-            self.again_at = time.monotonic() + wait
-            self._hurry.clear()
+            self.retry_at = time.monotonic() + wait
+            self._poll_now.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
-                    await self._hurry.wait()
+                    await self._poll_now.wait()
 
-    def doubt(self, reason: str) -> None:
-        """A request has just found it away: it is, until it answers. It is asked at once."""
-        self.trouble, self.vitals = reason, Vitals()
+    def report_failure(self, reason: str) -> None:
+        """A request did not reach the server: it counts as away until it answers the poll that follows at once."""
+        self.trouble, self.metrics = reason, ServerMetrics()
         self.away.set()
-        self._hurry.set()
+        self._poll_now.set()
 
     async def ask(self) -> None:
-        """Once; sets `vitals` and `trouble`."""
+        """Poll once, and set `metrics` and `trouble`."""
         try:
             async with asyncio.timeout(PATIENCE_S):
                 trouble = await self._not_ready()
@@ -175,23 +179,26 @@ class Pulse:
         except (httpx.HTTPError, OSError) as error:
             slow = isinstance(error, TimeoutError)
             self.trouble = f"it does not answer within {PATIENCE_S:g} s" if slow else reason_of(error)
-            self.vitals = Vitals()
+            self.metrics = ServerMetrics()
             self._failures += 1
             self.away.set()
             return
         was_away, now = bool(self._failures), time.monotonic()
         usable = page.status_code == 200 and len(page.content) < MAX_PAGE
-        self.vitals = read_page(page.text, self.vitals, now - self._seen) if usable else Vitals()
-        self.mute = "" if self.vitals != Vitals() else NOTHING if usable else f"its /metrics answers {page.status_code}"
-        self._seen, self._failures = now, 0
+        self.metrics = read_page(page.text, self.metrics, now - self._answered_at) if usable else ServerMetrics()
+        if self.metrics != ServerMetrics():
+            self.no_metrics = ""
+        else:
+            self.no_metrics = NO_KNOWN_NAME if usable else f"its /metrics answers {page.status_code}"
+        self._answered_at, self._failures = now, 0
         self.trouble = trouble
         self.away.clear()
-        self.beats += 1
+        self.answers += 1
         if was_away:
             self.on_return()
 
     async def _not_ready(self) -> str:
-        """Why it takes no requests; empty if it does, or does not tell."""
+        """Returns why the server takes no requests; empty if it takes them or has no such path."""
         if not self._ready:
             return ""
         response = await self._http.get(self._ready)

@@ -33,8 +33,7 @@ async def tell_plainly(
     began = time.monotonic()
 
     def tell_names() -> None:
-        if hasattr(source, "name_groups"):  # it is being recorded
-            source.name_groups(chats.names)
+        source.name_groups(chats.names)
 
     async def go_on(changes: dict[str, Any]) -> None:
         assert restart is not None

@@ -180,8 +180,7 @@ class MinituiApp(AppBase):
         names = self.group_names()
         if names != self._names:
             self._names = self.view.group_names = names
-            if hasattr(self.source, "name_groups"):  # the source records
-                self.source.name_groups(names)
+            self.source.name_groups(names)
         if self.pace != self._last_pace:
             self._last_pace = self.pace
             for session in self.chats.sessions:
@@ -288,7 +287,7 @@ class MinituiApp(AppBase):
         self._close_hang()
         if any(isinstance(screen, EngineDownDialog) and not screen.hang for screen in self.screen_stack):
             return
-        log = str(getattr(self.source, "log_file", "none"))
+        log = str(self.source.log_file or "none")
         self.push_screen(EngineDownDialog(title, error, log, hang), self._after_engine_down)
 
     def _after_engine_down(self, choice: str | None) -> None:

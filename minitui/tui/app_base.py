@@ -98,7 +98,7 @@ class AppBase(App[int]):
     @property
     def condition(self) -> Condition:
         """How the engine's process is; an empty Condition if the process is not ours."""
-        return getattr(self.source, "condition", None) or Condition()
+        return self.source.condition
 
     @property
     def pace(self) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from minitui.sources.openai import ForeignSource
-from minitui.sources.server_metrics import Pulse
+from minitui.sources.openai import OpenAISource
+from minitui.sources.server_metrics import MetricsPoller
 from minitui.tui.app import MinituiApp
 from minitui.tui.screens.chat import RAIL_FROM, ChatScreen
 from minitui.tui.widgets.base import LinePanel
@@ -36,7 +36,7 @@ class ForeignApp(MinituiApp):
     TABS = (("chat", "1 Chat"),)
     MODES: ClassVar[dict[str, Any]] = {**MinituiApp.MODES, "chat": ForeignChatScreen}
 
-    def __init__(self, source: ForeignSource, *args: Any, **options: Any) -> None:
+    def __init__(self, source: OpenAISource, *args: Any, **options: Any) -> None:
         options["load_codec"] = lambda info: source.codec
         super().__init__(source, *args, **options)
         self._foreign = source
@@ -46,11 +46,11 @@ class ForeignApp(MinituiApp):
 
     def _update_story(self) -> None:
         if self._foreign.info:
-            self.story = self._foreign.vitals.describe() if self.size.width < RAIL_FROM else ""
+            self.story = self._foreign.metrics.describe() if self.size.width < RAIL_FROM else ""
 
-    def current_server(self) -> tuple[str, Pulse | None]:
+    def current_server(self) -> tuple[str, MetricsPoller | None]:
         """See HasServer."""
-        return self._foreign.url, self._foreign.pulse
+        return self._foreign.url, self._foreign.poller
 
     def switch_mode(self, mode: str) -> Any:
         """Only the chats: there is no engine to inspect."""

@@ -10,8 +10,10 @@ from engine.errors import EngineDead, EngineError
 from minitui.chat.conversation import Session
 from minitui.chat.model_choice import load_codec
 from minitui.sources.remote import RemoteSource
-from minitui.sources.replicas import Opening, Replica, ReplicaSource, opening_of
-from minitui.sources.server_metrics import Pulse
+from minitui.sources.replica import Replica
+from minitui.sources.replicas import ReplicaSource
+from minitui.sources.routing import Opening, opening_of
+from minitui.sources.server_metrics import MetricsPoller
 from minitui.tui.app import MinituiApp
 from minitui.tui.openai_app import ForeignChatScreen
 from minitui.tui.screens.chat import ChatScreen
@@ -221,10 +223,10 @@ class BlindReplicaApp(ReplicaApp):
     TABS: ClassVar[tuple[tuple[str, str], ...]] = (MinituiApp.TABS[0], TAB)
     MODES: ClassVar[dict[str, Any]] = {**ReplicaApp.MODES, "chat": BlindChatScreen}
 
-    def current_server(self) -> tuple[str, Pulse | None]:
+    def current_server(self) -> tuple[str, MetricsPoller | None]:
         """See HasServer."""
         replica = self.current_replica()
-        return (f"{replica.number} {replica.url}", replica.pulse) if replica is not None else ("no replica", None)
+        return (f"{replica.number} {replica.url}", replica.poller) if replica is not None else ("no replica", None)
 
     def switch_mode(self, mode: str) -> Any:
         """Only the chats and the table."""

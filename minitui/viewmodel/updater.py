@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from engine.errors import EngineError
-from engine.trace.records import Packet, packets
+from engine.trace.records import Packet
 from minitui.sources.base import Source
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Updater:
 
     def pump(self) -> bool:
         """Drain the source and fold for one slice. Returns True if a snapshot is needed: then await `sync`."""
-        for packet in self._drain():
+        for packet in self.source.drain_packets():
             self._held.append(packet)
             self._backlog += len(packet)
             self._newest = max(self._newest, packet.step)
@@ -98,11 +98,6 @@ class Updater:
         if self.live and not self.frozen and not self.view.gap:
             self._fold()
             self.keep_up()
-
-    def _drain(self) -> list[Packet]:
-        if hasattr(self.source, "drain_packets"):
-            return self.source.drain_packets()
-        return packets(self.source.drain_records())
 
     def _fold(self) -> None:
         """Fold for one slice of time."""
@@ -142,5 +137,5 @@ class Updater:
 
     def replaced(self) -> None:
         """Drop everything from the previous engine; call before `sync` with a new one."""
-        self._drain()
+        self.source.drain_packets()
         self.restart()

@@ -1,1 +1,1 @@
-"""The application in a browser: a tab for each viewer, or one application that many watch."""
+"""The application in a browser: one for each tab, or one that many viewers watch."""

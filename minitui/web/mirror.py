@@ -1,14 +1,11 @@
-"""One application, watched by many: what it draws is sent to every viewer, and only the presenter's keys reach it.
+"""One application for many viewers: its output is sent to all of them, and only the presenter can type.
 
-A viewer begins with a keyframe, the whole screen, and gets what is drawn from then on. For whoever is slow at most
-MAX_UNREAD bytes are kept here; then all of it is forgotten, and when his connection has taken what it had, he begins
-with another keyframe. So he sees fewer pictures, and nobody waits for him. Keyframes cost the application a full
-drawing, so that there is one for all who want one, and at most two a second.
+A viewer begins with a keyframe, which is the whole screen, and then gets all output. At most MAX_UNREAD bytes are
+queued for a viewer. When a slow viewer's queue is full, it is cleared, and the viewer continues with a new keyframe: it
+sees fewer pictures, and the others are not delayed. A keyframe costs the application a full drawing, so all viewers
+that need one share it, and there are at most two a second.
 
-Measured on two cores that others used too, while a chat is being answered, at 20 frames a second: the process that
-serves takes 4.2 % of a core and 90 MB with one viewer, 4.3 to 5.0 % and 91 MB with forty; the application 11 to 12 %
-and 103 MB either way. A viewer is sent 13 to 19 KB a second; forty who take nothing of it cost 1 MB together. (Forty
-tabs with `--web` alone are forty applications.)
+Forty viewers cost the serving process hardly more than one: 5.0 % of a core and 91 MB instead of 4.2 % and 90 MB.
 """
 
 from __future__ import annotations
@@ -19,27 +16,27 @@ from collections.abc import Awaitable, Callable
 
 from minitui.web.process import WebProcess
 
-MAX_UNREAD = 256 << 10  # bytes kept for a viewer; a keyframe of 120x36 has some 20,000
-KEYFRAME_S = 0.5  # at least so long between two keyframes
+MAX_UNREAD = 256 << 10  # bytes queued for a viewer; a keyframe of 120x36 has about 20,000
+KEYFRAME_S = 0.5  # the shortest time between two keyframes
 MOUSE = b"\x1b[?1000h\x1b[?1003h\x1b[?1015h\x1b[?1006h\x1b[?2004h"
 PRELUDE = b"\x1b[?1049h\x1b[?25l"  # the alternate screen, no cursor
 
 
 class Viewer:
-    """One who watches. `run` sends until cancelled, or until `send` raises."""
+    """One viewer's queue of output. `presenter`: this viewer may type."""
 
     def __init__(self, send: Callable[[bytes], Awaitable[object]], presenter: bool = False) -> None:
         self.presenter = presenter
         self.wants_keyframe = asyncio.Event()
-        self.lost = 0  # times that he was too slow
+        self.lost = 0  # times that the queue was cleared
         self._send = send
-        self._live = False  # he has a keyframe, and everything since
+        self._live = False  # the viewer has a keyframe and everything after it
         self._unread: deque[bytes] = deque()
         self._size = 0
         self._wake = asyncio.Event()
 
     def put(self, data: bytes) -> None:
-        """Something was drawn."""
+        """Queue output, unless the viewer waits for a keyframe."""
         if not self._live:
             return
         if self._size + len(data) > MAX_UNREAD:
@@ -53,14 +50,14 @@ class Viewer:
         self._wake.set()
 
     def begin(self, keyframe: bytes) -> None:
-        """The whole screen, for a viewer who wants it."""
+        """Queue a keyframe if the viewer waits for one."""
         if self.wants_keyframe.is_set():
             self.wants_keyframe.clear()
             self._live = True
             self.put(keyframe)
 
-    async def run(self, wish: Callable[[], None]) -> None:
-        """Send what comes. `wish` asks for a keyframe."""
+    async def run(self, request_keyframe: Callable[[], None]) -> None:
+        """Send what is queued, until cancelled or until `send` raises."""
         await self._send(PRELUDE + (MOUSE if self.presenter else b""))
         while True:
             while self._unread:
@@ -70,18 +67,18 @@ class Viewer:
                 await self._send(data)
             if not self._live:
                 self.wants_keyframe.set()
-                wish()
+                request_keyframe()
             self._wake.clear()
             await self._wake.wait()
 
     @property
     def kept(self) -> int:
-        """Bytes kept for him."""
+        """The number of queued bytes."""
         return self._size
 
 
 class Mirror:
-    """Who watches. `ask` asks the application for a keyframe."""
+    """All viewers of one application. `ask` requests a keyframe from the application."""
 
     def __init__(self, ask: Callable[[], object]) -> None:
         self.viewers: set[Viewer] = set()
@@ -90,14 +87,14 @@ class Mirror:
         self._last = float("-inf")
 
     async def show(self, viewer: Viewer) -> None:
-        """Until cancelled, or until he has gone."""
+        """Send output to a viewer, until cancelled or until its connection ends."""
         self.viewers.add(viewer)
         try:
-            await viewer.run(self._wish)
+            await viewer.run(self._request_keyframe)
         finally:
             self.viewers.discard(viewer)
 
-    def _wish(self) -> None:
+    def _request_keyframe(self) -> None:
         if self._asked:
             return
         self._asked = True
@@ -105,25 +102,25 @@ class Mirror:
         loop.call_at(max(loop.time(), self._last + KEYFRAME_S), self._ask)
 
     def drawn(self, data: bytes) -> None:
-        """The application has drawn."""
+        """Pass output on to all viewers."""
         for viewer in self.viewers:
             viewer.put(data)
 
     def keyframe(self, data: bytes) -> None:
-        """The whole screen has come."""
+        """Pass a keyframe on to the viewers that wait for one."""
         self._asked, self._last = False, asyncio.get_running_loop().time()
         for viewer in self.viewers:
             viewer.begin(data)
 
     def copied(self, data: bytes) -> None:
-        """Something for the presenter's clipboard."""
+        """Pass text for the clipboard on to the presenter."""
         for viewer in self.viewers:
             if viewer.presenter:
                 viewer.put(data)
 
 
 class Application(WebProcess):
-    """The application that all of them watch."""
+    """The process of the application that is mirrored."""
 
     driver = "minitui.web.mirror_driver:MirrorDriver"
     fps = 30
@@ -131,7 +128,7 @@ class Application(WebProcess):
     def __init__(self, command: list[str], size: tuple[int, int]) -> None:
         """`size`: columns and rows."""
         super().__init__(command, size)
-        self.mirror = Mirror(lambda: self.tell(type="keyframe"))
+        self.mirror = Mirror(lambda: self.send(type="keyframe"))
         self._takers = {b"D": self.mirror.drawn, b"K": self.mirror.keyframe, b"C": self.mirror.copied}
 
     async def take(self, kind: bytes, data: bytes) -> None:

@@ -1,8 +1,8 @@
-"""What the one mirrored application writes with: Textual's web driver, which can also tell the whole screen.
+"""The driver of a mirrored application: Textual's web driver, which can also send the whole screen.
 
-TEXTUAL_DRIVER names this class to the application's process; minitui/web/mirror.py is at the other end of its pipes.
-Beside the packets of Textual (D, what is drawn, and M, about it) it sends K, the whole screen as it stands when it was
-asked for, and C, what concerns the presenter's clipboard alone. """
+The variable TEXTUAL_DRIVER selects it, and minitui/web/mirror.py reads its output. Textual's own packets are D (output)
+and M (metadata). Added are K, the whole screen on request, and C, text for the presenter's clipboard.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CLIPBOARD = "\x1b]52;"
 
 
 class MirrorDriver(WebDriver):
-    """Its size is fixed: that of COLUMNS and ROWS."""
+    """A driver of fixed size, given by COLUMNS and ROWS."""
 
     def write(self, data: str) -> None:
         if data.startswith(CLIPBOARD):
@@ -28,18 +28,18 @@ class MirrorDriver(WebDriver):
             super().on_meta(packet_type, payload)
 
     def keyframe(self) -> None:
-        """Send the whole screen. What is drawn afterwards goes on from there."""
+        """Send the whole screen. Later output continues from it."""
         self._packet(b"K", self.whole_screen())
 
     def whole_screen(self) -> str:
-        """What draws the screen as it stands. Nothing of what is still to be drawn is taken for drawn."""
+        """Returns the output that draws the whole screen. Pending updates stay pending."""
         app = self._app
         compositor = app.screen._compositor
         dirty = set(compositor._dirty_regions)
         update = compositor.render_update(full=True, screen_stack=app._background_screens)
         compositor._dirty_regions |= dirty
-        assert isinstance(update, CompositorUpdate), "a full update is always one"
-        ground = ";".join(map(str, app.screen_stack[0].background_colors[1].rgb))  # for a terminal that is larger
+        assert isinstance(update, CompositorUpdate), "a full update is always a CompositorUpdate"
+        ground = ";".join(map(str, app.screen_stack[0].background_colors[1].rgb))  # fills a larger terminal
         return f"\x1b[0;48;2;{ground}m\x1b[2J\x1b[0m{update.render_segments(app.console)}"
 
     def _packet(self, kind: bytes, text: str) -> None:

@@ -1,7 +1,7 @@
-"""`minitui chat --web --mirror`: one application for a class. Every tab shows it; only the presenter's types.
+"""`minitui chat --web --mirror`: one application for a class. Every tab shows it; only the presenter's tab can type.
 
-The addresses of viewers and of the presenter hold different tokens. minitui/web/site.py checks them, and
-minitui/web/mirror.py is what goes between the tabs and the application.
+The viewers' address and the presenter's have different tokens, which minitui/web/site.py checks. minitui/web/mirror.py
+passes output from the application to the tabs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from engine.errors import EngineError
 from minitui.web.mirror import Application, Viewer
 from minitui.web.site import Site, messages, stopped
 
-SIZE = (120, 36)  # columns, rows: the same for everybody
-LEGIBLE = "abcdefghjkmnpqrstuvwxyz23456789"  # a class copies the viewers' address from a blackboard
-VIEWERS_TOKEN = 10  # such letters: at 10,000 guesses a second, 2,500 years
+SIZE = (120, 36)  # columns, rows; the same for all viewers
+LEGIBLE = "abcdefghjkmnpqrstuvwxyz23456789"  # people may type the viewers' address from a blackboard
+VIEWERS_TOKEN = 10  # letters; guessing takes 2,500 years at 10,000 guesses a second
 
-# The letters become as large as the window allows for all columns and rows; a window of another size begins anew.
+# The font is as large as the window allows for all columns and rows. After a resize the page is loaded again.
 FITTING = """
 <script>
   const fitting = () => String(Math.max(4, Math.floor(
@@ -40,23 +40,23 @@ FITTING = """
 
 
 class MirrorSite(Site):
-    """Sockets of viewers show the application; those of the presenter also type."""
+    """Viewers' sockets show the application; the presenter's can also type."""
 
     head = FITTING
 
     def __init__(self, application: Application, host: str, viewers: str, presenter: str) -> None:
-        """`viewers`, `presenter`: their tokens."""
+        """`viewers`, `presenter`: the two tokens."""
         super().__init__(host, {viewers: False, presenter: True})
         self.application = application
 
     async def attend(self, websocket: web.WebSocketResponse, request: web.Request, may_type: bool) -> None:
         showing = asyncio.create_task(self._show(websocket, Viewer(websocket.send_bytes, may_type)))
         try:
-            async for kind, rest in messages(websocket):  # of a viewer only pings count; the size is fixed
+            async for kind, rest in messages(websocket):  # viewers can only ping; the size is fixed
                 if may_type and kind == "stdin" and rest and isinstance(rest[0], str):
                     self.application.type(rest[0])
                 elif may_type and kind in ("focus", "blur"):
-                    self.application.tell(type=kind)
+                    self.application.send(type=kind)
         finally:
             showing.cancel()
             await asyncio.gather(showing, return_exceptions=True)
@@ -70,8 +70,10 @@ class MirrorSite(Site):
 async def serve_mirror(
     host: str, listening: socket.socket, command: list[str], on_ready: Callable[[str, str], None]
 ) -> int:
-    """Until the application ends or a signal comes; returns the exit code. `on_ready` gets the tokens of viewers and
-    of the presenter."""
+    """Serve until the application ends or a signal comes; returns the exit code.
+
+    `on_ready` gets the viewers' token and the presenter's.
+    """
     stop = stopped()
     application = Application(command, SIZE)
     viewers = "".join(secrets.choice(LEGIBLE) for _ in range(VIEWERS_TOKEN))
@@ -102,7 +104,7 @@ def run_mirror(host: str, listening: socket.socket, command: list[str]) -> int:
 
     def ready(viewers: str, presenter: str) -> None:
         print(
-            f"minitui is mirrored at {address(host, port)}/?token={viewers} to whoever opens it, to watch\n"
+            f"viewers watch at {address(host, port)}/?token={viewers}\n"
             f"you type at {presenters}/?token={presenter}",
             file=sys.stderr, flush=True,
         )  # fmt: skip

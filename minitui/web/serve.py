@@ -1,8 +1,7 @@
-"""`minitui chat --web`: the application in a browser. Every tab is an application of its own, all on one engine.
+"""`minitui chat --web`: the application in a browser. Each tab has its own application; all use one engine.
 
-Each tab's application is `minitui chat --connect`, started by minitui/web/tabs.py. It may do whatever the user may, so
-that --web listens on the loopback only. With `--mirror` there is one application, which every tab watches
-(minitui/web/mirror_server.py).
+A tab's application is a process of `minitui chat --connect` (minitui/web/tabs.py). It has all rights of the user, so
+--web listens on the loopback only. With --mirror, all tabs watch one application (minitui/web/mirror_server.py).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from engine.errors import EngineError, not_installed
 
 @dataclass(frozen=True)
 class WebSettings:
-    """`connect`: servers elsewhere, none for an engine of our own. `options`: what applications are started with."""
+    """`connect`: the servers to use; without any, an engine is started. `options`: of the applications."""
 
     host: str = "127.0.0.1"
     port: int = 8001
@@ -31,7 +30,7 @@ class WebSettings:
 
 
 def run_web(settings: WebSettings, config: Any, label: str, log_file: Path) -> int:
-    """Serve the application until it is told to stop; returns the exit code. Raises EngineError."""
+    """Serve the application until a signal comes; returns the exit code. Raises EngineError."""
     try:
         from minitui.web.mirror_server import run_mirror
         from minitui.web.tabs import serve_tabs
@@ -43,12 +42,12 @@ def run_web(settings: WebSettings, config: Any, label: str, log_file: Path) -> i
     host, port = settings.host, settings.port
     if not settings.mirror and not is_loopback(host):
         raise EngineError(
-            f"--web-host {host} would let everybody on the network who sees the address use this engine, its chats and "
-            "its files: only with --mirror, where others can do no more than watch"
+            f"--web-host {host} would give others on the network access to this engine, its chats and its files: "
+            "use it with --mirror, where others can only watch"
         )
-    listening = listen(host, port)  # a port in use is said now, as a sentence
+    listening = listen(host, port)  # reports a port in use before the engine starts
     engine = None if settings.connect else OwnServer(config, label, log_file)
-    print("starting: the address follows when it answers", file=sys.stderr, flush=True)
+    print("starting; the address will be printed here", file=sys.stderr, flush=True)
     try:
         urls = settings.connect or ((engine.start(),) if engine else ())
         command = [sys.executable, "-m", "minitui", "chat", "--connect", ",".join(urls), *settings.options]
@@ -67,8 +66,10 @@ def run_web(settings: WebSettings, config: Any, label: str, log_file: Path) -> i
 
 
 class OwnServer:
-    """`minitui serve` in a thread, on a free port of the loopback. Its key, which other users of this machine do not
-    know, is in MINITUI_KEY for the applications that are started."""
+    """`minitui serve` in a thread, on a free port of the loopback.
+
+    A random key keeps other users of this machine out; the started applications get it in MINITUI_KEY.
+    """
 
     def __init__(self, config: Any, label: str, log_file: Path) -> None:
         self._config, self._label, self._log_file = config, label, log_file
@@ -78,7 +79,7 @@ class OwnServer:
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
 
     def start(self) -> str:
-        """Its address, once the model is loaded. Raises EngineError if it cannot be."""
+        """Start it; returns its address when the model is loaded. Raises EngineError."""
         self._thread.start()
         self._up.wait()
         if self._error is not None:
@@ -86,7 +87,7 @@ class OwnServer:
         return str(self._host.url)
 
     def stop(self) -> None:
-        """End it and its engine."""
+        """End the server and its engine."""
         if self._host is not None:
             self._host.stop()
             self._thread.join()

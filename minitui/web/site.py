@@ -1,14 +1,14 @@
-"""The page and the websocket of `minitui chat --web`, and who may open them.
+"""The page and the websocket of `minitui chat --web`, with their access checks.
 
-The page and its terminal are those of textual-serve. The printed address holds a token, as Jupyter's does: without it
-there is neither page nor socket. Whoever has a socket can type, read and write files as the user who started minitui,
-so that other pages are kept out in three ways:
+The page and its terminal come from textual-serve. As with Jupyter, the printed address contains a token, which the page
+and the socket require. A socket gives the rights of the user who started minitui, files included. Three checks
+therefore keep other pages out:
 
-    Host     must be a name of the printed address: a foreign name that DNS resolves to this machine is refused
-    Origin   of a socket must be the same address; a client that sends none is no page of ours
-    token    in the address of the page and of the socket; never in a cookie, which other ports of a host share
+    Host     must be a name of the printed address; this refuses foreign names that DNS resolves to this machine
+    Origin   of a socket must be the same address, and must be present
+    token    in the address of the page and of the socket; not in a cookie, because all ports of a host share cookies
 
-Ports are not compared with our own, because a tunnel (ssh -L) may have another one; Origin and Host must have the same.
+Origin and Host must have the same port. It may differ from our own, because of tunnels (ssh -L).
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from minitui.protocol import is_loopback
 from minitui.server.descriptors import most_connections
 from minitui.server.origins import authority, is_same_origin
 
-MAX_TYPED = 1 << 20  # bytes of one message of a browser: a paste
+MAX_TYPED = 1 << 20  # bytes of one message from a browser, such as a paste
 MAX_CONNECTIONS = 600  # below the usual limit of 1,024 open files
-HEAD_S = 10.0  # a request must have come by then
+HEAD_S = 10.0  # a request must arrive within this time
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HEADERS = {
-    "Referrer-Policy": "no-referrer",  # the address holds the token
+    "Referrer-Policy": "no-referrer",  # the address contains the token
     "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",
     "Cross-Origin-Resource-Policy": "same-origin",
     "X-Content-Type-Options": "nosniff",
 }
 
-# The font comes from here: the page works without the web, and tells nobody that it is open.
+# The font is served from here, so the page works offline and no other server learns of it.
 SCRIPT = """
 <style>@font-face { font-family: "Roboto Mono"; src: url(/static/fonts/RobotoMono-VariableFont_wght.ttf); }</style>
 <script>
@@ -58,7 +58,7 @@ SCRIPT = """
 
 
 def page(socket_path: str, more: str = "") -> str:
-    """textual-serve's page for the websocket at `socket_path`; `more` is added to its head."""
+    """Returns textual-serve's page for the websocket at `socket_path`; `more` is added to its head."""
     templates = Environment(loader=FileSystemLoader(_part("templates")), autoescape=True)
     text = templates.get_template("app_index.html").render(
         config={"static": {"url": "/static/"}}, application={"name": "minitui"}, font_size=16, app_websocket_url=""
@@ -72,7 +72,7 @@ def _part(name: str) -> Path:
 
 
 def is_served(name: str, host: str) -> bool:
-    """Is `name` one of the address that was printed for a server listening on `host`?"""
+    """Is `name` a valid name for a server that listens on `host`?"""
     wanted = host.strip("[]").lower().removesuffix(".")
     if name == wanted or (is_loopback(name) and is_loopback(wanted)):
         return True
@@ -82,21 +82,21 @@ def is_served(name: str, host: str) -> bool:
     if is_loopback(name) or name in (own, own.partition(".")[0], f"{own}.local"):
         return True
     with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(name))  # no name, so that no DNS can have been rebound
+        return bool(ipaddress.ip_address(name))  # an IP address cannot be the result of DNS rebinding
     return False
 
 
 class Site:
-    """GET /?token=TOKEN is the page, /ws/TOKEN its socket. Subclasses say in `attend` what a socket does."""
+    """Serves the page at /?token=TOKEN and its socket at /ws/TOKEN. Subclasses handle a socket in `attend`."""
 
-    head = ""  # added to the page's
-    most = 300  # sockets at once
+    head = ""  # added to the page's head
+    most = 300  # open sockets
 
     def __init__(self, host: str, tokens: Mapping[str, bool]) -> None:
-        """`host`: where it listens. `tokens`: those that open it; True if keys of its bearer are taken."""
+        """`host`: the address it listens on. `tokens`: token -> may its bearer type?"""
         self._host, self._tokens = host, tokens
-        self._sockets: dict[web.WebSocketResponse, bool] = {}  # True: it may type
-        self._busy: set[Any] = set()  # connections with a request under way
+        self._sockets: dict[web.WebSocketResponse, bool] = {}  # True: may type
+        self._busy: set[Any] = set()  # connections with a running request
         self.app = web.Application(middlewares=[self._around])
         self.app.on_response_prepare.append(_add_headers)
         self.app.add_routes(
@@ -117,7 +117,7 @@ class Site:
             hosts = request.headers.getall("Host", [])
             found = authority(hosts[0]) if len(hosts) == 1 else None
             if found is None:
-                raise web.HTTPBadRequest(text="the Host header is no address")
+                raise web.HTTPBadRequest(text="the Host header is not an address")
             if not is_served(found[0], self._host):
                 raise web.HTTPForbidden(text=f"the Host header says {found[0]}, which is not the printed address")
             return await handler(request)
@@ -125,7 +125,7 @@ class Site:
             self._busy.discard(request.protocol)
 
     def _may_type(self, token: str) -> bool:
-        """May the bearer of `token` type? Raises 403 if it is none of the tokens."""
+        """May the bearer of `token` type? Raises HTTPForbidden for an unknown token."""
         given = token.encode("utf-8", "replace")
         allowed = [may for known, may in self._tokens.items() if hmac.compare_digest(given, known.encode())]
         if not allowed:
@@ -140,10 +140,10 @@ class Site:
     async def _socket(self, request: web.Request) -> web.WebSocketResponse:
         origins = request.headers.getall("Origin", [])
         if len(origins) != 1 or not is_same_origin(origins[0], request.headers["Host"]):
-            raise web.HTTPForbidden(text="only the page of this very address may open its socket")
+            raise web.HTTPForbidden(text="only a page of this address may open the socket")
         may_type = self._may_type(request.match_info["token"])
-        if list(self._sockets.values()).count(may_type) >= self.most:  # those that watch keep nobody from typing
-            raise web.HTTPServiceUnavailable(text=f"{self.most} tabs are open already, and that is the limit")
+        if list(self._sockets.values()).count(may_type) >= self.most:  # viewers do not use up the presenter's places
+            raise web.HTTPServiceUnavailable(text=f"{self.most} tabs are open already, which is the limit")
         websocket = web.WebSocketResponse(heartbeat=15, compress=False, max_msg_size=MAX_TYPED)
         self._sockets[websocket] = may_type
         try:
@@ -154,15 +154,15 @@ class Site:
         return websocket
 
     async def close(self) -> None:
-        """Tell every browser that it is over."""
+        """Close all sockets."""
         closing = (asyncio.wait_for(websocket.close(), 0.5) for websocket in list(self._sockets))
         await asyncio.gather(*closing, return_exceptions=True)
 
     @contextlib.asynccontextmanager
     async def serving(self, listening: socket.socket) -> Any:
-        """Answer on this socket until the block ends."""
+        """Serve on this socket until the block ends."""
         quiet = logging.getLogger("minitui.web.serve")
-        quiet.propagate = False  # addresses hold tokens, and what strangers send does not belong on the terminal
+        quiet.propagate = False  # addresses contain tokens, and invalid requests must not reach the terminal
         quiet.addHandler(logging.NullHandler())
         runner = web.AppRunner(
             self.app, access_log=None, logger=quiet, keepalive_timeout=HEAD_S, shutdown_timeout=1.0
@@ -170,12 +170,12 @@ class Site:
         await runner.setup()
 
         def connect() -> asyncio.BaseProtocol:
-            """Connections that say nothing make room, the oldest first."""
+            """Accept a connection. At the limit, close the oldest ones without a running request."""
             assert runner.server is not None
             connections, most = runner.server.connections, most_connections(MAX_CONNECTIONS)
             if len(connections) >= most:
-                for silent in [one for one in connections if one not in self._busy][: max(1, most // 10)]:
-                    silent.force_close()
+                for idle in [one for one in connections if one not in self._busy][: max(1, most // 10)]:
+                    idle.force_close()
             return runner.server()
 
         server = await asyncio.get_running_loop().create_server(connect, sock=listening)
@@ -192,7 +192,7 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
 
 
 async def messages(websocket: web.WebSocketResponse) -> Any:
-    """What a browser says, as (kind, arguments); a ping is answered, and nonsense is passed over."""
+    """Yields a browser's messages as (kind, arguments). Pings are answered, invalid messages are ignored."""
     async for message in websocket:
         if message.type != WSMsgType.TEXT:
             continue
@@ -207,7 +207,7 @@ async def messages(websocket: web.WebSocketResponse) -> Any:
 
 
 def stopped() -> asyncio.Event:
-    """An event that SIGINT, SIGTERM and SIGHUP set from now on."""
+    """Returns an event that SIGINT, SIGTERM and SIGHUP set from now on."""
     event = asyncio.Event()
     for number in STOPS:
         asyncio.get_running_loop().add_signal_handler(number, event.set)

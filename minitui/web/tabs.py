@@ -1,4 +1,4 @@
-"""`minitui chat --web`: every tab is an application of its own, all on one engine."""
+"""`minitui chat --web`: each tab has its own application; all use one engine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from minitui.web.process import WebProcess
 from minitui.web.site import Site, messages, stopped
 
 MAX_TABS = 32  # each is a process of 100 MB
-COLUMNS, ROWS = (20, 1000), (5, 500)  # least and most
+COLUMNS, ROWS = (20, 1000), (5, 500)  # minimum and maximum
 
 
 class Tab(WebProcess):
-    """The application behind one socket. A slow browser slows down this application alone."""
+    """The application of one socket. A slow browser slows down this application only."""
 
     def __init__(self, command: list[str], size: tuple[int, int], websocket: web.WebSocketResponse) -> None:
         super().__init__(command, size)
@@ -30,7 +30,7 @@ class Tab(WebProcess):
             await self._websocket.send_bytes(data)
 
     async def work(self) -> None:
-        """Until the application ends, which closes the socket. What kept it from beginning is shown."""
+        """Run the application, then close the socket. If it does not start, the browser shows why."""
         try:
             await self.start()
             await self.run()
@@ -39,13 +39,13 @@ class Tab(WebProcess):
         await self._websocket.close()
 
     def resize(self, columns: int, rows: int) -> None:
-        """The window has another size."""
-        self._size = (columns, rows)  # for a process that has not been started yet
-        self.tell(type="resize", width=columns, height=rows)
+        """Set the size of the window."""
+        self._size = (columns, rows)  # used if the process has not started yet
+        self.send(type="resize", width=columns, height=rows)
 
 
 class TabSite(Site):
-    """Every socket gets a process of `command`."""
+    """Every socket gets its own process of `command`."""
 
     most = MAX_TABS
 
@@ -66,7 +66,7 @@ class TabSite(Site):
                     case ["resize", {"width": width, "height": height}] if size := _size([width, height]):
                         tab.resize(*size)
                     case ["focus" | "blur"]:
-                        tab.tell(type=kind)
+                        tab.send(type=kind)
         finally:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
@@ -74,7 +74,7 @@ class TabSite(Site):
 
 
 def _size(wanted: Sequence[Any]) -> tuple[int, int] | None:
-    """(columns, rows) within the limits; None if these are no numbers."""
+    """Returns (columns, rows) within the limits; None if they are not integers."""
     if any(type(number) is not int for number in wanted):
         return None
     columns, rows = (max(least, min(most, n)) for n, (least, most) in zip(wanted, (COLUMNS, ROWS), strict=True))
@@ -82,7 +82,7 @@ def _size(wanted: Sequence[Any]) -> tuple[int, int] | None:
 
 
 async def serve_tabs(host: str, listening: socket.socket, command: list[str], on_ready: Callable[[str], None]) -> int:
-    """Until a signal comes; returns the exit code. `on_ready` gets the token."""
+    """Serve until a signal comes; returns the exit code. `on_ready` gets the token."""
     stop = stopped()
     token = secrets.token_urlsafe(24)
     async with TabSite(host, token, command).serving(listening):

@@ -312,8 +312,8 @@ async def test_chat_says_that_its_recording_or_its_chats_were_not_kept_and_fails
         (("replay", "small-pool", "--export", "svg", "--step", "-5"), "has no step -5: it has 0 to 158"),
         (("replay", "small-pool", "--export", "svg", "--step", "9" * 20), "it has 0 to 158"),
         (("replay", "small-pool", "--export", "svg", "--theme", "pink"), "dark, light and projector"),
-        (("tail", "http://[::1"), "is no address of a server"),
-        (("tail", "http://a\udcffb:80"), "is no address of a server"),
+        (("tail", "http://[::1"), "is not a server"),
+        (("tail", "http://a\udcffb:80"), "is not a server"),
         (("chats", "--show", "\udcff"), "has an id that begins with '?'"),
     ],
 )

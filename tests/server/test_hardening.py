@@ -1,4 +1,4 @@
-"""What callers can do to the server, by mistake or on purpose, and what it does about it."""
+"""Faults and attacks: invalid requests, disconnects, slow readers, crashes of the engine."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Open:
 
 
 @pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "application/json; charset=utf-8"])
-def test_generate_takes_what_a_bare_curl_sends(server: Running, kind: str | None) -> None:
+def test_generate_accepts_a_bare_curl_request(server: Running, kind: str | None) -> None:
     prompt = b'"<|im_start|>user\\nWhat is the KV cache?<|im_end|>\\n<|im_start|>assistant\\n"'
     body = b'{"prompt": %s, "max_tokens": 6, "temperature": 0, "top_k": 5, "top_p": 0.9, "rep_penalty": 1.1}' % prompt
     whole = server.http.post("/generate", content=body, headers={"content-type": kind} if kind else {})
@@ -110,7 +110,7 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(server: Running) -> N
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_caller_who_leaves_frees_everything_before_the_next_step(server: Running, stream: bool) -> None:
+def test_a_disconnect_frees_everything_before_the_next_step(server: Running, stream: bool) -> None:
     server.wait_idle()
     running = Open(server, {**LONG, "stream": stream})
     server.wait_until(lambda: any(r["state"] == "running" for r in server.snapshot()["requests"].values()))
@@ -129,28 +129,28 @@ def test_a_caller_who_leaves_frees_everything_before_the_next_step(server: Runni
         server.post("/minitui/control", {"action": "resume"})
 
 
-def test_a_caller_who_leaves_while_others_are_served_is_gone_within_two_steps(
+def test_a_disconnected_request_ends_within_two_steps_while_others_run(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from minitui.server.generation import Reply
+    from minitui.server.answer import Answer
 
-    noticed: dict[int | None, int] = {}  # at which step the server saw that the caller had gone
+    noticed: dict[int | None, int] = {}  # the step at which the server noticed the disconnect
     ended: dict[int, int] = {}
-    close, observe = Reply.close, server.service.meters.observe
+    close, observe = Answer.close, server.service.metrics.observe
 
-    def watched_close(reply: Reply) -> None:
-        server.service.hub.pump()
-        for stream in reply.streams:
-            noticed.setdefault(stream.request_id, state.step if (state := server.service.hub.state) else -1)
-        close(reply)
+    def watched_close(answer: Answer) -> None:
+        server.service.broadcast.pump()
+        for stream in answer.streams:
+            noticed.setdefault(stream.request_id, state.step if (state := server.service.broadcast.state) else -1)
+        close(answer)
 
     def watched_observe(record: Any, state: Any) -> None:
         if record[2] == "finish":
             ended[record[3]] = state.step
         observe(record, state)
 
-    monkeypatch.setattr(Reply, "close", watched_close)
-    monkeypatch.setattr(server.service.meters, "observe", watched_observe)
+    monkeypatch.setattr(Answer, "close", watched_close)
+    monkeypatch.setattr(server.service.metrics, "observe", watched_observe)
     other = Open(server, {**LONG, "stream": False})
     for stream in (True, False, True, False):
         leaving = Open(server, {**LONG, "stream": stream})
@@ -172,7 +172,7 @@ def test_a_reply_has_a_time_limit(server: Running, monkeypatch: Any) -> None:
     server.wait_idle()
 
 
-def test_a_reader_who_stops_reading_is_given_up() -> None:
+def test_a_reader_that_stops_reading_is_dropped() -> None:
     from minitui.server.sse import EventStream
 
     ended: list[bool] = []
@@ -255,7 +255,7 @@ def test_pages_from_elsewhere_cannot_reach_the_engine(server: Running, headers: 
 # ---- the truth about the engine
 
 
-def test_an_unforeseen_error_tells_a_caller_nothing_of_the_inside(server: Running, monkeypatch: Any) -> None:
+def test_an_unexpected_error_reveals_no_internals_to_the_caller(server: Running, monkeypatch: Any) -> None:
     async def broken(*_: Any) -> None:
         raise RuntimeError("secret detail")
 
@@ -267,12 +267,12 @@ def test_an_unforeseen_error_tells_a_caller_nothing_of_the_inside(server: Runnin
     assert server.service.open == 0, "the place in the queue was lost"
 
 
-def test_a_dead_engine_is_told_and_started_again(server: Running) -> None:
+def test_a_dead_engine_is_reported_and_restarted(server: Running) -> None:
     from engine.process.client import EngineClient
 
     stream = Open(server, {**LONG, "stream": True})
     stream.read_until(b"content")
-    began = server.service.hub.began
+    began = server.service.broadcast.began
     slept = EngineClient.restart
 
     async def restart_when_asked(client: EngineClient) -> None:
@@ -295,7 +295,7 @@ def test_a_dead_engine_is_told_and_started_again(server: Running) -> None:
         EngineClient.restart = slept  # type: ignore[method-assign]
         go_on.set()
     server.wait_until(lambda: server.get("/ready").status_code == 200, 30)
-    assert server.service.hub.began == began + 1
+    assert server.service.broadcast.began == began + 1
     assert server.post(CHAT, {**ASK, "max_tokens": 2}).status_code == 200
     assert server.metric("minitui:engine_restarts_total") == 1
     stream.close()
@@ -313,7 +313,7 @@ def test_health_notices_an_engine_that_does_not_answer(server: Running) -> None:
     server.wait_until(lambda: server.get("/ready").status_code == 200, 30)
 
 
-def test_health_tells_a_long_step_and_gives_up_only_after_a_minute(server: Running, monkeypatch: Any) -> None:
+def test_health_reports_a_long_step_and_fails_only_after_a_minute(server: Running, monkeypatch: Any) -> None:
     def working(seconds: float) -> tuple[int, dict[str, Any]]:
         condition = Condition(task="step", task_s=seconds)
         monkeypatch.setattr(type(server.service.client), "condition", property(lambda _: condition))
@@ -384,13 +384,13 @@ def test_sigterm_ends_server_and_engine_within_five_seconds(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system notices lost networks otherwise")
-def test_a_caller_whose_network_vanished_is_noticed_in_time() -> None:
-    from minitui.server.command import VANISHED_S, listen
+def test_a_dead_peer_is_dropped_in_time() -> None:
+    from minitui.server.command import DEAD_PEER_S, listen
 
     with listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
         accepted, _ = listening.accept()
         with accepted:
-            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == VANISHED_S * 1000
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == DEAD_PEER_S * 1000
             assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
@@ -401,5 +401,5 @@ def test_a_port_that_is_taken_is_one_sentence() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(EngineError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use; choose ano"):
             listen("127.0.0.1", port)
-    with pytest.raises(EngineError, match=r"--host 'no\.such\.host\.invalid' is no address of this machine"):
+    with pytest.raises(EngineError, match=r"--host 'no\.such\.host\.invalid' is not an address of this machine"):
         listen("no.such.host.invalid", 0)

@@ -49,7 +49,7 @@ def run(server: Running, **chosen: Any) -> dict[str, Any]:
     return asyncio.run(measure(LoadOptions(url=server.url, ignore_eos=True, json=True, **chosen)))
 
 
-def test_arrivals_are_those_of_a_poisson_process() -> None:
+def test_arrivals_follow_a_poisson_process() -> None:
     plan = poisson(options(rate=50, requests=4000, seed=3), "m")
     gaps = [b.at - a.at for a, b in itertools.pairwise(plan)]
     assert statistics.mean(gaps) == pytest.approx(1 / 50, rel=0.1)
@@ -85,7 +85,7 @@ def test_a_trace_of_hashed_blocks_has_texts_that_are_shared_where_the_hashes_are
         replay(['{"timestamp": 0, "hash_ids": [1]}'], options(trace=Path("x")), "m")
 
 
-def test_figures_are_those_of_the_outcomes() -> None:
+def test_the_summary_matches_the_outcomes() -> None:
     outcomes = [Outcome(sent=i, first=0.1, total=0.1 + 0.02 * 10, output_tokens=11, prompt_tokens=10) for i in range(9)]
     outcomes.append(Outcome(sent=9.0, total=1.0, error="refused (429)"))
     figures = summarise(outcomes, Limits(ttft_ms=150, tpot_ms=19))
@@ -99,7 +99,7 @@ def test_figures_are_those_of_the_outcomes() -> None:
     assert spread([]) is None
 
 
-def test_a_run_against_a_server_tells_what_the_server_counts(server: Running) -> None:
+def test_a_run_reports_the_same_counts_as_the_server(server: Running) -> None:
     before = {name: server.metric(f"vllm:{name}_total") for name in ("prompt_tokens", "generation_tokens")}
     figures = run(server, requests=10, rate=50, shared_words=60, output_tokens=12)
     assert figures["answered"] == 10 and figures["output_tokens"] == 120 and figures["model"] == "tutor"
@@ -136,13 +136,13 @@ def test_overload_loses_no_request_without_a_sentence_and_bounds_the_wait(server
     figures = summarise(outcomes, Limits())
     assert figures["answered"] + figures["not_answered"].get("refused (429)", 0) == len(outcomes) == sent, figures
     missed = [outcome for outcome in outcomes if outcome.error]
-    assert missed and all("16 is the limit: try again later" in outcome.detail for outcome in missed)
+    assert missed and all("the limit is 16: try again later" in outcome.detail for outcome in missed)
     assert server.metric("minitui:requests_refused_total") == refused + len(missed)
     assert figures["output_tokens"] == 24 * figures["answered"] and figures["answered"] >= places
     assert most <= places
     server.wait_idle()
     server.call(service.client.call("check"))
-    # Whoever is taken waits for those before him, at most as many as there are places, however many were refused.
+    # An accepted request waits for at most as many others as there are places, however many were refused.
     bound = full["e2e_ms"]["max"]
     assert figures["e2e_ms"]["max"] < 3 * bound + 1000, f"{figures} though a full server takes {bound:.0f} ms"
     print({key: figures[key] for key in ("answered", "not_answered", "seconds", "ttft_ms", "tpot_ms", "e2e_ms")})

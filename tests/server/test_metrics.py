@@ -1,4 +1,4 @@
-"""/metrics: the names that dashboards made for vLLM ask for, and figures that are those of the requests."""
+"""/metrics: the names that vLLM's dashboards query, with values that match the requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.serving import Running
 
-# What vLLM's own Grafana dashboards query, without what belongs to hardware and features that are not here
+# The queries of vLLM's Grafana dashboards, without those for hardware and for features that minitui lacks
 # (transfers between machines, offloading, LoRA, mixture-of-experts balancing, block residency samples).
 DASHBOARDS = """
     vllm:cache_config_info vllm:engine_sleep_state vllm:num_requests_running vllm:num_requests_waiting
@@ -47,7 +47,7 @@ def figures(server: Running, *names: str) -> dict[str, float]:
     return {name: server.metric(f"vllm:{name}") for name in names}
 
 
-def test_figures_are_those_of_the_requests(server: Running) -> None:
+def test_the_values_match_the_requests(server: Running) -> None:
     server.wait_idle()
     names = (
         "prompt_tokens_total", "prompt_tokens_cached_total", "prompt_tokens_by_source_total", "request_success_total",
@@ -75,16 +75,17 @@ def test_figures_are_those_of_the_requests(server: Running) -> None:
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_those_who_wait_are_told_apart_by_what_they_wait_for(server: Running, held: bool) -> None:
-    from minitui.server.metrics import Meters
+def test_waiting_requests_are_counted_by_reason(server: Running, held: bool) -> None:
+    from minitui.server.metrics import Metrics
 
     state = server.state()
     state.gate, state.queue = ("closed" if held else "open"), [1, 2]
     state.requests = dict(itertools.zip_longest(state.queue, ()))
-    meters = Meters()
-    meters.read(state)
-    page = meters.page("m")
+    metrics = Metrics()
+    metrics.read(state)
+    page = metrics.page("m")
     assert f'reason="capacity"}} {0 if held else 2}\n' in page and f'reason="deferred"}} {2 if held else 0}\n' in page
     assert 'sleep_state="awake"} 1\n' in page
-    meters.read(None)
-    assert "sleep_state=" not in meters.page("m") and "reason=" not in meters.page("m").replace("finished_reason=", "")
+    metrics.read(None)
+    page = metrics.page("m")
+    assert "sleep_state=" not in page and "reason=" not in page.replace("finished_reason=", "")

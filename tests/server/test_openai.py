@@ -164,7 +164,7 @@ def test_a_demanded_call_is_made_and_its_result_can_be_sent_back(client: Any, ch
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_thinking_is_told_apart_from_the_answer(client: Any, stream: bool) -> None:
+def test_reasoning_is_separated_from_the_answer(client: Any, stream: bool) -> None:
     pattern = "<think>\n[a-z ]{3,20}\n</think>\n\n[A-Z][a-z]{2,9}\\."
     answer = ask(client, extra_body={"guided_regex": pattern}, max_tokens=120, stream=stream, temperature=1.0)
     if stream:
@@ -190,7 +190,7 @@ def test_texts_go_on_as_they_stand_whole_and_streamed(client: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_token_that_ends_a_text_is_no_part_of_its_logprobs(client: Any, stream: bool) -> None:
+def test_the_end_token_has_no_logprobs(client: Any, stream: bool) -> None:
     answer = client.completions.create(
         model="tutor", prompt=TEXT, max_tokens=300, temperature=0, logprobs=1, stream=stream
     )
@@ -298,5 +298,5 @@ def test_offsets_of_tokens_are_places_in_the_text_that_is_shown(skip: bool) -> N
     found += completion_logprobs(tokenizer, entries[3:], 0, offsets)["text_offset"]  # as in a stream
     text = tokenizer.decode(ids, skip_special_tokens=skip)
     expected = [text.index(character) for character, piece in pieces.items() for _ in piece]
-    expected[1 + len(smile)] = 2  # where the control token stands, or would
+    expected[1 + len(smile)] = 2  # the position of the control token
     assert found == [*expected, text.index("c")]

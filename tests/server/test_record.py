@@ -1,4 +1,4 @@
-"""What a server keeps of what its engine does, and which web pages may use it."""
+"""A server's recording, and the web pages that may use the server."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from minitui.server.broadcast import Hub
-from minitui.server.metrics import Meters
+from minitui.server.broadcast import Broadcast
+from minitui.server.metrics import Metrics
 from minitui.server.settings import Role, ServerSettings
 from minitui.trace.reader import TraceReader
 from tests.support.serving import serving
@@ -26,7 +26,7 @@ PAGE = "https://class.example"
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-def test_a_server_records_what_its_engine_does_without_texts_that_are_hidden(tmp_path: Path, hidden: bool) -> None:
+def test_a_server_records_its_engine_without_hidden_texts(tmp_path: Path, hidden: bool) -> None:
     trace = tmp_path / "server.trace"
     with serving(
         tmp_path, record=trace, hide_text=hidden, cors_origins=(PAGE,), keys={KEY: Role.CONTROL}
@@ -34,7 +34,7 @@ def test_a_server_records_what_its_engine_does_without_texts_that_are_hidden(tmp
         key = {"Authorization": f"Bearer {KEY}"}
         body = {"messages": [{"role": "user", "content": "What is paging?"}], "max_tokens": 40, "temperature": 0}
         assert server.post("/v1/chat/completions", body, headers=key).status_code == 200
-        # Pages: the one that is named, with what it needs to be told before it asks; no other.
+        # Only the named page is allowed, and its preflight request is answered.
         asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST",
                  "Access-Control-Request-Headers": "authorization"}  # fmt: skip
         document = server.get("/openapi.json", headers=key).json()
@@ -62,12 +62,12 @@ def test_a_server_records_what_its_engine_does_without_texts_that_are_hidden(tmp
 
 
 def test_every_page_is_let_in_only_with_a_key() -> None:
-    with pytest.raises(EngineError, match="which needs a key: set --api-key"):
+    with pytest.raises(EngineError, match="which requires a key: set --api-key"):
         ServerSettings(cors_origins=("*",))
     assert ServerSettings(cors_origins=("*",), keys={KEY: Role.CHAT}).cors_origins == ("*",)
 
 
-def test_a_trace_that_cannot_be_written_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_an_unwritable_trace_is_reported_before_the_model_is_loaded(tmp_path: Path) -> None:
     from engine.config import EngineConfig
     from minitui.server.service import Service
 
@@ -116,7 +116,7 @@ def test_sentences_of_errors_are_hidden_with_the_text() -> None:
         (1, 0.0, "refuse", "", SECRET), (2, 0.0, "finish", 1, f"error: {SECRET}", 0), (3, 0.0, "fail", 1, SECRET),
         (4, 0.0, "finish", 2, "stop", 5),
     ]  # fmt: skip
-    hidden, told = Hub(Meters(), mask_id=7).encode(records).decode(), Hub(Meters()).encode(records).decode()
+    hidden, told = (Broadcast(Metrics(), mask).encode(records).decode() for mask in (7, None))
     assert SECRET not in hidden and told.count(SECRET) == 3 and '"stop"' in hidden
 
 
@@ -138,7 +138,7 @@ def test_a_server_whose_recording_failed_ends_with_a_failure(
     monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
     monkeypatch.setattr(logging, "basicConfig", lambda **options: None)
     told = io.StringIO()
-    assert command.run_serve(EngineConfig(model="m"), ServerSettings(), None, tell=told) == code
+    assert command.run_serve(EngineConfig(model="m"), ServerSettings(), None, out=told) == code
     assert told.getvalue().partition("done\n")[2] == (
         f"minitui: the recording is not complete: {error}\n" if error else ""
     )

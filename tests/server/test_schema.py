@@ -14,7 +14,7 @@ from tests.support.serving import Running, serving
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed (extra 'dev')")
 
-# /minitui/records never ends, and /minitui/control may close the gate for everybody: other tests ask them.
+# Other tests cover these: /minitui/records never ends, and /minitui/control may close the gate for all tests.
 EXAMPLES = 4
 KEY = "a-key-of-the-tests"  # with one, every operation is also asked without it, and with a wrong one
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
@@ -50,7 +50,7 @@ def test_every_answer_is_a_documented_one(server: Running) -> None:
             try:
                 answers()
             except Unsatisfiable:
-                assert mode is modes[1], operation.label  # what takes nothing cannot be asked wrongly
+                assert mode is modes[1], operation.label  # an endpoint without parameters has no invalid requests
     assert tried > 60
     print(f"{tried} cases")
 

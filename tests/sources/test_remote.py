@@ -1,4 +1,4 @@
-"""The application's seam over the wire: what a RemoteSource tells is what the engine behind the server does."""
+"""RemoteSource shows exactly what the engine behind the server does."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def connected(server: Running, cache: Path, **options: Any) -> AsyncIterat
 
 
 async def follow(source: Any, state: State, seq: int) -> None:
-    """Fold what the source tells until the state stands at `seq`."""
+    """Apply the source's records until the state is at `seq`."""
     async with asyncio.timeout(10):
         while state.seq < seq:
             for record in source.drain_records():
@@ -69,7 +69,7 @@ async def test_an_answer_arrives_with_ids_text_and_metrics(server: Running, sour
     assert stream.metrics["output_tokens"] == 20 and stream.metrics["ttft_ms"] > 0
 
 
-async def test_records_fold_to_what_the_engine_says_it_is(server: Running, source: Any) -> None:
+async def test_the_records_give_the_same_state_as_the_engine(server: Running, source: Any) -> None:
     state = State.from_snapshot(await source.snapshot())
     streams = [source.submit(PROMPT[: 20 + i], greedy(30 + i), group=f"chat {i}") for i in range(6)]
     for stream in streams[:5]:
@@ -89,21 +89,21 @@ async def test_records_fold_to_what_the_engine_says_it_is(server: Running, sourc
 async def test_a_fault_in_following_the_records_is_logged_and_the_state_found_again(
     server: Running, source: Any, monkeypatch: Any, caplog: Any
 ) -> None:
-    hub, faults = server.service.hub, [ValueError("odd")]
-    observe = server.service.meters.observe
+    broadcast, faults = server.service.broadcast, [ValueError("odd")]
+    observe = server.service.metrics.observe
 
     def faulty(record: Any, state: Any) -> None:
         if faults:
             raise faults.pop()
         observe(record, state)
 
-    monkeypatch.setattr(server.service.meters, "observe", faulty)
+    monkeypatch.setattr(server.service.metrics, "observe", faulty)
     async for _ in source.submit(PROMPT, greedy(4)):
         pass
     async with asyncio.timeout(5):
-        while faults or hub.state is None or hub.state.seq != (await engine_snapshot(server))["seq"]:
+        while faults or broadcast.state is None or broadcast.state.seq != (await engine_snapshot(server))["seq"]:
             await asyncio.sleep(0.05)
-    assert "could not be followed" in caplog.text
+    assert "do not fit its state" in caplog.text
 
 
 async def test_a_cancelled_answer_ends_as_cancelled(server: Running, source: Any) -> None:
@@ -112,13 +112,13 @@ async def test_a_cancelled_answer_ends_as_cancelled(server: Running, source: Any
         stream.cancel()
     assert stream.finish_reason == "abort"
     hasty = source.submit(PROMPT, greedy(3000))
-    await asyncio.sleep(0)  # the request is on its way, and what cancels it may overtake it
+    await asyncio.sleep(0)  # the cancellation may overtake the request
     hasty.cancel()
     assert [delta.finish_reason async for delta in hasty][-1] == "abort"
     await asyncio.to_thread(server.wait_idle)
 
 
-async def test_refusals_are_told_by_name(source: Any) -> None:
+async def test_a_refusal_names_the_field(source: Any) -> None:
     with pytest.raises(InvalidRequest, match="context"):
         async for _ in source.submit([5] * 5000, greedy(5)):
             pass
@@ -161,11 +161,11 @@ async def test_a_lost_connection_is_made_again_and_the_gap_shows(server: Running
     seen = state.seq
 
     async def cut() -> None:
-        for watcher in list(server.service.hub.watchers):
+        for watcher in list(server.service.broadcast.watchers):
             watcher.close()
 
     await asyncio.to_thread(server.call, cut())
-    async for _ in source.submit(PROMPT, greedy(5)):  # which the stream that is gone does not tell
+    async for _ in source.submit(PROMPT, greedy(5)):  # while the record stream is closed
         pass
     news: list[Any] = []
     async with asyncio.timeout(10):
@@ -179,7 +179,7 @@ async def test_a_lost_connection_is_made_again_and_the_gap_shows(server: Running
     async for _ in source.submit(PROMPT, greedy(5)):
         pass
     told = await engine_snapshot(server)
-    await follow(source, state, told["seq"] + source._offset)
+    await follow(source, state, told["seq"] + source.records._offset)
     assert state.snapshot()["requests"] == told["requests"] and source.connection == ""
 
 
@@ -201,18 +201,18 @@ async def test_another_engine_behind_the_server_is_a_gap_too(server: Running, so
     async for _ in source.submit(PROMPT, greedy(5)):
         pass
     told = await engine_snapshot(server)
-    await follow(source, state, told["seq"] + source._offset)
+    await follow(source, state, told["seq"] + source.records._offset)
     assert {**state.snapshot(), "seq": 0, "nodes": 0} == {**told, "seq": 0, "nodes": 0}
 
 
-async def test_what_a_watcher_holds_is_let_go_when_he_leaves(server: Running, tmp_path: Path) -> None:
+async def test_the_gate_opens_when_the_watcher_that_closed_it_disconnects(server: Running, tmp_path: Path) -> None:
     from minitui.sources.http import open_client
 
     async with connected(server, tmp_path) as holder:
         await holder.control("pause")
         async with holder.http.stream("GET", "/minitui/records") as again:
             await anext(again.aiter_bytes())  # one of two streams of his ends: he is still there
-        async with open_client(server.url) as stranger:  # who does not watch takes nothing over
+        async with open_client(server.url) as stranger:  # a client that does not watch cannot own the gate
             await stranger.post("/minitui/control", json={"action": "step"})
         await asyncio.sleep(0.2)
         assert (await engine_snapshot(server))["gate"] == "closed"
@@ -239,7 +239,7 @@ async def test_several_watch_one_engine(server: Running, tmp_path: Path) -> None
 async def test_hidden_texts_leave_the_server_in_no_form(server: Running, tmp_path: Path, monkeypatch: Any) -> None:
     secret = server.service.tokenizer.encode("the secret word is xylophone " * 4)
     mask = server.service.tokenizer.encode(".")[0]
-    monkeypatch.setattr(server.service.hub, "mask_id", mask)
+    monkeypatch.setattr(server.service.broadcast, "mask_id", mask)
     async with connected(server, tmp_path) as source:
         state = State.from_snapshot(await source.snapshot())
         async for _ in source.submit(secret, greedy(40), group="other"):
@@ -256,7 +256,7 @@ async def test_hidden_texts_leave_the_server_in_no_form(server: Running, tmp_pat
             assert grown and all(set(ids) == {mask} for ids in grown)
 
 
-async def test_keys_decide_what_the_application_may_do(server: Running, tmp_path: Path, monkeypatch: Any) -> None:
+async def test_the_keys_role_decides_what_is_allowed(server: Running, tmp_path: Path, monkeypatch: Any) -> None:
     keys = {"watch-key-1": Role.WATCH, "chat-key-12": Role.CHAT}
     monkeypatch.setattr(server.service, "settings", ServerSettings(keys=keys))
     async with connected(server, tmp_path, key="watch-key-1") as watcher:
@@ -273,7 +273,7 @@ async def test_keys_decide_what_the_application_may_do(server: Running, tmp_path
             pass
 
 
-async def test_a_server_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+async def test_an_unreachable_server_gives_one_sentence(tmp_path: Path) -> None:
     from minitui.sources.remote import RemoteSource
 
     source = RemoteSource("http://127.0.0.1:9", cache=tmp_path)
@@ -288,7 +288,7 @@ async def test_a_server_that_is_not_there_is_one_sentence(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("event", ['{"ids": [1]}', "[]", "3", '{"request": 1}'])
-async def test_events_that_are_not_what_they_should_be_end_the_answer_with_a_sentence(event: str) -> None:
+async def test_an_invalid_event_ends_the_answer_with_a_sentence(event: str) -> None:
     import httpx
 
     from minitui.sources.remote import RemoteSource
@@ -296,11 +296,11 @@ async def test_events_that_are_not_what_they_should_be_end_the_answer_with_a_sen
     source = RemoteSource("http://m")
     transport = httpx.MockTransport(lambda request: httpx.Response(200, text=f"data: {event}\n\n"))
     async with httpx.AsyncClient(transport=transport, base_url="http://m") as source.http:
-        with pytest.raises(EngineError, match="answers as no minitui server"):
+        with pytest.raises(EngineError, match="does not answer like a minitui server"):
             await asyncio.wait_for(anext(aiter(source.submit([1], SamplingParams()))), 1)
 
 
-async def test_a_server_that_goes_for_good_is_a_death(tmp_path: Path) -> None:
+async def test_a_server_that_stays_away_counts_as_dead(tmp_path: Path) -> None:
     from minitui.sources.remote import RemoteSource
 
     async def hello(reader: Any, writer: Any) -> None:
@@ -315,11 +315,10 @@ async def test_a_server_that_goes_for_good_is_a_death(tmp_path: Path) -> None:
     source = RemoteSource(f"http://127.0.0.1:{port}", cache=tmp_path, give_up_s=0.5)
     deaths: list[str] = []
     source.on_death(deaths.append)
-    source._watching = asyncio.create_task(source._watch())
-    await source._hello.wait()
+    await source.watch()
     server.close()
     async with asyncio.timeout(10):
-        await source._watching
+        await source.records._following
     assert len(deaths) == 1 and "has not been reached" in deaths[0] and source.connection
     await source.close()
 

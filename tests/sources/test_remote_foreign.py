@@ -1,4 +1,4 @@
-"""Chats on servers of other makers, and what their Prometheus pages tell of them."""
+"""Chats on servers of other makers, and the values of their Prometheus pages."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ sglang:time_to_first_token_seconds_count{model_name="meta-llama/Llama-3.1-8B-Ins
 
 
 def unknown(vitals: Any) -> list[str]:
-    """Names of what a server does not tell."""
+    """Returns the names of the unknown values."""
     return [name for name, value in vars(vitals).items() if value is None]
 
 
@@ -83,30 +83,30 @@ def test_ranks_and_priorities_of_one_engine_are_counted_once() -> None:
     assert read_page("\n".join([*ranks, running(0, 0, "-1", 9), running(0, 0, "0", 5)])).running == 14 + 15
 
 
-def test_what_a_server_does_not_tell_is_unknown_and_not_zero() -> None:
-    from minitui.sources.server_metrics import Vitals, read_page
+def test_a_missing_value_is_unknown_and_not_zero() -> None:
+    from minitui.sources.server_metrics import ServerMetrics, read_page
 
     running = "vllm:num_requests_running"
     for page in ("", "nonsense", f"{running} NaN", f"{running} +Inf", f"{running}{{}} x", "{} 5"):
         assert len(unknown(read_page(page))) == 8
-    assert "running unknown" in Vitals().describe() and "0" not in Vitals().describe()
+    assert "running unknown" in ServerMetrics().describe() and "0" not in ServerMetrics().describe()
     assert "running 12  waiting 2  KV in use 38%  prefix hits 75%" in read_page(VLLM).describe()
 
 
 @pytest.mark.parametrize(
     ("status", "page", "said"),
-    [(404, "", "its /metrics answers 404"), (200, "python_info 1", "no name that is known"), (200, VLLM, "")],
+    [(404, "", "its /metrics answers 404"), (200, "python_info 1", "no name that minitui knows"), (200, VLLM, "")],
 )
-async def test_a_server_whose_page_tells_nothing_is_said_to(status: int, page: str, said: str) -> None:
+async def test_a_page_without_known_values_is_reported(status: int, page: str, said: str) -> None:
     import httpx
 
-    from minitui.sources.server_metrics import Pulse
+    from minitui.sources.server_metrics import MetricsPoller
 
     answer = httpx.MockTransport(lambda request: httpx.Response(status, text=page))
     async with httpx.AsyncClient(transport=answer, base_url="http://m") as http:
-        pulse = Pulse(http)
-        await pulse.ask()
-    assert (said in pulse.mute) and bool(pulse.mute) == bool(said) and not pulse.trouble
+        poller = MetricsPoller(http)
+        await poller.ask()
+    assert (said in poller.no_metrics) and bool(poller.no_metrics) == bool(said) and not poller.trouble
 
 
 def test_ids_of_texts_keep_a_conversation() -> None:
@@ -128,9 +128,9 @@ def test_ids_of_texts_keep_a_conversation() -> None:
 
 async def two_turns(url: str, model: str = "") -> tuple[Any, Any]:
     """A chat of two turns on a server."""
-    from minitui.sources.openai import ForeignSource
+    from minitui.sources.openai import OpenAISource
 
-    source = ForeignSource(url, model=model)
+    source = OpenAISource(url, model=model)
     await source.start(lambda progress: None)
     chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=30))
     chats.use(source.codec)
@@ -147,9 +147,9 @@ async def test_a_chat_through_the_openai_endpoints_of_our_own_server(server: Run
     source, chat = await two_turns(server.url)
     assert "key" in chat.messages[1].text and chat.messages[3].metrics["prompt_tokens"] > 20
     async with asyncio.timeout(10):
-        while not source.vitals.hit_rate or source.vitals.running != 0:  # the page may still be that of before
+        while not source.metrics.hit_rate or source.metrics.running != 0:  # the page may still be that of before
             await asyncio.sleep(0.1)
-    assert source.vitals.cache_use == 0
+    assert source.metrics.cache_use == 0
     prompt = source.codec.apply_chat_template([{"role": "user", "content": "x"}])
     long = source.submit(prompt, SamplingParams(max_tokens=3000))
     async for _ in long:
@@ -163,12 +163,12 @@ async def test_a_chat_through_the_openai_endpoints_of_our_own_server(server: Run
     await source.close()
 
 
-async def test_a_chat_on_such_a_server_is_kept_and_goes_on_another_day(tmp_path: Path) -> None:
-    from minitui.sources.openai import ForeignSource
+async def test_a_chat_on_such_a_server_is_stored_and_can_continue_later(tmp_path: Path) -> None:
+    from minitui.sources.openai import OpenAISource
 
     fake = await FakeServer().start()
     for question in ("first?", "second?"):
-        source, store = ForeignSource(fake.url), Store(tmp_path / "chats.sqlite")
+        source, store = OpenAISource(fake.url), Store(tmp_path / "chats.sqlite")
         await source.start(lambda progress: None)
         chats = Chats(source, store)
         chats.use(source.codec)
@@ -187,18 +187,18 @@ async def test_a_chat_on_such_a_server_is_kept_and_goes_on_another_day(tmp_path:
     ("pieces", "text", "error"),
     [
         (("half \ud83d", " of it"), "half ? of it", ""),
-        (("odd ", ["parts"]), "odd ", "no OpenAI-compatible server does"),
+        (("odd ", ["parts"]), "odd ", "not answer like an OpenAI"),
     ],
     ids=["half a surrogate pair", "content that is no text"],
 )
 async def test_whatever_a_server_sends_the_answer_ends_and_is_kept(
     tmp_path: Path, pieces: tuple[Any, ...], text: str, error: str
 ) -> None:
-    from minitui.sources.openai import ForeignSource
+    from minitui.sources.openai import OpenAISource
 
     fake = await FakeServer().start()
     fake.pieces = pieces
-    source, store = ForeignSource(fake.url), Store(tmp_path / "chats.sqlite")
+    source, store = OpenAISource(fake.url), Store(tmp_path / "chats.sqlite")
     await source.start(lambda progress: None)
     chats = Chats(source, store)
     chats.use(source.codec)
@@ -213,11 +213,11 @@ async def test_whatever_a_server_sends_the_answer_ends_and_is_kept(
     await fake.kill()
 
 
-async def test_a_wrong_model_and_a_server_that_is_not_there_are_sentences(server: Running) -> None:
-    from minitui.sources.openai import ForeignSource
+async def test_a_wrong_model_and_an_unreachable_server_give_sentences(server: Running) -> None:
+    from minitui.sources.openai import OpenAISource
 
     for url, model, said in [(server.url, "gpt-9", "has no model"), ("http://127.0.0.1:9", "", "cannot be reached")]:
-        source = ForeignSource(url, model=model)
+        source = OpenAISource(url, model=model)
         with pytest.raises(EngineError, match=said):
             await source.start(lambda progress: None)
         with pytest.raises(EngineDead):
@@ -225,12 +225,12 @@ async def test_a_wrong_model_and_a_server_that_is_not_there_are_sentences(server
         await source.close()
 
 
-async def test_the_application_chats_and_tells_the_vitals_in_a_line(server: Running) -> None:
+async def test_the_application_chats_and_shows_the_metrics_in_a_line(server: Running) -> None:
     from minitui.settings import Settings
-    from minitui.sources.openai import ForeignSource
+    from minitui.sources.openai import OpenAISource
     from minitui.tui.openai_app import ForeignApp
 
-    source = ForeignSource(server.url)
+    source = OpenAISource(server.url)
     chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=30))
     app = ForeignApp(source, chats, Settings(), system="Answer briefly.", known_questions=[], speaker="model")
     async with app.run_test(size=(120, 36)) as pilot:
@@ -285,7 +285,7 @@ async def test_a_chat_on_transformers_own_server(tmp_path: Path) -> None:
             await asyncio.sleep(0.3)
         source, chat = await two_turns(f"http://127.0.0.1:{port}", model=str(model_dir()))
         assert "key" in chat.messages[1].text and len(chat.messages[3].text) > 5
-        assert source.vitals.running is None, "what this server does not tell was made up"
+        assert source.metrics.running is None, "what this server does not tell was made up"
         load = LoadOptions(
             url=source.url, model=str(model_dir()), chat=True, requests=3, output_tokens=8, prompt_words=5, json=True
         )

@@ -1,4 +1,4 @@
-"""Servers that send too much, too slowly, or what contradicts itself: each ends in a sentence, and nothing is kept."""
+"""Servers that send too much, too slowly, or contradictory data: each gives a sentence, and nothing is stored."""
 
 from __future__ import annotations
 
@@ -92,30 +92,30 @@ def whole(body: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (once(compressed(100 << 20)), "compresses its answer"),
+        (once(compressed(100 << 20)), "compressed its answer"),
         (endless(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", chunk(bytes(1 << 16))), "more than 8 MiB"),
         (once(HEAD + b"Content-Length: 99999999999\r\n\r\n" + bytes(9 << 20)), "more than 8 MiB"),
         (endless(HEAD + b"X-Long: ", b"x" * 65536), "was lost|cannot be reached"),
         (endless(HEAD, b"X-Many: x\r\n" * 1000), "was lost|cannot be reached"),
         (endless(HEAD, b"X: y\r\n", every=0.02), "no complete head within 0.5 s"),
         (endless(b"", b"HTTP/1.1 103 Early Hints\r\n\r\n", every=0.001), "no complete head within 0.5 s"),
-        (once(whole(DEEP)), "no JSON"),
+        (once(whole(DEEP)), "not JSON"),
         (once(whole(WIDE)), "of 2,000,005 parts"),
-        (once(whole(b'{"data": 3}')), "odd"),
+        (once(whole(b'{"data": 3}')), "another shape"),
     ],
     ids=["gzip", "body", "announced length", "line", "head", "slow head", "hints", "deep", "wide", "odd"],
 )
 async def test_a_body_or_head_beyond_its_bounds_is_a_sentence(
     script: Script, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from minitui.sources.openai import ForeignSource
+    from minitui.sources.openai import OpenAISource
 
     if "no complete head" in said:
         monkeypatch.setattr("minitui.sources.http.SILENCE_S", 0.5)
         monkeypatch.setattr("minitui.sources.http.CONNECT_S", 0.5)
     monkeypatch.setattr("minitui.sources.http.MAX_VALUES", 1_000_000)
     async with hostile(get=script) as url:
-        source = ForeignSource(url)
+        source = OpenAISource(url)
         tracemalloc.start()
         try:
             with pytest.raises(EngineError, match=said):
@@ -148,19 +148,19 @@ CONTENT = b'data: {"choices": [{"delta": {"content": "%s"}}]}\n\n'
         (CONTENT % b"a" * 1000, "characters in 2,001 pieces"),
         (CONTENT % (b"a" * 30_000), "characters in 34 pieces"),
         (b'data: {"error": {"message": "%s"}}\n\n' % (b"no" * 100_000), "^(no){1000}$"),
-        (b'data: {"choices": 7}\n\n', "no OpenAI-compatible server"),
+        (b'data: {"choices": 7}\n\n', "not answer like an OpenAI"),
     ],
     ids=["data", "line", "event", "pieces", "characters", "long error", "odd"],
 )
 async def test_an_answer_beyond_its_bounds_ends_with_a_sentence(
     piece: bytes, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from minitui.sources.openai import ForeignSource
+    from minitui.sources.openai import OpenAISource
 
     monkeypatch.setattr("minitui.sources.http.MAX_PIECES", 2_000)
     monkeypatch.setattr("minitui.sources.http.MAX_CHARACTERS", 1_000_000)
     async with hostile(post=endless(OK, chunk(piece))) as url:
-        source = ForeignSource(url)
+        source = OpenAISource(url)
         await source.start(lambda progress: None)
         stream = source.submit(source.codec.apply_chat_template([{"role": "user", "content": "Q"}]), SamplingParams())
         with pytest.raises(EngineError, match=said):
@@ -185,14 +185,14 @@ async def test_comments_alone_are_no_answer() -> None:
 
 
 async def test_a_flood_leaves_the_loop_its_turns_and_can_be_left() -> None:
-    from minitui.sources.openai import ForeignSource
+    from minitui.sources.openai import OpenAISource
 
     async with hostile(post=endless(OK, chunk(CONTENT % b"a" * 1000))) as url:
-        source = ForeignSource(url)
+        source = OpenAISource(url)
         await source.start(lambda progress: None)
         stream = source.submit(source.codec.apply_chat_template([{"role": "user", "content": "Q"}]), SamplingParams())
         await stream.started()
-        for _ in range(50):  # what the application does meanwhile
+        for _ in range(50):  # the application must stay responsive meanwhile
             await asyncio.wait_for(asyncio.sleep(0.001), 5)
         stream.cancel()
         await asyncio.wait_for(source.close(), 5)
@@ -299,14 +299,14 @@ async def test_records_that_contradict_the_state_end_the_watching_with_a_sentenc
     source.on_death(deaths.append)
     await feed.sync()
     feed.pump()
-    seq = source._watch_state.state.seq + 1 - source._offset
+    seq = source.records._watch.state.seq + 1 - source.records._offset
     try:
-        source._take("", json.loads(json.dumps([[seq, 1e6, kind, *fields]])))
+        source.records._take("", json.loads(json.dumps([[seq, 1e6, kind, *fields]])))
     except Refused as error:  # as its reader does
-        source._refuse(error)
+        source.records._refuse(error)
     feed.pump()
     assert len(deaths) == 1 and said in deaths[0] and source.url in deaths[0] and source.connection == deaths[0]
-    assert not source.backlog and source.drain_records() == []
+    assert not source.records.backlog and source.drain_records() == []
 
 
 async def test_a_snapshot_of_an_absurd_pool_is_refused_before_memory_is_taken(
@@ -318,7 +318,7 @@ async def test_a_snapshot_of_an_absurd_pool_is_refused_before_memory_is_taken(
     async def ask(*_: Any, **__: Any) -> Any:
         return answer
 
-    monkeypatch.setattr(source, "_ask", ask)
+    monkeypatch.setattr(source.http, "get", ask)
     with pytest.raises(EngineError, match=r"num_blocks.*out of range|pool has"):
         await source.snapshot()
     assert "cannot be shown" in source.error

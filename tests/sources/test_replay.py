@@ -57,7 +57,7 @@ class Player:
 
 
 def essence(state: State) -> dict[str, object]:
-    """The state without its numbering, which a replay counts anew, and without what the viewer controls."""
+    """The state without record numbers, gate and pace, which differ in a replay."""
     snapshot = timeless(state.snapshot())
     for name in ("seq", "gate", "pace"):
         del snapshot[name]
@@ -101,7 +101,7 @@ async def test_slower_than_the_engine_is_slow_motion_and_says_so() -> None:
                 await player.source.control(verb, factor=factor)
 
 
-async def test_paused_it_stands_and_steps_one_by_one() -> None:
+async def test_a_paused_replay_stops_and_steps_one_by_one() -> None:
     player = await Player(speed=1.0).start()
     await player.run(0.3)
     await player.source.control("pause")
@@ -158,7 +158,7 @@ async def test_seeking_shows_exactly_that_step_and_its_history(order: tuple[int,
     assert player.state.step > order[-1]
 
 
-async def test_a_reader_who_is_not_told_of_a_jump_notices_it() -> None:
+async def test_a_reader_notices_a_jump_by_itself() -> None:
     player = await Player().start()
     await player.run(0.4)
     await player.source.control("pause")
@@ -170,7 +170,7 @@ async def test_a_reader_who_is_not_told_of_a_jump_notices_it() -> None:
     assert player.view.dropped
 
 
-async def test_rates_are_those_of_the_engine_at_any_speed() -> None:
+async def test_rates_match_the_engine_at_any_speed() -> None:
     rates = []
     for speed in (1.0, 5.0):
         player = await Player(speed=speed).start()
@@ -215,7 +215,7 @@ async def test_a_trace_without_its_end_plays_as_far_as_it_goes(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("speed", [0.02, 1.0])
-async def test_after_a_seek_in_slow_motion_or_paused_speeds_are_those_of_the_engine(speed: float) -> None:
+async def test_after_a_seek_in_slow_motion_or_paused_rates_match_the_engine(speed: float) -> None:
     player = await Player(speed=1.0).start()
     await player.run(player.source.trace.seconds + 1)
     expected = {lane.id: lane.tok_s for lane in player.view.lanes.ended if lane.tok_s}

@@ -1,4 +1,4 @@
-"""Several servers behind the chats: who answers, what becomes of those that die, and the table of them."""
+"""Several servers behind the chats: routing, failures, and the table of replicas."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PREFIXES = [f"You are assistant {i}." for i in range(2000)]
 # ---- the rule
 
 
-def test_the_same_prefix_goes_to_the_same_replica_whoever_asks() -> None:
+def test_the_same_prefix_always_goes_to_the_same_replica() -> None:
     for prefix in PREFIXES[:50]:
         assert rank(prefix, NAMES) == rank(prefix, reversed(NAMES)) and sorted(rank(prefix, NAMES)) == NAMES
         assert order(prefix, dict.fromkeys(NAMES, 0)) == rank(prefix, NAMES)
@@ -40,7 +40,7 @@ def test_the_same_prefix_goes_to_the_same_replica_whoever_asks() -> None:
     assert all(400 < share[name] < 600 for name in NAMES), share
 
 
-def test_a_replica_that_goes_moves_its_own_share_only_and_each_to_its_second() -> None:
+def test_losing_a_replica_moves_only_its_own_chats_each_to_its_second() -> None:
     left = [name for name in NAMES if name != "http://b:1"]
     moved = Counter()
     for prefix in PREFIXES:
@@ -53,7 +53,7 @@ def test_a_replica_that_goes_moves_its_own_share_only_and_each_to_its_second() -
     assert len(moved) == 3, "all of its share went to one of the others"
 
 
-def test_who_is_full_is_passed_over_and_somebody_always_has_room() -> None:
+def test_a_full_replica_is_skipped_and_at_least_one_has_room() -> None:
     first, second, third, fourth = rank("x", NAMES)
     assert order("x", {first: FEW - 1, second: 0, third: 0, fourth: 0})[0] == first, "a few cost nothing"
     assert order("x", {first: FEW, second: 0, third: 0, fourth: 0}) == [second, third, fourth, first]
@@ -82,14 +82,15 @@ def test_a_chat_stays_where_its_last_answer_was_written_unless_that_is_full_or_g
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minitui.sources.server_metrics.POLL_S", 0.1)
-    for module in ("pulse", "replicas"):
-        monkeypatch.setattr(f"minitui.{module}.BACKOFF_S", (0.05, 0.1))
+    for module in ("server_metrics", "replica"):
+        monkeypatch.setattr(f"minitui.sources.{module}.BACKOFF_S", (0.05, 0.1))
 
 
 @contextlib.asynccontextmanager
 async def replicated(*servers: FakeServer, model: str = "") -> AsyncIterator[tuple[Any, Chats]]:
     """A source over these servers, and chats that are asked on it."""
-    from minitui.sources.replicas import ReplicaSource, opening_of
+    from minitui.sources.replicas import ReplicaSource
+    from minitui.sources.routing import opening_of
 
     source = ReplicaSource([server.url for server in servers], model=model, exact=False)
     await source.start(lambda progress: None)
@@ -122,7 +123,7 @@ async def until(true: Any, seconds: float = 20.0) -> None:
 
 
 def home(source: Any, chat: Any, servers: tuple[FakeServer, ...]) -> tuple[Any, FakeServer, Any]:
-    """The replica that a chat goes to now, its server, and the other replica."""
+    """Returns the replica that a chat would use now, its server, and the other replica."""
     replica = source.place(chat.id)
     other = next(r for r in source.replicas if r is not replica)
     return replica, next(s for s in servers if s.url == replica.url), other
@@ -148,18 +149,18 @@ async def test_a_dead_replica_is_passed_over_and_comes_back() -> None:
     async with replicated(*servers) as (source, chats):
         chat = chats.new("S")
         replica, server, other = home(source, chat, servers)
-        await server.kill()  # nobody has noticed yet
+        await server.kill()  # the poller has not noticed yet
         message = await ask(chats, chat)
         assert message.state == "done" and message.metrics["replica"]["number"] == other.number
         assert replica.trouble and source.place(chats.new("S").id) is other
-        assert replica.vitals.running is None and replica.again_in < 1
+        assert replica.metrics.running is None and replica.retry_in < 1
         await server.start()
-        await until(lambda: not source.reason_against(replica) and replica.vitals.running is not None)
+        await until(lambda: not source.reason_against(replica) and replica.metrics.running is not None)
         assert source.place(chats.new("S").id) in (replica, other)
         assert source.place(chat.id) is other, "the chat left the cache that holds it"
 
 
-async def test_a_replica_that_falls_silent_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_replica_delays_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minitui.sources.server_metrics.PATIENCE_S", 0.3)
     servers = await two()
     async with replicated(*servers) as (source, chats):
@@ -174,7 +175,7 @@ async def test_a_replica_that_falls_silent_holds_nobody_up(monkeypatch: pytest.M
         await until(lambda: not source.reason_against(replica))
 
 
-async def test_an_answer_that_has_begun_ends_with_a_sentence_and_the_next_goes_elsewhere() -> None:
+async def test_a_begun_answer_ends_with_a_sentence_and_the_next_goes_elsewhere() -> None:
     servers = await two()
     async with replicated(*servers) as (source, chats):
         chat = chats.new("S")
@@ -186,7 +187,7 @@ async def test_an_answer_that_has_begun_ends_with_a_sentence_and_the_next_goes_e
         assert (await ask(chats, chat)).metrics["replica"]["number"] == other.number
 
 
-async def test_a_request_that_ends_whoever_takes_it_does_not_end_everybody() -> None:
+async def test_a_request_that_crashes_replicas_is_not_passed_to_all_of_them() -> None:
     servers = tuple([await FakeServer().start() for _ in range(4)])
     for server in servers:
         server.dies_after = 0
@@ -208,7 +209,7 @@ async def test_a_replica_that_takes_no_more_is_passed_over_and_refusals_of_the_r
         assert message.state == "error" and "status 400" in message.error and len(server.asked) == 2
 
 
-async def test_a_pinned_chat_goes_nowhere_else() -> None:
+async def test_a_pinned_chat_uses_no_other_replica() -> None:
     servers = await two()
     async with replicated(*servers) as (source, chats):
         chat = chats.new("S")
@@ -227,7 +228,7 @@ async def test_a_pinned_chat_goes_nowhere_else() -> None:
                 source.find(text)
 
 
-async def test_load_is_what_is_told_and_what_was_sent_since() -> None:
+async def test_load_is_the_polled_value_plus_requests_sent_since() -> None:
     servers = await two(VLLM, SGLANG)
     async with replicated(*servers) as (source, chats):
         vllm, sglang = source.replicas
@@ -243,11 +244,11 @@ async def test_load_is_what_is_told_and_what_was_sent_since() -> None:
         assert not vllm.streams
 
 
-async def test_another_model_is_said_and_not_asked() -> None:
+async def test_a_replica_with_another_model_is_reported_and_not_used() -> None:
     servers = (await FakeServer(("big",)).start(), await FakeServer(("small",)).start())
     third = await FakeServer(("small", "big")).start()
     async with replicated(*servers, third) as (source, chats):
-        assert source.info["model"] == "big" and "a chat needs one model" in source.reason_against(source.replicas[1])
+        assert source.info["model"] == "big" and "the chats here use big" in source.reason_against(source.replicas[1])
         for number in range(8):
             await ask(chats, chats.new(f"system {number}"))
         assert not servers[1].asked and len(servers[0].asked) + len(third.asked) == 8
@@ -274,7 +275,7 @@ async def test_the_model_is_that_of_the_first_replica_however_late_it_answers() 
 
 
 async def test_a_replica_that_does_not_answer_at_the_start_counts_as_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minitui.sources.replicas.PATIENCE_S", 0.5)
+    monkeypatch.setattr("minitui.sources.replica.PATIENCE_S", 0.5)
     silent, answering = await FakeServer(("big",)).start(), await FakeServer(("small",)).start()
     silent.silent.set()
     async with replicated(silent, answering) as (source, _):
@@ -283,7 +284,7 @@ async def test_a_replica_that_does_not_answer_at_the_start_counts_as_away(monkey
         await until(lambda: "it serves big" in source.reason_against(source.replicas[0]))
 
 
-async def test_nobody_there_is_a_sentence_with_every_reason() -> None:
+async def test_without_a_usable_replica_the_sentence_has_every_reason() -> None:
     from minitui.sources.replicas import ReplicaSource
 
     servers = await two()
@@ -303,7 +304,7 @@ async def test_nobody_there_is_a_sentence_with_every_reason() -> None:
 
 
 async def test_cancelling_ends_the_answer_and_moves_nowhere() -> None:
-    from minitui.sources.replicas import Opening
+    from minitui.sources.routing import Opening
 
     servers = await two()
     async with replicated(*servers) as (source, _):
@@ -334,7 +335,7 @@ async def test_messages_go_to_servers_of_every_make_and_ours_can_be_watched_besi
         source.pins[chat.id] = replica.url
         message = await ask(chats, chat, "What is prefill?")
         assert message.state == "done" and message.metrics["replica"]["url"] == replica.url, message.error
-    with pytest.raises(EngineError, match="does not tell"):
+    with pytest.raises(EngineError, match="does not publish"):
         await source.watch(source.replicas[0])
     await source.watch(ours)
     assert (await source.snapshot())["num_blocks"] == server.snapshot()["num_blocks"]
@@ -346,7 +347,7 @@ async def test_messages_go_to_servers_of_every_make_and_ours_can_be_watched_besi
 
 
 class Door:
-    """Another address of a server; it can be shut, with everybody who is in it."""
+    """A proxy for a server; it can be closed, with all its connections."""
 
     def __init__(self, url: str) -> None:
         self._to = int(url.rsplit(":", 1)[1])
@@ -421,7 +422,7 @@ async def test_the_application_shows_its_replicas_and_survives_one(server: Runni
 
         # The panels have followed the chat; they are held to another, and follow again.
         await shown(lambda: source.shown is source.replicas[1] and app.feed.live)
-        assert source.replicas[0].telemetry is not None and source.replicas[0].telemetry._watching is None
+        assert source.replicas[0].telemetry is not None and source.replicas[0].telemetry.records.following is False
         await pilot.press("up", "enter")
         await shown(lambda: source.shown is source.replicas[0] and app.feed.live and not app._turning.locked())
         await app._check_replicas()
@@ -454,7 +455,7 @@ async def test_the_application_shows_its_replicas_and_survives_one(server: Runni
         door.shut()
 
 
-async def test_servers_that_tell_nothing_have_dashes_and_no_panels() -> None:
+async def test_servers_without_metrics_have_dashes_and_no_panels() -> None:
     from minitui.sources.replicas import ReplicaSource
     from minitui.tui.replica_app import BlindReplicaApp
     from minitui.tui.widgets.replicas import Replicas
@@ -463,7 +464,7 @@ async def test_servers_that_tell_nothing_have_dashes_and_no_panels() -> None:
     source = ReplicaSource([server.url for server in servers], exact=False)
     app = BlindReplicaApp(source, Chats(source), Settings(), system="S", speaker="model", load_codec=None)
     async with app.run_test(size=(120, 36)) as pilot:
-        await until(lambda: source.replicas[1].vitals.running is not None)
+        await until(lambda: source.replicas[1].metrics.running is not None)
         app.action_do("replicas")
         await until(lambda: any("75%" in panel.text for panel in app.screen.query(Replicas)))
         assert all(server.visits["/v1/models"] == 1 for server in servers), "it was started twice"
@@ -480,7 +481,7 @@ async def test_servers_that_tell_nothing_have_dashes_and_no_panels() -> None:
         await until(lambda: "1 http" in vitals() or "2 http" in vitals())
         beside = vitals()
         assert ("75 %" in beside) == ("2 http" in beside) and ("unknown" in beside) == ("1 http" in beside), beside
-        with pytest.raises(EngineError, match="does not tell"):
+        with pytest.raises(EngineError, match="does not publish"):
             await source.watch(source.replicas[0])
     for server in servers:
         await server.kill()
@@ -502,7 +503,7 @@ async def test_a_server_that_answers_before_the_model_is_known_is_up() -> None:
             rows = [line.split() for line in text.splitlines() if "127.0.0.1" in line]
             return [next((word for word in row if word in ("up", "asked", "down", "other")), "") for row in rows[:2]]
 
-        await until(lambda: source.replicas[1].vitals.running is not None)
+        await until(lambda: source.replicas[1].metrics.running is not None)
         app.action_do("replicas")
         await until(lambda: states() == ["asked", "up"])
         servers[0].silent.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from engine.core.engine import Engine
@@ -19,6 +20,7 @@ from engine.params import SamplingParams
 from engine.process.heartbeat import Condition
 from engine.text.output import Delta, OutputProcessor
 from engine.trace.records import Record
+from minitui.sources.base import Source
 
 START, END, VOCABULARY = 256, 257, 258
 
@@ -139,11 +141,14 @@ class FakeStream:
         self.source.abort(self)
 
 
-class FakeSource:
+class FakeSource(Source):
     """See the module. `speed`: seconds a step takes; `answer` is given the prompt as text.
 
     Unless it `loads_at_once` it is loading until the test sets `loaded`.
     """
+
+    condition = Condition()
+    recording_error = ""
 
     def __init__(
         self,
@@ -160,22 +165,18 @@ class FakeSource:
         if loads_at_once:
             self.loaded.set()
         self.max_num_seqs = max_num_seqs
-        self.info: dict[str, Any] = {}
-        self.error: str | None = None
-        self.condition = Condition()
+        super().__init__()
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.records: deque[Record] = deque()
         self.closed = False
-        self.log_file = "fake.log"
-        self._callbacks: list[Callable[[str], None]] = []
-        self._is_ready = asyncio.Event()
+        self.log_file = Path("fake.log")
 
     async def start(self, on_progress: Callable[[dict[str, Any]], None]) -> None:
         on_progress({"stage": "weights", "done": 1, "total": 4, "text": "loading weights"})
         await self.loaded.wait()
         if self.start_error:
             self.error = self.start_error
-            self._is_ready.set()
+            self._ready.set()
             raise EngineError(self.start_error)
         self.engine = Engine(
             self.runner,
@@ -197,7 +198,7 @@ class FakeSource:
             "model_dir": "",
             "generation": {"temperature": 0.0},
         }
-        self._is_ready.set()
+        self._ready.set()
         self._loop = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
@@ -220,11 +221,6 @@ class FakeSource:
 
     def _flush(self) -> None:
         self.records.extend(self.engine.log.drain())
-
-    async def ready(self) -> None:
-        await self._is_ready.wait()
-        if self.error:
-            raise EngineDead(self.error)
 
     def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> FakeStream:
         if self.error:
@@ -277,17 +273,12 @@ class FakeSource:
         self.records.clear()
         return records
 
-    def on_death(self, callback: Callable[[str], None]) -> None:
-        self._callbacks.append(callback)
-
     def die(self, sentence: str = "the engine process ended by signal SIGKILL") -> None:
         """As if its process had been killed."""
-        self.error = sentence
         for stream in self.streams.values():
             if not stream.ended:
                 stream.news.put_nowait(EngineDead(sentence))
-        for callback in self._callbacks:
-            callback(sentence)
+        self._died(sentence)
 
     async def restart(self, on_progress: Callable[[dict[str, Any]], None]) -> None:
         self.start_error, self.condition = "", Condition()

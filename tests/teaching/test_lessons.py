@@ -19,7 +19,7 @@ from minitui.chat.model_choice import choose_model, load_codec
 from minitui.chat.sessions import Chats
 from minitui.cli.options import engine_config
 from minitui.settings import Settings
-from minitui.sources.local import LiveSource
+from minitui.sources.local import LocalSource
 from minitui.teaching.lessons import LESSONS, lesson
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, find_code, fresh, paragraphs
 from minitui.teaching.lessons.plain import tell_alone
@@ -63,7 +63,7 @@ class Taught:
         self.answers: list[str] = []
 
 
-async def teach(one: Lesson, source: LiveSource) -> Taught:
+async def teach(one: Lesson, source: LocalSource) -> Taught:
     chats = Chats(source, sampling=sampling(40))
     chats.use(load_codec(source.info))
     feed = Updater(source, View())
@@ -91,7 +91,7 @@ async def teach_all(log: Path) -> dict[int, Taught | Exception]:
         options = {"kv_blocks": None, "no_prefix_caching": False, **one.options}
         return engine_config(model=choose_model(None).name, **options)
 
-    source = LiveSource(config(LESSONS[0]), log, "tutor")
+    source = LocalSource(config(LESSONS[0]), log, "tutor")
     await source.start(lambda progress: None)
     taught: dict[int, Taught | Exception] = {}
     try:

@@ -15,7 +15,7 @@ from engine.trace.records import Packet, Record
 from minitui.chat.model_choice import choose_model, load_codec
 from minitui.chat.sessions import Chats
 from minitui.cli.options import engine_config
-from minitui.sources.local import LiveSource
+from minitui.sources.local import LocalSource
 from minitui.sources.recording import RecordingSource
 from minitui.teaching.demo import tell_plainly
 from minitui.teaching.scenarios import DEMOS, LENGTHS, Demo
@@ -26,7 +26,7 @@ from minitui.viewmodel.updater import Updater
 from tests.support.fake_client import ByteCodec, FakeSource
 
 
-class Heard(LiveSource):
+class Heard(LocalSource):
     """A live engine whose records are kept, those of each engine in a list of their own."""
 
     runs: list[list[Record]]

@@ -14,7 +14,7 @@ from engine.params import SamplingParams
 from engine.trace.records import Record
 from engine.trace.state import State
 from minitui.export import export
-from minitui.server.metrics import Meters
+from minitui.server.metrics import Metrics
 from minitui.trace.reader import TraceReader
 from minitui.trace.recorder import Recorder
 from minitui.tui.widgets.lanes import BatchLanes
@@ -177,11 +177,11 @@ def test_exports_and_metrics_count_drafts(played: Run, tmp_path: Path) -> None:
     total = sum(len(r.output_ids) for r in played.requests)
     assert f"{total - 3:,}" in story, "tokens drawn by decoding, without the three first ones"
 
-    meters, state = Meters(), State.from_snapshot(played.snapshot)
+    metrics, state = Metrics(), State.from_snapshot(played.snapshot)
     for record in played.records:
-        meters.observe(record, state)
+        metrics.observe(record, state)
         state.apply(record)
-    page = meters.page("m")
+    page = metrics.page("m")
     for name, value in (("draft_tokens", drafted), ("accepted_tokens", accepted)):
         line = next(line for line in page.splitlines() if line.startswith(f"vllm:spec_decode_num_{name}_total{{"))
         assert float(line.split()[-1]) == value

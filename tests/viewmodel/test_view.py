@@ -570,9 +570,9 @@ async def test_records_of_an_engine_that_is_gone_do_not_count_as_dropped():
 
         late: ClassVar = stress.drain()
 
-        def drain_records(self) -> list:
+        def drain_packets(self) -> list:
             late, self.late = self.late, []
-            return late
+            return packets(late)
 
         async def snapshot(self) -> dict:
             return EMPTY.snapshot()
@@ -598,10 +598,10 @@ async def test_records_that_wait_are_bounded_and_what_is_given_up_is_told(monkey
         """It says a hundred times as much as anybody could fold."""
         info: ClassVar[dict] = {}
 
-        def drain_records(self) -> list:
+        def drain_packets(self) -> list:
             records = stress.drain()
             state.apply_all(records)
-            return records
+            return packets(records)
 
         async def snapshot(self) -> dict:
             return state.snapshot()

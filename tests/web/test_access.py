@@ -1,4 +1,4 @@
-"""Who gets at `minitui chat --web`: raw sockets, pages of another origin, and what is left when it is killed."""
+"""Access to `minitui chat --web`: raw sockets, pages of other origins, and the processes left after SIGKILL."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TYPIST, VIEWER = "the-token-of-the-typist", "viewers"
 
 
 class Heard(Site):
-    """Keeps what sockets say that may type."""
+    """Stores the messages of sockets that may type."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         super().__init__(host, {TYPIST: True, VIEWER: False})
@@ -135,7 +135,7 @@ async def test_a_socket_needs_the_printed_address_its_origin_and_the_token(
     ("/static/", 403), ("/static/../server.py", 404), ("/static/%2e%2e/server.py", 404),
     ("/static//etc/passwd", 404), ("/download/x", 404),
 ])  # fmt: skip
-async def test_a_page_needs_the_token_and_tells_nobody_of_it(path: str, status: int) -> None:
+async def test_a_page_needs_the_token_and_does_not_leak_it(path: str, status: int) -> None:
     site = Heard()
     async with served(site) as port:
         got, text = await ask(port, f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n\r\n")
@@ -178,13 +178,13 @@ async def test_viewers_watch_the_typist_types_and_a_full_class_keeps_him_not_out
         for one in (*viewers, typist):
             await one.send_json(["stdin", "viewer" if one is not typist else "typist"])
             await one.send_json(["ping", "1"])
-        for one in (*viewers, typist):  # what was said before has been read now
+        for one in (*viewers, typist):  # after this, all earlier messages have been read
             while (await one.receive(20)).data != '["pong", "1"]':
                 pass
     assert reached == ["typist"]
 
 
-async def test_what_a_socket_should_not_say_ends_it_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_invalid_message_at_most_closes_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     site = Heard()
     async with served(site) as port, aiohttp.ClientSession() as http:
         own = {"Origin": f"http://127.0.0.1:{port}"}
@@ -203,7 +203,7 @@ async def test_what_a_socket_should_not_say_ends_it_at_most(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("most, head_s, gone", [(20, 600.0, 40), (600, 1.0, 60)], ids=["too many", "too long"])
-async def test_connections_that_say_nothing_or_drip_keep_nobody_out(
+async def test_idle_and_slow_connections_keep_no_client_out(
     monkeypatch: pytest.MonkeyPatch, most: int, head_s: float, gone: int
 ) -> None:
     monkeypatch.setattr(web_site, "MAX_CONNECTIONS", most)
@@ -218,7 +218,7 @@ async def test_connections_that_say_nothing_or_drip_keep_nobody_out(
         got, _ = await ask(port, f"GET /?token={TYPIST} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
         assert got == 200
         async with asyncio.timeout(40):
-            for reader, _ in silent[:gone]:  # the oldest are hung up on, dripping or not
+            for reader, _ in silent[:gone]:  # the oldest are closed, slow or idle
                 with contextlib.suppress(ConnectionResetError):
                     while await reader.read(1 << 16):
                         pass
@@ -228,7 +228,7 @@ async def test_connections_that_say_nothing_or_drip_keep_nobody_out(
         await until(lambda: site.typed)
 
 
-# ---- what a tab starts
+# ---- the process of a tab
 
 APPLICATION = """
     import os, signal, sys, time
@@ -401,7 +401,7 @@ async def test_a_page_of_another_origin_drives_nothing_and_our_own_page_does(ser
             )
             assert server.snapshot()["step"] == before, "a page made the engine work"
             async with asyncio.timeout(60):
-                while not site.typed:  # our own page opens its socket and tells its size
+                while not site.typed:  # our own page opens its socket and sends its size
                     await asyncio.sleep(0.05)
             assert site.opened[0] is True and site.typed[0][0] == "resize"
         finally:

@@ -1,4 +1,4 @@
-"""One application watched by many: who is sent what, and who may type."""
+"""One application with many viewers: what each viewer gets, and who may type."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from minitui.web.mirror_driver import MirrorDriver
 
 
 class Tab:
-    """A viewer's connection: `got` is what came through; while `stuck`, nothing does."""
+    """A viewer's connection. `got`: the bytes that arrived; while `stuck`, none do."""
 
     def __init__(self, mirror: Mirror, presenter: bool = False) -> None:
         self.got: list[bytes] = []
@@ -36,7 +36,7 @@ class Tab:
 
     @property
     def pictures(self) -> bytes:
-        """Without what prepares the terminal."""
+        """The bytes after the terminal's setup."""
         return b"".join(self.got[1:])
 
 
@@ -60,7 +60,7 @@ async def until(true: Any) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_whoever_comes_late_begins_with_the_whole_screen_and_asks_once_for_all(stage: Any) -> None:
+async def test_late_viewers_share_one_keyframe_of_the_whole_screen(stage: Any) -> None:
     mirror, asked = stage
     first = Tab(mirror)
     mirror.drawn(b"too early")
@@ -79,7 +79,7 @@ async def test_whoever_comes_late_begins_with_the_whole_screen_and_asks_once_for
     assert len(asked) == 2 and asked[1] - asked[0] >= 0.09, "keyframes come too often"
 
 
-async def test_a_slow_viewer_keeps_little_holds_nobody_up_and_goes_on_from_a_keyframe(stage: Any) -> None:
+async def test_a_slow_viewer_has_a_bounded_queue_delays_no_other_and_continues_with_a_keyframe(stage: Any) -> None:
     mirror, asked = stage
     slow, quick = Tab(mirror), Tab(mirror)
     await until(lambda: asked)
@@ -106,7 +106,7 @@ async def test_a_slow_viewer_keeps_little_holds_nobody_up_and_goes_on_from_a_key
     assert quick.pictures.endswith(b"unseene") and b"[K2]" not in quick.pictures
 
 
-async def test_the_clipboard_and_the_mouse_are_the_presenters_alone_and_who_leaves_is_forgotten(stage: Any) -> None:
+async def test_only_the_presenter_has_clipboard_and_mouse_and_a_viewer_that_leaves_is_removed(stage: Any) -> None:
     mirror, asked = stage
     viewer, presenter = Tab(mirror), Tab(mirror, presenter=True)
     await until(lambda: asked)
@@ -137,7 +137,7 @@ class Two(App[None]):
         yield Static("second [b]line[/b]", id="two")
 
 
-async def test_a_keyframe_is_the_screen_and_takes_nothing_from_those_who_watch_already() -> None:
+async def test_a_keyframe_is_the_screen_and_other_viewers_miss_nothing() -> None:
     app = Two()
     async with app.run_test(size=(40, 6)) as pilot:
         driver = object.__new__(MirrorDriver)
@@ -174,7 +174,7 @@ async def test_an_application_that_does_not_begin_says_why() -> None:
 # ---- the browsers' end: also tests/web/test_access.py
 
 
-async def test_only_the_presenter_types_and_nobody_changes_the_size() -> None:
+async def test_only_the_presenter_types_and_the_size_is_fixed() -> None:
     pytest.importorskip("textual_serve", reason="the extra 'web' is not installed")
     from aiohttp.test_utils import TestClient, TestServer
 
@@ -183,7 +183,7 @@ async def test_only_the_presenter_types_and_nobody_changes_the_size() -> None:
     application = Application([], (120, 36))
     reached: list[Any] = []
     application.type = lambda text: reached.append(text)  # type: ignore[method-assign,assignment]
-    application.tell = lambda **message: reached.append(message)  # type: ignore[method-assign,assignment]
+    application.send = lambda **message: reached.append(message)  # type: ignore[method-assign,assignment]
     site = MirrorSite(application, "127.0.0.1", "viewers", "sesame")
     async with TestClient(TestServer(site.app)) as client:
         own = {"Origin": str(client.make_url("")).rstrip("/")}
@@ -208,7 +208,7 @@ async def test_without_a_mirror_the_network_is_refused() -> None:
     pytest.importorskip("textual_serve", reason="the extra 'web' is not installed")
     from minitui.web.serve import WebSettings, run_web
 
-    with pytest.raises(EngineError, match="only with --mirror"):
+    with pytest.raises(EngineError, match="use it with --mirror"):
         run_web(WebSettings("0.0.0.0", 0, ("http://127.0.0.1:9",)), None, "", Path("none"))
 
 

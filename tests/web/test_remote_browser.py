@@ -48,7 +48,7 @@ class Browser:
                 self._sent.append(base64.b64decode(data) if frame["opcode"] == 2 else data)
 
     def _clear(self) -> None:
-        self._sent: list[bytes] = []  # what the page's terminal has been sent and we have not read
+        self._sent: list[bytes] = []  # sent to the page's terminal, unread by us
         self._terminal = pyte.Screen(240, 80)  # larger than the page's: positions are absolute
         self._reader = pyte.Stream(self._terminal)
 
@@ -80,7 +80,7 @@ class Browser:
 
     @property
     def words(self) -> str:
-        """What stands on the page's terminal."""
+        """Returns the text on the page's terminal."""
         data = re.sub(rb"\x1b\[[?>=<][0-9;]*[a-zA-Z$]+", b"", b"".join(self._sent)).decode("utf-8", "replace")
         self._sent.clear()
         self._reader.feed(data)
@@ -128,7 +128,7 @@ async def browser(url: str, profile: Path) -> AsyncIterator[Browser]:
 
 @contextlib.contextmanager
 def web(directory: Path, name: str, *options: str) -> Iterator[tuple[int, Callable[[], str]]]:
-    """`minitui chat --web` with these options, on a free port: that, and what the command has said."""
+    """Runs `minitui chat --web` on a free port; yields the port, and a function for the command's output."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -156,7 +156,7 @@ def web(directory: Path, name: str, *options: str) -> Iterator[tuple[int, Callab
 
 
 async def until_said(said: Callable[[], str], port: int, words: str) -> str:
-    """What a command has said, once these words are among it and its port is open."""
+    """Returns a command's output once it contains these words and its port is open."""
     deadline = time.monotonic() + 60
     while words not in said() or not _open(port):
         assert time.monotonic() < deadline, said()
@@ -195,7 +195,7 @@ async def test_a_browser_types_a_question_and_reads_the_answer_and_another_watch
 
 
 async def watch(page: Browser, url: str, viewers: str, presenters: str) -> None:
-    """The page watches what a presenter elsewhere types, and types in vain."""
+    """The page shows what the presenter types; its own keys have no effect."""
     import aiohttp
 
     own = {"Origin": url}

@@ -10,7 +10,8 @@ from textual.message import Message
 
 from minitui.chat.conversation import Session
 from minitui.chat.sessions import Chats
-from minitui.sources.replicas import LOADING, UNDECIDED, UNKNOWN, Replica, ReplicaSource
+from minitui.sources.replica import LOADING, UNKNOWN, Replica
+from minitui.sources.replicas import UNDECIDED, ReplicaSource
 from minitui.text import duration, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
@@ -101,7 +102,7 @@ class Replicas(LinePanel):
             row.add(_shortened(replica.model or glyphs().dash, model_room - 1), "dim" + ground)
         row.to(end, style="ink" + ground)
         state, tone = self._state(source, replica)
-        vitals = replica.vitals
+        vitals = replica.metrics
         first = None if vitals.ttft_mean_s is None else vitals.ttft_mean_s * 1e3
         figures = (
             (state, tone), (_count(vitals.running), "ink"), (_count(vitals.waiting), "ink"),
@@ -137,7 +138,7 @@ class Replicas(LinePanel):
         rows = [head.done(width)]
         against = source.reason_against(replica)
         if replica.trouble not in ("", UNKNOWN):
-            against += f". Next try in {replica.again_in:.0f} s."
+            against += f". Next try in {replica.retry_in:.0f} s."
         rows += [Row(line, "bad").done(width) for line in textwrap.wrap(clean(against), width)]
         if replica.telemetry is None and not replica.trouble:
             rows.append(Row("It does not report what its engine does: the panels cannot show it.", "dim").done(width))

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from minitui.sources.server_metrics import POLL_S, Pulse
+from minitui.sources.server_metrics import POLL_S, MetricsPoller
 from minitui.text import duration
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Runs, clean
@@ -37,7 +37,7 @@ FIGURES: tuple[Figure, ...] = (
 class HasServer(Protocol):
     """What this panel asks of its application (ForeignApp, BlindReplicaApp)."""
 
-    def current_server(self) -> tuple[str, Pulse | None]:
+    def current_server(self) -> tuple[str, MetricsPoller | None]:
         """(Name, metrics) of the server that answers the current chat."""
 
 
@@ -47,16 +47,16 @@ class ServerVitals(LinePanel, can_focus=False):
     TITLE = "Server"
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        name, pulse = cast(HasServer, self.app).current_server()
+        name, poller = cast(HasServer, self.app).current_server()
         rows: list[Runs] = [Row(name, "ink").done(width)]
-        notice, tone = ("it has not answered yet" if pulse is None else pulse.trouble), "bad"
-        if not notice and pulse is not None and pulse.mute:
-            notice, tone = f"{pulse.mute}: no metrics (SGLang needs --enable-metrics)", "dim"
+        notice, tone = ("it has not answered yet" if poller is None else poller.trouble), "bad"
+        if not notice and poller is not None and poller.no_metrics:
+            notice, tone = f"{poller.no_metrics}: no metrics (SGLang needs --enable-metrics)", "dim"
         rows += [Row(line, tone).done(width) for line in textwrap.wrap(clean(notice), width)]
-        history = list(pulse.history)[-width:] if pulse is not None else []
+        history = list(poller.history)[-width:] if poller is not None else []
         tall = height >= len(rows) + 2 * len(FIGURES)
         for field, label, figure, unit, style, top in FIGURES:
-            value = getattr(pulse.vitals, field) if pulse is not None else None
+            value = getattr(poller.metrics, field) if poller is not None else None
             row = Row(label, "dim").to(10)
             if value is None:
                 row.add("unknown", "dim")

@@ -60,7 +60,7 @@ class TopBar(Bar):
             flags.append((" the engine does not answer: /restart ", "bold on-fill on bad"))
         elif condition.long:
             flags.append((f" {condition.long} ", "bold on-fill on running"))
-        if getattr(feed.source, "connection", ""):
+        if feed.source.connection:
             flags.append((" no connection: trying again ", "bold on-fill on bad"))
         if feed.frozen:
             flags.append((f" FROZEN {glyphs().middot} {feed.steps_behind:,} steps behind ", "bold on-fill on hit"))

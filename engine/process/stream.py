@@ -1,0 +1,85 @@
+"""The reader's end of one answer: a queue of deltas with an async iterator over it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+from engine.errors import EngineDead, EngineError
+from engine.text.output import Delta
+
+
+class Stream:
+    """One request's deltas, as an async iterator. `text`, `ids`, `finish_reason` and `metrics` collect what was read.
+
+    The writer calls `accept` once and `put` for every delta. An error that is put ends the iteration by being raised.
+    """
+
+    def __init__(self) -> None:
+        self.request_id: int | None = None
+        self.seed: int | None = None
+        self.ids: list[int] = []
+        self.text = ""
+        self.finish_reason = ""
+        self.metrics: dict[str, Any] = {}
+        self._unread: deque[Delta | EngineError] = deque()
+        self._wake = asyncio.Event()
+        self._decided = asyncio.Event()  # the request was accepted, or it failed
+
+    # ---- for the reader
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncIterator[Delta]:
+        while not self.finish_reason:
+            while not self._unread:
+                self._wake.clear()
+                await self._wake.wait()
+            yield self._next()
+
+    def drain(self) -> list[Delta]:
+        """Returns the unread deltas without waiting. Raises like the iteration."""
+        deltas: list[Delta] = []
+        while self._unread and not (deltas and isinstance(self._unread[0], EngineError)):
+            deltas.append(self._next())
+        return deltas
+
+    def _next(self) -> Delta:
+        item = self._unread.popleft()
+        if isinstance(item, EngineError):
+            self.finish_reason = f"error: {item}"
+            raise item
+        self.ids += item.ids
+        self.text += item.text
+        if item.finish_reason:
+            self.finish_reason, self.metrics = item.finish_reason, item.metrics or {}
+        return item
+
+    async def started(self) -> int:
+        """Returns the request's id once the request is accepted. Raises like the iteration if it is refused."""
+        await self._decided.wait()
+        if self.request_id is None:
+            raise next((item for item in self._unread if isinstance(item, EngineError)),
+                       EngineDead("the engine ended before it accepted the request"))  # fmt: skip
+        return self.request_id
+
+    def cancel(self) -> None:
+        """Ask for the end of this request; its last delta says "abort". Does nothing after the end."""
+        raise NotImplementedError
+
+    # ---- for the writer
+
+    def accept(self, request_id: int, seed: int | None = None) -> None:
+        """The request runs under this id."""
+        self.request_id, self.seed = request_id, seed
+        self._decided.set()
+
+    def put(self, item: Delta | EngineError) -> None:
+        """Add the next delta, or the error that ends the answer."""
+        self._unread.append(item)
+        self._wake.set()
+        if isinstance(item, EngineError):
+            self._decided.set()

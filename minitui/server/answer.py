@@ -1,0 +1,275 @@
+"""The answer to one HTTP request: its sequences are queued together, read together and ended together.
+
+Chat, completions, /generate and /minitui/submit are subclasses: they encode the prompt and give the response its shape.
+However the request ends, `close` frees its places in the queue, and the engine frees its blocks between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from engine.core.step import TokenLogprobs
+from engine.errors import EngineDead, InvalidRequest
+from engine.params import SamplingParams
+from engine.process.stream import Stream
+from engine.text.output import Delta
+from minitui.server.errors import ApiError
+from minitui.server.schema import PromptDetails, Usage
+from minitui.server.service import Service
+from minitui.server.sse import DONE, EventStream, event, unless_gone
+
+
+@dataclass(slots=True)
+class Output:
+    """A sequence, or the part of it that has just come."""
+
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def add(self, part: Delta | Output) -> None:
+        """Append the next part."""
+        self.text += part.text
+        self.ids += part.ids
+        self.logprobs += part.logprobs
+        self.finish_reason = part.finish_reason or self.finish_reason
+        self.metrics = part.metrics or self.metrics
+
+
+Part = tuple[int, Output]  # (the sequence's index, what has come of it)
+
+
+class Answer:
+    """One request's sequences. Takes their places in the queue at once and keeps them until `close`."""
+
+    cancellable: ClassVar[bool] = False  # the caller may end it; otherwise an abort is the operator's, and an error
+
+    def __init__(self, service: Service, sequences: int, stream: bool) -> None:
+        """Raises ApiError if the server is not ready or the queue is full. `stream`: answer with events."""
+        self.service = service
+        self.streams: list[Stream] = []
+        self._stream_events = stream
+        self._places = contextlib.ExitStack()
+        self._places.enter_context(service.admit(sequences))
+        self._tasks: list[asyncio.Task[None]] = []
+        self._deadline = asyncio.get_running_loop().time() + service.settings.request_s
+        self._params = SamplingParams()
+
+    # ---- for subclasses
+
+    async def prepare(self) -> None:
+        """Encode the prompts and `submit` them."""
+        raise NotImplementedError
+
+    def whole(self, outputs: list[Output]) -> dict[str, Any]:
+        """Returns the answer as one JSON object."""
+        raise NotImplementedError
+
+    def opening(self) -> Iterator[bytes]:
+        """The events before the first text."""
+        return iter(())
+
+    def events(self, index: int, part: Output, outputs: list[Output]) -> Iterator[bytes]:
+        """The events for the next part of a sequence. `outputs`: all sequences so far, this part included."""
+        raise NotImplementedError
+
+    def closing(self, outputs: list[Output]) -> Iterator[bytes]:
+        """The events after all sequences have ended."""
+        yield DONE
+
+    async def submit(
+        self, prompts: list[list[int]], params: SamplingParams, group: str = "", field: str = "prompt",
+        names: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """Queue `params.n` sequences for each prompt; returns when the engine has accepted all of them.
+
+        `field`: the prompt's name in the request; `names`: the engine's field names -> those in the request.
+        """
+        try:
+            await self.service.check(prompts, params, field)
+        except InvalidRequest as error:
+            error.field = (names or {}).get(error.field, error.field)
+            raise
+        self.service.check_ready()
+        client = self.service.client
+        self._params = params
+        self.streams = [
+            client.submit(ids, params, group, sample_index=sample) for ids in prompts for sample in range(params.n)
+        ]
+        for stream in self.streams:
+            await stream.started()
+
+    # ---- the response
+
+    async def respond(self, request: Request) -> Response:
+        """Returns an event stream or one JSON object. The sequences are ended when the caller disconnects.
+
+        Errors before the first event have an HTTP status of their own.
+        """
+        streaming = False
+        try:
+            await unless_gone(request.receive, self.prepare())
+            if self._stream_events:
+                streaming = True  # the event stream calls `close`
+                return EventStream(self._all_events(), self.close, self.service.settings.stalled_reader_s)
+            return JSONResponse(self.whole(await unless_gone(request.receive, self._all_outputs())))
+        finally:
+            if not streaming:
+                self.close()
+
+    def close(self) -> None:
+        """End the sequences that still run and free the places in the queue. May be called again."""
+        for task in self._tasks:
+            task.cancel()
+        for stream in self.streams:
+            if not stream.finish_reason:
+                with contextlib.suppress(EngineDead):
+                    stream.cancel()
+        self._places.close()
+
+    async def _all_outputs(self) -> list[Output]:
+        outputs = [Output() for _ in self.streams]
+        async for index, part in self._parts():
+            outputs[index].add(part)
+        return outputs
+
+    async def _all_events(self) -> AsyncIterator[bytes]:
+        outputs = [Output() for _ in self.streams]
+        for frame in self.opening():
+            yield frame
+        async for index, part in self._parts():
+            outputs[index].add(part)
+            for frame in self.events(index, part, outputs):
+                yield frame
+        for frame in self.closing(outputs):
+            yield frame
+
+    # ---- reading the sequences
+
+    async def _parts(self) -> AsyncIterator[Part]:
+        """Yields parts until all sequences have ended. Raises the error of a sequence that failed."""
+        source = self._read_one() if len(self.streams) == 1 else self._read_several()
+        while True:
+            try:
+                async with asyncio.timeout_at(self._deadline):
+                    index, part = await anext(source)
+            except StopAsyncIteration:
+                self._measure()
+                return
+            except EngineDead:
+                self.service.check_ready()  # if the server is stopping, this raises the better error
+                raise
+            except TimeoutError:
+                limit = self.service.settings.request_s
+                sentence = f"the reply took longer than {limit:g} s, this server's limit"
+                raise ApiError(504, sentence, code="timeout") from None
+            self.service.metrics.generated.add(len(part.ids))
+            if part.finish_reason.startswith("error"):
+                raise ApiError(500, f"the engine could not finish this request: {part.finish_reason[7:]}")
+            if part.finish_reason == "abort" and not self.cancellable:
+                raise ApiError(503, "the operator ended this reply", code="aborted")
+            yield index, part
+
+    def _measure(self) -> None:
+        samples = self._params.n
+        for first in range(0, len(self.streams), samples):
+            longest = max(len(stream.ids) for stream in self.streams[first : first + samples])
+            self.service.metrics.ended(samples, self._params.max_tokens, longest)
+
+    async def _read_one(self) -> AsyncIterator[Part]:
+        async for part in _read(self.streams[0]):
+            yield 0, part
+
+    async def _read_several(self) -> AsyncIterator[Part]:
+        unread: asyncio.Queue[Part | Exception | None] = asyncio.Queue(maxsize=len(self.streams))
+
+        async def read(index: int, stream: Stream) -> None:
+            try:
+                async for part in _read(stream):
+                    await unread.put((index, part))
+            except Exception as error:
+                await unread.put(error)
+            await unread.put(None)
+
+        self._tasks = [asyncio.create_task(read(i, stream)) for i, stream in enumerate(self.streams)]
+        left = len(self.streams)
+        while left:
+            item = await unread.get()
+            if item is None:
+                left -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+
+
+async def _read(stream: Stream) -> AsyncIterator[Output]:
+    """Yields a stream's deltas. Deltas that came while the caller handled the last part are merged."""
+    async for delta in stream:
+        part = Output()
+        for one in (delta, *stream.drain()):
+            part.add(one)
+        yield part
+
+
+class OpenAIAnswer(Answer):
+    """What chat and completions share: the head, the choices' usage, and the closing events."""
+
+    prefix: ClassVar[str]  # of the answer's id
+    object: ClassVar[str]  # of the whole answer
+    chunk_object: ClassVar[str]  # of an event
+
+    def __init__(self, service: Service, body: Any, prompts: int) -> None:
+        """`body`: a ChatRequest or CompletionRequest with so many prompts."""
+        service.check_ready()
+        service.check_model(body.model)
+        self.samples = body.n or 1
+        super().__init__(service, self.samples * prompts, bool(body.stream))
+        self.tokenizer = service.tokenizer
+        self._options = body.stream_options
+        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model}
+
+    def usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Returns the tokens of all sequences."""
+        return usage_of(outputs, self.samples)
+
+    def whole(self, outputs: list[Output]) -> dict[str, Any]:
+        choices = [self.choice(index, output) for index, output in enumerate(outputs)]
+        return {**self._head, "object": self.object, "choices": choices, "usage": self.usage(outputs)}
+
+    def choice(self, index: int, output: Output) -> dict[str, Any]:
+        """Returns one choice of the whole answer."""
+        raise NotImplementedError
+
+    def chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        """Returns one event of a streamed answer."""
+        body = {**self._head, "object": self.chunk_object, "choices": choices}
+        return event({**body, "usage": usage} if usage else body)
+
+    def closing(self, outputs: list[Output]) -> Iterator[bytes]:
+        if self._options and self._options.include_usage:
+            yield self.chunk([], self.usage(outputs))
+        yield DONE
+
+
+def usage_of(outputs: Sequence[Output], samples: int) -> dict[str, Any]:
+    """Returns OpenAI's usage of all sequences; a prompt with several samples counts once."""
+    first = outputs[::samples]
+    prompt = sum(one.metrics.get("prompt_tokens", 0) for one in first)
+    written = sum(len(one.ids) for one in outputs)
+    cached = sum(one.metrics.get("cached_tokens", 0) for one in first)
+    return Usage(
+        prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written,
+        prompt_tokens_details=PromptDetails(cached_tokens=cached),
+    ).model_dump()  # fmt: skip

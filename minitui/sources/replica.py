@@ -1,0 +1,171 @@
+"""One of several servers of one model: its connection, its load, its state."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from engine.errors import EngineDead, EngineError
+from minitui.sources.base import Stream
+from minitui.sources.http import httpx, normalise, reason_of
+from minitui.sources.openai import OpenAISource, TextCodec
+from minitui.sources.remote import RemoteSource
+from minitui.sources.remote_info import introduce
+from minitui.sources.server_metrics import BACKOFF_S, PATIENCE_S, MetricsPoller, ServerMetrics
+
+LOADING = "it is loading its model"
+UNKNOWN = "it has not answered yet"
+
+
+def no_progress(progress: dict[str, Any]) -> None:
+    """A progress callback that shows nothing."""
+
+
+class Replica:
+    """One server.
+
+    `source` answers requests, `telemetry` has the records of a minitui server, `poller` reads the server's metrics.
+    They are None until the server was reached. `telemetry` stays None for servers of other makes.
+    """
+
+    def __init__(self, number: int, url: str, key: str, model: str, codec: TextCodec | None, cache: Path | None):
+        """`codec`: for chats that are sent as messages; None if they are sent as token ids."""
+        self.number, self.url = number, normalise(url)
+        self.name = urlsplit(self.url).netloc
+        self.kind = ""  # minitui | openai, once it is known
+        self.telemetry: RemoteSource | None = None
+        self.source: RemoteSource | OpenAISource | None = None
+        self.poller: MetricsPoller | None = None
+        self.streams: set[Stream] = set()  # our requests that it has
+        self.tried = asyncio.Event()  # the first attempt to reach it has ended
+        self._key, self._model, self._codec, self._cache = key, model, codec, cache
+        self._trouble = UNKNOWN
+        self._polling: asyncio.Task[None] | None = None
+        self._info: dict[str, Any] | None = None
+        self._retry_at = 0.0
+        self._streams_then = (-1, 0)  # the last poll's number, and our requests at that time
+        self._returned = asyncio.Event()
+
+    @property
+    def title(self) -> str:
+        """Its name in sentences."""
+        return f"replica {self.number} ({self.name})"
+
+    @property
+    def trouble(self) -> str:
+        """A sentence while it cannot take requests, else empty."""
+        return self._trouble or (self.poller.trouble if self.poller else "")
+
+    @property
+    def retry_in(self) -> float:
+        """Seconds until the next attempt to reach it."""
+        at = self.poller.retry_at if self.poller and not self._trouble else self._retry_at
+        return max(0.0, at - time.monotonic())
+
+    @property
+    def metrics(self) -> ServerMetrics:
+        """The values of its last Prometheus page."""
+        return self.poller.metrics if self.poller and not self._trouble else ServerMetrics()
+
+    @property
+    def model(self) -> str:
+        """The model that it serves; empty if unknown."""
+        return str(self.source.info.get("model", "")) if self.source else ""
+
+    @property
+    def load(self) -> float:
+        """The number of its requests: the last poll's value plus the change in our own requests since."""
+        metrics, poller, ours = self.metrics, self.poller, len(self.streams)
+        if metrics.running is None or poller is None:
+            return ours
+        if self._streams_then[0] != poller.answers:
+            self._streams_then = (poller.answers, ours)
+        return max(ours, metrics.running + (metrics.waiting or 0) + ours - self._streams_then[1])
+
+    def report_failure(self, reason: str) -> None:
+        """A request to it was lost."""
+        if self.poller is not None:
+            self.poller.report_failure(reason)
+
+    async def until_away(self) -> None:
+        """Returns when it does not answer its polls."""
+        if self.poller is not None:
+            await self.poller.away.wait()
+
+    # ---- connection
+
+    async def keep_connected(self) -> None:
+        """Connect, and connect again after it was away; until cancelled."""
+        failures = 0
+        while True:
+            try:
+                await self._connect()
+            except (EngineError, httpx.HTTPError, OSError) as error:
+                slow = isinstance(error, TimeoutError)
+                self._trouble = f"it does not answer within {PATIENCE_S:g} s" if slow else reason_of(error)
+                wait = BACKOFF_S[min(failures, len(BACKOFF_S) - 1)] * random.uniform(0.8, 1.2)
+                failures += self._trouble != LOADING
+                self._retry_at = time.monotonic() + wait
+                self.tried.set()
+                await asyncio.sleep(wait)
+                continue
+            failures, self._trouble = 0, ""
+            self.tried.set()
+            await self._returned.wait()
+
+    def _on_return(self) -> None:
+        """It answers again, perhaps with another model: no requests until that is known."""
+        self._trouble = "it is back; its model is being checked"
+        self._returned.set()
+
+    async def _connect(self) -> None:
+        """Ask what the server is and open its sources, unless they are open and it is unchanged. Raises EngineError."""
+        self._returned.clear()
+        async with asyncio.timeout(PATIENCE_S):
+            info = await introduce(self.url, self._key)
+        if info == {}:
+            raise EngineDead(LOADING)
+        if info is not None:
+            del info["began"]  # a restarted engine of the same kind is no change
+        if self.source is not None and info == self._info and await self._same_models():
+            return
+        await self.disconnect()
+        self.kind = "openai" if info is None else "minitui"
+        try:
+            if info is not None:
+                self.telemetry = RemoteSource(self.url, self._key, self._cache, float("inf"), watching=False)
+                await self.telemetry.start(no_progress)
+            if self._codec is not None:
+                self.source = OpenAISource(self.url, self._key, self._model, self._codec)
+                async with asyncio.timeout(PATIENCE_S):
+                    await self.source.start(no_progress)
+                self.poller = self.source.poller
+            elif self.telemetry is not None:
+                self.source = self.telemetry
+                self.poller = MetricsPoller(self.telemetry.http, "/ready")
+                self._polling = asyncio.create_task(self.poller.run())
+        except (EngineError, OSError):
+            await self.disconnect()
+            raise
+        if self.poller is None:
+            raise EngineError("it is not a minitui server, and the chats here are sent as token ids")
+        self._info, self.poller.on_return = info, self._on_return
+
+    async def _same_models(self) -> bool:
+        source = self.source
+        return not isinstance(source, OpenAISource) or await source.list_models() == source.models
+
+    async def disconnect(self) -> None:
+        """Close its sources."""
+        self._trouble = UNKNOWN
+        self.tried.clear()
+        if self._polling is not None:
+            self._polling.cancel()
+            await asyncio.gather(self._polling, return_exceptions=True)
+        sources = {source for source in (self.telemetry, self.source) if source is not None}
+        await asyncio.gather(*(source.close() for source in sources), return_exceptions=True)
+        self.telemetry = self.source = self.poller = self._polling = None
