@@ -204,7 +204,7 @@ async def test_bench_takes_no_flood_for_an_answer() -> None:
     from minitui.sources.http import open_client
 
     odd = b'data: {"usage": {"completion_tokens": "7"}, "choices": 3}\n\n'
-    for piece, said in ((b"x" * 65536, "more than 8 MiB"), (odd, "no OpenAI")):
+    for piece, said in ((b"x" * 65536, "more than 8 MiB"), (odd, "OpenAI-compatible")):
         async with hostile(post=endless(OK, chunk(piece))) as url, open_client(url) as client:
             outcome = await asyncio.wait_for(send(client, Planned(0.0, {}, True), 0.0), 60)
             assert said in outcome.detail and outcome.error
