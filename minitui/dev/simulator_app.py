@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from textual.binding import Binding
 
+from engine.process.heartbeat import Condition
 from engine.trace.records import Packet, Record, packets
 from minitui.chat.sessions import Chats
 from minitui.dev.pseudo_terminal import run_in_terminal
@@ -44,7 +45,7 @@ class LiveStress:
         self.stress = Stress(load)
         self.info = describe(load)
         self.error: str | None = None
-        self.connection = ""
+        self.condition, self.connection = Condition(), ""
         self.dropped = 0
         self.decode = self.stress.words.decode
         self.made: deque[tuple[int, float]] = deque()

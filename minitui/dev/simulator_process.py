@@ -21,6 +21,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from engine.process.heartbeat import Condition
 from engine.trace.records import Packet, Record, pack
 from engine.trace.state import State
 from minitui.dev.simulator import LOADS, Load, Stress, spell
@@ -39,7 +40,7 @@ class StressProcess:
     def __init__(self, load: str, warm_up: float = 8.0, ahead: float = 0.0) -> None:
         self.info = describe(LOADS[load])
         self.error: str | None = None
-        self.connection = ""
+        self.condition, self.connection = Condition(), ""
         self.dropped = 0
         self.names: dict[str, str] = {}
         self.made: deque[tuple[int, float]] = deque()  # (number of the last record of a message, when it was sent)
