@@ -482,7 +482,7 @@ def test_an_absurd_size_in_a_config_is_refused_before_anything_is_allocated(fiel
 @pytest.mark.parametrize("turns", [1e-6, 1e6])
 @pytest.mark.parametrize("original", [1, 1 << 20])
 def test_what_the_bounds_of_rope_let_through_gives_finite_tables(theta: float, turns: float, original: int) -> None:
-    from engine.config import ROPE_KINDS, RopeConfig
+    from engine.model.config import ROPE_KINDS, RopeConfig
     from engine.model.rope import rope_table
 
     for kind in ROPE_KINDS:

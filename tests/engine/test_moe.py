@@ -380,6 +380,7 @@ def test_a_shape_that_the_copy_engine_cannot_read_runs_without_graphs(
     odd = replace(model, experts=replace(model.experts, inner_size=36))
     limits = Limits(torch.device("cuda"), torch.bfloat16, torch.bfloat16, 8, 64, 256)
     monkeypatch.setattr("engine.build.resolve", lambda config, model: limits)
+    monkeypatch.setattr("engine.worker.memory._device_bytes", lambda limits: 1 << 37)
     monkeypatch.setattr("engine.build.check_memory", lambda *_: None)
     monkeypatch.setattr(runner, "Runner", lambda *_: "plain")
     assert choose_runner(odd, EngineConfig(device="cuda"), directory) == "plain"

@@ -68,6 +68,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("engine.worker.rank_runner.FollowRunner", stand_in("FollowRunner"))
     monkeypatch.setattr("engine.worker.quantised.importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("engine.worker.memory._device_bytes", lambda limits: 1 << 37)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
     memory = SimpleNamespace(total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: memory)

@@ -228,7 +228,7 @@ from pathlib import Path
 from engine.process.startup import import_torch
 import_torch()
 import torch
-from engine.config import ModelConfig
+from engine.model.hf_config import read_model_config
 from engine.model.decoder import Decoder
 from engine.model.weights import load_weights
 def memory(name):

@@ -128,7 +128,7 @@ LESSON = Lesson(
             classic mistake: the text then looks nearly right.
             """,
             panel="step",
-            code="engine.attention.meta:ForwardMeta",
+            code="engine.attention.base:ForwardMeta",
             run=after_a_hit,
             predict=Prediction(
                 "Most of a prompt is cached. What does the first query of the rest see?",

@@ -105,7 +105,7 @@ LESSON = Lesson(
             f"""
             The text {TEXT} through the bundled model's own tokenizer, which has few pieces and so shows many bytes.
             """,
-            code="engine.text.tokenizer:_ByteDetokenizer",
+            code="engine.text.detokenizer:_ByteDetokenizer",
             run=byte_by_byte,
             predict=Prediction(
                 "The first bytes of the emoji arrive. What is emitted?",
