@@ -1,1 +1,1 @@
-"""Demos and lessons: a small engine, a script that drives it, and what is said meanwhile."""
+"""Demos and lessons: scripts that drive a small engine and explain what it does."""

@@ -1,13 +1,10 @@
-"""`minitui demo NAME`: a scenario in a small engine of its own, told step by step, on the screen or as lines of text.
-
-The scenarios stand in minitui/teaching/scenarios.py; here is what plays them.
-"""
+"""Plays a scenario of minitui/teaching/scenarios.py as lines of text."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minitui.chat.conversation import Sampling
 from minitui.chat.sessions import Chats
@@ -17,9 +14,6 @@ from minitui.teaching.stage import Restart, Stage
 from minitui.viewmodel.model import View
 from minitui.viewmodel.updater import Updater
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = ["DEMOS", "Demo", "tell_plainly"]
 
 
@@ -27,7 +21,7 @@ async def tell_plainly(
     demo: Demo, source: Source, system: str, sampling: Sampling, load: Any = None, beat: float = 0.0,
     restart: Restart | None = None,
 ) -> int:  # fmt: skip
-    """Play it without a screen, telling it as lines of text; returns the exit code."""
+    """Plays a demo and prints its texts; returns the exit code."""
     from minitui.chat.model_choice import load_codec
 
     began = time.monotonic()
@@ -37,7 +31,7 @@ async def tell_plainly(
 
     async def go_on(changes: dict[str, Any]) -> None:
         assert restart is not None
-        tell_names()  # the other engine is recorded in a file of its own
+        tell_names()  # the new engine is recorded in another file
         await restart(changes)
 
     def say(text: str) -> None:

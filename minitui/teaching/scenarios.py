@@ -1,7 +1,7 @@
-"""The demos' scenarios: from nothing to a moment worth seeing, in a small engine each.
+"""The scenarios of the demos, each in a small engine of its own.
 
-A scenario is a coroutine over a Stage. Replies are greedy and arrivals have a fixed order, so it goes the same way
-every time; every figure it tells was counted from the records of the run that was just seen.
+A scenario is a coroutine over a Stage. Replies are greedy and requests arrive in a fixed order, so every run is the
+same. Every figure is counted from the records of this run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minitui.viewmodel.model import StepRow
 
 @dataclass(frozen=True)
 class Demo:
-    """`play` is the scenario; `options` are the engine's."""
+    """A demo: its scenario and the engine's options."""
 
     title: str
     play: Callable[[Stage], Awaitable[None]]
@@ -32,7 +32,7 @@ QUESTIONS = (
     "What is the KV cache?", "What is paged attention?", "What is a radix cache?", "What is continuous batching?",
     "What is prefill?", "What is a block table?",
 )  # fmt: skip
-VOICES = (  # system prompts that differ from their first words on, and fill a block each
+VOICES = (  # system prompts that differ from the first word on and fill at least a block
     "Alpha is the name you answer to. You explain inference engines to people who have never seen one, in short words.",
     "Bravo is the name you answer to. You explain inference engines to people who build them, with exact numbers.",
     "Charlie is the name you answer to. You explain inference engines to students, and you always give an example.",
@@ -41,13 +41,13 @@ VOICES = (  # system prompts that differ from their first words on, and fill a b
 
 
 def paste(lines: int) -> str:
-    """A long text, as somebody might paste it."""
+    """A long prompt, as a user might paste it."""
     notes = (f"Note {i}: block {i} holds the tokens {16 * i} to {16 * i + 15}." for i in range(lines))
     return "What is the KV cache? Here are my notes. " + " ".join(notes)
 
 
 def paste_of(stage: Stage, system: str, blocks: int) -> str:
-    """A question with a paste so long that its prompt fills just over `blocks` blocks."""
+    """A pasted prompt that fills just over `blocks` blocks."""
     assert stage.chats.codec is not None
     size = stage.source.info["block_size"]
     for lines in range(1, 1000):
@@ -55,20 +55,20 @@ def paste_of(stage: Stage, system: str, blocks: int) -> str:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
         if len(stage.chats.codec.apply_chat_template(messages)) > blocks * size:
             return text
-    raise EngineError(f"no paste fills {blocks} blocks of {size}")
+    raise EngineError(f"no prompt fills {blocks} blocks of {size}")
 
 
 # ---- shared-prefix
 
 
 async def shared_prefix(stage: Stage) -> None:
-    """Four chats with one system prompt: its blocks are computed once and held four times."""
+    """Four chats with one system prompt: its blocks are computed once and shared by four requests."""
     size = stage.source.info["block_size"]
     first = stage.chats.sessions[0] if stage.chats.sessions else stage.chat()
     stage.show(first)
     await stage.gate()
     stage.tell(
-        "Chat 1 asks its first question. Nothing is cached: the whole prompt, system prompt included, is computed."
+        "Chat 1 asks its first question. Nothing is cached, so the whole prompt is computed, system prompt included."
     )
     await stage.pause(3)
     await stage.ask(first, QUESTIONS[0])
@@ -76,14 +76,13 @@ async def shared_prefix(stage: Stage) -> None:
     one = stage.request(first)
     stage.tell(
         f"One step computed its {one.prompt_tokens} prompt tokens. They fill {one.prompt_tokens // size} blocks of "
-        f"{size}, "
-        f"which now stand in the radix tree; the rest of {one.prompt_tokens % size} is in a block of its own. "
-        "Chat 1 writes its answer, one token a step."
+        f"{size} tokens, which are now in the radix tree. The remaining {one.prompt_tokens % size} tokens are in a "
+        "block of their own. Chat 1 writes its answer, one token in each step."
     )
     stage.look("inspect")
     await stage.step(6, seconds=0.4)
     others = [stage.chat() for _ in range(3)]
-    stage.tell("Three more chats with the same system prompt ask something else, all in the same moment.")
+    stage.tell("Three more chats with the same system prompt ask other questions, all at the same moment.")
     await stage.pause(2)
     for session, question in zip(others, QUESTIONS[1:], strict=False):
         await stage.ask(session, question)
@@ -93,15 +92,15 @@ async def shared_prefix(stage: Stage) -> None:
     shared = stage.state().counts[SHARED]
     stage.tell(
         f"The moment: chat 2 found {cached} of its {two.prompt_tokens} prompt tokens in the tree and computed only "
-        f"{two.prompt_tokens - cached}. {shared} blocks are held by several requests at once: the same memory, no copy."
+        f"{two.prompt_tokens - cached}. Several requests hold {shared} blocks together: the same memory, no copies."
     )
     await stage.pause(4)
     await stage.slow(0.12)
     metrics = await stage.answers([first, *others])
     total, hit = sum(m["prompt_tokens"] for m in metrics), sum(m["cached_tokens"] for m in metrics)
     stage.tell(
-        f"Four prompts of {total} tokens together: {hit} came from the cache, {total - hit} were computed, "
-        f"{hit / total:.0%} saved. The answers are the same as without it."
+        f"The four prompts have {total} tokens together: {hit} came from the cache, {total - hit} were computed, "
+        f"{hit / total:.0%} saved. The answers are the same as without the cache."
     )
 
 
@@ -123,13 +122,13 @@ async def _six_chats(stage: Stage) -> Figures:
 
 
 async def cache_on_off(stage: Stage) -> None:
-    """The same six arrivals, without the cache and with it."""
-    stage.tell("The prefix cache is off. Six chats with the same system prompt ask at once; every prompt is computed.")
+    """The same six requests, without the cache and with it."""
+    stage.tell("The prefix cache is off. Six chats with the same system prompt ask at once. Every prompt is computed.")
     await stage.pause(1.5)
     without = await _six_chats(stage)
     stage.tell(
         f"Without the cache {without.computed} prompt tokens were computed. "
-        "Now the same six arrivals in an engine with the cache on."
+        "Now the same six requests run in an engine with the cache on."
     )
     await stage.other_engine(no_prefix_caching=False)
     with_cache = await _six_chats(stage)
@@ -139,11 +138,9 @@ async def cache_on_off(stage: Stage) -> None:
     ]
     stage.tell(
         f"The same prompts, {with_cache.prompt_tokens:,} tokens, and the same answers; {with_cache.share_cached:.0%} "
-        "of "
-        f"the prefill saved.\n{stage.bars(rows)}\n"
-        f"The prompts took {without.prefill_ms:,.0f} ms without it, {with_cache.prefill_ms:,.0f} ms with it. The five "
-        "that came "
-        "after the first shared its blocks in the very step that computed them."
+        f"of the prefill saved.\n{stage.bars(rows)}\n"
+        f"The prompts took {without.prefill_ms:,.0f} ms without the cache and {with_cache.prefill_ms:,.0f} ms with it. "
+        "The other five shared the blocks of the first in the same step that computed them."
     )
 
 
@@ -153,8 +150,8 @@ WRITERS = 3
 
 
 async def _long_paste(stage: Stage) -> tuple[float, int, int, float]:
-    """The longest a writer waited for a token, in ms; the prompt's tokens; in how many steps they were computed, and
-    in how many ms."""
+    """Pastes a long prompt while chats write. Returns the longest wait of a writer for a token (ms), the tokens of
+    the prompt, the number of steps that computed it, and their time (ms)."""
     writers = [stage.chat("", max_tokens=60, whole=True) for _ in range(WRITERS)]
     stage.show(writers[0])
     await stage.gate()
@@ -166,7 +163,7 @@ async def _long_paste(stage: Stage) -> tuple[float, int, int, float]:
     request = await stage.ask(pasted, paste(40))
     stage.begin_count()
     await stage.step_until(
-        "the first token of the paste", lambda: stage.view.lanes.lanes[request].first_token is not None, seconds=0.3
+        "the long prompt's first token", lambda: stage.view.lanes.lanes[request].first_token is not None, seconds=0.3
     )
     figures = stage.figures()
     chunks = sum(
@@ -179,17 +176,16 @@ async def _long_paste(stage: Stage) -> tuple[float, int, int, float]:
 
 
 async def chunked_prefill(stage: Stage) -> None:
-    """A long paste arrives while three chats write: computed at once, and in chunks."""
+    """A long prompt arrives while three chats write: computed at once, and in chunks."""
     stage.tell(
-        f"Chunked prefill is off. {WRITERS} chats write, one token a step each; then somebody pastes a long text."
+        f"Chunked prefill is off. {WRITERS} chats write, each one token in a step. Then a user pastes a long text."
     )
     await stage.pause(1.5)
     at_once, tokens, _, whole = await _long_paste(stage)
     stage.tell(
-        f"All {tokens:,} tokens of the paste were computed in one step of {at_once:,.0f} ms, and the {WRITERS} writers "
-        "waited "
-        f"for it. Now the same with chunks: no step may hold more than {stage.source.info['max_num_batched_tokens']} "
-        "tokens."
+        f"All {tokens:,} tokens of the long prompt were computed in one step of {at_once:,.0f} ms. The {WRITERS} "
+        "writing chats waited for it. Now the same with chunks: no step may compute more than "
+        f"{stage.source.info['max_num_batched_tokens']} tokens."
     )
     await stage.other_engine(enable_chunked_prefill=True)
     chunked, tokens, chunks, in_chunks = await _long_paste(stage)
@@ -198,10 +194,10 @@ async def chunked_prefill(stage: Stage) -> None:
         ("in chunks", chunked, f"{chunked:,.0f} ms at most, {chunks} chunks"),
     ]
     stage.tell(
-        f"The longest time that the writers went without a new token, while {tokens:,} tokens were "
-        f"pasted:\n{stage.bars(rows)}\n"
-        f"The paste itself gets its first token later, after {in_chunks:,.0f} ms instead of {whole:,.0f}: its work is "
-        "spread over steps that also decode."
+        f"The longest wait of a writing chat for its next token, while {tokens:,} prompt tokens were computed:\n"
+        f"{stage.bars(rows)}\n"
+        f"The long prompt itself gets its first token later, after {in_chunks:,.0f} ms instead of {whole:,.0f}: its "
+        "chunks share steps with decoding requests."
     )
 
 
@@ -213,21 +209,21 @@ def _blocks(stage: Stage) -> int:
 
 
 def leaves(state: State) -> list[NodeView]:
-    """What may be evicted now, what goes first in front."""
+    """The nodes that may be evicted now, in the order of eviction."""
     free = [node for node in state.nodes.values() if node.id and not node.children and not node.users]
     return sorted(free, key=lambda node: (node.last_used, node.id))
 
 
 async def eviction(stage: Stage) -> None:
-    """A pool that is full of other people's prefixes: which of them goes?"""
+    """A pool full of cached prefixes: which one is evicted?"""
     await stage.gate()
     names = ("Alpha", "Bravo", "Charlie")
     chats = [stage.chat(voice, name) for voice, name in zip(VOICES, names, strict=False)]
     stage.show(chats[0])
     stage.look("inspect")
     stage.tell(
-        f"A pool of {_blocks(stage)} blocks. Three chats, Alpha, Bravo and Charlie, with three different system "
-        "prompts, are answered."
+        f"A pool of {_blocks(stage)} blocks. Three chats with different system prompts, Alpha, Bravo and Charlie, are "
+        "answered."
     )
     for session in chats:
         await stage.ask(session, QUESTIONS[0])
@@ -235,8 +231,8 @@ async def eviction(stage: Stage) -> None:
         await stage.pause(0.5)
     cached = stage.state().counts[CACHED]
     stage.tell(
-        f"All three have ended, and nobody holds their blocks. Still {cached} stay in the tree: they are cached, and "
-        f"{stage.state().counts[FREE]} are free. Then Alpha asks once more, which uses its blocks again."
+        f"All three have ended, and no request holds their blocks. {cached} blocks stay in the tree, cached; "
+        f"{stage.state().counts[FREE]} are free. Then Alpha asks again, which uses its blocks again."
     )
     await stage.pause(2)
     await stage.ask(chats[0], QUESTIONS[4])
@@ -245,15 +241,15 @@ async def eviction(stage: Stage) -> None:
     await stage.ask(newcomer, paste_of(stage, VOICES[3], stage.state().counts[FREE] + 5))
     owner = _owners(stage, chats)
     order = list(dict.fromkeys(owner(node) for node in leaves(stage.state())))
-    await stage.predict("Delta comes and needs more blocks than are free. Whose go first?", names)
+    await stage.predict("Delta arrives and needs more blocks than are free. Whose blocks are evicted first?", names)
     before = {node.id: node for node in stage.state().copy().nodes.values()}
     await stage.run_until("eviction")
     records = [event.record for event in stage.events("evict")]
     gone = " and then ".join(f"{record[4]} of {owner(before[record[3]])}" for record in records)
     stage.tell(
-        f"{stage.verdict(names.index(order[0]))}Blocks left the tree: {gone}, because {records[0][5]}. "
-        f"Of what nobody holds, what was used longest ago goes first: the order was {', '.join(order)}. "
-        "Alpha asked last, so its blocks are the safest."
+        f"{stage.verdict(names.index(order[0]))}Evicted: {gone}, because {records[0][5]}. "
+        "Of the blocks that no request holds, the least recently used are evicted first: the order was "
+        f"{', '.join(order)}. Alpha asked last, so its blocks are evicted last."
     )
     await stage.pause(4)
     await stage.answers([newcomer])
@@ -264,13 +260,12 @@ async def eviction(stage: Stage) -> None:
     (metrics,) = await stage.answers([repeat])
     stage.tell(
         f"Then {first} asks its first question again: {metrics['cached_tokens']} of its {metrics['prompt_tokens']} "
-        "prompt tokens are "
-        f"still there. The engine knows why: {_why(metrics)}."
+        f"prompt tokens are still cached. The engine gives the reason: {_why(metrics)}."
     )
 
 
 def _owners(stage: Stage, chats: list[Session]) -> Callable[[NodeView], str]:
-    """Tells whose prompt a node stands for, by its tokens."""
+    """Returns a function that finds the chat of a node by its tokens."""
 
     def owner(node: NodeView) -> str:
         for session in chats:
@@ -286,20 +281,20 @@ def _why(metrics: dict[str, Any]) -> str:
     match = metrics["match"]
     if match["stop"] == "evicted":
         return f"evicted at step {match['at']}"
-    return f"the match stopped as “{match['stop']}” at {match['at']}"
+    return f"the match ended as “{match['stop']}” at {match['at']}"
 
 
 # ---- preemption
 
 
 async def preemption(stage: Stage) -> None:
-    """A pool that is full of running requests: somebody must give way, and comes back."""
+    """A pool full of running requests: one is preempted and resumes."""
     chats = [stage.chat("", max_tokens=120, whole=True) for _ in range(4)]
     stage.show(chats[0])
     await stage.gate()
     stage.look("inspect")
     stage.tell(
-        f"A pool of {_blocks(stage)} blocks. Four chats write long answers; together they will need more than that."
+        f"A pool of {_blocks(stage)} blocks. Four chats write long answers. Together they will need more blocks."
     )
     ids = [await stage.ask(session, question) for session, question in zip(chats, QUESTIONS, strict=False)]
     await stage.step(4, seconds=0.4)
@@ -308,31 +303,31 @@ async def preemption(stage: Stage) -> None:
         state = stage.state()
         if state.counts[FREE] or state.counts[CACHED]:
             return False
-        # The next token of some request falls into a block that it does not have.
+        # The next token of a request needs a block that it does not have.
         running = [r for r in state.requests.values() if r.state == "running"]
         return any(state.computed(r) >= len(r.table) * state.block_size for r in running)
 
     await stage.step_until("a full pool", full, seconds=0.04)
     state = stage.state()
     lengths = ", ".join(f"r{r.id} holds {len(r.table)}" for r in state.requests.values())
-    stage.tell(f"The pool is full, nothing is cached, and somebody needs one more block. {lengths}.")
+    stage.tell(f"The pool is full, no block is cached, and a request needs one more. {lengths}.")
     await stage.pause(1.5)
-    await stage.predict("who gives back its blocks?", [f"r{id}" for id in ids])
+    await stage.predict("which request is preempted and releases its blocks?", [f"r{id}" for id in ids])
     await stage.run_until("preemption")
     record = stage.events("preempt")[-1].record
     stage.tell(
-        f"{stage.verdict(ids.index(record[3]))}r{record[3]}, the youngest, gives back its {record[5]} blocks and waits "
+        f"{stage.verdict(ids.index(record[3]))}r{record[3]}, the youngest, releases its {record[5]} blocks and waits "
         f"at the head of the queue: {record[4]}. "
-        "What it had written is not lost: full blocks stay in the tree until somebody needs them."
+        "Its text is not lost, and its full blocks stay in the tree until they are needed."
     )
     await stage.pause(4)
     await stage.slow(0.03)
     metrics = await stage.answers(chats)
     times = {id: metric["preemptions"] for id, metric in zip(ids, metrics, strict=True)}
-    gave_way = " and ".join(f"r{id} {_times(times[id])}" for id in sorted(ids, reverse=True) if times[id])
+    preempted = " and ".join(f"r{id} {_times(times[id])}" for id in sorted(ids, reverse=True) if times[id])
     stage.tell(
-        f"All four answers have their {metrics[0]['output_tokens']} tokens. Gave way: {gave_way}. Who did, computed "
-        "again what had been evicted meanwhile, and went on at the token where it had stood."
+        f"All four answers have {metrics[0]['output_tokens']} tokens. Preempted: {preempted}. A preempted request "
+        "computes its evicted blocks again and continues at the next token."
     )
 
 
@@ -344,7 +339,7 @@ def _times(n: int) -> str:
 
 
 async def fork(stage: Stage) -> None:
-    """One conversation, four continuations: the same blocks up to where they differ."""
+    """One conversation with four continuations: they share the blocks before the first difference."""
     trunk = stage.chat(title="trunk", max_tokens=40)
     stage.show(trunk)
     await stage.gate()
@@ -355,7 +350,7 @@ async def fork(stage: Stage) -> None:
     await stage.answers([trunk])
     await stage.gate()
     forks = [stage.chats.fork(trunk) for _ in range(4)]
-    stage.tell("Four chats are forked from it. Each asks something different, in the same moment.")
+    stage.tell("Four chats are forked from it. Each asks another question, at the same moment.")
     await stage.pause(2)
     for session, question in zip(forks, (QUESTIONS[0], QUESTIONS[2], QUESTIONS[3], QUESTIONS[5]), strict=True):
         await stage.ask(session, question)
@@ -369,8 +364,7 @@ async def fork(stage: Stage) -> None:
     ]  # fmt: skip
     stage.tell(
         f"The moment: four block tables. Their first {same} blocks, {same * size} tokens, are the same physical "
-        "blocks, held four "
-        "times; from the bar on each has its own, and the last is being written:\n" + "\n".join(rows)
+        "blocks. The blocks after the bar belong to one request each; the last is being written:\n" + "\n".join(rows)
     )
     await stage.pause(5)
     held = sum(len(r.table) for r in requests)
@@ -379,9 +373,8 @@ async def fork(stage: Stage) -> None:
     cached = sum(m["cached_tokens"] for m in metrics)
     total = sum(m["prompt_tokens"] for m in metrics)
     stage.tell(
-        f"The four tables had {held} entries and needed {distinct} blocks. Of {total} prompt tokens {cached} were not "
-        "computed "
-        f"again ({cached / total:.0%}). Without sharing the same forks would have taken {held} blocks."
+        f"The four tables had {held} entries but used only {distinct} blocks; without sharing they would use {held}. "
+        f"Of {total} prompt tokens {cached} were not computed again ({cached / total:.0%})."
     )
 
 
@@ -405,15 +398,16 @@ async def _eight_replies(stage: Stage) -> Figures:
 
 
 async def batching(stage: Stage) -> None:
-    """Eight replies of different lengths in four rows: batch after batch, and continuously."""
+    """Eight replies of different lengths in four rows: static and continuous batching."""
     stage.tell(
         f"Static batching: {len(LENGTHS)} replies of {min(LENGTHS)} to {max(LENGTHS)} tokens, four rows. "
-        "The next four begin when the last of the first four has ended."
+        "The next four start when all of the first four have ended."
     )
     await stage.pause(2)
     static = await _eight_replies(stage)
     stage.tell(
-        f"That took {static.steps} steps. Now the same replies with continuous batching: who ends, makes room at once."
+        f"That took {static.steps} steps. Now the same replies with continuous batching: a finished request frees its "
+        "row at once."
     )
     await stage.other_engine(scheduling_policy="fcfs")
     continuous = await _eight_replies(stage)
@@ -427,9 +421,8 @@ async def batching(stage: Stage) -> None:
     ]
     stage.tell(
         f"The same {sum(LENGTHS)} tokens in the same four rows:\n{stage.bars(rows)}\n"
-        "A decode step costs nearly the same with one row as with four: it reads all weights either way. Fewer steps "
-        "is "
-        "the whole gain."
+        "A decode step takes nearly the same time with one row as with four: it reads all weights either way. So the "
+        "gain is in the number of steps."
     )
 
 
@@ -437,7 +430,7 @@ async def batching(stage: Stage) -> None:
 
 
 async def _asked_again(stage: Stage) -> Session:
-    """A chat that has been answered and has asked the same once more; the engine stands before that prompt's step."""
+    """A chat that was answered and has asked the same again; stops the engine before the step of that prompt."""
     session = stage.chat("", max_tokens=70)
     stage.show(session)
     await stage.gate()
@@ -453,10 +446,10 @@ async def _asked_again(stage: Stage) -> Session:
 
 
 async def speculation(stage: Stage) -> None:
-    """The same answer twice, without speculation and with it: what the text says already is guessed, and checked."""
+    """The same answer without and with speculation: tokens are guessed from the text and checked."""
     stage.tell(
-        "A chat asks a question, and then the same question once more. Its second answer repeats the first, token for "
-        "token; still every token takes a step of its own, for nobody knows the answer before it is drawn."
+        "A chat asks a question, and then the same question again. The second answer repeats the first, token for "
+        "token. Still each token takes a step of its own, because the engine does not know that."
     )
     await stage.pause(2)
     session = await _asked_again(stage)
@@ -468,21 +461,21 @@ async def speculation(stage: Stage) -> None:
     await stage.other_engine(speculation="prompt-lookup")
     session = await _asked_again(stage)
     stage.tell(
-        "The last three tokens are looked for in the text before them. What followed there is a guess; the step "
-        "computes the guessed tokens together with the last one, and draws at each place as it would have drawn alone. "
-        "A guess counts only if it is the token drawn. So the answer cannot change, only the number of steps."
+        "Prompt lookup searches the earlier text for the last three tokens. The tokens that followed there are the "
+        "guess. The step computes them together with the last token, and samples at each position as usual. A guess "
+        "counts only if it equals the sampled token. So the answer stays the same; only the number of steps changes."
     )
     await stage.pause(4)
     await stage.predict(
-        f"the same answer of {tokens} tokens: how many steps does it take now?",
+        f"how many steps does the same answer of {tokens} tokens take now?",
         [f"{without.steps}, as before", f"{without.steps // 2}, half of them", f"under {without.steps // 4}"],
     )
-    await stage.step_until("a draft that is right", lambda: _last_step(stage).accepted > 0, seconds=0.5)
+    await stage.step_until("a right guess", lambda: _last_step(stage).accepted > 0, seconds=0.5)
     row = _last_step(stage)
     request, drafted, accepted = row.drafts[0]
     stage.tell(
-        f"The moment: step {row.step} computed {row.tokens} tokens for r{request}, its last and {drafted} guesses. "
-        f"{accepted} guesses were right, and the draw after them counts as well: {accepted + 1} tokens in one step."
+        f"The moment: step {row.step} computed {row.tokens} tokens for r{request}: its last and {drafted} guesses. "
+        f"{accepted} guesses were right, and the sample after them counts too: {accepted + 1} tokens in one step."
     )
     await stage.pause(4)
     await stage.slow(0.25)
@@ -495,9 +488,9 @@ async def speculation(stage: Stage) -> None:
     right = 2 if drafting.steps < without.steps // 4 else 1 if drafting.steps < without.steps else 0
     stage.tell(
         f"{stage.verdict(right)}The same {tokens} tokens:\n{stage.bars(rows)}\n"
-        f"{drafting.accepted} of {drafting.drafted} guessed tokens were right. A step that checks several is not much "
-        "longer than one that draws a single token: it reads all weights either way. A text that repeats nothing gains "
-        "nothing; a request whose guesses fail is given fewer of them."
+        f"{drafting.accepted} of {drafting.drafted} guessed tokens were right. A step that checks several tokens takes "
+        "not much longer than a step for one: it reads all weights either way. Text without repetition gains nothing; "
+        "a request with wrong guesses gets fewer."
     )
 
 
@@ -509,20 +502,25 @@ def _last_step(stage: Stage) -> StepRow:
 
 
 DEMOS = {
-    "shared-prefix": Demo("one system prompt, four chats", shared_prefix, 48, {"kv_blocks": 64}),
+    "shared-prefix": Demo("four chats share the blocks of one system prompt", shared_prefix, 48, {"kv_blocks": 64}),
     "cache": Demo(
-        "the same arrivals with the cache off and on", cache_on_off, 48, {"kv_blocks": 96, "no_prefix_caching": True}
+        "the same six requests with the prefix cache off and on", cache_on_off, 48,
+        {"kv_blocks": 96, "no_prefix_caching": True},
     ),
     "chunked-prefill": Demo(
-        "a long paste while others write, at once and in chunks", chunked_prefill, 48,
+        "a long prompt beside running answers: at once and in chunks", chunked_prefill, 48,
         {"kv_blocks": 128, "max_num_batched_tokens": 64, "enable_chunked_prefill": False, "no_prefix_caching": True},
     ),
-    "eviction": Demo("a full pool: predict whose blocks go", eviction, 24, {"kv_blocks": 18}),
-    "preemption": Demo("a pool too small for all: predict who gives way", preemption, 120, {"kv_blocks": 24}),
-    "fork": Demo("one conversation, four continuations", fork, 24, {"kv_blocks": 64}),
+    "eviction": Demo("a full pool: predict whose blocks are evicted", eviction, 24, {"kv_blocks": 18}),
+    "preemption": Demo(
+        "a pool that is too small: predict which request is preempted", preemption, 120, {"kv_blocks": 24}
+    ),
+    "fork": Demo("one conversation with four continuations", fork, 24, {"kv_blocks": 64}),
     "batching": Demo(
-        "static against continuous batching", batching, 30,
+        "static and continuous batching", batching, 30,
         {"kv_blocks": 64, "max_num_seqs": 4, "scheduling_policy": "static", "no_prefix_caching": True},
     ),
-    "speculation": Demo("the same answer again, guessed and checked", speculation, 70, {"kv_blocks": 64}),
+    "speculation": Demo(
+        "draft tokens copied from the text, several checked in one step", speculation, 70, {"kv_blocks": 64}
+    ),
 }  # fmt: skip

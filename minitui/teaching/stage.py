@@ -1,7 +1,7 @@
-"""What demos and lessons play on: an engine with its chats, and verbs to drive it by, all of them told by its records.
+"""The stage of demos and lessons: an engine with its chats, and methods to drive it and to read its records.
 
-The gate does the timing, not the clock: a scenario that stops the engine "at the first hit" stands at the same step on
-every machine, watched by a class or by a test. `beat` only scales the pauses for reading.
+Scenarios stop the engine at events, not at times: "stop at the first hit" is the same step on every machine. `beat`
+only scales the pauses for reading.
 """
 
 from __future__ import annotations
@@ -22,25 +22,24 @@ from minitui.sources.base import Source
 from minitui.viewmodel.model import Event, View
 from minitui.viewmodel.updater import Updater
 
-PATIENCE = 30.0  # seconds until a wait is given up with an error
+PATIENCE = 30.0  # seconds until a wait fails
 PACES = (1, 2, 5, 10, 20, 50, 100, 200)
-BAR = 28  # cells of a full bar
-HELD_TICK = 0.05  # seconds between two looks whether the picture is still held
-THINK_SECONDS = 6.0  # to think about a prediction
-LETTERS = "abcdefgh"  # of its choices
+BAR = 28  # width of a full bar, in cells
+HELD_TICK = 0.05  # seconds between two checks of `held`
+THINK_SECONDS = 6.0  # for a prediction
+LETTERS = "abcdefgh"  # for the choices of a prediction
 
 Restart = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Counted from the records of some steps. Prompt tokens are computed or cached."""
+    """Figures of some steps, counted from their records. Prompt tokens are computed or cached."""
 
     steps: int
     computed: int
     cached: int
     decoded: int
-    evicted_blocks: int
     preemptions: int
     slowest_ms: float
     prefill_ms: float  # of the steps that computed prompts
@@ -54,17 +53,17 @@ class Figures:
 
     @property
     def share_cached(self) -> float:
-        """Of the prompt tokens, 0 to 1."""
+        """Share of the prompt tokens that were cached, 0 to 1."""
         return self.cached / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 @dataclass
 class Stage:
-    """See the module. `say` shows a text, `show` a chat, `look` a screen ("chat" or "inspect")."""
+    """An engine, its chats and their view. `say` shows a text, `show` a chat, `look` a screen ("chat" or "inspect")."""
 
     source: Source
     chats: Chats
-    feed: Updater  # folds the records into the view that is asked what happened
+    feed: Updater  # folds the records into the view
     system: str
     say: Callable[[str], None]
     show: Callable[[Session], None] = lambda session: None
@@ -72,12 +71,12 @@ class Stage:
     restart: Restart | None = None  # the same model in an engine with other options
     beat: float = 1.0
     bar: str = "█"
-    held: Callable[[], bool] = lambda: False  # a countdown waits while this is true
-    keys: bool = False  # somebody can press them, which `guess` is told
+    held: Callable[[], bool] = lambda: False  # true while the user freezes the picture: pauses wait
+    keys: bool = False  # the user can press keys; `guess` receives them
     said: list[str] = field(default_factory=list)
-    _choices: Sequence[str] = ()  # of the prediction that is asked for now
+    _choices: Sequence[str] = ()  # of the open prediction
     _guessed: int | None = None
-    _began: tuple[int, int] = (-1, 0)  # the last step and the last record before what is counted
+    _began: tuple[int, int] = (-1, 0)  # the last step and the last record before the figures
 
     # ---- reading
 
@@ -86,28 +85,28 @@ class Stage:
         return self.feed.view
 
     def state(self) -> State:
-        """The engine's state, as far as its records have come."""
+        """The engine's state, from the records received so far."""
         self.feed.pump()
         return self.view.live.state
 
     def request(self, session: Session) -> RequestView:
-        """The engine's view of the request that answers `session`; EngineError if it has ended."""
+        """The running request of `session`. Raises EngineError if it has ended."""
         request = self.state().requests.get(session.request or -1)
         if request is None:
             raise EngineError(f"chat {self.chats.number(session)} is no longer being answered")
         return request
 
     def begin_count(self) -> None:
-        """Figures count from here on."""
+        """Starts the count of `figures` and `events`."""
         self._began = (self.state().step, self.state().seq)
 
     def events(self, kind: str) -> list[Event]:
-        """The decisions of this kind (one of minitui.viewmodel.events.KINDS) since `begin_count`, oldest first."""
+        """The events of one kind (minitui.viewmodel.events.KINDS) since `begin_count`, oldest first."""
         self.state()
         return [event for event in self.view.events.items if event.kind == kind and event.seq > self._began[1]]
 
     def figures(self) -> Figures:
-        """What the steps since `begin_count` did, from their records."""
+        """The figures of the steps since `begin_count`."""
         self.state()
         view = self.view
         rows = [view.steps.get(step) for step in range(self._began[0] + 1, view.steps.last + 1)]
@@ -119,22 +118,21 @@ class Stage:
             decoded=sum(row.decodes + row.accepted for row in steps),
             drafted=sum(row.drafted for row in steps),
             accepted=sum(row.accepted for row in steps),
-            evicted_blocks=sum(event.record[4] for event in self.events("evict")),
             preemptions=len(self.events("preempt")),
             slowest_ms=max((row.wall_ms or 0.0 for row in steps), default=0.0),
             prefill_ms=sum(row.wall_ms or 0.0 for row in steps if row.chunks),
             decode_ms=sum(row.wall_ms or 0.0 for row in steps if not row.chunks),
         )
 
-    # ---- telling
+    # ---- text
 
     def tell(self, text: str) -> None:
-        """Say something, and remember it."""
+        """Shows a text and keeps it in `said`."""
         self.said.append(text)
         self.say(text)
 
     async def pause(self, seconds: float, done: Callable[[], bool] = lambda: False) -> None:
-        """Time to read, until `done()`; whoever holds the picture still (space) prolongs it."""
+        """Waits so that the user can read, or until `done()`. Freezing the picture (space) makes it longer."""
         left = seconds * self.beat
         await asyncio.sleep(0)
         while (left > 0 or self.held()) and not done():
@@ -144,7 +142,7 @@ class Stage:
                 left -= time.monotonic() - began
 
     async def predict(self, question: str, choices: Sequence[str]) -> None:
-        """Ask the room, and leave it time to think; a guess ends that."""
+        """Asks for a prediction, and waits for a guess or THINK_SECONDS."""
         lines = "\n".join(f"   {LETTERS[i]}) {choice}" for i, choice in enumerate(choices))
         how = f"\nPress {' '.join(LETTERS[: len(choices)])}; space gives more time." if self.keys else ""
         self.tell(f"Predict: {question}\n{lines}{how}")
@@ -154,19 +152,19 @@ class Stage:
 
     @property
     def asks(self) -> int:
-        """Among how many choices a guess is waited for now."""
+        """The number of choices of the open prediction; 0 if there is none."""
         return len(self._choices)
 
     def guess(self, choice: int) -> None:
-        """Somebody has pressed a letter."""
+        """The user has chosen choice number `choice`."""
         self._guessed = choice
 
     def verdict(self, right: int) -> str:
-        """What to say of the guess, now that the answer is known; nothing if there was none."""
+        """A sentence about the guess, given the right choice; empty if there was no guess."""
         if self._guessed is None:
             return ""
-        so = ", and so it is. " if self._guessed == right else f"; it is {LETTERS[right]}. "
-        return f"You said {LETTERS[self._guessed]}{so}"
+        verdict = "correct" if self._guessed == right else f"the answer is {LETTERS[right]}"
+        return f"You said {LETTERS[self._guessed]}: {verdict}. "
 
     def bars(self, rows: Sequence[tuple[str, float, str]]) -> str:
         """Lines of (label, amount, text), each with a bar in proportion to the largest amount."""
@@ -183,28 +181,28 @@ class Stage:
     def chat(
         self, system: str | None = None, title: str = "", max_tokens: int | None = None, whole: bool = False
     ) -> Session:
-        """A new chat. `whole`: its answer goes on to `max_tokens` whatever the model says."""
+        """A new chat. `whole`: its answer has exactly `max_tokens` tokens, whatever the model writes."""
         session = self.chats.new(self.system if system is None else system, title)
         if max_tokens is not None:
             session.sampling = replace(session.sampling, max_tokens=max_tokens, ignore_eos=whole)
         return session
 
     async def until(self, what: str, true: Callable[[], Any]) -> None:
-        """Wait until `true()`; EngineError says what did not come about."""
+        """Waits until `true()`. Raises EngineError, with `what`, after PATIENCE."""
         end = time.monotonic() + PATIENCE
         look_again = 0.001
         while not true():
             if self.source.error:
                 raise EngineError(self.source.error)
-            if self.held():  # nothing reaches the picture
+            if self.held():  # frozen: no records are shown
                 end = time.monotonic() + PATIENCE
             if time.monotonic() > end:
-                raise EngineError(f"waited {PATIENCE:.0f} s in vain for {what}")
+                raise EngineError(f"waited {PATIENCE:.0f} s for {what}, which did not happen")
             await asyncio.sleep(look_again)
             look_again = min(1.5 * look_again, 0.01)  # seconds: most waits are for a step of a few milliseconds
 
     async def ask(self, session: Session, text: str) -> int:
-        """Ask in a chat, and return when the engine has queued it: arrivals keep their order. The request's id."""
+        """Asks in a chat; returns the request's id when the engine has queued it, so that requests keep their order."""
         before = session.request
         await self.pause(0)
         self.chats.send(session, text)
@@ -219,17 +217,17 @@ class Stage:
         return session.request != before and session.request in self.view.lanes.lanes
 
     async def gate(self) -> None:
-        """Stop the engine between two steps."""
+        """Stops the engine between two steps."""
         await self.source.control("pause")
         await self.until("the engine to stop", lambda: self.state().gate == "closed")
 
     async def open(self) -> None:
-        """Let it run."""
+        """Lets the engine run."""
         await self.pause(0)
         await self.source.control("resume")
 
     async def step(self, n: int = 1, seconds: float = 0.0) -> None:
-        """`n` steps one after the other, each left standing for `seconds`; fewer if the engine runs out of work."""
+        """Runs `n` steps, with a pause of `seconds` after each; fewer if the engine has no more requests."""
         for _ in range(n):
             state = self.state()
             if not state.requests:
@@ -246,7 +244,7 @@ class Stage:
         return row is not None and row.end_seq > 0
 
     async def step_until(self, what: str, true: Callable[[], Any], most: int = 2000, seconds: float = 0.0) -> None:
-        """Step by step until `true()`."""
+        """Runs step by step until `true()`. Raises EngineError if that never happens."""
         for _ in range(most):
             if true():
                 return
@@ -254,11 +252,11 @@ class Stage:
                 break
             await self.step(1, seconds)
         if not true():
-            raise EngineError(f"{what} did not come about")
+            raise EngineError(f"{what} did not happen")
 
     async def run_until(self, event: str) -> str:
-        """Run until something happens (a key of engine.core.gate.EVENTS) and stand at that step; what the engine
-        says."""
+        """Runs until an event (a key of engine.core.gate.EVENTS) and stops at that step; returns the engine's
+        reason."""
         seen = len(self._stops())
         await self.pause(0)
         await self.source.control("run_until", predicate={"event": event})
@@ -274,7 +272,7 @@ class Stage:
         ]  # fmt: skip
 
     async def answers(self, sessions: Sequence[Session]) -> list[dict[str, Any]]:
-        """Let the engine run until these chats are answered, then in real time; the metrics of the answers."""
+        """Lets the engine run until these chats are answered, then sets real time; returns the answers' metrics."""
         await self.open()
         await self.until("the answers", lambda: not any(session.busy for session in sessions))
         if self.state().pace != 1:
@@ -285,7 +283,7 @@ class Stage:
         return [session.messages[-1].metrics for session in sessions]
 
     async def slow(self, seconds: float) -> None:
-        """Slow motion in which a step like the last ones takes about so long; real time where nobody watches."""
+        """Slows the engine so that a step like the last ones takes about `seconds`; real time if `beat` is 0."""
         last = self.view.steps.last
         rows = [self.view.steps.get(step) for step in range(max(0, last - 8), last + 1)]
         recent = [row.wall_ms for row in rows if row is not None and row.wall_ms]
@@ -295,7 +293,7 @@ class Stage:
         await self.source.control("pace", factor=factor)
 
     async def other_engine(self, **options: Any) -> None:
-        """Go on with the same model in an engine with other options; what has been told stays."""
+        """Replaces the engine by one with other options, same model. `said` stays."""
         if self.restart is None:
             raise EngineError("this engine cannot be started with other options")
         self.feed.restart()
@@ -308,5 +306,5 @@ class Stage:
 
 
 def sampling(max_tokens: int) -> Sampling:
-    """Greedy, so that every run of a demo writes the same."""
+    """Greedy sampling: every run of a demo writes the same text."""
     return Sampling(temperature=0.0, max_tokens=max_tokens)

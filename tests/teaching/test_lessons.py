@@ -34,24 +34,24 @@ from tests.support.driving import press, until
 from tests.support.fake_client import ByteCodec, FakeSource
 
 RIGHT = {  # what each experiment must prove, by lesson and page title
-    (0, "One question, step by step"): "5: the prompt's step draws the first token",
+    (0, "One question, step by step"): "5: the prompt's step samples the first token",
     (1, "Reading weights is what costs"): "several times as long as one token of the prompt",
     (2, "What a token costs"): "4,096 bytes: 4 KiB",
-    (2, "Two tables"): "mixed: each took what was free when it needed one",
-    (2, "Four states"): "the full ones stay as cache, until somebody needs room",
-    (3, "From position to slot"): "those of every token so far",
-    (3, "Causal, also after a hit"): "everything cached, and itself",
+    (2, "Two tables"): "mixed: each chat took the next free block when it needed one",
+    (2, "Four states"): "the full ones stay cached until room is needed",
+    (3, "From position to slot"): "those of all tokens so far",
+    (3, "Causal, also after a hit"): "all cached tokens, and itself",
     (4, "Chance without dice"): "the same, token for token",
     (5, "Joining and leaving"): "40: as many as the longest takes",
     (5, "A long prompt"): "61",
     (5, "Waiting, with a reason"): "in the step after one of the others has ended",
     (6, "Byte by byte"): "nothing yet",
-    (6, "Stop strings"): "no, the reply ends before it, unless it is asked for",
-    (7, "Somebody hangs up"): "at once, or one",
-    (8, "The same beginning, another question"): "what comes after the last whole block that both have in common",
+    (6, "Stop strings"): "no, the reply ends before it, unless requested",
+    (7, "A client hangs up"): "at once, or after one",
+    (8, "The same beginning, another question"): "everything after the last whole block that both have in common",
     (8, "All at the same time"): "once",
-    (8, "What goes, and when"): "B's: it was used longest ago",
-    (9, "A ladder of sizes"): "the one of 8",
+    (8, "What is evicted, and when"): "B's: it is the least recently used",
+    (9, "A ladder of sizes"): "the graph of 8",
 }
 
 
@@ -147,7 +147,7 @@ def test_the_radix_lesson_counts_the_share_that_was_saved(outcome: Callable[[int
 def test_the_radix_lesson_tells_why_a_hit_ended_and_what_an_eviction_was_for(outcome: Callable[[int], Taught]) -> None:
     seen = outcome(8).seen
     assert "all that can be shared" in seen["The same beginning, another question"].text
-    text = seen["What goes, and when"].text
+    text = seen["What is evicted, and when"].text
     needed, free = (int(re.search(p, text)[1]) for p in (r"needs (\d+)", r"only (\d+) were"))  # type: ignore[index]
     out = [(int(n), whose) for n, whose in re.findall(r"(\d+) of ([AB])'s blocks", text)]
     assert needed - free == sum(n for n, _ in out), text
@@ -200,7 +200,7 @@ def test_lessons_and_their_code_load_neither_torch_nor_textual() -> None:
 def test_code_that_is_not_there_is_told() -> None:
     with pytest.raises(EngineError, match="no Nobody"):
         find_code("engine.core.engine:Nobody")
-    with pytest.raises(EngineError, match="no module"):
+    with pytest.raises(EngineError, match="has no module"):
         find_code("engine.nowhere:Nobody")
     with pytest.raises(EngineError, match="no lesson 10"):
         lesson(10)

@@ -158,7 +158,7 @@ def test_a_long_paste_is_spread_over_steps_that_also_decode(hear: Callable[[str]
 def test_the_victim_is_the_least_recently_used(hear: Callable[[str], Told]) -> None:
     told = hear("eviction")
     assert "Predict" in told.text
-    assert re.search(r"Blocks left the tree: \d+ of Bravo", told.text), told.text
+    assert re.search(r"Evicted: \d+ of Bravo", told.text), told.text
     assert "the order was Bravo, Charlie, Alpha" in told.text and "evicted at step" in told.said[-1]
     assert f"{told.of('evict')[0][4]} of Bravo" in told.text
 

@@ -440,7 +440,7 @@ async def test_letters_answer_a_demos_prediction_and_are_keys_again_afterwards()
         assert not app.gated and stage.asks == 2, "nothing has been shown"
         await press(pilot, "b")
         await asyncio.wait_for(asked, 3)
-        assert stage.verdict(1) == "You said b, and so it is. " and stage.verdict(0) == "You said b; it is a. "
+        assert stage.verdict(1) == "You said b: correct. " and stage.verdict(0) == "You said b: the answer is a. "
         await press(pilot, "e")
         assert isinstance(app.screen, TextDialog), "e renames, as ever"
 

@@ -1,4 +1,4 @@
-"""The lessons, L0 to L9: text written for this engine, experiments on it, questions whose answers the panels show."""
+"""The lessons L0 to L9: text about this engine, experiments on it, and questions that the panels answer."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ LESSONS: tuple[Lesson, ...] = (
 
 
 def lesson(number: int | str) -> Lesson:
-    """Lesson `number`, as it was typed perhaps; EngineError lists those that there are."""
+    """Lesson `number`, also as typed text. Raises EngineError for an unknown one."""
     for one in LESSONS:
         if str(number) == str(one.number):
             return one
-    raise EngineError(f"there is no lesson {number}: there are 0 to {len(LESSONS) - 1}; `minitui lesson` lists them")
+    raise EngineError(f"there is no lesson {number}: the lessons are 0 to {len(LESSONS) - 1}")

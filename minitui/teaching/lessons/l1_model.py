@@ -1,4 +1,4 @@
-"""L1: the decoder, its weights, and what they cost to read."""
+"""L1: the decoder, its weights, and the cost of reading them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARTS = {"embeddings": ("embed_tokens", "lm_head"), "attention": ("self_attn",),
 
 
 def tensors(directory: str | Path) -> dict[str, list[int]]:
-    """Name -> shape of every tensor of a checkpoint, from the headers of its safetensors files alone."""
+    """Name -> shape of every tensor of a checkpoint, read from the headers of its safetensors files."""
     found: dict[str, list[int]] = {}
     for path in sorted(Path(directory).glob("*.safetensors")):
         with path.open("rb") as file:
@@ -25,7 +25,7 @@ def tensors(directory: str | Path) -> dict[str, list[int]]:
 
 
 def parameters_by_part(shapes: dict[str, list[int]]) -> dict[str, int]:
-    """Parameters of the checkpoint, by the part of the model they belong to."""
+    """Number of parameters of each part of the model."""
     totals = dict.fromkeys(PARTS, 0)
     for name, shape in shapes.items():
         size = 1
@@ -37,7 +37,7 @@ def parameters_by_part(shapes: dict[str, list[int]]) -> dict[str, int]:
 
 
 async def weigh(stage: Stage) -> Seen:
-    """Where the parameters are."""
+    """Counts the parameters of each part."""
     shapes = tensors(stage.source.info["model_dir"])
     totals = parameters_by_part(shapes)
     layers = 1 + max(int(name.split(".")[2]) for name in shapes if ".layers." in name)
@@ -50,7 +50,7 @@ async def weigh(stage: Stage) -> Seen:
 
 
 async def many_or_one(stage: Stage) -> Seen:
-    """A whole prompt in a step, then one token in a step."""
+    """Computes a whole prompt in one step, then one token in each step."""
     session = stage.chat(max_tokens=8, whole=True)
     stage.show(session)
     stage.begin_count()
@@ -64,15 +64,14 @@ async def many_or_one(stage: Stage) -> Seen:
     ratio = one / (many / prompt.tokens)
     return Seen(
         f"{prompt.tokens} prompt tokens took {many:.1f} ms in one step, {many / prompt.tokens:.2f} ms each. A single "
-        "token took "
-        f"{one:.1f} ms (median): {ratio:.0f} times as long as one of many. Each run measures anew: the figures vary.",
+        f"token took {one:.1f} ms (median): {ratio:.0f} times as long as one of many. The figures vary.",
         0 if ratio < 1.5 else 1 if ratio < 200 else 2,
     )
 
 
 def _decode_ms(stage: Stage) -> str:
     p50 = stage.view.timings.decode.p50
-    return f"about {p50:.1f} ms (median of the decode steps here)" if p50 else "the panel shows it as soon as steps ran"
+    return f"about {p50:.1f} ms (median of the decode steps here)" if p50 else "the panel shows it after some steps"
 
 
 def _prefill_ms(stage: Stage) -> str:
@@ -90,54 +89,54 @@ def _host(stage: Stage) -> str:
 LESSON = Lesson(
     1,
     "Model and weights",
-    "What is computed in a forward pass, and what must be read for it?",
+    "What does a forward pass compute, and what must it read?",
     (
         Page(
             "One decoder",
             """
-            The model is a stack of equal layers over a stream of vectors, one for each token. A token's id picks
-            its first vector from the embedding table. Each layer adds two things to it: what attention gathered
-            from earlier tokens, and what a small network (the MLP) makes of the result. Before each the vector is
-            normalised (RMSNorm). After the last layer a matrix of the size of the vocabulary gives the logits: one
-            score for each token that might follow.
+            The model is a stack of equal layers over a stream of vectors, one for each token. The token's id selects
+            its first vector from the embedding table. Each layer adds two things to it: what attention collects from
+            earlier tokens, and the output of a small network (the MLP). Before each of the two the vector is
+            normalised (RMSNorm). After the last layer, a matrix as wide as the vocabulary gives the logits: one score
+            for each possible next token.
 
-            Llama, Mistral, Qwen2 and Qwen3 differ only in configuration: biases or none, norms on queries and keys
-            or none, how positions are stretched, whether the last matrix is the embedding table once more ("tied").
-            So there is one decoder file.
+            Llama, Mistral, Qwen2 and Qwen3 differ only in configuration: with or without biases, with or without norms
+            on queries and keys, how positions are scaled, whether the last matrix is the embedding table ("tied"). So
+            there is one decoder file.
 
-            Attention is the only place where tokens meet. Everything else is done for each token alone, which is
-            why tokens of different requests can go through the model side by side, in one batch.
+            Tokens interact only in attention. Everything else is computed for each token alone. So tokens of different
+            requests can pass the model together, in one batch.
             """,
             code="engine.model.decoder:Decoder.forward",
         ),
         Page(
             "Weights on disk",
             """
-            A checkpoint is a set of named tensors in safetensors files. A header says where each begins, so every
-            name and shape is checked before the first byte is copied: what is missing, unexpected or of another
-            shape is named, nothing is ignored. Then tensor by tensor goes straight to its place. The three matrices
-            for queries, keys and values are copied into one, so that one multiplication does for three; so are the
-            MLP's gate and up.
+            A checkpoint is a set of named tensors in safetensors files. A header says where each tensor begins. So
+            every name and shape is checked before the first byte is copied. A missing tensor, an unexpected one or a
+            wrong shape is an error that names it; nothing is ignored. Then each tensor is copied directly to its place.
+            The three matrices for queries, keys and values are copied into one, so that one multiplication replaces
+            three. The same is done with the MLP's gate and up matrices.
             """,
             code="engine.model.weights:load_weights",
             run=weigh,
             predict=Prediction(
-                "In which part of this small model are most of its parameters?",
+                "Which part of this small model has most of its parameters?",
                 ("embeddings", "attention", "MLP", "norms"),
             ),
         ),
         Page(
             "Reading weights is what costs",
             """
-            To compute one token, all weights must be read once. To compute a hundred tokens in the same step, they
-            must be read once, too: only the arithmetic grows. As long as reading takes longer than computing, more
-            tokens in a step cost little. This is why prompts are computed many tokens at a time, why many requests
-            decode in one batch, and why a single chat never uses a device well.
+            To compute one token, all weights must be read once. To compute a hundred tokens in the same step, they are
+            also read once: only the arithmetic grows. As long as reading takes longer than computing, more tokens in a
+            step cost little. This is why a prompt is computed many tokens at a time, why many requests decode in one
+            batch, and why a single chat never uses a device well.
             """,
             panel="timings",
             run=many_or_one,
             predict=Prediction(
-                "One step computes a whole prompt, later steps one token each. A lone token takes …",
+                "One step computes a whole prompt, later steps one token each. A single token takes …",
                 (
                     "as long as one token of the prompt",
                     "several times as long as one token of the prompt",
@@ -148,13 +147,13 @@ LESSON = Lesson(
         Page(
             "Positions and heads",
             """
-            Attention itself does not know in which order tokens stand. So queries and keys are turned by an angle
-            that grows with the position (RoPE); their product then depends on how far two tokens are apart. Keys
-            are turned before they are stored: a key in the cache fits its position and no other. That is why a
-            cached block can be shared only by prompts that are equal from their very first token.
+            Attention alone ignores the order of tokens. So queries and keys are rotated by an angle that grows with the
+            position (RoPE). Their product then depends on the distance of the two tokens. Keys are rotated before they
+            are stored, so a cached key is valid for one position only. This is one reason why prompts can share a
+            cached block only if they are equal from their first token on.
 
-            Several query heads share one key and value head (grouped-query attention). Fewer key heads mean a
-            smaller cache, which is often what limits how many requests run at once.
+            Several query heads share one key and value head (grouped-query attention). Fewer key heads mean a smaller
+            cache. The cache's size often limits how many requests run at once.
             """,
             code="engine.model.rope:rope_table",
         ),
@@ -162,21 +161,21 @@ LESSON = Lesson(
     many_or_one,
     (
         Check(
-            "How long does a step take in which one request decodes?",
+            "How long does a step with one decoding request take?",
             "timings",
             "the timings panel: the row for decode steps; p50 is the median.",
             _decode_ms,
         ),
         Check(
-            "How long did the step take that computed the prompt?",
+            "How long did the prompt's step take?",
             "timings",
             "the timings panel: the row for prefill steps.",
             _prefill_ms,
         ),
         Check(
-            "How long does the host plan, launch and commit for a step?",
+            "How long do plan, launch and commit take on the host?",
             "timings",
-            "the two tracks, host and device: on a CPU both are the same cores.",
+            "the two tracks, host and device; on a CPU both use the same cores.",
             _host,
         ),
     ),

@@ -7,7 +7,7 @@ from minitui.teaching.stage import Stage
 
 
 async def find_slots(stage: Stage) -> Seen:
-    """Where the keys of one request lie."""
+    """Finds the slots of one request's keys."""
     session = stage.chat(max_tokens=30, whole=True)
     stage.show(session)
     await stage.ask(session, "What is paged attention?")
@@ -18,20 +18,19 @@ async def find_slots(stage: Stage) -> Seen:
     for position in sorted({0, size - 1, size, 2 * size + 5, n - 1}):
         block = request.table[position // size]
         lines.append(
-            f"   token {position:>4}  logical block {position // size:>2}, place {position % size:>2}  ->  block "
-            f"{block:>3}, "
-            f"slot {block * size + position % size}"
+            f"   token {position:>4}  logical block {position // size:>2}, offset {position % size:>2}  ->  "
+            f"block {block:>3}, slot {block * size + position % size}"
         )
     return Seen(
         "\n".join(lines)
-        + f"\n\nThe last step had one query, that of token {n - 1}. In every layer it read {n} keys: those of tokens "
-        f"0 to {n - 1}, its own included, through {len(request.table)} entries of its block table.",
+        + f"\n\nThe last step had one query, that of token {n - 1}. In every layer it read {n} keys, those of tokens "
+        f"0 to {n - 1} (its own included), through {len(request.table)} entries of the block table.",
         2,
     )
 
 
 async def after_a_hit(stage: Stage) -> Seen:
-    """A prompt of which most is cached."""
+    """Computes a prompt whose beginning is cached."""
     for question in ("What is paged attention?", "What is a block table?"):
         session = stage.chat(max_tokens=6, whole=True)
         stage.show(session)
@@ -43,11 +42,9 @@ async def after_a_hit(stage: Stage) -> Seen:
             _, start, n, _ = row.chunks[0]
             await stage.step(2, seconds=0.4)
             return Seen(
-                f"r{request} had {start + n} prompt tokens, {start} of them in the cache. The step had {n} queries, "
-                f"tokens {start} to "
-                f"{start + n - 1}. The first of them read {start + 1} keys, the last {start + n}: what is cached "
-                "counts as the past, "
-                "and nobody sees a token that comes after it.",
+                f"r{request} had {start + n} prompt tokens, {start} of them cached. The step had {n} queries: tokens "
+                f"{start} to {start + n - 1}. The first query read {start + 1} keys, the last {start + n}: cached "
+                "tokens count as earlier tokens, and no query sees a later token.",
                 1,
             )
         await stage.step(5)
@@ -55,7 +52,7 @@ async def after_a_hit(stage: Stage) -> Seen:
 
 
 async def close(stage: Stage) -> None:
-    """One request, standing in the middle of its reply."""
+    """Stops the engine in the middle of one reply."""
     session = stage.chat(max_tokens=60, whole=True)
     stage.show(session)
     await stage.ask(session, "What is a block table?")
@@ -73,7 +70,7 @@ def _next_slot(stage: Stage) -> str:
     request = state.requests[max(state.requests)]
     n, size = state.computed(request), state.block_size
     if n // size >= len(request.table):
-        return "0 of a block that it will get with the next step"
+        return "0 of a block that the next step will allocate"
     return f"{request.table[n // size] * size + n % size}"
 
 
@@ -85,70 +82,69 @@ def _row(stage: Stage) -> int:
 LESSON = Lesson(
     3,
     "Paged attention",
-    "How does a query find its keys when they lie anywhere?",
+    "How does a query find its keys if blocks can be anywhere?",
     (
         Page(
             "Slots",
             """
-            The pool of one layer is two tensors, keys and values, of shape [blocks, 16, key heads, head size]. Seen
-            as a long row of slots, token p of a request lies in
+            The pool of one layer is two tensors, keys and values, of shape [blocks, 16, key heads, head size]. Seen as
+            one long row of slots, token p of a request is in
 
               slot  =  table[p // 16] * 16  +  p % 16
 
-            A step begins by writing: every layer first stores the keys and values of all tokens of the step into
-            their slots, then attention reads. So a request may use keys that another request's chunk writes in the
-            very same step.
+            A step writes first: every layer stores the keys and values of all tokens of the step in their slots; then
+            attention reads. So a request can use keys that another request's chunk writes in the same step.
 
-            Reading goes through the block table. The readable backend of this engine gathers the slots of each
-            sequence and hands them to torch. A GPU kernel reads block by block, straight through the table, without
-            a copy. Both are held to the same tests, and the first is the specification of the second.
+            Reading uses the block table. The readable backend of this engine copies the slots of each sequence
+            together and passes them to torch. A GPU kernel reads block by block through the table, without a copy.
+            Both must pass the same tests; the first is the specification of the second.
             """,
             code="engine.attention.torch_backend:TorchAttention",
         ),
         Page(
             "From position to slot",
             """
-            One chat writes a reply. In each of its decode steps there is one new token, so one query for each head.
-            Everything before is already in the cache.
+            One chat writes a reply. Each of its decode steps has one new token, so one query for each head. The keys
+            of all earlier tokens are already in the cache.
             """,
             panel="table",
             run=find_slots,
             predict=Prediction(
-                "How many keys does that one query read in a layer?",
-                ("one: its own", "those of its last block", "those of every token so far", "the whole pool"),
+                "How many keys does this one query read in a layer?",
+                ("one: its own", "those of its last block", "those of all tokens so far", "the whole pool"),
             ),
         ),
         Page(
             "Causal, also after a hit",
             """
-            A token may see itself and what comes before it, never what comes after. For a prompt in one piece that
-            is a triangle. When its beginning is cached, only the rest has queries, and the triangle becomes a wide
-            rectangle with a slanted end: query i of a chunk, counted from 0, sees keys 0 to K - Q + i, where Q is
-            how many queries the chunk has and K how many keys there are, its own included. To forget this is a
-            classic mistake: the text then looks nearly right.
+            A token may attend to itself and to earlier tokens, never to later ones. For a prompt in one piece, that is
+            a triangle. If its beginning is cached, only the rest has queries, and the triangle becomes a wide
+            rectangle with a slanted end: query i of a chunk, counted from 0, sees keys 0 to K - Q + i. Q is the number
+            of queries of the chunk; K is the number of keys, those of the chunk included. Forgetting this is a classic
+            mistake: the text then looks nearly right.
             """,
             panel="step",
             code="engine.attention.base:ForwardMeta",
             run=after_a_hit,
             predict=Prediction(
-                "Most of a prompt is cached. What does the first query of the rest see?",
+                "Most of a prompt is cached. Which tokens does the first query of the rest see?",
                 (
                     "only the tokens of its own chunk",
-                    "everything cached, and itself",
-                    "the whole prompt, what follows included",
+                    "all cached tokens, and itself",
+                    "the whole prompt, later tokens included",
                 ),
             ),
         ),
         Page(
             "Padding and the null block",
             """
-            Sequences of a batch have different lengths, tables of different width. What fills the gaps points at
-            block 0, the null block: it belongs to nobody and holds zeros, so that reading it can do no harm, and a
-            mask gives it no weight. A free block may hold anything that was once written, and a test fills free
-            blocks with NaN to see that no output changes.
+            The sequences of a batch have different lengths, and block tables of different widths. Padding points to
+            block 0, the null block. It belongs to no request and contains zeros, so reading it is harmless, and a mask
+            gives it no weight. A free block may contain any old data; a test fills free blocks with NaN and checks
+            that no output changes.
 
-            Decode reads much and computes little: every key once, for one query. Prefill computes much: many
-            queries share the keys they read. That is why they are different kernels, though they do the same sum.
+            Decode reads much and computes little: it reads every key once, for one query. Prefill computes much: many
+            queries share the keys that they read. So the two use different kernels, though they compute the same sum.
             """,
             code="engine.attention.torch_backend:TorchAttention._plan_decodes",
         ),
@@ -158,19 +154,19 @@ LESSON = Lesson(
         Check(
             "How many keys will the next query of this request read in a layer?",
             "table",
-            "the block table: the number of tokens written, and one more.",
+            "the block table: the number of written tokens, plus one.",
             _keys,
         ),
         Check(
             "In which slot will its key be written?",
             "table",
-            "the block table: the physical number of the last block times 16, plus how full it is.",
+            "the block table: the physical number of the last block times 16, plus the tokens in it.",
             lambda stage: f"slot {_next_slot(stage)}",
         ),
         Check(
-            "How many queries had the last step?",
+            "How many queries did the last step have?",
             "step",
-            "the step bar: D×1 is one request that decodes, one query for each head.",
+            "the step bar: D×1 is one decoding request, with one query for each head.",
             lambda stage: f"{_row(stage)} (one token)",
         ),
     ),

@@ -13,7 +13,7 @@ QUESTION = "What is temperature?"
 
 
 async def draw(stage: Stage, **params: Any) -> tuple[str, list[Any]]:
-    """Ask QUESTION with these sampling parameters: the text, and the logprobs of each token if asked for."""
+    """Asks QUESTION with these sampling parameters; returns the text, and each token's logprobs if requested."""
     assert stage.chats.codec is not None
     messages = [{"role": "system", "content": stage.system}, {"role": "user", "content": QUESTION}]
     ids = stage.chats.codec.apply_chat_template(messages, add_generation_prompt=True)
@@ -30,7 +30,7 @@ async def draw(stage: Stage, **params: Any) -> tuple[str, list[Any]]:
 
 
 async def look_at_logits(stage: Stage) -> Seen:
-    """The first token's candidates."""
+    """Shows the candidates for the first token."""
     assert stage.chats.codec is not None
     text, logprobs = await draw(stage, temperature=0.0, max_tokens=3, logprobs=4)
     first = logprobs[0]
@@ -39,14 +39,14 @@ async def look_at_logits(stage: Stage) -> Seen:
         for token, logprob in first.top
     ]
     return Seen(
-        f"The reply begins {text!r}. The four most likely first tokens, by the model's own "
+        f"The reply begins with {text!r}. The four most likely first tokens, in the model's own "
         f"distribution:\n\n{stage.bars(rows)}\n\n"
-        "Greedy (temperature 0) takes the first of them, always.",
+        "Greedy (temperature 0) always takes the first of them.",
     )
 
 
 async def same_seed(stage: Stage) -> Seen:
-    """The same seed alone, in a crowd, and other seeds."""
+    """Draws with one seed alone and in a batch, then with other seeds."""
     hot: dict[str, Any] = {"temperature": 2.5, "max_tokens": 9, "ignore_eos": True}
     alone, _ = await draw(stage, **hot, seed=7)
     crowd = [stage.chat(max_tokens=30, whole=True) for _ in range(3)]
@@ -68,7 +68,7 @@ def _short(text: str) -> str:
 
 
 async def close(stage: Stage) -> None:
-    """A greedy reply, standing."""
+    """Stops the engine in a greedy reply."""
     session = stage.chat(max_tokens=40, whole=True)
     stage.show(session)
     await stage.ask(session, QUESTION)
@@ -77,7 +77,7 @@ async def close(stage: Stage) -> None:
 
 def _first(stage: Stage) -> str:
     item = stage.view.first_tokens.items[-1]
-    return f"{item.prefill_ms + item.sample_ms:.1f} ms: computing the prompt, and drawing from its last token's logits"
+    return f"{item.prefill_ms + item.sample_ms:.1f} ms: computing the prompt, and sampling from its last token's logits"
 
 
 def _drawn(stage: Stage) -> str:
@@ -89,7 +89,7 @@ def _drawn(stage: Stage) -> str:
 def _prompt_drew(stage: Stage) -> str:
     steps = stage.view.steps
     drew = next(steps.chunks(s)[0][3] for s in range(steps.last, -1, -1) if steps.chunks(s))
-    return ("yes" if drew else "no") + ": the reply's first token is drawn from the logits of the prompt's last token"
+    return ("yes" if drew else "no") + ": the reply's first token is sampled from the logits of the prompt's last token"
 
 
 LESSON = Lesson(
@@ -100,27 +100,27 @@ LESSON = Lesson(
         Page(
             "The order of things",
             """
-            The model ends with a score for every token of the vocabulary: the logits. In this order:
+            The model ends with a score for every token of the vocabulary: the logits. The sampler works in this order:
 
-              1 forbid or favour   grammar mask, logit_bias
-              2 min_tokens         what would end the reply is forbidden at first
-              3 penalties          repetition, presence, frequency: what was said loses
-              4 temperature        divide: below 1 the best stand out more, above 1 less
-              5 top_k              keep the k best
-              6 top_p              keep the fewest best whose probabilities reach p
-              7 min_p              keep what is at least p times as likely as the best
-              8 draw               by chance, in proportion to what is left
+              1 allow and favour   grammar mask, logit_bias
+              2 min_tokens         forbids the end of the reply at first
+              3 penalties          repetition, presence, frequency: lower the scores of tokens that occurred
+              4 temperature        divides: below 1 the best stand out more, above 1 less
+              5 top_k              keeps the k best
+              6 top_p              keeps the fewest best whose probabilities add up to p
+              7 min_p              keeps tokens at least p times as likely as the best
+              8 draw               samples at random, in proportion to the rest
 
-            With temperature 0 it is the largest logit and nothing else: greedy. Each row of a batch has its own
-            settings, and what no row asks for is not computed: without top_p nothing is ever sorted.
+            Temperature 0 is greedy: it takes the largest logit. Stages that no row of the
+            batch uses are not computed: without top_p, nothing is sorted.
             """,
             code="engine.worker.sampler:Sampler.sample",
         ),
         Page(
             "Candidates",
             """
-            Here is the first step of a reply, with the model's own probabilities asked for (logprobs=4). They
-            are those before temperature and before anything was cut away.
+            This is the first step of a reply, with the model's own probabilities (logprobs=4). They are the
+            probabilities before temperature and before any token is removed.
             """,
             panel="step",
             run=look_at_logits,
@@ -128,33 +128,33 @@ LESSON = Lesson(
         Page(
             "Chance without dice",
             """
-            To draw in proportion to probabilities, add noise of a certain shape (Gumbel) to the logits and take the
-            largest: that is exactly such a draw, in one pass and without sorting. The noise is a hash of four
-            numbers: the seed, which of several samples it is, the position and the token's id. There is no
-            generator whose state moves on from draw to draw.
+            To sample in proportion to probabilities, add noise of a certain distribution (Gumbel) to the logits and
+            take the largest. This is an exact sample, in one pass and without sorting. The noise is a hash of four
+            numbers: the seed, the number of the sample if several are wanted, the position, and the token's id. There
+            is no random generator whose state changes from draw to draw.
             """,
             panel="step",
             code="engine.kernels.noise:gumbel",
             run=same_seed,
             predict=Prediction(
-                "A reply is drawn hot, with seed 7: once alone, once while three others are in the batch. The second "
-                "is …",
-                ("the same, token for token", "another one: the batch uses up random numbers in another order"),
+                "A reply is sampled hot, with seed 7: once alone, once with three others in the batch. The second "
+                "reply is …",
+                ("the same, token for token", "another one: the batch takes random numbers in another order"),
             ),
         ),
         Page(
             "What this is good for",
             """
-            Since a draw depends on the position and not on how the engine came there, a request may be chunked,
-            preempted, resumed, cached or batched with anybody, and its tokens stay the same for the same seed. A
-            request without a seed is given one, and it is recorded, so that any reply can be drawn again.
+            A draw depends on the position, not on how the engine got there. So a request may be chunked, preempted,
+            resumed, cached or batched with any others: with the same seed its tokens stay the same. A request without
+            a seed gets one, which is recorded, so that every reply can be drawn again.
 
-            One thing can still change a reply: arithmetic. A sum of rounded numbers depends on the order of its
-            terms, most of all in half precision, and another batch size may use another order. Where two tokens are
-            almost equally likely, that can decide. The tests of this engine therefore compare tokens in double
-            precision, where they must be equal.
+            One thing can still change a reply: arithmetic. A sum of rounded numbers depends on the order of its terms,
+            most of all in half precision, and another batch size may use another order. This can decide between two
+            tokens that are almost equally likely. So the tests of this engine compare tokens in double precision,
+            where they must be equal.
 
-            If the logits of a row are not finite numbers, that request ends with an error, and the others go on.
+            If the logits of a row are not finite numbers, that request ends with an error and the others continue.
             """,
             code="engine.kernels.noise:request_keys",
         ),
@@ -162,16 +162,16 @@ LESSON = Lesson(
     close,
     (
         Check(
-            "How many tokens did the last step draw?",
+            "How many tokens did the last step sample?",
             "step",
-            "the step bar: every request that decodes draws one.",
+            "the step bar: every decoding request samples one.",
             _drawn,
         ),
         Check(
-            "Did the prompt's chunk draw a token, too?",
+            "Did the prompt's chunk sample a token, too?",
             "lanes",
-            "the batch lanes: the request decodes from the step after its prefill on, so its first token was drawn "
-            "by it.",
+            "the batch lanes: the request decodes from the step after its prefill on, so prefill sampled its first "
+            "token.",
             _prompt_drew,
         ),
         Check(

@@ -1,4 +1,4 @@
-"""L5: who runs in a step."""
+"""L5: which requests run in a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def _writers(stage: Stage, tokens: int = 60) -> list[Session]:
 
 
 async def long_paste(stage: Stage) -> Seen:
-    """A long prompt arrives while three requests decode."""
+    """Sends a long prompt while three requests decode."""
     await _writers(stage)
     budget = stage.source.info["max_num_batched_tokens"]
     pasted = stage.chat("", "paste", max_tokens=5, whole=True)
@@ -38,21 +38,20 @@ async def long_paste(stage: Stage) -> Seen:
     decodes, first = chunks[0]
     return Seen(
         f"Its {sum(n for _, n in chunks)} tokens were computed in {len(chunks)} steps: "
-        f"{' + '.join(str(n) for _, n in chunks)}. In the "
-        f"first, {decodes} tokens went to those who decode and {first} to the prompt, {decodes + first} of {budget}. "
-        "The writers got a "
-        "token in every one of these steps.",
+        f"{' + '.join(str(n) for _, n in chunks)}. The first of these steps computed {decodes} tokens of decoding "
+        f"requests and {first} of the prompt: {decodes + first} of {budget}. The three writers got a token in each "
+        "of these steps.",
         {budget: 0, budget - 3: 1, 0: 3}.get(first, 2),
     )
 
 
 def static_steps(rows: int) -> int:
-    """How many steps LENGTHS would take in batches of `rows` that end with their longest."""
+    """The number of steps that LENGTHS would take in static batches of `rows`."""
     return sum(max(LENGTHS[i : i + rows]) for i in range(0, len(LENGTHS), rows))
 
 
 async def join_and_leave(stage: Stage) -> Seen:
-    """Six replies of different lengths on four rows."""
+    """Runs six replies of different lengths on four rows."""
     sessions = [stage.chat("", max_tokens=n, whole=True) for n in LENGTHS]
     stage.show(sessions[0])
     ids = [await stage.ask(session, "What is decode?") for session in sessions]
@@ -65,16 +64,16 @@ async def join_and_leave(stage: Stage) -> Seen:
     late = " and ".join(f"r{id} in step {began[id] - first + 1}" for id in ids[4:])
     static = static_steps(rows)
     return Seen(
-        f"{figures.steps} steps. The two that waited took over rows that had become free: {late}, counted from the "
-        f"first. {tokens} tokens in {figures.steps} steps of {rows} rows: {tokens / figures.steps / rows:.0%} of the "
-        f"rows were used. Static batches would take {static} steps ({tokens / static / rows:.0%}): that is counted on "
-        "paper here, and measured in the demo `batching`.",
+        f"{figures.steps} steps. The two waiting requests took rows as they became free: {late}, counted from the "
+        f"first step. {tokens} tokens in {figures.steps} steps of {rows} rows: {tokens / figures.steps / rows:.0%} of "
+        f"the rows were used. Static batches would take {static} steps ({tokens / static / rows:.0%}). That figure is "
+        "calculated; the demo `batching` measures it.",
         0 if figures.steps < static else 1,
     )
 
 
 async def fifth_waits(stage: Stage) -> Seen:
-    """More requests than rows."""
+    """Sends more requests than there are rows."""
     await _writers(stage, 12)
     more = [stage.chat("", max_tokens=12, whole=True) for _ in range(2)]
     ids = [await stage.ask(session, "What is the KV cache?") for session in more]
@@ -86,15 +85,15 @@ async def fifth_waits(stage: Stage) -> Seen:
     await stage.step(1)
     admitted = next(e for e in stage.view.events.items if e.kind == "admit" and e.request == ids[1])
     return Seen(
-        f"r{ids[0]} got the fourth row. r{event.request} had to wait; the record says why: “{event.record[4]}”. That "
-        f"was step {waited_for}; "
-        f"it was admitted in step {admitted.step}, the first one after a writer had ended in step {ended.step}.",
+        f"r{ids[0]} got the fourth row. r{event.request} waited in step {waited_for}; the record says why: "
+        f"“{event.record[4]}”. It was admitted in step {admitted.step}, the first step after a writer had ended in "
+        f"step {ended.step}.",
         0 if admitted.step <= waited_for else 1 if admitted.step == ended.step + 1 else 2,
     )
 
 
 async def close(stage: Stage) -> None:
-    """Three write, a paste is in the middle of its prompt, one waits."""
+    """Stops the engine while three requests write, one prompt is half computed and one request waits."""
     await _writers(stage)
     for name, text in (("paste", paste(12)), ("late", "What is decode?")):
         session = stage.chat("", name, max_tokens=20, whole=True)
@@ -106,56 +105,56 @@ def _last(stage: Stage) -> str:
     row = stage.view.steps.get(stage.view.steps.last)
     assert row is not None
     budget = stage.state().budget
-    return f"{row.decodes} for requests that decode, {row.prefill_tokens} for a prompt: {row.tokens} of {budget}"
+    return f"{row.decodes} for decoding requests, {row.prefill_tokens} for a prompt: {row.tokens} of {budget}"
 
 
 def _waits(stage: Stage) -> str:
     event = next((e for e in reversed(stage.view.events.items) if e.kind == "wait"), None)
-    return f"r{event.request}: {event.record[4]}" if event is not None else "nobody"
+    return f"r{event.request}: {event.record[4]}" if event is not None else "none"
 
 
 LESSON = Lesson(
     5,
     "Scheduler",
-    "Who runs in the next step, and how many tokens of each?",
+    "Which requests run in the next step, and how many tokens of each?",
     (
         Page(
             "A budget of tokens",
             """
-            A step may compute so many tokens and no more: its budget. It bounds how long a step can take, and so
-            how long anybody waits for a token. The scheduler spends it in this order:
+            A step may compute only a limited number of tokens: its budget. It limits the time of a step, and so the
+            waiting time for each token. The scheduler spends the budget in this order:
 
-              1 requests that decode   one token each, the eldest first
-              2 prompts begun before   the next chunk of each
-              3 the queue              first come, first served; those preempted before new ones
+              1 decoding requests   one token each, the oldest first
+              2 started prompts     the next chunk of each
+              3 the queue           first come, first served; preempted requests before new ones
 
-            All of it is one forward pass. A prompt longer than what is left of the budget is computed in chunks,
-            over several steps, so that it never holds up those who are writing.
+            All of it is one forward pass. A prompt that is longer than the rest of the budget is computed in chunks,
+            over several steps. So it never blocks the requests that are writing.
 
             Of a reply (without grammar or speculation) the scheduler needs only the length. So it can plan a step
-            before the last one's tokens are known; what is drawn for a reply that has ended is thrown away.
+            before the tokens of the last one are known. A token for a reply that has ended is discarded.
             """,
             code="engine.core.scheduler:Scheduler.plan",
         ),
         Page(
             "Joining and leaving",
             f"""
-            Static batching fills a batch, computes it until its longest reply has ended, then takes the next. A row
-            whose reply is short stands empty, and who comes late waits for everybody. Continuous batching decides
-            anew at every step: a reply that has ended leaves its row at once, and the next in the queue takes it
-            in the following step, whatever the others are doing.
+            Static batching fills a batch, computes it until its longest reply has ended, then takes the next. The row
+            of a short reply stays empty, and a late request waits for the whole batch. Continuous batching decides
+            anew in every step: a finished reply leaves its row at once, and the next request in the queue takes the
+            row in the following step, whatever the others are doing.
 
-            This engine has four rows. Replies of {", ".join(map(str, LENGTHS[:4]))} tokens begin; two more, of
+            This engine has four rows. Replies of {", ".join(map(str, LENGTHS[:4]))} tokens start; two more, of
             {LENGTHS[4]} tokens each, wait.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._admit",
             run=join_and_leave,
             predict=Prediction(
-                "After how many steps are all six done? (A reply of n tokens takes n steps.)",
+                "After how many steps have all six ended? (A reply of n tokens takes n steps.)",
                 (
                     f"{max(LENGTHS)}: as many as the longest takes",
-                    f"{static_steps(4)}: the two begin when the first four are done",
+                    f"{static_steps(4)}: the two start when the first four have ended",
                     f"{sum(LENGTHS)}: one reply after the other",
                 ),
             ),
@@ -163,14 +162,14 @@ LESSON = Lesson(
         Page(
             "A long prompt",
             """
-            Three requests decode. Somebody pastes a long text. The budget of this engine is 64 tokens a step, and a
-            prompt may be cut into chunks: what does not fit waits for the next step.
+            Three requests decode. A user pastes a long text. The budget of this engine is 64 tokens a step. A prompt
+            may be split into chunks: the part that does not fit waits for the next step.
             """,
             panel="step",
             code="engine.core.scheduler:Scheduler._chunk",
             run=long_paste,
             predict=Prediction(
-                "How many tokens of the pasted prompt are in the first step with it?",
+                "How many tokens of the pasted prompt does its first step compute?",
                 ("64", "61", "all of them", "none: it waits until the others have ended"),
             ),
         ),
@@ -178,14 +177,14 @@ LESSON = Lesson(
             "Waiting, with a reason",
             """
             This engine has four rows: four requests can run at once. A request that is not admitted stays in the
-            queue, and the record says why, once for each reason. The first that holds is told: budget, rows, its own
-            last step not yet committed (after a preemption), blocks.
+            queue, and a record gives the reason, once for each reason. Of several reasons it gives the first: budget,
+            rows, its own last step not yet committed (after a preemption), blocks.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._obstacle",
             run=fifth_waits,
             predict=Prediction(
-                "Three requests run, two more come. When does the last one begin?",
+                "Three requests run, two more arrive. When does the last one start?",
                 (
                     "at once: the batch grows",
                     "in the step after one of the others has ended",
@@ -196,15 +195,15 @@ LESSON = Lesson(
         Page(
             "When memory runs out",
             """
-            A decode step may need a new block. If none is free, cached blocks are evicted. If there are none of
-            those either, the youngest running request is preempted: it gives back row and blocks and goes to the
-            head of the queue. Its full blocks stay in the tree; the others take them from the end, one
-            for every 16 tokens they write, until there is room again. Then it resumes with what is left. What is
-            gone is computed again, prompt and reply so far in one go, like a prompt. The text goes on where it
-            stood.
+            A decode step may need a new block. If no block is free, cached blocks are evicted. If no cached blocks are
+            left, the youngest running request is preempted: it releases its row and its blocks and moves to the head
+            of the queue. Its full blocks stay in the tree. The other requests take them from the end, one for every 16
+            tokens that they write, until there is room again. Then the request resumes with the blocks that are left.
+            The rest is computed again, prompt and reply so far in one piece, like a prompt. The text continues where
+            it stopped.
 
-            A prompt that can never fit is refused when it is submitted, with its length and the limit; so nobody
-            waits behind it. A reply that would outgrow the whole pool ends with the reason `length`.
+            A prompt that can never fit is refused at submission, with its length and the limit; so it never blocks the
+            queue. A reply that would outgrow the whole pool ends with the reason `length`.
             """,
             panel="events",
             code="engine.core.scheduler:Scheduler._plan_decodes",
@@ -212,17 +211,17 @@ LESSON = Lesson(
     ),
     close,
     (
-        Check("How is the budget of the last step divided?", "step", "the step bar, and the line under it.", _last),
+        Check("How was the budget of the last step divided?", "step", "the step bar, and the line under it.", _last),
         Check(
-            "Who waits, and what for?",
+            "Which request waits, and for what?",
             "events",
-            "the events: the line that says `waits`; of several reasons the first is told.",
+            "the events: the line with `waits`; of several reasons it gives the first.",
             _waits,
         ),
         Check(
-            "Which request is inside its prompt?",
+            "Which request is computing its prompt?",
             "lanes",
-            "the batch lanes: in the last column one row is drawn as prefill.",
+            "the batch lanes: one row has prefill in the last column.",
             lambda stage: ", ".join(f"r{c[0]}" for c in stage.view.steps.chunks(stage.view.steps.last)),
         ),
     ),

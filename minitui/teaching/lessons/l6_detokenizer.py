@@ -1,4 +1,4 @@
-"""L6: ids back to text, while they come."""
+"""L6: ids become text, while they arrive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXT = "a🫨b漢é"
 
 
 async def byte_by_byte(stage: Stage) -> Seen:
-    """A text of odd characters, pushed token by token."""
+    """Decodes a text with unusual characters, token by token."""
     tokenizer = Tokenizer(Path(stage.source.info["model_dir"]))
     ids = tokenizer.encode(TEXT)
     stream = tokenizer.detokenizer()
@@ -30,7 +30,7 @@ async def byte_by_byte(stage: Stage) -> Seen:
 
 
 async def held_back(stage: Stage) -> Seen:
-    """A stop string, and what is held back because of it."""
+    """Stops a reply at a string and counts the deltas that were held back."""
     assert stage.chats.codec is not None
     messages = [{"role": "system", "content": stage.system}, {"role": "user", "content": "What is paged attention?"}]
     ids = stage.chats.codec.apply_chat_template(messages, add_generation_prompt=True)
@@ -52,16 +52,15 @@ async def held_back(stage: Stage) -> Seen:
     stopped, reason = await pieces((stop,))
     cut = "".join(stopped)
     return Seen(
-        f"Without a stop string the reply goes “{' '.join(words[:9])} …”. With stop={stop!r} it ends with reason "
-        f"“{reason}” after "
-        f"“{cut}”, in {len(stopped)} deltas. {sum(not piece for piece in stopped)} of them carried no text: what had "
-        "come could still have become the stop string, and was held back.",
+        f"Without a stop string the reply is “{' '.join(words[:9])} …”. With stop={stop!r} it ends after “{cut}”, with "
+        f"the reason “{reason}”, in {len(stopped)} deltas. {sum(not piece for piece in stopped)} of them were empty: "
+        "their text could still have become the stop string, and was held back.",
         1 if stop not in cut and text.startswith(cut) else 0,
     )
 
 
 async def close(stage: Stage) -> None:
-    """A reply, ended by its last token."""
+    """Stops the engine in a reply."""
     session = stage.chat(max_tokens=12, whole=True)
     stage.show(session)
     await stage.ask(session, "What is incremental detokenization?")
@@ -85,25 +84,24 @@ LESSON = Lesson(
         Page(
             "Tokens are bytes",
             """
-            A tokenizer of the common kind (byte-level BPE) knows 256 bytes and many sequences of bytes that are
-            frequent. Text is cut into such pieces, and each has a number. So any text can be written, also one that
-            the tokenizer has never seen. But a piece need not end where a character ends: an emoji is four bytes in
-            UTF-8 and may be two, three or four tokens.
+            A common tokenizer (byte-level BPE) knows the 256 bytes and many frequent sequences of bytes. It splits
+            text into these pieces; each piece has a number. So it can encode any text, also text that it was not
+            trained on. But a piece need not end where a character ends: an emoji is four bytes in UTF-8 and may be
+            two, three or four tokens.
 
-            When a reply streams, each token arrives alone. Decoding it alone would print a replacement character
-            for half an emoji. Decoding the whole reply again with every token would be right, and slower with every
-            token.
+            When a reply streams, each token arrives alone. Decoding it alone would print a replacement character for
+            half an emoji. Decoding the whole reply again with every token would be right, but slower with every token.
 
-            So the detokenizer of a reply keeps state: the bytes at its end that may be the beginning of a
-            character. They are held back until the rest comes. All pieces together are always exactly the decoding
-            of all ids at once.
+            So the detokenizer of a reply has state: the last bytes, if they may be the beginning of a character. They
+            are held back until the rest arrives. All emitted pieces together always equal the decoding of all ids at
+            once.
             """,
             code="engine.text.tokenizer:Tokenizer.detokenizer",
         ),
         Page(
             "Byte by byte",
             f"""
-            The text {TEXT} through the bundled model's own tokenizer, which has few pieces and so shows many bytes.
+            The text {TEXT} passes the bundled model's own tokenizer, which has few pieces and so shows many bytes.
             """,
             code="engine.text.detokenizer:_ByteDetokenizer",
             run=byte_by_byte,
@@ -115,32 +113,32 @@ LESSON = Lesson(
         Page(
             "Stop strings",
             """
-            A request may name strings at which its reply shall end. They need not be tokens: one may begin in the
-            middle of a token and end in another. So the end of the text that could still become a stop string is
-            held back, too. Once it is certain that it does not, it is sent.
+            A request may give strings at which its reply should end. A stop string need not be a token: it may begin
+            in the middle of one token and end in another. So the end of the text is also held back while it could
+            still become a stop string. As soon as it cannot, it is sent.
             """,
             panel="events",
             code="engine.text.output:OutputProcessor",
             run=held_back,
             predict=Prediction(
                 "Is the stop string itself part of the reply?",
-                ("yes, the reply ends after it", "no, the reply ends before it, unless it is asked for"),
+                ("yes, the reply ends after it", "no, the reply ends before it, unless requested"),
             ),
         ),
         Page(
             "The way in",
             """
-            The same care is needed on the way in. A conversation is written as one text by the model's chat
-            template, with control tokens between the messages. If a user types the name of a control token, it must
-            stay text, or anybody could end his own message and begin another in the name of the system. Here
-            control tokens come from the template alone.
+            Input needs the same care. The model's chat template writes a conversation as one text, with control tokens
+            between the messages. If a user types the name of a control token, it must stay text; otherwise a user
+            could end the message and start another one in the name of the system. Here, only the template makes
+            control tokens.
 
-            A chat keeps the ids it sent and received. The next turn's prompt uses those ids where the text is the
-            same, even if the tokenizer would cut it in other pieces than the model did. Only so does it find its
-            blocks in the cache.
+            A chat keeps the ids that it sent and received. The next prompt uses these ids where the text is the same,
+            even if the tokenizer would split it differently from the model. Only then does the prompt find its blocks
+            in the cache.
 
-            All of this is done off the step's path: while text is made of one step's ids, the next step may already
-            run.
+            All of this happens outside the step: while text is made from the ids of one step, the next step may
+            already run.
             """,
             code="engine.text.tokenizer:Tokenizer.apply_chat_template",
         ),
@@ -150,19 +148,19 @@ LESSON = Lesson(
         Check(
             "How many tokens has this reply so far?",
             "lanes",
-            "the batch lanes: its steps since the prompt, the prompt's included.",
+            "the batch lanes: its steps from the end of the prompt on, that step included.",
             _written,
         ),
         Check(
             "How many of the prompt's tokens were computed?",
             "events",
-            "the events tell what came from the tree; the rest was computed.",
+            "the events: they show what came from the tree; the rest was computed.",
             lambda stage: f"{_lane(stage).computed_tokens} of {_lane(stage).prompt_tokens}",
         ),
         Check(
-            "Has the reply ended, and if it has, why?",
+            "Has the reply ended? If so, why?",
             "events",
-            "the events: an end is told with its reason, stop, length, abort or error.",
+            "the events: an end has a reason: stop, length, abort or error.",
             lambda stage: "not yet" if stage.state().requests else "it has",
         ),
     ),

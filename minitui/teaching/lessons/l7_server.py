@@ -8,7 +8,7 @@ from minitui.teaching.stage import Stage
 
 
 async def hang_up(stage: Stage) -> Seen:
-    """A client goes away in the middle of its answer."""
+    """Cancels a request in the middle of its answer."""
     sessions = [stage.chat(max_tokens=80, whole=True) for _ in range(2)]
     stage.show(sessions[0])
     for session, question in zip(sessions, ("What is the KV cache?", "What is prefill?"), strict=True):
@@ -25,18 +25,17 @@ async def hang_up(stage: Stage) -> Seen:
     state = stage.state()
     later = state.step - step
     return Seen(
-        f"r{gone.id} held {held} blocks when its client hung up, {shared} of them, the system prompt's, together with "
-        f"r{other.id}. "
-        f"{'Before another step' if not later else f'{later} step later'} it was gone (reason “abort”) and its row was "
-        f"free. Of its own {held - shared} blocks {state.counts[FREE] - before} became free, and "
-        f"{state.counts[CACHED]}, which had been full, stayed as cache. The shared ones are r{other.id}'s alone now; "
-        "it goes on, and nothing of it was touched.",
+        f"r{gone.id} held {held} blocks when its client hung up; {shared} of them, the system prompt's, it shared with "
+        f"r{other.id}. {'Before the next step' if not later else f'{later} step later'} it had ended (reason "
+        f"“abort”) and its row was free. Of its other {held - shared} blocks {state.counts[FREE] - before} became "
+        f"free; {state.counts[CACHED]} were full and stay cached. Now r{other.id} alone holds the shared blocks, and "
+        "continues unchanged.",
         0 if later <= 1 else 1,
     )
 
 
 async def crowd(stage: Stage) -> Seen:
-    """Eight clients at once on four rows."""
+    """Sends eight requests at once to four rows."""
     sessions = [stage.chat(max_tokens=6, whole=True) for _ in range(8)]
     stage.show(sessions[0])
     for session in sessions:
@@ -48,15 +47,14 @@ async def crowd(stage: Stage) -> Seen:
     await stage.gate()
     figures = stage.figures()
     return Seen(
-        f"After one step {running} ran and {waiting} waited. All {len(metrics)} replies were done after "
-        f"{figures.steps} steps. Their prompts "
-        f"had {figures.prompt_tokens:,} tokens, of which {figures.computed:,} were computed: the others found them in "
-        "the tree.",
+        f"After one step {running} ran and {waiting} waited. All {len(metrics)} replies had ended after "
+        f"{figures.steps} steps. Their prompts had {figures.prompt_tokens:,} tokens together; {figures.computed:,} "
+        "were computed, the others came from the tree.",
     )
 
 
 async def close(stage: Stage) -> None:
-    """Six clients on four rows."""
+    """Sends six requests to four rows and stops the engine."""
     for _ in range(6):
         session = stage.chat(max_tokens=30, whole=True)
         await stage.ask(session, "What is a token?")
@@ -71,59 +69,58 @@ LESSON = Lesson(
         Page(
             "Client, server, engine",
             """
-            `minitui serve` puts HTTP in front of the same engine. The engine is a process of its own, as it is
-            here; the server is another and talks to it over a socket: requests one way, text with ids the other.
-            What it answers to:
+            `minitui serve` puts HTTP in front of the same engine. The engine is a process of its own, as it is here.
+            The server is another process and talks to the engine over a socket: it sends requests and receives text
+            with ids. Its endpoints:
 
-              /v1/chat/completions, /v1/completions   the API that clients of OpenAI know
-              /generate, /tokenize, /detokenize       the short way
-              /v1/models, /health, /ready, /metrics   for machines that watch machines
+              /v1/chat/completions, /v1/completions   the API of OpenAI
+              /generate, /tokenize, /detokenize       simpler endpoints
+              /v1/models, /health, /ready, /metrics   for monitoring
               /minitui/...                            records and control, for minitui chat --connect
 
-            Tokenising and checking are done in the server's process, not in the engine's. A request that is wrong (a
-            negative temperature, an unknown field that matters, a prompt that can never fit) is refused with a
-            sentence that names the field, and the engine never sees it.
+            The server tokenizes and checks requests; the engine does not. An invalid request (a negative temperature,
+            an unknown field that matters, a prompt that can never fit) is refused with a sentence that names the
+            field. It never reaches the engine.
             """,
             code="minitui.server.service:Service",
         ),
         Page(
-            "A queue that ends",
+            "One queue for all",
             """
-            Clients do not know of each other. What they send waits in the engine's queue, first come, first served.
-            Here eight come at once to an engine of four rows, all with the same system prompt.
+            Clients do not know of each other. Their requests wait in the engine's queue, first come, first served.
+            Here eight requests arrive at once, for an engine with four rows, all with the same system prompt.
             """,
             panel="lanes",
             run=crowd,
         ),
         Page(
-            "Somebody hangs up",
+            "A client hangs up",
             """
-            A client may close its connection in the middle of an answer. The server hears of it and tells the
-            engine to abort. A request can be aborted wherever it stands: waiting, in the middle of its prompt, or
-            with a token in flight.
+            A client may close its connection in the middle of an answer. The server notices and tells the engine to
+            abort the request. A request can be aborted in any state: in the queue, in the middle of its prompt, or
+            with a token being computed.
             """,
             panel="occupancy",
             code="engine.core.engine:Engine.abort",
             run=hang_up,
             predict=Prediction(
-                "After how many steps are its blocks given back?",
-                ("at once, or one", "when its answer would have ended", "when somebody needs them"),
+                "After how many steps are its blocks released?",
+                ("at once, or after one", "when its answer would have ended", "when another request needs them"),
             ),
         ),
         Page(
             "Limits and failures",
             """
-            Every queue has an end. When too much is waiting, the server answers 429 and says when to try again
-            (Retry-After); while the model loads, 503. A client that reads slowly does not grow the server's memory
-            without bound.
+            Every queue has a limit. If too many requests wait, the server answers 429 and says when to try again
+            (Retry-After); while the model loads, 503. The memory for a client that reads slowly is limited.
 
-            If a step raises an exception, the requests of that step end with an error and the engine goes on. If
-            the GPU itself has failed, its process must go: the server says so on /health, starts another, and
-            answers 503 until it is there.
+            If a step raises an exception, the requests of that step end with an error and the engine continues. If the
+            GPU itself fails, the engine's process must be replaced: /health reports it, the server starts a new one,
+            and answers 503 until that is ready.
 
-            Two figures tell how a server feels: the time to the first token (queue + prefill), and the time from
-            token to token (the length of a step). A larger batch shortens the queue, but makes each step longer.
-            `/metrics` has both as histograms.
+            Two figures describe a server's speed: the time to the first token (queue + prefill), and the time per
+            token (the length of a step). A larger batch shortens the queue, but makes each step longer. `/metrics` has
+            both as histograms.
             """,
             code="minitui.server.errors",
         ),
@@ -131,25 +128,25 @@ LESSON = Lesson(
     close,
     (
         Check(
-            "How many requests run, how many wait?",
+            "How many requests run, and how many wait?",
             "lanes",
-            "the batch lanes: rows that wait are drawn as queued.",
+            "the batch lanes: waiting requests are drawn as queued.",
             lambda stage: (
                 f"{sum(r.state == 'running' for r in stage.state().requests.values())} run, "
                 f"{len(stage.state().queue)} wait"
             ),
         ),
         Check(
-            "Who is next?",
+            "Which request is next?",
             "events",
-            "the events: who waits, and for what.",
-            lambda stage: f"r{stage.state().queue[0]}" if stage.state().queue else "nobody",
+            "the events: `waits` names the request and the reason.",
+            lambda stage: f"r{stage.state().queue[0]}" if stage.state().queue else "none",
         ),
         Check(
-            "How many blocks have one holder, how many have several?",
+            "How many blocks does one request hold, and how many do several hold?",
             "occupancy",
-            "the line of the KV pool: active blocks have one holder, shared ones several.",
-            lambda stage: f"{stage.state().counts[ACTIVE]} are active, {stage.state().counts[SHARED]} shared",
+            "the line of the KV pool: one request holds an active block, several hold a shared one.",
+            lambda stage: f"{stage.state().counts[ACTIVE]} are active, {stage.state().counts[SHARED]} are shared",
         ),
     ),
     {"kv_blocks": 64, "max_num_seqs": 4},

@@ -1,4 +1,4 @@
-"""L9: launching less."""
+"""L9: fewer launches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MORE = 5
 
 
 async def host_share(stage: Stage) -> Seen:
-    """What the host does in a step, and what the device does."""
+    """Measures the host's part of a decode step."""
     session = stage.chat(max_tokens=30, whole=True)
     stage.show(session)
     await stage.ask(session, "What is a CUDA graph?")
@@ -20,16 +20,16 @@ async def host_share(stage: Stage) -> Seen:
     plan = sorted((row.plan_ms or 0.0) + (row.commit_ms or 0.0) for row in decodes)[len(decodes) // 2]
     gpu = "cpu" not in str(stage.source.info["device"]).lower()
     about = (
-        "This engine runs on a GPU: the launch is a graph's." if gpu
-        else "This engine runs on a CPU: there is nothing to launch, the host itself computes; no graphs are captured."
+        "This engine runs on a GPU: a step launches a graph." if gpu
+        else "This engine runs on a CPU: the host itself computes, so there are no launches and no graphs."
     )  # fmt: skip
     return Seen(
-        f"In this run a decode step took {wall:.1f} ms (median), {plan:.2f} ms of it planning and committing. {about}"
+        f"In this run a decode step took {wall:.1f} ms (median), {plan:.2f} ms of it for plan and commit. {about}"
     )
 
 
 async def batch_sizes(stage: Stage) -> Seen:
-    """Decode batches that grow, and the graph that would serve each."""
+    """Grows a decode batch, and names the graph for each size."""
     sizes = (1, 2, 4, 8)
     served = []
     for n in range(1, MORE + 1):
@@ -40,12 +40,12 @@ async def batch_sizes(stage: Stage) -> Seen:
         row = stage.view.steps.get(stage.view.steps.last)
         assert row is not None and row.decodes == n
         served.append((n, next(size for size in sizes if size >= n)))
-    lines = [f"   {n} decode   graph of {size}, {size - n} rows of padding" for n, size in served]
+    lines = [f"   {n} decode   graph of {size}, {size - n} padding rows" for n, size in served]
     return Seen("\n".join(lines), {4: 0, 5: 1, 8: 2}[served[-1][1]])
 
 
 async def close(stage: Stage) -> None:
-    """Three requests decode, standing."""
+    """Stops the engine while three requests decode."""
     for question in ("What is decode?", "What is prefill?", "What is a token?"):
         session = stage.chat("", max_tokens=40, whole=True)
         await stage.ask(session, question)
@@ -74,14 +74,14 @@ LESSON = Lesson(
         Page(
             "The price of a launch",
             """
-            On a GPU the host does not compute. It launches kernels: small programs, several for each layer. A
-            launch costs the host some microseconds. A large prompt keeps the GPU busy far longer than that. But a
-            decode step of a few tokens is so short that the GPU would wait for the host: hundreds of launches, and
-            next to nothing to do in each.
+            On a GPU the host does not compute. It launches kernels: small programs, several for each layer. A launch
+            costs the host some microseconds. A large prompt keeps the GPU busy far longer than that. But a decode step
+            of a few tokens is so short that the GPU would wait for the host: hundreds of launches, each with little
+            work.
 
-            A CUDA graph is a recording of such a sequence of launches. It is captured once, with all its arguments,
-            and then replayed with a single call. What it reads and writes must lie at the same addresses each time.
-            So the inputs of a step are copied into fixed buffers, and the KV pool never moves.
+            A CUDA graph is a recording of such a sequence of launches. It is captured once, with all arguments, and
+            then replayed with a single call. It always reads and writes the same addresses. So the inputs of a step
+            are copied into fixed buffers, and the KV pool never moves.
             """,
             code="engine.worker.cuda_graphs",
         ),
@@ -89,7 +89,7 @@ LESSON = Lesson(
             "Host and device",
             """
             The timings panel draws host and device as two tracks. Where they overlap, the host plans the next step
-            while the device works on this one.
+            while the device computes this one.
             """,
             panel="timings",
             run=host_share,
@@ -97,35 +97,35 @@ LESSON = Lesson(
         Page(
             "A ladder of sizes",
             """
-            A graph is captured for a fixed number of rows, and a batch may have any number. To capture one for each
-            would take long and much memory. So there is a ladder: 1, 2, 4, 8, 16, then 32, 48 and so on by 16, and
-            above 128 by 32. A batch uses the next size that is large enough, and the rows too many are padding:
-            they belong to no request and point at the null block.
+            A graph is captured for a fixed number of rows, but a batch may have any number. Capturing a graph for each
+            number would need much time and memory. So there is a ladder of sizes: 1, 2, 4, 8, 16, then 32, 48 and so
+            on by 16, and above 128 by 32. A batch uses the next size that is large enough. The extra rows are padding:
+            they belong to no request and point to the null block.
             """,
             panel="step",
             code="engine.worker.cuda_graphs:ladder",
             run=batch_sizes,
             predict=Prediction(
                 f"{MORE} requests decode. Which graph is replayed?",
-                ("the one of 4, twice", f"one of exactly {MORE}", "the one of 8"),
+                ("the graph of 4, twice", f"a graph of exactly {MORE}", "the graph of 8"),
             ),
         ),
         Page(
             "What is captured",
             """
-            Three kinds of graphs, each on a ladder of its own:
+            There are three kinds of graphs, each with its own ladder:
 
-              decode   one token for each request, by the number of requests
-              extend   short chunks of few requests, by the number of tokens: cached prompts live here
-              sample   the draw, by the number of rows: greedy, with noise, with noise and top-k or top-p
+              decode   one token for each request; sizes count requests
+              extend   short chunks of few requests; sizes count tokens. The rest of a cached prompt uses them
+              sample   the sampling; sizes count rows. Greedy, with noise, or with noise and top-k or top-p
 
-            Long prompts need none: they are launched kernel by kernel. Sampling is a graph apart, since its
-            settings differ from step to step. Which lengths, which blocks, which settings: all that is data in the
-            buffers, not part of the recording.
+            Long prompts need no graph: they are launched kernel by kernel. Sampling has its own graphs because its
+            settings differ from step to step. Lengths, block numbers and settings are data in the buffers, not part of
+            the recording.
 
-            Graphs and overlap together hide the host. The limit that is left is the memory's speed: a decode step
-            cannot be faster than reading all weights, and all keys of the batch, once. `minitui bench` shows how
-            near it comes.
+            Graphs and overlap together hide the host's time. The limit that remains is the speed of the memory: a
+            decode step must read all weights, and all keys and values of the batch, once. `minitui bench` shows how
+            close it comes.
             """,
             code="engine.worker.cuda_graphs:GraphRunner.launch",
         ),
@@ -141,13 +141,13 @@ LESSON = Lesson(
             ),
         ),
         Check(
-            "Which steps here would not have used a decode graph?",
+            "Which of these steps could not use a decode graph?",
             "lanes",
-            "the batch lanes: columns in which somebody prefills.",
+            "the batch lanes: columns with prefill.",
             lambda stage: f"those with prefill: {_prefills(stage)} of {stage.figures().steps}",
         ),
         Check(
-            "How long does the host plan, launch and commit for a step?",
+            "How long do plan, launch and commit take on the host?",
             "timings",
             "the timings: the host's track.",
             _host,

@@ -1,7 +1,6 @@
-"""What a lesson is made of. Text, an experiment on a live engine, a question to predict, the code where it happens.
+"""The parts of a lesson: pages with text, an experiment on a live engine, a prediction and code; closing questions.
 
-Nothing here knows of a terminal: a lesson is shown by minitui/tui/screens/lesson.py and told as lines by
-minitui/teaching/lessons/plain.py.
+minitui/tui/screens/lesson.py shows a lesson; minitui/teaching/lessons/plain.py prints it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ LETTERS = "abcd"
 
 @dataclass(frozen=True)
 class Seen:
-    """What an experiment showed. `answer`: which choice of the prediction it proved right."""
+    """The result of an experiment. `answer`: the index of the prediction's right choice."""
 
     text: str
     answer: int | None = None
@@ -31,7 +30,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Asked before an experiment; what is right is not written here, the experiment tells it."""
+    """A question before an experiment, which finds the right choice."""
 
     question: str
     choices: tuple[str, ...]
@@ -39,7 +38,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Page:
-    """A screen. Paragraphs of `text` are parted by empty lines; a line that begins with a space stands as it is.
+    """A page. Empty lines separate paragraphs of `text`; lines that begin with a space keep their form.
 
     `panel`: a key of minitui.tui.screens.lesson.PANELS, shown beside it. `code`: "package.module:Class.function".
     """
@@ -54,7 +53,7 @@ class Page:
 
 @dataclass(frozen=True)
 class Check:
-    """A closing question; `where` says on which panel its answer can be seen, `answer` reads it from the engine."""
+    """A closing question. `where` says which panel shows the answer; `answer` reads it from the engine."""
 
     question: str
     panel: str
@@ -64,7 +63,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Lesson:
-    """`options` are the engine's. `close` is the experiment whose end the closing questions are asked about."""
+    """A lesson. `options` are the engine's; `close` is the experiment before the closing questions."""
 
     number: int
     title: str
@@ -80,7 +79,7 @@ class Lesson:
 
 
 def paragraphs(text: str, width: int) -> list[str]:
-    """A text in lines of at most `width` cells; one that begins with a line break is a source's, and is dedented."""
+    """A text in lines of at most `width` cells. A text that begins with a line break is dedented first."""
     lines: list[str] = []
     source = textwrap.dedent(text) if text.startswith("\n") else text
     for part in source.strip("\n").split("\n\n"):
@@ -99,7 +98,7 @@ def paragraphs(text: str, width: int) -> list[str]:
 
 
 def _hanging(line: str, width: int) -> list[str]:
-    """A line that stands as it is; if it is too long, it goes on under its last column."""
+    """A line as it is; if it is too long, it continues below its last column."""
     if len(line) <= width:
         return [line]
     columns = [found.end() for found in re.finditer(r"\s{2,}", line)]
@@ -110,7 +109,7 @@ def _hanging(line: str, width: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Code:
-    """A piece of a source file: `lines` begin with line `first`."""
+    """Part of a source file, from line `first` on."""
 
     reference: str
     path: str  # inside the package, as "engine/core/radix.py"
@@ -121,17 +120,17 @@ class Code:
 def find_code(reference: str) -> Code:
     """The source of "package.module:Class.function", or of a whole module, from the installed package.
 
-    The module is not imported: much of the engine needs torch, which a process that draws does without.
+    Does not import the module: much of the engine needs torch, and the process that draws has none.
     """
     module, _, name = reference.partition(":")
     package, *rest = module.split(".")
     spec = importlib.util.find_spec(package)
-    # Only the top package is looked up: to look up what is below would import it.
+    # Find only the top package: finding a subpackage would import its parents.
     root = Path(spec.origin).parent if spec is not None and spec.origin is not None else Path(package)
     candidates = [root.joinpath(*rest).with_suffix(".py"), root.joinpath(*rest, "__init__.py")]
     file = next((candidate for candidate in candidates if candidate.is_file()), None)
     if file is None:
-        raise EngineError(f"there is no module {module} in this installation")
+        raise EngineError(f"this installation has no module {module}")
     source = file.read_text(encoding="utf-8")
     path = f"{package}/{file.relative_to(root).as_posix()}"
     lines = source.split("\n")
@@ -151,7 +150,7 @@ def find_code(reference: str) -> Code:
 
 
 async def fresh(stage: Stage) -> None:
-    """An empty engine, standing: no chats, nothing cached, nothing counted, real time."""
+    """Stops and empties the engine: no chats, no cache, figures from zero, real time."""
     await stage.gate()
     await stage.source.control("pace", factor=1)
     for session in list(stage.chats.sessions):

@@ -1,4 +1,4 @@
-"""A lesson as lines of text: every page, every experiment run, every answer given. For pipes and for reading aloud."""
+"""A lesson as lines of text, for pipes and screen readers: runs every experiment and gives every answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 88
 
 
 async def tell_lesson(lesson: Lesson, stage: Stage, out: Callable[[str], None]) -> None:
-    """Tell it from its first page to its last question; the engine must have the lesson's options."""
+    """Prints the lesson from first page to last question. The engine must have the lesson's options."""
     out(f"{lesson.name}: {lesson.question}")
     for number, page in enumerate(lesson.pages, 1):
         out(f"\n-- {number} of {len(lesson.pages) + 1}: {page.title}\n")
@@ -60,7 +60,7 @@ async def _tell_page(page: Page, stage: Stage, out: Callable[[str], None]) -> No
 async def tell_alone(
     lesson: Lesson, source: Source, system: str, sampling: Sampling, out: Callable[[str], None], load: Any = load_codec
 ) -> int:
-    """Start the engine, tell the lesson, end the engine; returns the exit code."""
+    """Starts the engine, prints the lesson and closes the engine; returns the exit code."""
     try:
         await source.start(lambda progress: None)
         chats = Chats(source, sampling=sampling)
