@@ -282,7 +282,7 @@ class Scheduler:
         if not self._rows:
             return f"rows: all {self.config.max_num_seqs} are used"
         if request.last_step > self._committed:
-            return "flight: its last step has not committed"
+            return "commit: its last step has not committed"
         needed = self.cache.blocks_for(len(request.ids))
         match = self.cache.look_up(request)
         if match is not None:

@@ -1,1 +1,1 @@
-"""What the engine records of its decisions, and its state folded from those records."""
+"""Records of the engine's decisions, and its state folded from them."""

@@ -1,16 +1,16 @@
-"""The record log: everything that changes scheduler, allocator, tree or queues, in order, with its reason.
+"""The record log: every change of scheduler, allocator, tree and queues, in order, with its reason.
 
-A record is a plain tuple `(seq, t, kind, *fields)`: `seq` counts up by one without gaps, `t` is in seconds since the
-log began, `kind` is a key of FIELDS, which names the fields. Plain tuples, because a record must cost under a
-microsecond to make and little to pickle. Rows that merely decode cost nothing per step: a step record says only
-which requests joined and left the set of those that decode (`joined`, `left`), and each member advances by one token.
+A record is a tuple `(seq, t, kind, *fields)`: `seq` counts up by one, `t` is in seconds since the log began, `kind` is
+a key of FIELDS, which names the fields. Plain tuples take under a microsecond to make. Decoding rows need no record
+per step: a step record lists only the requests that joined and left the decoding set (`joined`, `left`); each member
+advances by one token.
 
-A snapshot names the sequence number it stands at; snapshot + later records = state, exactly (engine/trace/state.py
-folds). Timings follow in records of their own and refer to a step, because the time of a GPU arrives later.
+A snapshot has the sequence number of its last record; snapshot + later records = state, exactly: engine/trace/state.py
+folds them. Timings are separate records that name their step: GPU times arrive later.
 
-Between processes records travel as bytes, in packets, and whoever waits with them or keeps them does so as bytes, too:
-a thousand steps a second of a full pool are 54,000 records with two or three objects each, which, were they made on
-arrival, would lie cold in memory when they are folded, and be looked at by every garbage collection meanwhile.
+Between processes, and in queues, records are packets of bytes. A full pool at a thousand steps per second writes
+54,000 records per second; unpacked on arrival, they would be cache-cold when folded, and every garbage collection would
+visit them.
 """
 
 from __future__ import annotations
@@ -21,52 +21,52 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 Record = tuple[Any, ...]
-PACKET = 512  # records in a packet at most: folding one is a few milliseconds, and keys wait no longer
+PACKET = 512  # records in a packet at most: folding them takes a few milliseconds, the longest wait for a key
 
-CLEARED = "cleared"  # reason of an eviction that a user asked for, and not the scheduler
+CLEARED = "cleared"  # reason of an eviction that a user requested
 
 FIELDS: dict[str, tuple[str, ...]] = {
     # --- requests and the queue
     "submit": ("request", "group", "prompt_tokens", "max_total"),  # joins the end of the waiting queue
-    "refuse": ("group", "reason"),  # never became a request; changes nothing
-    "wait": ("request", "reason"),  # head of the queue, not admitted; told once per change of reason
-    "order": ("queue",),  # the head of the queue was sorted (policy longest-prefix): its requests, in their new order
+    "refuse": ("group", "reason"),  # rejected before it became a request; changes nothing
+    "wait": ("request", "reason"),  # the head of the queue is not admitted; written when the reason changes
+    "order": ("queue",),  # the head of the queue was sorted (policy longest-prefix): its requests in their new order
     "admit": ("request", "row", "reason"),  # leaves the queue, gets a row; reason: "new" or "resumed"
-    "match": ("request", "tokens", "stop", "at", "detail"),  # prefix match at admission or before a chunk: tokens taken
-    #   from the tree by it, and why it stopped: "whole" (all that may be shared is), "differs" (at token `at`),
-    #   "ends" (the tree holds nothing beyond token `at`), "short" (under one block is left), "empty" (nothing begins
-    #   like this), "evicted" (it stood here; at = step)
-    "preempt": ("request", "reason", "blocks"),  # its blocks are given back, it rejoins the head of the queue
-    "requeue": ("request", "reason"),  # like preempt, after a failed step: work in flight is void
-    "finish": ("request", "reason", "output_tokens"),  # stop | length | abort | error: ...; row and blocks given back
+    "match": ("request", "tokens", "stop", "at", "detail"),  # prefix match at admission or before a chunk: the tokens
+    #   taken from the tree, and why it stopped: "whole" (all that can be shared), "differs" (at token `at`), "ends"
+    #   (nothing cached beyond token `at`), "short" (less than a block left), "empty" (no cached text starts like it),
+    #   "evicted" (the rest was evicted; at = step)
+    "preempt": ("request", "reason", "blocks"),  # its blocks are released, it rejoins the head of the queue
+    "requeue": ("request", "reason"),  # like preempt, after a failed step: its work in flight is void
+    "finish": ("request", "reason", "output_tokens"),  # stop | length | abort | error: ...; releases row and blocks
     # --- blocks and the tree
     "alloc": ("request", "blocks"),  # appended to its table, private
-    "hold": ("request", "node", "dropped"),  # its table becomes the path to `node`, then its private blocks from there
-    #   on, the first `dropped` private blocks (copies of what it now shares) freed
+    "hold": ("request", "node", "dropped"),  # its table becomes the path to `node` followed by its private blocks; the
+    #   first `dropped` private blocks (copies of blocks it now shares) are freed
     "insert": ("node", "parent", "request", "ids", "blocks", "step"),  # a new leaf made of the request's next private
-    #   blocks; step: pending until that step commits, -1 if its KV is known written. The request now holds `node`
-    "extend": ("node", "request", "ids", "blocks", "step"),  # the same, appended to the leaf it alone holds
+    #   blocks, pending until `step` commits (-1: already written). The request now holds `node`
+    "extend": ("node", "request", "ids", "blocks", "step"),  # the same, appended to a leaf that only it holds
     "split": ("node", "upper", "blocks"),  # the first `blocks` blocks of node become a new parent, `upper`
     "evict": ("node", "blocks", "reason"),  # the last n blocks of a leaf leave the tree; an empty leaf is removed
-    "settle": ("step",),  # what this step published pending is now written
+    "settle": ("step",),  # the pending blocks of this step are written
     "withdraw": ("step", "nodes"),  # the step failed: [(node, blocks kept)], deepest first; kept 0 removes the node
     # --- steps
     "step": ("step", "prefills", "joined", "left", "tokens", "waiting"),  # planned. prefills: [(request, start, n,
-    #   samples)]; `tokens` of the budget are used; `waiting` requests stay queued
+    #   samples)]; `tokens`: used from the budget; `waiting`: requests left in the queue
     "fail": ("step", "error"),  # its requests have finished with an error
-    # --- speculation; neither is written for a step without drafts
-    "draft": ("step", "drafts"),  # while it is planned: [(request, tokens)] computed behind the token that it decodes
-    "accept": ("step", "drafts"),  # at its commit: [(request, drafted, accepted)]; it advances by those accepted, too
+    # --- speculation; only for steps with drafts
+    "draft": ("step", "drafts"),  # before its `step` record: [(request, draft tokens)]
+    "accept": ("step", "drafts"),  # at its commit: [(request, drafted, accepted)]; requests advance by `accepted` more
     # --- control
     "gate": ("state", "reason"),  # "open" | "closed", and why
     "pace": ("factor",),  # slow motion: every step stretched by this factor (1: off)
     # --- timings, not part of the state
     "time": ("step", "plan_us", "launch_us", "commit_us", "wall_ms", "device_ms", "work"),  # work: decode | prefill |
     #   mixed; wall: from plan to commit without the stretch of slow motion; device_ms: None when unknown
-    "comm": ("step", "ranks", "ms"),  # just before its time, where several ranks share the model: how long rank 0 was
-    #   in collectives, waiting for the others included; of a step replayed as CUDA graphs, what they take by themselves
-    "experts": ("step", "load"),  # load: [(layer, [tokens that each of its experts got])] since the last such record; a
-    #   few times a second, if the model has experts
+    "comm": ("step", "ranks", "ms"),  # before its `time`, with several ranks: rank 0's time in collectives, waiting
+    #   included; for a step replayed as CUDA graphs, the time of the collectives alone
+    "experts": ("step", "load"),  # load: [(layer, [tokens of each expert])] since the last such record; a few times per
+    #   second, for models with experts
     "first": ("request", "queue_ms", "prefill_ms", "sample_ms"),  # its first token: the three add up to TTFT
 }
 
@@ -76,25 +76,25 @@ class Packet(NamedTuple):
 
     first: int  # their sequence numbers
     last: int
-    step: int  # the last one planned in it; -1: none is
-    data: bytes  # marshal, which takes half as long as pickle either way, and is never read but from our own processes
+    step: int  # the last step planned in it; -1: none
+    data: bytes  # marshal: twice as fast as pickle; only our own processes exchange it
 
     def __len__(self) -> int:
-        """How many records it has."""
+        """Number of records."""
         return self.last - self.first + 1
 
     def records(self) -> list[Record]:
-        """As objects."""
+        """Returns the records as objects."""
         return marshal.loads(self.data)
 
 
 def packets(records: list[Record]) -> list[Packet]:
-    """The records in packets. Those with a gap between them, as when too many had waited, are never in one."""
+    """Returns the records in packets; a packet never spans a gap."""
     return [Packet(*packed) for packed in pack(records)]
 
 
 def pack(records: list[Record]) -> list[tuple[int, int, int, bytes]]:
-    """The fields of the same packets: what the engine's process, which has better things to do, sends."""
+    """Returns the fields of these packets as plain tuples, which the engine's process sends."""
     packed: list[tuple[int, int, int, bytes]] = []
     for start in range(0, len(records), PACKET):
         batch = records[start : start + PACKET] if len(records) > PACKET else records
@@ -116,17 +116,17 @@ def pack(records: list[Record]) -> list[tuple[int, int, int, bytes]]:
 class RecordLog:
     """Appends records and hands them to one listener, in batches.
 
-    `limit` bounds what is kept when nobody drains: the oldest are dropped, and a reader sees it from the gap in `seq`.
+    Without a listener at most `limit` records are kept: the oldest are dropped, which a reader sees as a gap in `seq`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, limit: int = 50_000) -> None:
         self.seq = 0  # of the last record
-        self.t = 0.0  # its time
-        self.held = 0.0  # seconds that the gate, or slow motion, has kept work waiting
+        self.t = 0.0  # of the last record
+        self.held = 0.0  # seconds in which the gate or slow motion held back work
         self._clock = clock
         self._origin = clock()
         self._records: list[Record] = []
-        self.watch: Callable[[Record], None] | None = None  # is shown each record, also while they are not kept
+        self.watch: Callable[[Record], None] | None = None  # called with each record, even if not enabled
         self._limit = limit
         self.enabled = True
 
@@ -135,13 +135,13 @@ class RecordLog:
         return self._clock() - self._origin
 
     def worked(self) -> float:
-        """Seconds since the log began without those in which work was held back: what figures are made of."""
+        """Seconds since the log began without those in `held`: the time base of durations."""
         return self.now() - self.held
 
     def append(self, kind: str, *fields: Any) -> int:
-        """Add a record and return its sequence number (which serves the tree as its clock)."""
+        """Add a record and return its sequence number, which is also the tree's clock."""
         self.seq = seq = self.seq + 1
-        self.t = t = round(self._clock() - self._origin, 6)  # microseconds survive every transport
+        self.t = t = round(self._clock() - self._origin, 6)  # microseconds are exact in JSON too
         if self.enabled:
             self._records.append((seq, t, kind, *fields))
         if self.watch is not None:
@@ -149,17 +149,17 @@ class RecordLog:
         return seq
 
     def drain(self) -> list[Record]:
-        """All records since the last drain, oldest first; at most `limit` of them."""
+        """Returns all records since the last drain, oldest first; at most `limit`."""
         records, self._records = self._records, []
         return records[-self._limit :]
 
     def trim(self) -> None:
-        """Forget the oldest beyond the limit (called once per step by an engine nobody drains)."""
+        """Drop the oldest records beyond the limit; called once per step by an engine without a listener."""
         if len(self._records) > 2 * self._limit:
             del self._records[: -self._limit]
 
 
 def as_dict(record: Record) -> dict[str, Any]:
-    """A record with its fields named, for people and for JSON."""
+    """Returns a record with named fields."""
     seq, t, kind, *values = record
     return {"seq": seq, "t": t, "kind": kind, **dict(zip(FIELDS[kind], values, strict=True))}

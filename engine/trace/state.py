@@ -1,7 +1,7 @@
-"""The engine's state as its records tell it: snapshot + later records = state, exactly.
+"""The engine's state, folded from its records: snapshot + later records = state, exactly.
 
-`Engine.snapshot()` takes the same dictionary from the live objects that `State.snapshot()` gives from the fold; a
-property test holds them equal after any number of steps. Readers (panels, traces, servers) need nothing else.
+`Engine.snapshot()` makes from live objects the same dictionary as `State.snapshot()` makes from the fold; a property
+test compares them. Readers (panels, traces, servers) need nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FREE, ACTIVE, SHARED, CACHED = range(4)
 
 @dataclass(slots=True)
 class RequestView:
-    """A request that has not finished. `base` and `joined_at` make `State.computed(request)` O(1) to keep."""
+    """A request that has not finished. `State.computed` derives its tokens from `base` and `joined_at`."""
 
     id: int
     group: str
@@ -30,18 +30,17 @@ class RequestView:
     node: int = 0
     shared_blocks: int = 0
     base: int = 0
-    joined_at: int = -1  # tick at which it joined the decoding set; -1: not in it
+    joined_at: int = -1  # tick at which it joined the decoding set; -1: not decoding
     submitted: float = 0.0
     admitted: float = 0.0
-    cached_tokens: int = 0  # of the prompt, until it was first preempted
-    match: tuple[str, int, str] = ("", 0, "")  # stop, at, detail of its last match until then
+    cached_tokens: int = 0  # of the prompt, before any preemption
+    match: tuple[str, int, str] = ("", 0, "")  # stop, at, detail of its last match before any preemption
     preemptions: int = 0
 
 
 @dataclass(slots=True)
 class NodeView:
-    """A node of the tree; `ids` are the tokens of its blocks, in order (an array: 4 bytes a token, so that a copy of
-    the state, which copies them all, is cheap)."""
+    """A node of the tree. `ids` are the tokens of its blocks in order, in an array, which is cheap to copy."""
 
     id: int
     parent: int
@@ -53,10 +52,10 @@ class NodeView:
 
 
 class State:
-    """The fold. Counts of blocks by state are kept, so reading them is O(1)."""
+    """The folded state. The number of blocks in each state is kept up to date, so reading it is O(1)."""
 
     def __init__(self, num_blocks: int, block_size: int, budget: int, max_num_seqs: int) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size  # with the null block
+        self.num_blocks, self.block_size = num_blocks, block_size  # the null block included
         self.budget, self.max_num_seqs = budget, max_num_seqs
         self.seq = 0
         self.t = 0.0
@@ -66,7 +65,7 @@ class State:
         self.queue: list[int] = []
         self.nodes: dict[int, NodeView] = {0: NodeView(0, -1, array("i"), [], 0, 0)}
         self.pending: dict[int, int] = {}  # block -> the step that writes it
-        self.holders = array("i", [0]) * num_blocks  # arrays, so that a reader can view them without a copy
+        self.holders = array("i", [0]) * num_blocks  # arrays: numpy views them without a copy
         self.node_of = array("i", [0]) * num_blocks  # 0: not in the tree
         self.counts = [num_blocks - 1, 0, 0, 0]  # by FREE, ACTIVE, SHARED, CACHED
         self.gate = "open"
@@ -75,18 +74,18 @@ class State:
     # ---- reading
 
     def computed(self, request: RequestView) -> int:
-        """Tokens of this request that have KV, counting those of the step in flight."""
+        """Returns the tokens of this request with KV, including those of the step in flight."""
         return request.base + (self.ticks - request.joined_at if request.joined_at >= 0 else 0)
 
     def block_state(self, block: int) -> int:
-        """FREE, ACTIVE, SHARED or CACHED."""
+        """Returns FREE, ACTIVE, SHARED or CACHED."""
         holders = self.holders[block]
         if holders:
             return ACTIVE if holders == 1 else SHARED
         return CACHED if self.node_of[block] else FREE
 
     def path(self, node: int) -> Iterator[NodeView]:
-        """The node and its ancestors, the root excluded."""
+        """Yields the node and its ancestors, without the root."""
         while node > 0:
             view = self.nodes[node]
             yield view
@@ -95,22 +94,22 @@ class State:
     # ---- folding
 
     def apply(self, record: Record) -> None:
-        """Fold one record. They must come in order and without a gap: ValueError otherwise."""
+        """Fold the next record; ValueError if it does not follow the last one without a gap."""
         self.follow(record)
         change = self.CHANGES.get(record[2])
         if change is not None:
             change(self, *record[3:])
 
     def follow(self, record: Record) -> None:
-        """Stand at this record, without what it changes: for a reader that looks at the state before and after, and
-        calls its entry of CHANGES in between."""
+        """Take over the record's number and time without its changes; the caller applies its entry of CHANGES itself,
+        and so can look at the state before and after."""
         if record[0] != self.seq + 1:
             raise ValueError(f"record {record[0]} does not follow {self.seq}: a snapshot is needed")
         self.seq = record[0]
         self.t = record[1]
 
     def apply_all(self, records: Iterable[Record]) -> None:
-        """Fold records in order: ValueError as in `apply`."""
+        """Fold records in order; ValueError as in `apply`."""
         for record in records:
             self.apply(record)
 
@@ -167,7 +166,7 @@ class State:
     def _alloc(self, id: int, blocks: list[int]) -> None:
         self.requests[id].table += blocks
         holders, counts = self.holders, self.counts
-        for block in blocks:  # they come from the free list: nobody held them, and they are not in the tree
+        for block in blocks:  # free blocks: no holders, not in the tree
             holders[block] = 1
         counts[FREE] -= len(blocks)
         counts[ACTIVE] += len(blocks)
@@ -305,12 +304,12 @@ class State:
         "finish": _finish, "alloc": _alloc, "hold": _hold, "insert": _insert, "extend": _extend, "split": _split,
         "evict": _evict, "settle": _settle, "withdraw": _withdraw, "step": _step, "accept": _accept, "gate": _gate,
         "pace": _pace,
-    }  # by kind of record, what it changes in a state that follows it: called with the state and the record's fields
+    }  # kind of record -> its change, called with the state and the record's fields
 
     # ---- snapshots
 
     def copy(self) -> State:
-        """An independent copy."""
+        """Returns an independent copy."""
         other = State(self.num_blocks, self.block_size, self.budget, self.max_num_seqs)
         for name in ("seq", "t", "step", "ticks", "gate", "pace"):
             setattr(other, name, getattr(self, name))
@@ -324,7 +323,7 @@ class State:
         return other
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain data, equal to `Engine.snapshot()` at the same sequence number."""
+        """Returns plain data, equal to `Engine.snapshot()` at the same sequence number."""
         return {
             "seq": self.seq,
             "t": self.t,
@@ -358,7 +357,7 @@ class State:
 
     @classmethod
     def from_snapshot(cls, data: dict[str, Any]) -> State:
-        """The state a snapshot describes; `apply` goes on with the record after its `seq`."""
+        """Returns the state of a snapshot; the next record to apply is the one after its `seq`."""
         state = cls(data["num_blocks"], data["block_size"], data["budget"], data["max_num_seqs"])
         state.seq, state.t, state.step = data["seq"], data["t"], data["step"]
         state.gate, state.pace = data["gate"], data["pace"]

@@ -1,4 +1,4 @@
-"""A recording in other formats: Perfetto's JSON, plain JSON, a narration in Markdown, a screen as SVG or PNG."""
+"""Exports of a recording: Perfetto's JSON, plain JSON, Markdown, and screens as SVG or PNG."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ SUFFIXES = {kind: suffix for kind, (suffix, _) in WRITERS.items()} | {kind: f".{
 
 
 def export(trace: str | Path, kind: str, out: str | Path | None = None) -> Path:
-    """Write `trace` as perfetto, json or md beside it, or to `out`; returns the file. TraceError says what failed."""
+    """Write `trace` as perfetto, json or md, beside it or to `out`; returns the file. Raises TraceError."""
     if kind not in WRITERS:
-        raise TraceError(f"a trace cannot be exported as {kind!r}: there are {', '.join(FORMATS)}")
+        raise TraceError(f"unknown export format {kind!r}: choose one of {', '.join(FORMATS)}")
     suffix, write = WRITERS[kind]
     reader = TraceReader(trace)
     path = Path(out) if out is not None else reader.path.with_name(reader.path.name.split(".")[0] + suffix)
     try:
         write(reader, path)
     except OSError as error:
-        if path.is_file():  # half a file is none; a device stays
+        if path.is_file():  # remove the incomplete file, but never a device
             path.unlink()
         raise TraceError(f"{path} cannot be written: {error.strerror}; name another file with --out") from None
     return path

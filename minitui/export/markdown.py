@@ -1,4 +1,4 @@
-"""A trace told in Markdown: what ran, in figures, and then step by step what was decided and why."""
+"""A trace as Markdown: the model and device, figures, requests, and what each step did and why."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from minitui.viewmodel.narrate import narrate
 from minitui.viewmodel.teller import Line, Teller
 from minitui.visible import visible, visible_line
 
-LINES_AT_MOST = 4000  # a narration is for reading
-NARRATED = frozenset(
+LINES_AT_MOST = 4000  # more would not be read
+NARRATED = frozenset(  # events that the sentences of their step contain
     {"admit", "hit", "miss", "evict", "preempt", "finish", "wait", "submit"}
-)  # the step's sentence says it
+)
 
 
 def write_markdown(reader: TraceReader, path: Path) -> None:
-    """Write the narration; the figures are counted from the records."""
+    """Write the trace to `path` as Markdown."""
     view = View()
     view.ids_to_text = reader.decode
     view.group_names = reader.names
@@ -28,7 +28,7 @@ def write_markdown(reader: TraceReader, path: Path) -> None:
     lanes: dict[int, Lane] = {}
     lines: list[Line] = []
     for line in teller.tell_all(reader):
-        if line.kind == "step":  # the view stands where the step has just ended
+        if line.kind == "step":  # the view shows the end of this step
             lines.append(replace(line, text=narrate(view, line.step) or line.text))
         elif line.kind not in NARRATED:
             lines.append(line)
@@ -42,13 +42,13 @@ def _head(reader: TraceReader) -> list[str]:
     info = reader.info
     where = f"{info.get('model', 'a model')} on {info.get('device', 'a device')}"
     pool = f"{info['num_blocks']:,} blocks of {info['block_size']} tokens"
-    begin, end = reader.part(0).state.t, reader.final_state().t
+    begin, end = reader.part(0).snapshot["t"], reader.end_t
     span = f"{begin:.2f} s to {end:.2f} s of the engine's clock"
     if end - begin - reader.seconds > 0.05:
         span += f" ({reader.seconds:.1f} s without slow motion, pauses cut to {LONGEST_PAUSE:g} s)"
     head = [f"# {where}", "", f"Recorded {reader.header['recorded']}, {span}; {pool}."]
     if reader.header["random_text"]:
-        head += ["", "Its texts are random and are not shown: this recording shows schedules, not answers."]
+        head += ["", "The text is random and not shown: this recording is about scheduling."]
     if not reader.complete:
         head += ["", "The recording was cut off."]
     return head
@@ -123,5 +123,5 @@ def _story(reader: TraceReader, lines: list[Line]) -> list[str]:
         where = "" if line.kind == "steps" else f"step {line.step:,}: "
         out.append(f"- {line.t:.2f} s, {where}{_cell(line.text)}")
     if len(lines) > LINES_AT_MOST:
-        out.append(f"\n… and {len(lines) - LINES_AT_MOST:,} lines more: `minitui tail` tells them all.")
+        out.append(f"\n… and {len(lines) - LINES_AT_MOST:,} more lines: `minitui tail` prints all of them.")
     return out

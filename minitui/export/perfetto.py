@@ -1,18 +1,18 @@
-"""A trace for ui.perfetto.dev: a lane for each request, and the host's stages apart from the device's steps.
+"""A trace for ui.perfetto.dev: a lane per request, the host's stages, and the device's steps.
 
-The format is Chrome's trace events, which Perfetto reads. Time is time of play (minitui/trace/reader.py): what slow
-motion added is left out, so that the gaps are the engine's own. Durations are those that were measured.
+The format is Chrome's trace events, which Perfetto reads. Times are play time (minitui/trace/reader.py), without the
+delay of slow motion: all gaps are the engine's own. Durations are as measured.
 
-    requests   r12: waits, then each chunk of its prompt, then it decodes; decisions about it are marks
-    host       plan, launch and commit of each step, in the order in which they were done
-    device     the steps as the device worked on them, where its time is known
-    counters   blocks by state, requests, tokens a step
+    requests   r12: waiting, each chunk of its prompt, decoding; decisions are marks
+    host       plan, launch and commit of each step, in order of execution
+    device     the steps on the device, if its time is known
+    counters   blocks by state, requests, tokens per step
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,15 @@ Event = dict[str, Any]
 
 @dataclass(slots=True)
 class _Lane:
-    """One request's track: what is open on it, from when, and until when it is drawn."""
+    """One request's track: its open span, the span's start, and the end of what is drawn so far."""
 
     id: int
     name: str
     begin: float
     prompt_tokens: int
-    open: str = "waits"
+    open: str = "waiting"
     since: float = 0.0
     drawn_until: float = 0.0
-    args: dict[str, Any] = field(default_factory=dict)
 
 
 class _Converter:
@@ -49,7 +48,7 @@ class _Converter:
         self.device_until = 0.0
         self.exchanged: dict[int, float] = {}  # step -> ms that ranks exchanged
         self.planned: dict[int, tuple[float, Record]] = {}  # steps not yet timed
-        self.drafts: dict[int, dict[str, int]] = {}  # of those, by step
+        self.drafts: dict[int, dict[str, int]] = {}  # step -> draft tokens, of planned steps
 
     def events(self) -> Iterator[Event]:
         yield from self._names()
@@ -82,18 +81,18 @@ class _Converter:
     # ---- requests
 
     def _meet(self, state: State, t: float) -> Iterator[Event]:
-        """Go on from this state, of which no record has told: who is in it has a lane, and nobody else."""
+        """Continue from a state after a gap or at the start: exactly its requests have lanes."""
         self.state = state
         self.planned.clear()
         for lane in list(self.lanes.values()):
             if lane.id not in state.requests:
-                yield from self._close(lane, t, "ended while nothing was recorded")
+                yield from self._close(lane, t, "finished in a gap of the recording")
         for id, request in state.requests.items():
             if id not in self.lanes:
                 yield from self._begin(id, request.group, request.prompt_tokens, t)
             lane = self.lanes[id]
             yield from self._end_span(lane, t)
-            lane.open = "waits" if request.state != "running" else "decodes" if request.joined_at >= 0 else ""
+            lane.open = "waiting" if request.state != "running" else "decoding" if request.joined_at >= 0 else ""
             lane.since = t
 
     def _begin(self, id: int, group: str, prompt_tokens: int, t: float) -> Iterator[Event]:
@@ -120,7 +119,7 @@ class _Converter:
         elif kind == "evict":
             yield self._mark(HOST, 1, f"evict {fields[1]} blocks", t, {"node": fields[0], "reason": fields[2]})
         elif kind == "fail":
-            self.planned.pop(fields[0], None)  # its time is never told
+            self.planned.pop(fields[0], None)  # it will have no `time` record
             yield self._mark(HOST, 1, f"step {fields[0]} failed", t, {"error": fields[1]})
         elif fields and isinstance(fields[0], int) and fields[0] in self.lanes:
             yield from self._request(kind, fields, self.lanes[fields[0]], t)
@@ -136,10 +135,10 @@ class _Converter:
             yield self._mark(REQUESTS, lane.id, name, t, {"why it stopped": stop_text(stop, at), "detail": detail})
         elif kind in ("preempt", "requeue"):
             yield from self._end_span(lane, t)
-            lane.open, lane.since = "waits again", t
+            lane.open, lane.since = "waiting again", t
             yield self._mark(REQUESTS, lane.id, "preempted", t, {"reason": fields[1]})
         elif kind == "wait":
-            yield self._mark(REQUESTS, lane.id, "still waits", t, {"reason": fields[1]})
+            yield self._mark(REQUESTS, lane.id, "not admitted", t, {"reason": fields[1]})
         elif kind == "finish":
             yield from self._close(lane, t, fields[1], fields[2])
 
@@ -153,7 +152,7 @@ class _Converter:
         for id in joined:
             lane = self.lanes[id]
             yield from self._end_span(lane, t)
-            lane.open, lane.since = "decodes", max(t, lane.drawn_until)
+            lane.open, lane.since = "decoding", max(t, lane.drawn_until)
 
     def _end_span(self, lane: _Lane, t: float) -> Iterator[Event]:
         if lane.open and t > lane.since:
@@ -184,7 +183,7 @@ class _Converter:
         commit = t - commit_us / 1e6
         launched = at + launch_us / 1e6
         stages = [("plan", at - plan_us / 1e6, at), ("launch", at, min(launched, commit)), ("commit", commit, t)]
-        if not self.planned:  # else the host planned the next step meanwhile
+        if not self.planned:  # otherwise the host plans the next step in this time
             stages.insert(2, ("wait for the device", launched, commit))
         self.stages += [(begin, end, name, args) for name, begin, end in stages]
         if device_ms is not None:
@@ -195,15 +194,15 @@ class _Converter:
         for id, start, n, samples in prefills:
             lane = self.lanes.get(id)
             if lane is None:
-                continue  # it ended within this step: its chunk is drawn by its end
+                continue  # it finished in this step: its own slice covers the chunk
             begin = max(at, lane.drawn_until)
             if commit > begin and not lane.open:
-                chunk = {"step": step, "from token": start, "tokens": n, "draws a token": samples}
+                chunk = {"step": step, "from token": start, "tokens": n, "samples a token": samples}
                 yield self._slice(REQUESTS, id, f"prefill +{n}", begin, commit, chunk)
                 lane.drawn_until = commit
 
     def _host(self) -> Iterator[Event]:
-        """The stages in the order in which they began: with overlap a step is planned before the last has committed."""
+        """Yields the host's stages in order of their start; steps may overlap, host stages do not."""
         until = 0.0
         for begin, end, name, args in sorted(self.stages, key=lambda stage: stage[:2]):
             begin = max(begin, until)
@@ -237,7 +236,7 @@ def _us(seconds: float) -> float:
 
 
 def write_perfetto(reader: TraceReader, path: Path) -> None:
-    """Write the trace as Chrome trace events, ordered by time, a parent before what it holds."""
+    """Write the trace as Chrome trace events, by time; a slice comes before those inside it."""
     events = list(_Converter(reader).events())
     events.sort(key=lambda e: (e["ph"] != "M", e.get("ts", 0.0), -e.get("dur", 0.0)))
     with path.open("w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""A trace as one JSON object with every field named, for other programs."""
+"""A trace as one JSON object with named fields, for other programs."""
 
 from __future__ import annotations
 

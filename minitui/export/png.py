@@ -1,4 +1,7 @@
-"""An SVG of the application as PNG, by a headless Chromium: other converters misplace Textual's spaces and corners."""
+"""Converts an SVG of the application to PNG with a headless Chromium.
+
+Other converters misplace Textual's spaces and corners.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,18 @@ BROWSERS = (
 )  # fmt: skip
 PATIENCE_S = 120
 NO_BROWSER = (
-    "a PNG is drawn by a headless Chromium, and no chromium, google-chrome or microsoft-edge is on the PATH: install "
-    "one, or use --export svg, which every browser opens"
+    "PNG export needs Chromium, Google Chrome or Microsoft Edge, and none is on the PATH: install one, or use "
+    "--export svg"
 )
 
 
 def find_browser() -> str | None:
-    """The first Chromium that this machine has."""
+    """Returns the first installed Chromium-based browser, or None."""
     return next((found for name in BROWSERS if (found := shutil.which(name))), None)
 
 
 def write_png(svg: str, path: Path, browser: str | None = None, scale: float = 1.5) -> Path:
-    """Draw `svg` into `path`, `scale` device pixels to a unit of the SVG. TraceError without a Chromium."""
+    """Draw `svg` into `path` with `scale` pixels per SVG unit. TraceError if there is no browser or it fails."""
     browser = browser or find_browser()
     if browser is None:
         raise TraceError(NO_BROWSER)
@@ -36,10 +39,11 @@ def write_png(svg: str, path: Path, browser: str | None = None, scale: float = 1
     if box is None:
         raise TraceError(f"{path} cannot be drawn: the SVG has no viewBox")
     if not path.parent.is_dir():
-        raise TraceError(f"{path} cannot be written: there is no directory {path.parent}; name another file with --out")
+        missing = f"the directory {path.parent} does not exist"
+        raise TraceError(f"{path} cannot be written: {missing}; name another file with --out")
     width, height = (int(float(n)) + 1 for n in box.groups())
     style = "body{margin:0;background:transparent}svg{display:block}"
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # the browser may still be tidying up
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # the browser may still write to it
         page, drawn = Path(folder) / "page.html", Path(folder) / "page.png"
         page.write_text(f"<meta charset='utf-8'><style>{style}</style>{svg}", encoding="utf-8")
         command = [
@@ -52,7 +56,7 @@ def write_png(svg: str, path: Path, browser: str | None = None, scale: float = 1
         except (OSError, subprocess.TimeoutExpired) as error:
             raise TraceError(f"{browser} drew no picture: {error}; use --export svg instead") from None
         if not drawn.is_file():
-            said = (done.stderr.strip() or "it said nothing").splitlines()[-1]
+            said = (done.stderr.strip() or "no message").splitlines()[-1]
             raise TraceError(
                 f"{browser} drew no picture (exit code {done.returncode}: {said}); use --export svg instead"
             )

@@ -1,4 +1,4 @@
-"""A screen of a recording as an SVG that looks right without a network, or as the PNG of it."""
+"""A screen of a recording as SVG, with local fonts only, or as PNG."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATIENCE_S = 30.0
 
 
 async def screen_svg(trace: str, step: int | None, size: tuple[int, int], theme: str = "minitui-dark") -> str:
-    """The Inspect screen of `trace` when `step` had ended (None: at its end), `size` in columns and rows."""
+    """Returns the Inspect screen of `trace` at the end of `step` (None: of the trace); `size` in columns and rows."""
     from minitui.tui.replay_app import replay_app
 
     app = replay_app(trace)
@@ -35,7 +35,7 @@ async def screen_svg(trace: str, step: int | None, size: tuple[int, int], theme:
 
 
 def offline(svg: str) -> str:
-    """Textual names a web font; name what every machine has instead."""
+    """Returns the SVG with local fonts in place of Textual's web font."""
     svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r"@font-face\s*\{.*?\}", "", svg, flags=re.DOTALL)
     svg = re.sub(r"font-family:\s*Fira Code[^;]*;", f"font-family: {FONTS};", svg)
@@ -45,13 +45,13 @@ def offline(svg: str) -> str:
 def write_picture(
     trace: str, kind: str, out: str | Path | None, step: int | None, size: tuple[int, int], theme: str
 ) -> Path:
-    """Write the picture, "svg" or "png", beside the trace, or to `out`; returns the file."""
+    """Write the picture, "svg" or "png", beside the trace or to `out`; returns the file."""
     path = Path(out) if out is not None else Path(trace).with_name(f"{Path(trace).name.split('.')[0]}.{kind}")
     browser = find_browser()
     if kind == "png" and browser is None:
         raise TraceError(NO_BROWSER)
     reader = TraceReader(trace)
-    reader.check()  # an application that fails prints its traceback
+    reader.check()  # here, because an application that fails prints a traceback
     if step is not None and not 0 <= step <= reader.last_step:
         raise TraceError(f"{trace} has no step {step:,}: it has 0 to {reader.last_step:,}")
     svg = asyncio.run(screen_svg(trace, step, size, theme))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import secrets
 from collections import deque
@@ -21,6 +20,7 @@ from engine.trace.records import FIELDS, Record
 from engine.trace.state import State
 from minitui.server.metrics import Metrics
 from minitui.server.sse import KEEP_ALIVE, event
+from minitui.trace.lines import snapshot_json
 from minitui.trace.recorder import Recording
 
 logger = logging.getLogger("minitui.server")
@@ -204,17 +204,13 @@ class Broadcast:
 
 async def encode_snapshot(snapshot: dict[str, Any]) -> AsyncIterator[bytes]:
     """Yields a snapshot as JSON in pieces, so that a large pool does not block the event loop."""
-    nodes = snapshot.pop("nodes")
-    head = json.dumps(snapshot, separators=(",", ":"))
-    yield (head[:-1] + ',"nodes":{').encode()
     piece: list[str] = []
     size = 0
-    for number, (node_id, node) in enumerate(nodes.items()):
-        text = json.dumps(node, separators=(",", ":"))
-        piece.append(f'{"," if number else ""}"{node_id}":{text}')
+    for text in snapshot_json(snapshot):
+        piece.append(text)
         size += len(text)
         if size > 1 << 16:
             yield "".join(piece).encode()
             piece, size = [], 0
             await asyncio.sleep(0)
-    yield ("".join(piece) + "}}").encode()
+    yield "".join(piece).encode()

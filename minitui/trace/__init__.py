@@ -1,1 +1,1 @@
-"""Traces: the file format, reading and checking it, writing it, and the recordings that come along."""
+"""Traces: the file format, reading and checking it, writing it, and the bundled recordings."""

@@ -1,7 +1,7 @@
-"""Checks of what a trace's lines say: types and ranges, and that a keyframe's requests, tree and pool agree.
+"""Checks the lines of a trace: types and ranges, and that a keyframe's requests, tree and pool agree.
 
-ValueError says in a few words what is wrong. Together with minitui/trace/follow.py this is the only place that doubts a
-trace: views and exports rely on it.
+Each fault is a ValueError with a short reason. After these checks and those of minitui/trace/follow.py, a trace is
+trusted by views and exports.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 from engine.trace.records import FIELDS, Record
 from minitui.trace.lines import MOST_VALUES
 
-MOST = (1 << 31) - 1  # of any count, number or id
-MOST_NUMBER = 1e12  # of any duration, in its unit
-MOST_RECORDS = 1 << 53  # exact in every reader of JSON
-MOST_BLOCKS = 1 << 21  # a view of a pool takes 32 bytes a block, several times
+MOST = (1 << 31) - 1  # largest count or id
+MOST_NUMBER = 1e12  # largest duration, in its unit
+MOST_RECORDS = 1 << 53  # integers up to here are exact in every JSON reader
+MOST_BLOCKS = 1 << 21  # a view keeps several copies of a pool, at 32 bytes per block
 MOST_HELD = MOST_VALUES  # blocks in the tables of all requests
 
 Check = Callable[[Any], bool]
@@ -63,7 +63,7 @@ def _list(check: Check) -> Check:
 
 
 def _counts(value: Any) -> bool:
-    """A list of counts, as long as a prompt: checked without a call for each."""
+    """A list of counts. It may be as long as a prompt: no function call per item."""
     if type(value) is not list or not value:
         return value == []
     return set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= MOST
@@ -86,7 +86,7 @@ def _rows(*checks: Check) -> Check:
 
 
 def _load(value: Any) -> bool:
-    """Layers with the tokens of their experts, as many experts in each."""
+    """[(layer, tokens of each expert)], with equally many experts in each layer."""
     return _rows(_count, _counts)(value) and len({len(tokens) for _, tokens in value} - {0}) == 1 and all(
         tokens for _, tokens in value
     )  # fmt: skip
@@ -142,7 +142,7 @@ def _need(holds: object, text: str) -> None:
 
 
 def _fields(what: str, value: Any, checks: dict[str, Check]) -> None:
-    _need(type(value) is dict, f"{what} is no object")
+    _need(type(value) is dict, f"{what} is not an object")
     for name, check in checks.items():
         _need(name in value, f"{what} has no {name!r}")
         _need(check(value[name]), f"{name!r} of {what} is {_short(value[name])}")
@@ -156,7 +156,7 @@ def _short(value: Any) -> str:
 
 
 def header(value: Any) -> dict[str, Any]:
-    """The header, its optional fields filled in."""
+    """Returns the header with its optional fields filled in."""
     _fields("the header", value, {"recorded": _text, "random_text": _bool})
     _need(type(value.get("info")) is dict, "the header has no 'info'")
     value["info"] = UNKNOWN | value["info"]
@@ -165,8 +165,8 @@ def header(value: Any) -> dict[str, Any]:
 
 
 def small(line: Any) -> list[Any]:
-    """A line of words, names, a bookmark, or the end."""
-    _need(type(line) is list and len(line) > 1, "it is no list of a letter and values")
+    """Checks and returns a line of words, names, a bookmark, or the end."""
+    _need(type(line) is list and len(line) > 1, "not a list of a letter and values")
     kind, *rest = line
     if kind == "w":
         words = _rows(_count, lambda text: type(text) is str and all(map("\u0100".__gt__, text)))
@@ -180,15 +180,15 @@ def small(line: Any) -> list[Any]:
 
 
 def record(seq: int, row: Any) -> Record:
-    """The record of a row `[t, kind, *fields]`, its chunks, nodes and drafts tuples as the engine makes them."""
+    """Returns the record of a row `[t, kind, *fields]`; its chunks, nodes and drafts become tuples."""
     if type(row) is not list or len(row) < 2 or type(row[1]) is not str:
-        raise ValueError(f"record {seq:,} is no list of a time and a kind")
+        raise ValueError(f"record {seq:,} is not a list of a time and a kind")
     t, kind, *fields = row
     if not _number(t):
         raise ValueError(f"the time of record {seq:,} is {_short(t)}")
     checks = RECORDS.get(kind)
     if checks is None:
-        raise ValueError(f"record {seq:,} is of a kind that this minitui does not know: {_short(kind)}")
+        raise ValueError(f"record {seq:,} has a kind that this version does not know: {_short(kind)}")
     if len(fields) != len(checks):
         raise ValueError(f"record {seq:,} ({kind}) has {len(fields)} fields, not {len(checks)}")
     for i, check in enumerate(checks):
@@ -202,15 +202,14 @@ def record(seq: int, row: Any) -> Record:
 
 
 def snapshot(value: Any) -> dict[str, Any]:
-    """A keyframe's state: its types, and that requests, tree and pool agree. JSON has made strings of the numbers that
-    are keys; here they are numbers again."""
+    """Checks and returns a snapshot: types, and that requests, tree and pool agree. JSON keys become numbers again."""
     _fields("the snapshot", value, SNAPSHOT)
     blocks = value["num_blocks"]
     _need(1 < blocks <= MOST_BLOCKS, f"its pool has {blocks - 1:,} blocks; a trace has 1 to {MOST_BLOCKS - 1:,}")
     for name in ("requests", "nodes", "pending"):
         table = value.get(name)
         _need(type(table) is dict, f"the snapshot has no {name!r}")
-        _need(all(re.fullmatch(r"\d{1,10}", key) for key in table), f"a key of {name!r} is no number")
+        _need(all(re.fullmatch(r"\d{1,10}", key) for key in table), f"a key of {name!r} is not a number")
         value[name] = {int(key): item for key, item in table.items()}
         _need(len(value[name]) == len(table) and max(value[name], default=0) <= MOST, f"a key of {name!r} is wrong")
     _tree(value)
@@ -222,10 +221,11 @@ def _tree(value: dict[str, Any]) -> None:
     nodes, seen = value["nodes"], bytearray(value["num_blocks"])
     for id, node in nodes.items():
         _fields(f"node {id}", node, NODE)
-        _need(id > 0, "the root is told as a node")
-        _need(node["parent"] == 0 or node["parent"] in nodes, f"the parent of node {id} is not there")
+        _need(id > 0, "the root is listed as a node")
+        _need(node["parent"] == 0 or node["parent"] in nodes, f"the parent of node {id} is missing")
         _need(node["blocks"], f"node {id} has no block")
-        _need(len(node["ids"]) == len(node["blocks"]) * value["block_size"], f"node {id} has not as many ids as blocks")
+        tokens = len(node["blocks"]) * value["block_size"]
+        _need(len(node["ids"]) == tokens, f"the ids of node {id} do not fill its blocks")
         _take(node["blocks"], seen, f"node {id}")
     children: dict[int, list[int]] = {}
     for id, node in nodes.items():
@@ -235,13 +235,13 @@ def _tree(value: dict[str, Any]) -> None:
         reached.extend(children.get(id, ()))
     _need(len(reached) == len(nodes), "a node is its own ancestor")
     for block, step in value["pending"].items():
-        _need(0 < block < len(seen) and seen[block] and _step(step), f"block {block} is pending and not in the tree")
+        _need(0 < block < len(seen) and seen[block] and _step(step), f"block {block} is pending but not in the tree")
 
 
 def _take(blocks: list[int], seen: bytearray, where: str) -> None:
     for block in blocks:
         _need(block < len(seen), f"block {block:,} of {where} is not in the pool")
-        _need(not seen[block], f"block {block:,} of {where} stands elsewhere, too")
+        _need(not seen[block], f"block {block:,} of {where} is also used elsewhere")
         seen[block] = 1
 
 
@@ -253,7 +253,7 @@ def _requests(value: dict[str, Any]) -> None:
             seen[block] = 1
     for id, request in value["requests"].items():
         _fields(f"request r{id}", request, REQUEST)
-        _need(request["node"] == 0 or request["node"] in nodes, f"the node of r{id} is not there")
+        _need(request["node"] == 0 or request["node"] in nodes, f"the node of r{id} is missing")
         table, shared = request["table"], request["shared_blocks"]
         held += len(table)
         _need(held <= MOST_HELD, f"the tables of its requests have more than {MOST_HELD:,} blocks")
@@ -263,10 +263,10 @@ def _requests(value: dict[str, Any]) -> None:
             _need(table[end - len(blocks) : end] == blocks, f"the table of r{id} is not the path of its node")
             users[node] = users.get(node, 0) + 1
             node, end = nodes[node]["parent"], end - len(blocks)
-        _need(not node and not end, f"r{id} does not share the path of its node")
-        _need(request["state"] == "running" or not table, f"r{id} waits and holds blocks")
+        _need(not node and not end, f"r{id} does not hold the path of its node")
+        _need(request["state"] == "running" or not table, f"r{id} is waiting but holds blocks")
         _take(table[shared:], seen, f"r{id}")
     for id, node in nodes.items():
         _need(node["users"] == users.get(id, 0), f"node {id} has {users.get(id, 0)} users, not {node['users']}")
     waiting = sorted(id for id, request in value["requests"].items() if request["state"] != "running")
-    _need(sorted(value["queue"]) == waiting, "its queue is not its waiting requests")
+    _need(sorted(value["queue"]) == waiting, "the queue differs from the waiting requests")

@@ -1,6 +1,6 @@
-"""Checks that each record of a trace can follow from the state before it: its requests, blocks and nodes are there.
+"""Checks that each record of a trace is possible in the state before it.
 
-State.apply trusts its records, because the engine wrote them; a file may have been written by anyone.
+State.apply trusts its records. Those of a file or of another server must be checked first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from minitui.trace.check import MOST_HELD
 
 
 class Follower:
-    """The state that records fold into, and the reasons why a record cannot follow."""
+    """Folds records into a state and checks each one first."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -22,13 +22,13 @@ class Follower:
         self._held = sum(len(request.table) for request in state.requests.values())
 
     def take(self, record: Record) -> None:
-        """Fold a record that `record` has made; ValueError says why it cannot follow."""
+        """Fold a record from `check.record`. ValueError with the reason if it is impossible."""
         kind = record[2]
         check = self._CHECKS.get(kind)
         if check is not None:
             reason: str = next(check(self, *record[3:]), "")
             if reason:
-                raise ValueError(f"record {record[0]:,} ({kind}) cannot follow: {reason}")
+                raise ValueError(f"record {record[0]:,} ({kind}) is impossible: {reason}")
         self.state.apply(record)
         if self._held > MOST_HELD:
             raise ValueError(f"the tables of its requests have more than {MOST_HELD:,} blocks")
@@ -39,17 +39,17 @@ class Follower:
 
     def _submit(self, id: int, *_: Any) -> Iterator[str]:
         if id <= self._youngest:
-            yield f"r{id} is not younger than r{self._youngest}"
+            yield f"r{id} is not newer than r{self._youngest}"
         self._youngest = id
 
     def _order(self, queue: list[int]) -> Iterator[str]:
         if sorted(queue) != sorted(self.state.queue[: len(queue)]):
-            yield "those are not the first of the queue"
+            yield "these are not the first requests of the queue"
 
     def _admit(self, id: int, row: int, _reason: str) -> Iterator[str]:
         yield from self._known(id)
         if self.state.requests[id].state == "running":
-            yield f"r{id} runs already"
+            yield f"r{id} is running already"
 
     def _match(self, id: int, tokens: int, *_: Any) -> Iterator[str]:
         yield from self._running(id)
@@ -59,7 +59,7 @@ class Follower:
     def _running(self, id: int) -> Iterator[str]:
         yield from self._known(id)
         if self.state.requests[id].state != "running":
-            yield f"r{id} does not run"
+            yield f"r{id} is not running"
 
     def _alloc(self, id: int, blocks: list[int]) -> Iterator[str]:
         yield from self._running(id)
@@ -70,7 +70,7 @@ class Follower:
             if state.holders[block] or state.node_of[block]:
                 yield f"block {block:,} is not free"
         if len(set(blocks)) != len(blocks):
-            yield "a block is given out twice"
+            yield "a block is allocated twice"
         self._held += len(blocks)
 
     def _hold(self, id: int, node: int, dropped: int) -> Iterator[str]:
@@ -96,30 +96,30 @@ class Follower:
         if not blocks or len(ids) != len(blocks) * self.state.block_size:
             yield f"{len(ids):,} ids do not fill {len(blocks):,} blocks"
         if holder.table[start : start + len(blocks)] != blocks:
-            yield f"those are not the next blocks of r{request}"
+            yield f"these are not the next blocks of r{request}"
 
     def _insert(self, id: int, parent: int, request: int, ids: list[int], blocks: list[int], _: int) -> Iterator[str]:
         yield from self._grown(request, ids, blocks)
         if id in self.state.nodes:
-            yield f"there is a node {id} already"
+            yield f"node {id} exists already"
         if parent != self.state.requests[request].node:
             yield f"r{request} does not hold node {parent}"
 
     def _extend(self, id: int, request: int, ids: list[int], blocks: list[int], _: int) -> Iterator[str]:
         yield from self._grown(request, ids, blocks)
         if not id or id != self.state.requests[request].node or self.state.nodes[id].children:
-            yield f"node {id} is no leaf that r{request} holds"
+            yield f"node {id} is not a leaf held by r{request}"
 
     def _split(self, id: int, upper: int, n: int) -> Iterator[str]:
         if not id or id not in self.state.nodes or n >= len(self.state.nodes[id].blocks):
-            yield f"node {id} has not more than {n:,} blocks"
+            yield f"node {id} has no more than {n:,} blocks"
         if upper in self.state.nodes:
-            yield f"there is a node {upper} already"
+            yield f"node {upper} exists already"
 
     def _evict(self, id: int, n: int, _reason: str) -> Iterator[str]:
         node = self.state.nodes.get(id)
         if node is None or not id or node.children or n > len(node.blocks):
-            yield f"node {id} is no leaf of {n:,} blocks or more"
+            yield f"node {id} is not a leaf of {n:,} or more blocks"
         elif node.users > 0:
             yield f"node {id} is in use"
 
@@ -145,15 +145,15 @@ class Follower:
         for id in (*(chunk[0] for chunk in prefills), *joined, *left):
             yield from self._known(id)
         if any(state.requests[id].joined_at < 0 for id in left):
-            yield "a request leaves that does not decode"
+            yield "a request that is not decoding leaves"
         if sum(chunk[2] for chunk in prefills) > tokens:
-            yield "its prompts have more tokens than it has"
+            yield "its prefills have more tokens than the step"
 
     def _drafted(self, _step: int, drafts: list[tuple[int, ...]]) -> Iterator[str]:
         for id, drafted, *accepted in drafts:
             yield from self._known(id)
             if accepted and accepted[0] > drafted:
-                yield f"more drafts of r{id} are right than there are"
+                yield f"more drafts of r{id} are accepted than there are"
 
     def _timed(self, step: int, *_: Any) -> Iterator[str]:
         if step > self.state.step:

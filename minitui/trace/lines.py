@@ -1,7 +1,7 @@
-"""The lines of a trace's file, one at a time, within limits: what is read is never much larger than the file.
+"""The lines of a trace file, read one at a time and within limits of memory.
 
-A gzip member can hold a thousand times its size, and JSON makes objects ten times the size of its text. So the limits
-are on the text: its ratio to the file, the length of a line, and the values in a part (a gzip member).
+A gzip member can unpack to a thousand times its size, and JSON objects take ten times the size of their text. So the
+unpacked text is limited: its ratio to the file's size, the length of a line, and the values in a part (a gzip member).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from engine.errors import EngineError
 
 GZIP = 31  # zlib's window bits for a gzip member
 CHUNK = 1 << 16
-MOST_RATIO = 100  # text to file; traces of engines have 2 to 15
-LEAST_TEXT = 16 << 20  # bytes that a file of any size may hold
+MOST_RATIO = 100  # unpacked text to file; traces of engines have 2 to 15
+LEAST_TEXT = 16 << 20  # bytes of unpacked text allowed for a file of any size
 LONGEST_LINE = 32 << 20  # bytes: a keyframe with four million cached tokens
 MOST_VALUES = 16_000_000  # in a part; each takes up to 60 bytes of memory
 
 
 class TraceError(EngineError):
-    """A trace that cannot be read or written: which file, and why."""
+    """A trace cannot be read or written; the message names the file and the reason."""
 
 
 class Member:
-    """A gzip member of a file. Iterate once over its lines; then `whole` says if it was undamaged, and `end` where the
-    next one begins. A cut or damaged member yields the lines before the damage (and perhaps some of damaged bytes)."""
+    """A gzip member of a file. Iterate over its lines once; afterwards `whole` is True if it was undamaged, and `end`
+    is the offset of the next member. A damaged member yields the lines before the damage, perhaps some damaged ones."""
 
     def __init__(self, file: LineFile, offset: int) -> None:
         self.offset = self.end = offset
@@ -68,7 +68,7 @@ class Member:
 
 
 class LineFile:
-    """A trace's file, open for reading. `line` is the number of the line last read, counted from `line` given."""
+    """A trace file, open for reading. `line` is the number of the last line read; the caller gives the first."""
 
     def __init__(self, path: Path, line: int = 0) -> None:
         self.path = path
@@ -88,7 +88,7 @@ class LineFile:
         self._raw.close()
 
     def is_gzip(self) -> bool:
-        """Does it begin as gzip files do?"""
+        """True if the file begins like a gzip file."""
         self.seek(0)
         return self.read(2) == b"\x1f\x8b"
 
@@ -104,7 +104,7 @@ class LineFile:
             self.fail(error.strerror or str(error))
 
     def members(self, offset: int = 0) -> Iterator[Member]:
-        """The members from `offset` on. Each must be read to its end before the next."""
+        """Yields the members from `offset` on. Each must be read to its end before the next."""
         while offset < self._size:
             member = Member(self, offset)
             yield member
@@ -113,18 +113,18 @@ class LineFile:
             offset = member.end
 
     def took(self, size: int) -> None:
-        """Count text that was unpacked."""
+        """Count unpacked text; raises TraceError beyond the limit."""
         self._taken += size
         if self._taken > self._most:
             self.fail(f"a file of its size unpacks to at most {self._most >> 20:,} MiB")
 
     def fail(self, reason: str) -> NoReturn:
-        """Raise a TraceError that names the line and the reason."""
+        """Raise a TraceError with the line number and the reason."""
         raise TraceError(f"{self.path} cannot be read beyond line {max(1, self.line):,}: {reason}")
 
 
 def parse(line: bytes) -> Any:
-    """The value of a line of JSON; ValueError for all else, NaN and infinity included."""
+    """Returns the value of a line of JSON; ValueError for anything else, NaN and infinity included."""
     try:
         return json.loads(line, parse_constant=_refuse)
     except RecursionError:
@@ -137,3 +137,14 @@ def parse(line: bytes) -> Any:
 
 def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number")
+
+
+def snapshot_json(snapshot: dict[str, Any]) -> Iterator[str]:
+    """Yields a snapshot as JSON in pieces, one for each node of the tree: encoding a large tree at once takes long."""
+    head = {name: value for name, value in snapshot.items() if name != "nodes"}
+    yield json.dumps(head, separators=(",", ":"))[:-1] + ',"nodes":{'
+    separator = ""
+    for id, node in snapshot["nodes"].items():
+        yield f'{separator}"{id}":{json.dumps(node, separators=(",", ":"))}'
+        separator = ","
+    yield "}}"

@@ -1,25 +1,26 @@
-"""Traces: what an engine recorded, kept in a file that can be replayed, sought through and exported.
+"""Traces: the records of an engine in a file, for replay, seeking and export.
 
-A trace is gzipped lines of JSON. The first is the header, an object; the others are arrays with a letter in front:
+A trace is gzipped lines of JSON. The first line is the header, an object; the others are arrays that begin with a
+letter:
 
     {"minitui_trace": 1, "info": {...}, "recorded": "2026-01-31T12:00:00Z", "random_text": false}
-    ["k", seq, step, played, snapshot]      a keyframe: the whole state at record `seq` (Engine.snapshot()), last step
-                                            planned, and seconds of play until here
-    ["r", seq, [[t, kind, ...], ...]]       records from number `seq` on, without gaps, with the fields that
-                                            engine/trace/records.py names
-    ["w", [[id, "bytes"], ...]]             what token ids spell, bytes written as Latin-1
-    ["n", {"group": "name"}]                what chats are called
+    ["k", seq, step, played, snapshot]      a keyframe: the state at record `seq` (Engine.snapshot()), the last planned
+                                            step, and the play time
+    ["r", seq, [[t, kind, ...], ...]]       records from number `seq` on, without gaps; engine/trace/records.py names
+                                            their fields
+    ["w", [[id, "bytes"], ...]]             token ids and their bytes, written as Latin-1
+    ["n", {"group": "name"}]                names of chats
     ["b", step, "text"]                     a bookmark
-    ["e", {"records": n, "steps": n}]       the end, written when the recording was closed
+    ["e", {"records": n, "steps": n}]       the end of a closed recording
 
-Every keyframe begins a new gzip member, so that a reader may start at any of them; and a file that ends in the middle
-of a line, because its writer was killed, is read up to the line before. Lines with other letters are skipped.
+Every keyframe begins a new gzip member: a reader can start at any of them. A file cut in the middle of a line (its
+writer was killed) is read up to the line before. Lines with other letters are skipped.
 
-A file may come from anyone: it is unpacked within limits (trace_lines.py), each line is checked (trace_check.py), and
-each record must follow from the state before it (trace_follow.py). What is wrong is a TraceError that names the line.
+Files are untrusted: unpacking is limited (lines.py), each line is checked (check.py), and each record must be possible
+in the state before it (follow.py). Every fault is a TraceError with the line number.
 
-Time of play is the engine's time without what slow motion added and with pauses, in which nothing could happen, cut
-to a second: a recording of a lecture replays at the speed of the engine, not of the lecturer.
+Play time is the engine's time without the delay of slow motion, and with pauses cut to a second: the recording of a
+lecture replays at the speed of the engine, not of the lecturer.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ __all__ = ["GZIP", "VERSION", "Keyframe", "Part", "PlayClock", "TraceError", "Tr
 
 VERSION = 1
 LONGEST_PAUSE = 1.0  # seconds of play
-RANDOM = "random text, not shown"  # stands in its place
+RANDOM = "random text, not shown"  # shown instead of random text
 
 
 class PlayClock:
-    """Seconds of play: engine time without slow motion, pauses cut to LONGEST_PAUSE."""
+    """The play time in seconds: engine time without slow motion, pauses cut to LONGEST_PAUSE."""
 
     def __init__(self, t: float, played: float, state: State) -> None:
         self.now = played
@@ -57,7 +58,7 @@ class PlayClock:
         self._stretched = 0.0
 
     def tell(self, record: Record) -> float:
-        """The moment of play at which this record is due. Records must come in order."""
+        """Returns the play time of this record. Records must come in order."""
         elapsed = max(0.0, record[1] - self._t)
         self._t = max(self._t, record[1])
         if self._stretched:
@@ -84,45 +85,43 @@ class PlayClock:
 
 @dataclass(frozen=True, slots=True)
 class Keyframe:
-    """Where a part of the trace begins: after record `seq` and step `step`, `played` seconds into it."""
+    """The start of a part: after record `seq` and step `step`, at `played` seconds of play time."""
 
     seq: int
     step: int
     played: float
-    offset: int  # in the file, of its gzip member
-    line: int  # lines of the file before that member
+    offset: int  # of its gzip member in the file
+    line: int  # number of lines before that member
 
 
 @dataclass(slots=True)
 class Part:
-    """The records between two keyframes, and when each is due, in seconds of play."""
+    """The records between two keyframes, with the play time of each."""
 
     keyframe: Keyframe
     snapshot: dict[str, Any]
     records: list[Record] = field(default_factory=list)
     due: list[float] = field(default_factory=list)
-    values: int = 0  # of its text: what it takes in memory
+    values: int = 0  # number of JSON values: a measure of its memory
 
     @property
     def state(self) -> State:
-        """The state at its beginning."""
-        state = State.from_snapshot(self.snapshot)
-        state.t = self.snapshot.get("t", 0.0)
-        return state
+        """The state at its beginning, as a new object."""
+        return State.from_snapshot(self.snapshot)
 
     def ends_of_steps(self) -> Iterator[tuple[int, int]]:
-        """(step, index after its last record): a step has ended when its timing is told, or it failed."""
+        """Yields (step, index after its last record); a `time` or `fail` record ends a step."""
         for i, record in enumerate(self.records):
             if record[2] in ("time", "fail"):
                 yield record[3], i + 1
 
 
 class TraceReader:
-    """A trace, read part by part. `complete` is False where it ends without its end; what is there can be used."""
+    """A trace, read part by part. `complete` is False if its end is missing; the rest can be used."""
 
     def __init__(self, path: str | Path) -> None:
-        """Scans the file once, and reads the first and the last part; TraceError if it is no trace, or one of a version
-        this program does not know. A wrong line in another part is a TraceError when that part is read."""
+        """Scans the file once and reads the first and the last part. TraceError if it is no trace, or has an unknown
+        version. Faults in other parts are found when they are read."""
         self.path = Path(path)
         self.header: dict[str, Any] = {}
         self.keyframes: list[Keyframe] = []
@@ -132,7 +131,7 @@ class TraceReader:
         self.complete = False
         self._parts: dict[int, Part] = {}
         self._scan()
-        self.part(0)  # every reader begins there
+        self.part(0)
         last = self.part(len(self.keyframes) - 1)
         self.last_step = max((step for step, _ in last.ends_of_steps()), default=last.keyframe.step)
         self.seconds = last.due[-1] if last.due else last.keyframe.played
@@ -141,16 +140,16 @@ class TraceReader:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the engine said of itself."""
+        """The engine's info when it was recorded."""
         return self.header["info"]
 
     @property
     def first_step(self) -> int:
-        """The last step before the recording began; -1: it begins with the engine."""
+        """The last step before the recording; -1 if it begins with the engine."""
         return self.keyframes[0].step
 
     def part(self, index: int) -> Part:
-        """The records from keyframe `index` to the next; the last few are kept. TraceError if it cannot be read."""
+        """Returns the part from keyframe `index` to the next; keeps the last few. TraceError if it cannot be read."""
         part = self._parts.get(index)
         if part is None:
             part = self._read_part(self.keyframes[index])
@@ -161,17 +160,17 @@ class TraceReader:
         return part
 
     def records(self) -> Iterator[Record]:
-        """All of them, oldest first."""
+        """Yields all records, oldest first."""
         for index in range(len(self.keyframes)):
             yield from self.part(index).records
 
     def check(self) -> None:
-        """Read every part: TraceError if one of them cannot be."""
+        """Read every part; TraceError if one cannot be read."""
         for index in range(len(self.keyframes)):
             self.part(index)
 
     def part_of_step(self, step: int) -> int:
-        """The part in which this step was planned."""
+        """Returns the index of the part in which this step was planned."""
         index = 0
         for i, keyframe in enumerate(self.keyframes):
             if keyframe.step < step:
@@ -179,9 +178,9 @@ class TraceReader:
         return index
 
     def locate(self, step: int) -> tuple[int, int]:
-        """(part, records of it) up to the last end of a step at which `step` is the last one planned: its own end, or,
-        where an engine plans a step before the one before it has ended, that of the one before. The end of the trace
-        for later steps."""
+        """Returns (part, number of its records) up to the point that shows `step`: the last end of a step at which
+        `step` is the newest planned one. With overlapping steps that is the end of the step before. For a later step:
+        the end of the trace."""
         found: tuple[int, int] | None = None
         for index in range(self.part_of_step(step), len(self.keyframes)):
             part = self.part(index)
@@ -198,23 +197,14 @@ class TraceReader:
         index = len(self.keyframes) - 1
         return found or (index, len(self.part(index).records))
 
-    def state_at(self, step: int) -> State:
-        """The state at `locate(step)`."""
-        index, count = self.locate(step)
-        part = self.part(index)
-        state = part.state
-        state.apply_all(part.records[:count])
-        return state
-
-    def final_state(self) -> State:
-        """The state at the end."""
-        part = self.part(len(self.keyframes) - 1)
-        state = part.state
-        state.apply_all(part.records)
-        return state
+    @property
+    def end_t(self) -> float:
+        """The engine's time of the last record, in seconds."""
+        last = self.part(len(self.keyframes) - 1)
+        return last.records[-1][1] if last.records else last.snapshot["t"]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """What token ids spell; numbers where the trace does not tell, and nothing of random weights' output."""
+        """Returns the text of token ids; the ids if the trace has no texts, and a remark if its text is random."""
         ids = list(ids)
         if self.header["random_text"]:
             return RANDOM if ids else ""
@@ -223,30 +213,30 @@ class TraceReader:
         return b"".join(self.words.get(token, b"\xef\xbf\xbd") for token in ids).decode("utf-8", "replace")
 
     def add_bookmark(self, step: int, text: str) -> None:
-        """Mark a step, in the file."""
+        """Add a bookmark to the file."""
         if not self.complete:
-            raise TraceError(f"{self.path} was cut off: nothing can be appended to it, so the bookmark is not kept")
+            raise TraceError(f"{self.path} was cut off: the bookmark cannot be saved in it")
         line = json.dumps(["b", step, text]).encode() + b"\n"
         member = zlib.compressobj(6, zlib.DEFLATED, GZIP)
         try:
             with self.path.open("ab") as file:
                 file.write(member.compress(line) + member.flush())
         except OSError as error:
-            raise TraceError(f"{self.path} cannot be written: {error.strerror}; the bookmark is not kept") from None
+            raise TraceError(f"{self.path} cannot be written: {error.strerror}; the bookmark is not saved") from None
         self.bookmarks.append((step, text))
         self.bookmarks.sort()
 
     # ---- the file
 
     def _scan(self) -> None:
-        """One pass: the header, where the keyframes are, words, names and bookmarks."""
+        """Read the header, the places of keyframes, words, names and bookmarks in one pass."""
         with LineFile(self.path) as file:
             if not file.is_gzip():
                 raise TraceError(f"{self.path} is no minitui trace: it is not a gzip file")
             for member in file.members():
                 self._scan_member(file, member)
         if not self.header or not self.keyframes:
-            raise TraceError(f"{self.path} is empty: nothing was recorded before its writer ended")
+            raise TraceError(f"{self.path} is empty: the recording ended before its first keyframe")
         self.bookmarks.sort()
 
     def _scan_member(self, file: LineFile, member: Member) -> None:
@@ -270,7 +260,7 @@ class TraceReader:
             try:
                 self._read_part(keyframe)
             except TraceError:
-                return  # it is in the damaged end
+                return  # it belongs to the damaged end
         self.keyframes.append(keyframe)
 
     def _check_header(self, line: bytes) -> dict[str, Any]:
@@ -278,7 +268,7 @@ class TraceReader:
             header = parse(line)
             version = header["minitui_trace"]
         except (ValueError, TypeError, KeyError):
-            raise TraceError(f"{self.path} is no minitui trace: its first line is no header") from None
+            raise TraceError(f"{self.path} is no minitui trace: its first line is not a header") from None
         if version != VERSION:
             raise TraceError(
                 f"{self.path} is a trace of version {str(version)[:20]}; this minitui reads version {VERSION}: record "
@@ -289,7 +279,7 @@ class TraceReader:
     def _keyframe(self, line: bytes, offset: int, before: int) -> Keyframe:
         found = _KEYFRAME.match(line)
         if found is None:
-            raise ValueError("it is no keyframe: a number, a step and seconds of play are missing")
+            raise ValueError("not a keyframe: a number, a step and the play time are missing")
         seq, step, played = int(found[1]), int(found[2]), float(found[3])
         last = self.keyframes[-1] if self.keyframes else Keyframe(0, -1, 0.0, 0, 0)
         if seq < last.seq or step < last.step or played < last.played:
@@ -308,7 +298,7 @@ class TraceReader:
             self.complete = True
 
     def _read_part(self, keyframe: Keyframe) -> Part:
-        """The part, checked: what its lines say, and that each record follows from those before it."""
+        """Returns the part; checks its lines, and that each record is possible in the state before it."""
         with LineFile(self.path, keyframe.line) as file:
             member = next(file.members(keyframe.offset))
             lines = iter(member)
@@ -334,7 +324,7 @@ class TraceReader:
             return part
 
     def _check_end(self, keyframe: Keyframe, state: State) -> None:
-        """A keyframe without a gap before it has the state that the records lead to: readers go on folding."""
+        """Check that the next keyframe equals the state after this part's records, if there is no gap between."""
         following = next((k for k in self.keyframes if k.offset > keyframe.offset), None)
         if following is None or following.seq != state.seq:
             return
@@ -346,7 +336,7 @@ class TraceReader:
                     except ValueError as error:
                         file.fail(str(error))
                     if not same:
-                        file.fail("its keyframe is not the state that the records before it lead to")
+                        file.fail("its keyframe differs from the state after the records before it")
                     return
 
 
@@ -355,8 +345,7 @@ _SMALL = frozenset((b'["w', b'["n', b'["b', b'["e'))
 
 
 def _damaged(file: LineFile, member: Member, lines: Iterator[bytes], error: ValueError) -> None:
-    """Damaged bytes may be unpacked to damaged lines before that is noticed: then the trace ends before them. In a
-    member without damage a wrong line is an error."""
+    """Fail if the gzip member is undamaged. In a damaged one a wrong line is expected: the trace ends before it."""
     at = file.line
     for _ in lines:
         pass
@@ -368,12 +357,12 @@ def _damaged(file: LineFile, member: Member, lines: Iterator[bytes], error: Valu
 def _begin(keyframe: Keyframe, line: Any) -> Part:
     snapshot = check.snapshot(line[4] if len(line) == 5 else None)
     if (snapshot["seq"], snapshot["step"]) != (keyframe.seq, keyframe.step):
-        raise ValueError(f"its keyframe at record {keyframe.seq:,} has the state at record {snapshot['seq']:,}")
+        raise ValueError(f"its keyframe for record {keyframe.seq:,} has the state of record {snapshot['seq']:,}")
     return Part(keyframe, snapshot)
 
 
 def _timeless(snapshot: dict[str, Any]) -> dict[str, Any]:
-    """Without its times, which are rounded in the file."""
+    """Returns the snapshot without times, which are rounded in the file."""
     requests = {
         id: {name: value for name, value in request.items() if name not in ("submitted", "admitted")}
         for id, request in snapshot["requests"].items()
@@ -383,10 +372,10 @@ def _timeless(snapshot: dict[str, Any]) -> dict[str, Any]:
 
 def _records(part: Part, line: Any) -> Iterator[Record]:
     if len(line) != 3 or type(line[2]) is not list:
-        raise ValueError("it is no line of records: a number and a list are missing")
+        raise ValueError("not a line of records: a number and a list are missing")
     _, seq, rows = line
     follows = part.keyframe.seq + 1 + len(part.records)
     if type(seq) is not int or seq != follows:
-        raise ValueError(f"its records do not follow: the next has number {follows:,}")
+        raise ValueError(f"its records do not continue: the next number must be {follows:,}")
     for i, row in enumerate(rows):
         yield check.record(seq + i, row)

@@ -1,4 +1,4 @@
-"""Recording: what writes a trace (its format stands in minitui/trace/reader.py), from any Source or by hand."""
+"""Recording: writes traces. minitui/trace/reader.py describes the format."""
 
 from __future__ import annotations
 
@@ -14,35 +14,33 @@ import zlib
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.errors import EngineError
 from engine.trace.records import CLEARED, Record
 from engine.trace.state import State
-from minitui.trace.lines import LONGEST_LINE, MOST_VALUES
+from minitui.text import count
+from minitui.trace.lines import LONGEST_LINE, MOST_VALUES, snapshot_json
 from minitui.trace.reader import GZIP, VERSION, PlayClock, TraceError
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("minitui")
 KEYFRAME_EVERY = 12_000  # records
-MOST_IDS = MOST_VALUES // 4  # token ids between two keyframes: a reader refuses a part of too many values
+MOST_IDS = MOST_VALUES // 4  # token ids between two keyframes: readers limit the values in a part
 BATCH = 512  # records in a line
 FLUSH_S = 1.0  # a killed writer loses at most this much
-LEVEL = 2  # of compression: a third of the time of the usual one, a fifth more bytes
-LAST_RECORDS_S = 2.0  # for the engine to send its last records when a recording ends
-MAX_WAITING = 4000  # items that wait to be written
-PRIVATE = ("model_dir", "log_file")  # paths of the machine that recorded: they mean nothing elsewhere
+LEVEL = 2  # compression level: a third of the default's time for a fifth more bytes
+LAST_RECORDS_S = 2.0  # wait for the engine's last records when a recording ends
+MAX_WAITING = 4000  # items queued for the writer
+PRIVATE = ("model_dir", "log_file")  # local paths: left out of the header
 Decode = Callable[[int], bytes]
 
 
 class Recorder:
-    """Writes a trace. `begin` with the engine's info and a snapshot, `feed` records as they come, `close`.
+    """Writes a trace: `begin` with the engine's info and a snapshot, `feed` records as they come, `close`.
 
-    Records at or before the snapshot's number are skipped. After a gap nothing is written until `begin` or `resume`
-    brings another snapshot. `decode` tells a token's bytes; None leaves the texts out. What feeds only folds: a thread
-    of its own makes lines, compresses and writes. What goes wrong there is raised by the next call, as a TraceError.
+    Records up to the snapshot are skipped. After a gap nothing is written until `begin` or `resume` brings a new
+    snapshot. `decode` returns a token's bytes; None leaves the texts out. A thread compresses and writes; its errors
+    are raised by the next call, as a TraceError.
     """
 
     def __init__(self, path: str | Path, decode: Decode | None = None, keyframe_every: int = KEYFRAME_EVERY) -> None:
@@ -60,12 +58,12 @@ class Recorder:
         self._played = 0.0
         self._known: set[int] = set()
         self._unknown: set[int] = set()
-        self._told: set[str] = set()  # moments that have their bookmark
+        self._bookmarked: set[str] = set()  # kinds of event that have a bookmark
         self._flushed = 0.0
         self._writer = _Writer(self.path)
 
     def begin(self, info: dict[str, Any], snapshot: dict[str, Any], t: float = 0.0) -> None:
-        """Write the header and the first keyframe. `t`: the engine's clock at the snapshot, 0 if not known."""
+        """Write the header and the first keyframe. `t`: the engine's clock at the snapshot, 0 if unknown."""
         header = {
             "minitui_trace": VERSION,
             "info": {name: value for name, value in info.items() if name not in PRIVATE},
@@ -76,7 +74,7 @@ class Recorder:
         self.resume(snapshot, t)
 
     def resume(self, snapshot: dict[str, Any], t: float = 0.0) -> None:
-        """Go on from a snapshot, after a gap."""
+        """Continue from a snapshot, after a gap."""
         self._played = self._clock.now if self._clock is not None else 0.0
         self._state = State.from_snapshot(snapshot)
         self._state.t = t = t or self._state.t
@@ -86,7 +84,7 @@ class Recorder:
         self._keyframe()
 
     def feed(self, records: Iterable[Record]) -> None:
-        """Write what has happened since."""
+        """Write the next records."""
         state = self._state
         if state is None or self.waits_for_snapshot:
             return
@@ -97,7 +95,7 @@ class Recorder:
             if record[0] != state.seq + 1:
                 self.waits_for_snapshot = True
                 break
-            if self._clock is None:  # the clock stands at the first record that comes
+            if self._clock is None:  # the clock starts at the first record
                 self._clock = PlayClock(record[1], self._played, state)
             self._clock.tell(record)
             if record[2] in _NOTICED:
@@ -119,24 +117,24 @@ class Recorder:
             self._flushed = time.monotonic()
 
     def name(self, names: dict[str, str]) -> None:
-        """Tell what chats are called."""
+        """Write the names of chats."""
         if names and self._state is not None:
             self._writer.put(json.dumps(["n", names]))
 
     def bookmark(self, text: str, step: int | None = None) -> None:
-        """Mark a step, the last one if it is not named."""
+        """Mark a step; by default the last one."""
         if self._state is not None:
             self._writer.put(json.dumps(["b", self._state.step if step is None else step, text]))
 
     def close(self) -> None:
-        """Write the end, and return when everything is in the file. Idempotent."""
+        """Write the end; returns when everything is in the file. Idempotent."""
         if self._state is not None and not self._writer.closed:
             self._put_words()
             self._writer.put(json.dumps(["e", {"records": self.records, "steps": self.steps}]))
         self._writer.close()
 
     def _notice(self, record: Record) -> None:
-        """Count, collect tokens to spell, and bookmark the first of each kind of moment."""
+        """Count steps, collect token ids to decode, and bookmark the first event of each kind."""
         kind = record[2]
         if kind == "step":
             self.steps += 1
@@ -145,9 +143,9 @@ class Recorder:
             self._unknown.update(ids)
             self._ids_since_keyframe += len(ids)
         elif kind == "evict" and record[5] != CLEARED:
-            self._first("eviction", f"first eviction: {_blocks(record[4])} out of the tree")
+            self._first("eviction", f"first eviction: {count(record[4], 'block')}")
         elif kind == "preempt":
-            self._first("preemption", f"first preemption: r{record[3]} gives back {_blocks(record[5])}")
+            self._first("preemption", f"first preemption: r{record[3]} releases {count(record[5], 'block')}")
         elif kind == "match" and record[4] > 0:
             self._first("hit", f"first hit: r{record[3]} takes {record[4]} tokens from the tree")
         elif kind == "fail":
@@ -155,9 +153,9 @@ class Recorder:
 
     def _first(self, moment: str, text: str) -> None:
         assert self._state is not None
-        if moment not in self._told:
-            self._told.add(moment)
-            # What decides a step is recorded while it is planned, before its number is.
+        if moment not in self._bookmarked:
+            self._bookmarked.add(moment)
+            # Decisions are recorded while their step is planned, before its `step` record.
             self._writer.put(json.dumps(["b", self._state.step + 1, text]))
 
     def _put_records(self, batch: list[Record]) -> None:
@@ -173,7 +171,7 @@ class Recorder:
         played = self._clock.now if self._clock is not None else self._played
         self._writer.put((played, state))
         self._since_keyframe = self._ids_since_keyframe = 0
-        # A keyframe of a large tree is as long as many records: they are as far apart as that is worth.
+        # A keyframe of a large tree is as long as many records: write it less often.
         self._until_keyframe = max(self._every, sum(len(node.ids) for node in state.nodes.values()) // 4)
 
     def _put_words(self) -> None:
@@ -183,22 +181,18 @@ class Recorder:
             self._writer.put((self.decode, sorted(unknown)))
 
 
-def _blocks(n: int) -> str:
-    return f"{n:,} block" + ("" if n == 1 else "s")
-
-
 _NOTICED = frozenset({"step", "insert", "extend", "evict", "preempt", "match", "fail"})
 _FLUSH, _CLOSE = object(), object()
 
 
 class _Writer:
-    """A thread that turns what is put into lines of the file: a line, records, (played, state), (decode, ids)."""
+    """A thread that writes what is put: a line, records, (played, state), or (decode, ids)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.closed = False
         try:
-            # Not blocking: a FIFO that nobody reads is an error, and waits for nobody.
+            # Without O_NONBLOCK, opening a FIFO without a reader would wait.
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666)
             os.set_blocking(descriptor, True)
             self._file = os.fdopen(descriptor, "wb")
@@ -211,14 +205,14 @@ class _Writer:
         self._thread.start()
 
     def put(self, item: Any) -> None:
-        """Have it written; raises TraceError if an earlier one could not be."""
+        """Queue an item; raises TraceError if an earlier one could not be written."""
         self._check()
         if self._queue.qsize() > MAX_WAITING:
             raise TraceError(f"{self.path} cannot be written as fast as the engine runs: the recording ends here")
         self._queue.put(item)
 
     def close(self) -> None:
-        """Return when everything is written."""
+        """Write everything and close the file."""
         if self.closed:
             return
         self.closed = True
@@ -235,7 +229,7 @@ class _Writer:
             while (item := self._queue.get()) is not _CLOSE:
                 self._take(item)
             self._end_member()
-            self._file.close()  # what was held back until now is written now, or is not
+            self._file.close()  # may fail: it writes the buffered rest
         except OSError as error:
             self._failure = error
             with contextlib.suppress(OSError):
@@ -258,13 +252,10 @@ class _Writer:
             self._line(json.dumps(["w", [[token, decode(token).decode("latin-1")] for token in ids]]))
 
     def _keyframe(self, played: float, state: State) -> None:
-        """In a member of its own. Encoded node by node: nobody is held up for the length of a whole tree."""
+        """Start a new gzip member with a keyframe."""
         self._end_member()
-        snapshot = {**state.snapshot(), "t": state.t}
-        nodes = snapshot.pop("nodes")
-        head = json.dumps(["k", state.seq, state.step, round(played, 6), snapshot], separators=(",", ":"))
-        parts = [f'"{id}":{json.dumps(node, separators=(",", ":"))}' for id, node in nodes.items()]
-        self._line(f'{head[:-2]},"nodes":{{{",".join(parts)}}}}}]')
+        snapshot = "".join(snapshot_json(state.snapshot()))  # node by node: other threads run in between
+        self._line(f'["k",{state.seq},{state.step},{round(played, 6)},{snapshot}]')
 
     def _line(self, line: str) -> None:
         data = line.encode() + b"\n"
@@ -282,12 +273,12 @@ class _Writer:
 
 
 class Recording:
-    """What an engine does, in a trace; after a restart its records begin anew and go to a file of their own
-    ("run.trace", "run.2.trace", …). When the disk fails, recording stops and `error` says why; all else goes on.
+    """Records an engine. After a restart of the engine a new file begins ("run.trace", "run.2.trace", …). If the disk
+    fails, recording stops and `error` has the reason; the engine continues.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Opens the first file: TraceError at once for a path that cannot be written."""
+        """Opens the first file; raises TraceError if it cannot be written."""
         self.path = Path(path)
         self.error = ""
         self._starts = 0
@@ -296,11 +287,11 @@ class Recording:
 
     @property
     def waits_for_snapshot(self) -> bool:
-        """There was a gap: `resume` ends it."""
+        """True after a gap, until `resume`."""
         return self._recorder is not None and self._recorder.waits_for_snapshot
 
     def begin(self, info: dict[str, Any], snapshot: dict[str, Any], texts: bool = True) -> None:
-        """An engine is up. Without `texts` only the numbers of tokens are kept."""
+        """Start recording an engine. Without `texts`, tokens are recorded as ids only."""
         self._starts += 1
         if self._starts > 1:
             self.close()
@@ -312,18 +303,18 @@ class Recording:
         if self._recorder is not None:
             self._recorder.decode = decode
             self._guard(lambda recorder: recorder.begin(info, snapshot))
-            self._guard(lambda recorder: recorder.name(self._names))  # chats outlive an engine
+            self._guard(lambda recorder: recorder.name(self._names))  # chats keep their names after a restart
 
     def feed(self, records: Iterable[Record]) -> None:
-        """Write what has happened since."""
+        """Write the next records."""
         self._guard(lambda recorder: recorder.feed(records))
 
     def resume(self, snapshot: dict[str, Any]) -> None:
-        """Go on from a snapshot, after a gap."""
+        """Continue from a snapshot, after a gap."""
         self._guard(lambda recorder: recorder.resume(snapshot))
 
     def name(self, names: dict[str, str]) -> None:
-        """Tell what chats are called; those of earlier calls keep their names."""
+        """Write the names of chats that are new or have changed."""
         news = {group: name for group, name in names.items() if self._names.get(group) != name}
         if news:
             self._names |= news
@@ -347,12 +338,12 @@ class Recording:
 
     def _failed(self, error: TraceError) -> None:
         self.error = str(error)
-        # Not a warning: without a log, Python prints those on stderr, where the command itself says it at its end.
+        # Not a warning: without a log Python prints warnings on stderr, and the command reports the error itself.
         logger.info("%s", error)
 
 
 def _decoder(info: dict[str, Any]) -> Decode | None:
-    """The bytes of a token of the engine's checkpoint; None where its tokenizer cannot be loaded."""
+    """Returns a function from token id to bytes; None if the checkpoint's tokenizer cannot be loaded."""
     if not info.get("model_dir") or info.get("dummy_weights"):
         return None
     from engine.text.tokenizer import Tokenizer

@@ -17,6 +17,7 @@ from minitui.server.metrics import Metrics
 from minitui.server.settings import Role, ServerSettings
 from minitui.trace.reader import TraceReader
 from tests.support.serving import serving
+from tests.support.traces import final_state
 
 pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
 
@@ -51,7 +52,7 @@ def test_a_server_records_its_engine_without_hidden_texts(tmp_path: Path, hidden
         assert "access-control-allow-origin" not in other.headers
         snapshot = server.snapshot()
     reader = TraceReader(trace)
-    state = reader.final_state()
+    state = final_state(reader)
     assert state.step == snapshot["step"]
     assert {id: len(node["ids"]) for id, node in state.snapshot()["nodes"].items()} == {
         id: len(node["ids"]) for id, node in snapshot["nodes"].items()

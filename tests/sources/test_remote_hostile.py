@@ -283,7 +283,7 @@ async def source(server: Running, tmp_path: Any) -> AsyncIterator[Any]:
     [
         ("finish", (10**9, "stop", 3), "there is no request"),
         ("insert", (5, 5, 10**9, [], [], -1), "there is no request"),
-        ("evict", (0, 1, "room"), "no leaf"),
+        ("evict", (0, 1, "room"), "not a leaf"),
         ("settle", (10**30,), "out of range"),
         ("step", (10**6, [], [], [], 0, 0), "does not follow"),
     ],

@@ -16,6 +16,7 @@ from minitui.trace.reader import TraceReader
 from minitui.viewmodel.model import View
 from minitui.viewmodel.updater import Updater
 from tests.support.golden import GOLDEN, make_engine, play, timeless
+from tests.support.traces import state_at
 
 
 class Player:
@@ -113,7 +114,7 @@ async def test_a_paused_replay_stops_and_steps_one_by_one() -> None:
         await player.source.control("step", n=1)
         await player.run(0.1)
         assert player.state.step == expected
-        assert essence(player.state) == essence(player.source.trace.state_at(expected))
+        assert essence(player.state) == essence(state_at(player.source.trace, expected))
     await player.source.control("step", n=10)
     await player.run(0.1)
     assert player.state.step == stood + 12
@@ -150,7 +151,7 @@ async def test_seeking_shows_exactly_that_step_and_its_history(order: tuple[int,
     for step in order:
         await player.seek(step)
         assert player.state.step == step
-        assert essence(player.state) == essence(player.source.trace.state_at(step))
+        assert essence(player.state) == essence(state_at(player.source.trace, step))
         assert player.view.steps.first <= max(0, step - 50) and not player.view.gap and not player.view.dropped
         assert player.state.gate == "closed"
     await player.source.control("resume")
@@ -166,7 +167,7 @@ async def test_a_reader_notices_a_jump_by_itself() -> None:
         await player.source.control("seek", step=step)
         await player.frame()
         await player.frame()
-        assert essence(player.state) == essence(player.source.trace.state_at(step))
+        assert essence(player.state) == essence(state_at(player.source.trace, step))
     assert player.view.dropped
 
 

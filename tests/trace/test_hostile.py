@@ -237,7 +237,7 @@ def test_a_keyframe_that_is_not_what_the_records_lead_to_is_a_sentence(tmp_path:
     lines = lines_of(GOLDEN)
     second = [line for line in lines[1:] if line[0] == "k"][1]
     second[4]["budget"] += 1
-    with pytest.raises(TraceError, match="is not the state"):
+    with pytest.raises(TraceError, match="differs from the state"):
         list(TraceReader(write(tmp_path / "other.trace", lines)).records())
 
 

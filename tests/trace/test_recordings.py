@@ -45,7 +45,7 @@ def _texts(value: object) -> list[str]:
 
 
 async def test_its_chats_have_their_names() -> None:
-    app = replay_app(str(bundled()["small-pool"]))
+    app = replay_app(str(bundled()["small-pool"]), speed=0.1)
     async with app.run_test(size=(120, 36)) as pilot:
         while not (app.feed.live and app.view.steps.last > 3):
             await pilot.pause(0.05)

@@ -22,6 +22,7 @@ from minitui.viewmodel.timing import summarise
 from minitui.viewmodel.tree import eviction_order
 from tests.support.driving import press, until
 from tests.support.golden import GOLDEN
+from tests.support.traces import state_at
 
 
 def shown_panels(app: Any) -> list[LinePanel]:
@@ -102,7 +103,7 @@ def test_a_selected_block_is_never_left_out_of_a_long_table() -> None:
 def test_a_step_that_is_gone_to_is_the_step_that_is_shown(path: Path) -> None:
     reader = TraceReader(path)
     for step in range(reader.first_step + 2, reader.last_step + 1, 7):
-        assert reader.state_at(step).step == step
+        assert state_at(reader, step).step == step
     assert reader.locate(reader.last_step)[0] == len(reader.keyframes) - 1
 
 

@@ -151,7 +151,7 @@ def test_a_picture_of_a_recording_is_drawn_by_the_browser(tmp_path: Path) -> Non
 def test_a_png_without_a_browser_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(png, "BROWSERS", ("chromium", str(tmp_path / "chrome")))
-    with pytest.raises(TraceError, match=r"headless Chromium.*install one, or use --export svg"):
+    with pytest.raises(TraceError, match=r"needs Chromium.*install one, or use --export svg"):
         run_export(GOLDEN, "png", tmp_path / "a.png", None, "80x24", None)
     broken = tmp_path / "chrome"
     broken.write_text("#!/bin/sh\nexit 3\n")
@@ -163,7 +163,7 @@ def test_a_png_without_a_browser_says_what_to_do(tmp_path: Path, monkeypatch: py
 def test_exports_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="columns x rows"):
         run_export(GOLDEN, "svg", tmp_path / "a.svg", None, "huge", None)
-    with pytest.raises(TraceError, match="there are perfetto"):
+    with pytest.raises(TraceError, match="choose one of perfetto"):
         run_export(GOLDEN, "pdf", None, None, "120x36", None)
     with pytest.raises(TraceError, match="cannot be read"):
         run_export(tmp_path / "none.trace", "json", None, None, "120x36", None)
