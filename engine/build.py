@@ -23,10 +23,12 @@ from engine.worker.limits import resolve
 from engine.worker.memory import check_memory
 
 if TYPE_CHECKING:
-    from engine.worker.rank_runner import FollowRunner, LeadRunner
-    from engine.worker.runner import Runner
+    from engine.worker.rank_runner import LeadRunner
+    from engine.worker.runner import Parts, Runner
 
 logger = logging.getLogger("engine")
+
+GRAPH_BYTES = 1 << 30  # kept free of KV cache for the memory of CUDA graphs
 
 
 @dataclass(slots=True)
@@ -115,40 +117,37 @@ def make_runner(
     directory: Path | None = None,
     on_progress: Progress | None = None,
     on_lost: Callable[[str], None] | None = None,
-) -> Runner:
-    """The runner for the device that `config` asks for: with fused kernels and graphs wherever they can run.
-
-    The one place where the fast paths are chosen. The modules are imported here, because each needs what the others
-    may lack: triton, a GPU.
-    """
-    limits = resolve(config, model)
-    check_memory(model, config, limits)
-    if config.tensor_parallel_size > 1:
-        return rank_runners(model, config)[0](model, config, directory, on_progress, on_lost)
-    if limits.device.type == "cpu":
-        from engine.worker.cpu import CPURunner
-
-        return CPURunner(model, config, directory, on_progress)
-    if not without_graphs(model, config):
-        from engine.worker.cuda_graphs import GraphRunner
-        from engine.worker.verify_graphs import SpeculativeGraphRunner
-
-        runner = SpeculativeGraphRunner if config.speculation != "off" else GraphRunner
-        return runner(model, config, directory, on_progress)
+) -> Runner | LeadRunner:
+    """The runner for the device that `config` asks for, with other ranks if it asks for several."""
+    from engine.worker.rank_runner import LeadRunner
     from engine.worker.runner import Runner
 
-    return Runner(model, config, directory, on_progress)
+    check_memory(model, config, resolve(config, model))
+    parts = choose_parts(model, config)
+    if config.tensor_parallel_size > 1:
+        return LeadRunner(model, config, parts, directory, on_progress, on_lost)
+    return Runner(model, config, parts, directory, on_progress)
 
 
-def rank_runners(model: ModelConfig, config: EngineConfig) -> tuple[type[LeadRunner], type[FollowRunner]]:
-    """The runner of rank 0, and that of the other ranks."""
+def choose_parts(model: ModelConfig, config: EngineConfig) -> Parts:
+    """The fastest parts of a runner that can run the model as `config` asks. Every rank chooses the same.
+
+    Modules are imported here because some need triton, which is not installed everywhere.
+    """
+    from engine.model import ops
+    from engine.worker.eager import Eager
+    from engine.worker.runner import Parts
+
+    if resolve(config, model).device.type == "cpu" and config.tensor_parallel_size == 1:
+        from engine.worker.cpu import CPUDecodeSteps
+
+        return Parts(ops, (CPUDecodeSteps, Eager))
     if not without_graphs(model, config):
-        from engine.worker.rank_graphs import FollowGraphRunner, LeadGraphRunner
+        from engine.worker import fused_ops
+        from engine.worker.cuda_graphs import CudaGraphs
 
-        return LeadGraphRunner, FollowGraphRunner
-    from engine.worker.rank_runner import FollowRunner, LeadRunner
-
-    return LeadRunner, FollowRunner
+        return Parts(fused_ops, (CudaGraphs, Eager), 0 if config.enforce_eager else GRAPH_BYTES)
+    return Parts(ops, (Eager,))
 
 
 def without_graphs(model: ModelConfig, config: EngineConfig) -> str:

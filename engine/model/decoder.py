@@ -8,7 +8,6 @@ says which tensor of a checkpoint goes where.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import ModuleType
 
 import torch
 
@@ -16,7 +15,7 @@ from engine.attention.base import AttentionBackend, ForwardMeta
 from engine.attention.kv_pool import KVPool
 from engine.model import ops as torch_ops
 from engine.model.config import ModelConfig
-from engine.model.experts import Experts
+from engine.model.experts import Experts, Ops
 from engine.model.group import ALONE, Group
 from engine.model.linear import ByteWeight, Matrix, linear
 from engine.model.rope import rope_table
@@ -36,7 +35,7 @@ class DenseMLP:
     """silu(gate(x)) · up(x), projected down. Any MLP with `slots` and `__call__` can stand in its place."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: ModuleType,
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: Ops,
         quantised: Quantised = None,
     ) -> None:  # fmt: skip
         hidden, inner = config.hidden_size, config.intermediate_size
@@ -69,7 +68,7 @@ class Layer:
     """The weights of one block, q/k/v and gate/up each in one matrix."""
 
     def __init__(
-        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device, ops: ModuleType,
+        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device, ops: Ops,
         quantised: Quantised,
     ) -> None:  # fmt: skip
         def empty(*shape: int) -> torch.Tensor:
@@ -120,11 +119,11 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         max_positions: int,
-        ops: ModuleType = torch_ops,
+        ops: Ops = torch_ops,
         quantised: Quantised = None,
         group: Group = ALONE,
     ) -> None:
-        """`max_positions`: as many have cos and sin; `ops`: a module with the functions of engine/model/ops.py;
+        """`max_positions`: as many have cos and sin; `ops`: the small operations;
         `quantised`: what matrices are made of, everything else is of `dtype`; `group`: the ranks that share the model,
         of which `config` describes this one's shard (engine/parallel/)."""
         self.config = config

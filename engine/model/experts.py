@@ -8,7 +8,7 @@ is known only on the device, and the host asks for it: a step like this cannot b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import ModuleType
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +17,34 @@ from engine.model.config import ExpertsConfig
 from engine.model.weights import Slot
 
 
+class Ops(Protocol):
+    """The decoder's small operations: engine/model/ops.py, which specifies them, or engine/worker/fused_ops.py."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, /) -> torch.Tensor: ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, /
+    ) -> torch.Tensor: ...
+
+    def rope_rows(self, table: torch.Tensor, positions: torch.Tensor, /) -> Any: ...
+
+    def qk_norm_rope_store(
+        self, qkv: torch.Tensor, qk_weight: torch.Tensor | None, eps: float, rope: Any, k_cache: torch.Tensor,
+        v_cache: torch.Tensor, slot_mapping: torch.Tensor, kv_scales: torch.Tensor | None, /,
+    ) -> torch.Tensor: ...  # fmt: skip
+
+    def silu_mul(self, gate_up: torch.Tensor, /) -> torch.Tensor: ...
+
+    def experts(self, x: torch.Tensor, mixture: Experts, live: torch.Tensor | None, /) -> torch.Tensor: ...
+
+
 class Experts:
     """In the place of a DenseMLP: silu(gate_e(x)) · up_e(x), projected down, summed over the experts e of each token.
 
     T tokens of hidden size H; E experts of inner size I, K of them for each token.
     """
 
-    def __init__(
-        self, config: ExpertsConfig, hidden: int, dtype: torch.dtype, device: torch.device, ops: ModuleType
-    ) -> None:
+    def __init__(self, config: ExpertsConfig, hidden: int, dtype: torch.dtype, device: torch.device, ops: Ops) -> None:
         self._ops = ops
         self.config = config
         self.router = torch.empty(config.count, hidden, dtype=dtype, device=device)

@@ -6,12 +6,15 @@ several.
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from engine.model.config import ModelConfig
+from engine.model.experts import Ops
 from engine.model.linear import Matrix, embed
+from engine.model.weights import Slot
 
 
 class Group:
@@ -20,12 +23,31 @@ class Group:
     rank = 0
     size = 1
 
+    def own_device(self, device: torch.device) -> torch.device:
+        """The device of this rank; `device`: that of the engine."""
+        return device
+
+    def shard(self, config: ModelConfig) -> ModelConfig:
+        """The model as this rank holds it."""
+        return config
+
+    def shard_slots(self, slots: Iterable[Slot], config: ModelConfig) -> Iterable[Slot]:
+        """The slots of a decoder of `shard(config)`, each with the slice of the whole tensor that it takes."""
+        return slots
+
+    def join(self, hidden: int, dtype: torch.dtype) -> str:
+        """Meet the other ranks, when this rank's weights are loaded. A sentence for the user, or ""."""
+        return ""
+
+    def close(self) -> None:
+        """Leave the group."""
+
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks of x, which may be overwritten."""
         return x
 
     def add_norm(
-        self, ops: ModuleType, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, ops: Ops, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         """residual [T, H] += the sum over all ranks of x, in place; returns its norm (`ops`: as the decoder's)."""
         return ops.add_rms_norm(self.sum(x), residual, weight, eps)
@@ -41,6 +63,10 @@ class Group:
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
         """This rank's slice [s, V / ranks] of the logits -> all of them [s, V], on every rank."""
         return logits
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """x of rank 0, written to x on every rank."""
+        return x
 
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers; waits for the device."""

@@ -14,18 +14,21 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from engine.errors import EngineError
+from engine.model.config import ModelConfig
+from engine.model.experts import Ops
 from engine.model.group import Group, Spent
+from engine.model.weights import Slot
 from engine.parallel import mailbox
 from engine.parallel.mailbox import Mailbox
+from engine.parallel.shards import shard_config, shard_slots
 from engine.parallel.timing import Timings, measure
 
 Norm = tuple[torch.Tensor, torch.Tensor, float]  # residual, weight, eps
@@ -52,7 +55,9 @@ class Ranks(Group):
     raise on the others (gloo) or time out (NCCL); either way the group is of no use any more.
     """
 
-    def __init__(self, rank: int, size: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, rank: int, size: int, vocab_size: int, device: torch.device, meet: Callable[[], Any]) -> None:
+        """`meet`: returns the torch.distributed store where the ranks gather, when they have loaded their weights."""
+        self._meet = meet
         self.rank = rank
         self.size = size
         self.vocab_size = vocab_size
@@ -66,6 +71,19 @@ class Ranks(Group):
     @property
     def backend(self) -> str:
         return "nccl" if self.device.type == "cuda" else "gloo"
+
+    def own_device(self, device: torch.device) -> torch.device:
+        return self.device
+
+    def shard(self, config: ModelConfig) -> ModelConfig:
+        return shard_config(config, self.rank, self.size)
+
+    def shard_slots(self, slots: Iterable[Slot], config: ModelConfig) -> Iterable[Slot]:
+        return shard_slots(slots, config, self.rank, self.size)
+
+    def join(self, hidden: int, dtype: torch.dtype) -> str:
+        self.connect(self._meet())
+        return self.open_mailbox(hidden, dtype)
 
     def connect(self, store: Any) -> None:
         """Meet the other ranks at a torch.distributed store."""
@@ -178,7 +196,7 @@ class Ranks(Group):
         return sum_ranks(x, self.box, norm)
 
     def add_norm(
-        self, ops: ModuleType, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, ops: Ops, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         if self.box is None or not self.direct(len(residual)) or not self.box.holds(residual):
             return super().add_norm(ops, x, residual, weight, eps)
@@ -211,7 +229,6 @@ class Ranks(Group):
         return joined(list(gathered), self.vocab_size)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """x of rank 0, written to x everywhere."""
         import torch.distributed as dist
 
         if not x.numel():

@@ -39,23 +39,27 @@ def main(fd: int) -> int:
             connection.send_bytes(pickle.dumps((kind, sentence)))
 
     import_torch()
-    from engine.build import as_engine_error, rank_runners
+    from engine.build import as_engine_error, choose_parts
 
     ready = False
     try:
         from torch.distributed import TCPStore
 
+        from engine.worker.rank_runner import make_group
+        from engine.worker.runner import Runner
+
         def meet() -> Any:
             tell("loaded")
             return TCPStore("127.0.0.1", port, config.tensor_parallel_size, is_master=False)
 
-        runner = rank_runners(model, config)[1](model, config, directory, None, rank, meet)
+        group = make_group(model, config, rank, meet)
+        runner = Runner(model, config, choose_parts(model, config), directory, group=group)
         tell("ready")
         ready = True
         while (plan := plans.get()) is not None:
             runner.launch(plan, {})  # rank 0 alone applies grammars
         if runner.device.type == "cpu":  # a GPU's ends with this process
-            runner.group.close()
+            runner.close()
     except Exception as error:
         logger.exception("rank %d failed", rank)
         here = f"rank {rank} of {config.tensor_parallel_size} failed: {type(error).__name__}: {error}"

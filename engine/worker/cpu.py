@@ -1,7 +1,4 @@
-"""The runner of a CPU: decode steps of few sequences go a way of their own, for there the calls cost what counts.
-
-Everything else is engine/worker/runner.py's. Which way a step goes depends on the plan alone.
-"""
+"""Decode steps of few sequences on a CPU: engine/worker/cpu_decode.py as an executor."""
 
 from __future__ import annotations
 
@@ -17,53 +14,55 @@ from engine.core.step import StepPlan
 from engine.progress import Progress
 from engine.worker.cpu_decode import CPUDecode
 from engine.worker.inputs import Inputs
-from engine.worker.launch import Launched
+from engine.worker.launch import LaunchedStep
 from engine.worker.runner import Runner
 
-MOST_SEQUENCES = 48  # beyond, there is enough arithmetic in a call for the plain way to be as fast
+MOST_SEQUENCES = 48  # with more, a call has enough arithmetic for the eager executor to be as fast
 
 
-class CPURunner(Runner):
-    """Runner for float32 (the KV cache, too) and dense MLPs. The same tokens, sooner."""
+class CPUDecodeSteps:
+    """Runs decode steps in float32 (the KV cache, too) of models with dense MLPs. The same tokens as Eager, sooner."""
 
-    attention: TorchAttention
+    def __init__(self, runner: Runner, on_progress: Progress | None = None) -> None:
+        self._runner, self._batch = runner, runner.batch
+        able = CPUDecode.supports(runner.model, runner.dtype, runner.kv_dtype)
+        self._decode = CPUDecode(runner.model, runner.pool) if able else None
+        assert isinstance(runner.attention, TorchAttention), "a CPU has no other"
+        self._attention = runner.attention
 
-    def _prepare(self, on_progress: Progress | None) -> None:
-        able = CPUDecode.supports(self.model, self.dtype, self.kv_dtype)
-        self._decode = CPUDecode(self.model, self.pool) if able else None
-
-    def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> Launched:
-        """Run a step; it is over when this returns."""
+    def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
+        """Run a step of decodes; None for other steps, large steps and models that CPUDecode does not support."""
         if self._decode is None or plan.num_decoding < len(plan.rows) or plan.num_tokens > MOST_SEQUENCES:
-            return super().launch(plan, grammars)
+            return None
         started = time.perf_counter()
-        with torch.inference_mode():
-            self.apply(plan)
-            logits, inputs = self.decode(plan)
-            drawn = self.sample(inputs, logits, grammars)
-            self.last_token.index_copy_(0, inputs.device_rows, drawn.ids)
-            return self._finish(plan, inputs, drawn, {}, started, None)
+        self._batch.apply(plan)
+        logits, inputs = self.decode(plan)
+        drawn = self._runner.sample(inputs, logits, grammars)
+        return self._runner.launched(plan, inputs, drawn, {}, started, None)
 
     def decode(self, plan: StepPlan) -> tuple[torch.Tensor, Inputs]:
-        """Logits [T, V] of a plan of decodes, and what the sampler has to know of it. A token with drafts behind it and
-        those drafts are columns like the others; only attention has to know that they are one sequence."""
+        """Logits [T, V] of a plan of decodes, and the sampler's inputs.
+
+        Draft tokens are columns like the others; only attention treats a token and its drafts as one sequence.
+        """
         assert self._decode is not None
-        size, tokens, samples, rows, positions = self.block_size, plan.token_ids, self._indices, plan.rows, plan.starts
+        batch, table = self._batch, self._batch.host_table
+        size, tokens, samples, rows, positions = batch.block_size, plan.token_ids, batch.indices, plan.rows, plan.starts
         lengths = plan.starts + plan.q_lens
-        table = self._host_table[rows, : -(-int(lengths.max()) // size)]
+        lines = table[rows, : -(-int(lengths.max()) // size)]
         if plan.num_drafted:
             bounds = np.concatenate((samples[:1], np.cumsum(plan.q_lens)))
-            self.attention.plan_arrays(table, lengths, bounds, plan.num_decodes)
+            self._attention.plan_arrays(lines, lengths, bounds, plan.num_decodes)
             samples = np.repeat(samples[: len(rows)], plan.q_lens)
             rows, positions = rows[samples], (lengths - bounds[1:])[samples] + np.arange(len(tokens))
             lengths = positions + 1
         else:
-            self.attention.plan_decodes(table, lengths)
+            self._attention.plan_decodes(lines, lengths)
         blocks, offsets = np.divmod(positions, size)
-        slots = self._host_table[rows, blocks] * np.int64(size) + offsets
+        slots = table[rows, blocks] * np.int64(size) + offsets
         if (tokens < 0).any():
-            tokens = np.where(tokens < 0, self.last_token.numpy()[rows], tokens)
-        logits = self._decode.logits(tokens, positions, slots, self.attention)
+            tokens = np.where(tokens < 0, batch.last_token.numpy()[rows], tokens)
+        logits = self._decode.logits(tokens, positions, slots, self._attention)
         return logits, Inputs(
             token_ids=torch.from_numpy(tokens),
             meta=None,
@@ -75,3 +74,6 @@ class CPURunner(Runner):
             sampled_hidden=None,
             prompt_hidden={},
         )
+
+    def close(self) -> None:
+        """Nothing to free."""

@@ -1,75 +1,96 @@
-"""A step on its way through the device, and what comes back of it."""
+"""A step that has been launched, and the result that its device leaves on the host."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from engine.core.step import StepResult
 from engine.model.group import Spent
-from engine.worker.sampler import Drawn, Logprobs
+from engine.worker.sampler import Logprobs
 
-PromptLogprobs = tuple[Logprobs, list[int], int]  # of an entry's tokens, those tokens, how many on top were asked for
+
+class DrawnLogprobs(NamedTuple):
+    """Logprobs of the draws that asked for them."""
+
+    draws: np.ndarray  # int64: which draws
+    found: Logprobs
+    counts: list[int]  # how many of the most likely tokens each of them asked for
+
+
+class PromptLogprobs(NamedTuple):
+    """Logprobs of the prompt tokens that one chunk predicts."""
+
+    found: Logprobs
+    token_ids: list[int]
+    top: int  # how many of the most likely tokens were asked for
 
 
 @dataclass(slots=True)
-class Launched:
-    """A step on its way. `wait` blocks until the device has drawn its tokens."""
+class LaunchedStep:
+    """A step whose tokens are on their way to the host. `wait` blocks until they have arrived.
 
-    entries: int  # n of the plan
-    samples: np.ndarray  # int64 [s]  the entries that draw, those with drafts once for each of their tokens
-    drawn: Drawn
-    logprob_counts: list[int]  # of each of drawn.logprob_rows: how many on top it asked for
-    prompt_logprobs: dict[int, PromptLogprobs]  # by entry
-    device_ms: float | None
-    events: tuple[Any, Any] | None  # CUDA: where the step begins and ends
-    outcome: Any  # int64 [s] on the host (an array, or pinned and good when `events` have passed): ids, −1 − id if bad
+    Arrays on the host may be views of pinned memory: they are valid when the second of `events` has passed.
+    """
+
+    num_entries: int  # n of the plan
+    outcome: np.ndarray  # int64, on the host: the drawn ids; −1 − id if the logits were not finite
+    draws: np.ndarray | None  # int64: the places in `outcome` that count; None: all
+    entries: np.ndarray  # int64: the entry of each draw that counts; those with drafts appear once for each token
     drafted: range = range(0)  # the entries with drafts
+    device_ms: float | None = None
+    events: tuple[Any, Any] | None = None  # CUDA: the begin and the end of the step; None: it is over
+    logprobs: DrawnLogprobs | None = None
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)  # by entry
     spent: Spent | None = None  # in collectives
-    expert_load: tuple[list[int], torch.Tensor] | None = None  # layers; int64 [layers, E], on the host like the outcome
+    expert_load: tuple[list[int], torch.Tensor] | None = None  # layers; int64 [layers, E], on the host
+    check: Callable[[], None] | None = None  # called at the end of `wait`; raises if the outcome is invalid
 
     def wait(self) -> StepResult:
-        """The step's outcome, on the host."""
+        """The step's result, on the host."""
+        try:
+            return self._result()
+        finally:
+            if self.check is not None:
+                self.check()
+
+    def _result(self) -> StepResult:
         if self.events is not None:
             self.events[1].synchronize()
             self.device_ms = self.events[0].elapsed_time(self.events[1])
-        result = StepResult([-1] * self.entries, device_ms=self.device_ms)
+        result = StepResult([], device_ms=self.device_ms)
         if self.spent is not None:
             result.comm = self.spent.ranks, self.spent.ms
-        drawn = self.outcome.tolist()
-        plain = len(drawn) == self.entries and not self.drafted
-        if plain and min(drawn, default=0) >= 0:  # everyone drew once, nobody badly
+        drawn = (self.outcome if self.draws is None else self.outcome[self.draws]).tolist()
+        one_each = len(drawn) == self.num_entries and not self.drafted
+        if one_each and min(drawn, default=0) >= 0:
             result.ids = drawn
         else:
-            enter_draws(result, self.samples.tolist(), drawn, self.drafted)
-        if self.drawn.logprobs is not None:
-            rows = self.drawn.logprob_rows
-            tokens = [token if token >= 0 else -1 - token for token in self.outcome[rows].tolist()]
-            listed = self.drawn.logprobs.listed(tokens, self.logprob_counts)
-            for entry, found in zip(self.samples[rows].tolist(), listed, strict=True):
-                result.logprobs.setdefault(entry, []).append(found)
-        for entry, (logprobs, tokens, top) in self.prompt_logprobs.items():
-            result.prompt_logprobs[entry] = logprobs.listed(tokens, [top] * len(tokens))
+            result.ids = [-1] * self.num_entries
+            self._enter_draws(result, drawn)
+        if self.logprobs is not None:
+            which, found, counts = self.logprobs
+            tokens = [token if token >= 0 else -1 - token for token in self.outcome[which].tolist()]
+            listed = found.listed(tokens, counts)
+            for entry, logprobs in zip(self.entries[which].tolist(), listed, strict=True):
+                result.logprobs.setdefault(entry, []).append(logprobs)
+        for entry, prompt in self.prompt_logprobs.items():
+            result.prompt_logprobs[entry] = prompt.found.listed(prompt.token_ids, [prompt.top] * len(prompt.token_ids))
         if self.expert_load is not None:
-            result.expert_load = listed_load(*self.expert_load)
+            layers, load = self.expert_load
+            result.expert_load = list(zip(layers, load.tolist(), strict=True))
         return result
 
-
-def enter_draws(result: StepResult, samples: list[int], drawn: list[int], drafted: range) -> None:
-    """Enter what was drawn (ids, -1 - id where it is bad) for each of the entries `samples`; those that are `drafted`
-    stand there once for each of their tokens."""
-    for entry, token in zip(samples, drawn, strict=True):
-        if entry in drafted:
-            result.checked.setdefault(entry, []).append(max(token, -1))
-            continue
-        result.ids[entry] = token if token >= 0 else -1 - token
-        if token < 0:
-            result.bad.append(entry)
-
-
-def listed_load(layers: list[int], load: torch.Tensor) -> list[tuple[int, list[int]]]:
-    """What a step's result says of its experts: (layer, tokens of each)."""
-    return list(zip(layers, load.tolist(), strict=True))
+    def _enter_draws(self, result: StepResult, drawn: list[int]) -> None:
+        """Write draws to their entries: one id each, or a list for entries with drafts."""
+        for entry, token in zip(self.entries.tolist(), drawn, strict=True):
+            if entry in self.drafted:
+                result.checked.setdefault(entry, []).append(max(token, -1))
+                continue
+            result.ids[entry] = token if token >= 0 else -1 - token
+            if token < 0:
+                result.bad.append(entry)

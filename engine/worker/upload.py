@@ -1,4 +1,4 @@
-"""Small arrays on their way to the device and back: nobody waits, and nothing is overwritten while it is copied."""
+"""Copies of small arrays to the device and back, without waiting and without overwriting a source that is read."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import numpy as np
 import torch
 
 RING = 32  # copies that may be on their way at once
+STAGING_RING = 4  # more than the steps that can be in flight
 
 
 class Uploader:
-    """`upload(array)` -> the same values as a tensor on the device, copied in the order of the compute stream.
+    """`upload(array)` returns the same values as a tensor on the device, copied in the order of the compute stream.
 
     On a CPU the tensor shares the array's memory. On a GPU the copy goes through a ring of pinned buffers, each
     guarded by an event: a buffer is written again only when the copy out of it is over.
@@ -43,6 +44,32 @@ class Uploader:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A pinned copy that is on its way: read it when an event recorded after this call has passed."""
+    """A pinned copy on its way to the host: valid when an event recorded after this call has passed."""
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor, non_blocking=True)
+
+
+class Staging:
+    """Copies host arrays to one fixed device buffer, which CUDA graphs read.
+
+    The copies go through pinned buffers. A buffer is written again only when the copy out of it is over.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.target = torch.zeros(size, dtype=dtype, device=device)
+        self._pinned = [torch.zeros(size, dtype=dtype, pin_memory=True) for _ in range(STAGING_RING)]
+        self._arrays = [buffer.numpy() for buffer in self._pinned]
+        self._copied = [torch.cuda.Event() for _ in range(STAGING_RING)]
+        self._next = 0
+
+    def array(self) -> np.ndarray:
+        """The next pinned buffer, free to be written. `send` copies it to the device."""
+        self._copied[self._next].synchronize()
+        return self._arrays[self._next]
+
+    def send(self, size: int) -> None:
+        """Copy the first `size` elements of the buffer that `array` returned last, in stream order."""
+        slot = self._next
+        self.target[:size].copy_(self._pinned[slot][:size], non_blocking=True)
+        self._copied[slot].record()
+        self._next = (slot + 1) % STAGING_RING

@@ -17,7 +17,7 @@ from engine.model.hf_config import read_model_config
 from engine.model.kv_scales import kv_scales
 from engine.params import SamplingParams
 from minitui import tutor
-from tests.support.models import Driver, make_request, make_runner, reference, save
+from tests.support.models import Driver, eager, make_request, make_runner, reference, save
 
 OPTIONS = {"kv_cache_dtype": "fp8"}
 HALF_STEP = 2.0**-4  # of a normal number with four significant bits
@@ -37,8 +37,9 @@ def logits_of(runner: Any, prompts: list[list[int]]) -> torch.Tensor:
     driver = Driver(runner)
     plan = driver.plan([(make_request(ids, row), len(ids), True) for row, ids in enumerate(prompts)])
     with torch.inference_mode():
-        runner.apply(plan)
-        return runner.forward(plan, runner.build_inputs(plan))[0].log_softmax(-1)
+        runner.batch.apply(plan)
+        steps = eager(runner)
+        return steps.forward(plan, steps.build_inputs(plan))[0].log_softmax(-1)
 
 
 def test_what_is_stored_is_the_nearest_of_its_numbers(checkpoint: Path) -> None:

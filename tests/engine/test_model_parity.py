@@ -17,8 +17,8 @@ from engine.model import ops
 from engine.model.config import RopeConfig
 from engine.model.hf_config import read_model_config
 from engine.model.rope import attention_factor, inverse_frequencies, rope_table
-from engine.worker.cpu import CPURunner
-from tests.support.models import SMALL, SMALL_EXPERTS, VOCAB, Driver, make_request, make_runner, reference, save
+from engine.worker.cpu import CPUDecodeSteps
+from tests.support.models import SMALL, SMALL_EXPERTS, VOCAB, Driver, eager, make_request, make_runner, reference, save
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 LLAMA3 = {
@@ -87,8 +87,8 @@ def our_logits(driver: Driver, request: Any, chunks: list[int]) -> torch.Tensor:
         plan = driver.plan([(request, count, True)])
         runner = driver.runner
         with torch.inference_mode():
-            runner.apply(plan)
-            inputs = runner.build_inputs(plan)
+            runner.batch.apply(plan)
+            inputs = eager(runner).build_inputs(plan)
             inputs.meta.logit_rows = None
             runner.attention.plan(inputs.meta)
             hidden = runner.model.forward(inputs.token_ids, inputs.meta, runner.attention, runner.pool)
@@ -321,8 +321,9 @@ def test_logits_are_computed_for_sampled_rows_only(checkpoints: Any, monkeypatch
     _, directory = checkpoints("qwen3")
     runner = make_runner(directory)
     seen = []
-    original = runner.sampler.sample
-    monkeypatch.setattr(runner.sampler, "sample", lambda rows, *rest: seen.append(len(rows)) or original(rows, *rest))
+    sampler = runner.batch.sampler
+    original = sampler.sample
+    monkeypatch.setattr(sampler, "sample", lambda rows, *rest: seen.append(len(rows)) or original(rows, *rest))
     driver = Driver(runner)
     requests = [make_request(prompt(seed), seed) for seed in range(3)]
     driver.run([(requests[0], PROMPT, True), (requests[1], 10, False)])
@@ -346,14 +347,15 @@ def test_decode_steps_on_a_cpu_compute_what_the_decoder_does(name: str, count: i
     for plain in (False, True):
         driver = Driver(make_runner(directory))
         runner = driver.runner
-        assert isinstance(runner, CPURunner)
+        fast, slow = runner.executors[0], eager(runner)
+        assert isinstance(fast, CPUDecodeSteps)
         requests = [make_request(prompt(row, 5 + 9 * row), row) for row in range(count)]
         for request in requests:
             driver.run([(request, len(request.ids), True)])
         plan = driver.plan([(request, 1, True) for request in requests])
         with torch.inference_mode():
-            runner.apply(plan)
-            logits = runner.forward(plan, runner.build_inputs(plan))[0] if plain else runner.decode(plan)[0]
+            runner.batch.apply(plan)
+            logits = slow.forward(plan, slow.build_inputs(plan))[0] if plain else fast.decode(plan)[0]
         found.append((logits, torch.stack(runner.pool.keys), torch.stack(runner.pool.values)))
     for ours, plainly in zip(*found, strict=True):
         torch.testing.assert_close(ours, plainly, rtol=0, atol=1e-5 * float(plainly.abs().max()))

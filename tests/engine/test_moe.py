@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.build import make_runner as choose_runner
+from engine.build import choose_parts
 from engine.config import EngineConfig
 from engine.core.engine import Engine
 from engine.core.scheduler import SchedulerConfig
@@ -371,7 +371,7 @@ def test_a_shape_that_the_copy_engine_cannot_read_runs_without_graphs(
     checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernels read rows that begin at multiples of 16 bytes; what does not fit takes the readable form."""
-    from engine.worker import runner
+    from engine.worker.eager import Eager
     from engine.worker.limits import Limits
 
     _, directory = checkpoints("normalised")
@@ -380,10 +380,7 @@ def test_a_shape_that_the_copy_engine_cannot_read_runs_without_graphs(
     odd = replace(model, experts=replace(model.experts, inner_size=36))
     limits = Limits(torch.device("cuda"), torch.bfloat16, torch.bfloat16, 8, 64, 256)
     monkeypatch.setattr("engine.build.resolve", lambda config, model: limits)
-    monkeypatch.setattr("engine.worker.memory._device_bytes", lambda limits: 1 << 37)
-    monkeypatch.setattr("engine.build.check_memory", lambda *_: None)
-    monkeypatch.setattr(runner, "Runner", lambda *_: "plain")
-    assert choose_runner(odd, EngineConfig(device="cuda"), directory) == "plain"
+    assert choose_parts(odd, EngineConfig(device="cuda")).executors == (Eager,)
 
 
 def test_padding_is_sent_to_no_expert() -> None:

@@ -33,10 +33,11 @@ from engine.parallel.timing import Timings
 from engine.params import SamplingParams
 from engine.process.client import EngineClient
 from engine.worker import rank_runner as parallel_runner
+from engine.worker.rank_runner import LeadRunner
 from engine.worker.runner import Runner
 from engine.worker.sampler import Drawn, Wants
 from minitui.tutor import model_dir
-from tests.support.models import VOCAB, Driver, make_request, make_runner, reference, save
+from tests.support.models import VOCAB, Driver, eager, make_request, make_runner, plain_runner, reference, save
 from tests.support.ranks import ThreadRanks, ThreadWorkers
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -62,16 +63,24 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def ranks(directory: Path, size: int, dtype: str = "float64", **options: Any) -> Runner:
-    return make_runner(directory, dtype, tensor_parallel_size=size, **options)
+def ranks(directory: Path, size: int, dtype: str = "float64", **options: Any) -> LeadRunner:
+    runner = make_runner(directory, dtype, tensor_parallel_size=size, **options)
+    assert isinstance(runner, LeadRunner)
+    return runner
 
 
-def play(runner: Runner) -> tuple[list[Any], list[torch.Tensor]]:
+def local(runner: Runner | LeadRunner) -> Runner:
+    """The runner of this process's rank."""
+    return runner.runner if isinstance(runner, LeadRunner) else runner
+
+
+def play(runner: Runner | LeadRunner) -> tuple[list[Any], list[torch.Tensor]]:
     """Chunked prefill beside decodes, a shared prefix, draws, penalties, logprobs, tokens the host has not seen: all
     that came out, and the logits."""
     logits: list[torch.Tensor] = []
-    sample = runner.sampler.sample
-    runner.sampler.sample = lambda rows, *rest: (logits.append(rows.clone()), sample(rows, *rest))[1]  # type: ignore[method-assign]
+    sampler = local(runner).batch.sampler
+    sample = sampler.sample
+    sampler.sample = lambda rows, *rest: (logits.append(rows.clone()), sample(rows, *rest))[1]  # type: ignore[method-assign]
     driver = Driver(runner)
     first = make_request([5, 198, 100, 99, 7, 8, 50, 49, 3], 0)
     second = make_request([5, 198, 100, 99, 77, 150], 1, seed=9, temperature=0.9, top_k=50, repetition_penalty=1.3)
@@ -102,13 +111,13 @@ def test_tokens_of_several_ranks_are_those_of_one_in_float64(
     kind: str, size: int, checkpoints: dict[str, Path], threads: None
 ) -> None:
     """With 4 ranks and 2 key/value heads each head is held twice; 199 tokens divide by neither 2 nor 4."""
-    alone, expected = play(Runner(*_parts(checkpoints[kind])))
+    alone, expected = play(plain_runner(*_parts(checkpoints[kind])))
     runner = ranks(checkpoints[kind], size)
     together, found = play(runner)
     assert together == alone
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
-    assert isinstance(runner.group, ThreadRanks) and runner.group.collectives > 20
+    assert isinstance(runner.runner.group, ThreadRanks) and runner.runner.group.collectives > 20
     runner.close()
 
 
@@ -123,17 +132,18 @@ def _parts(directory: Path, dtype: str = "float64") -> tuple[ModelConfig, Engine
 def test_logits_of_several_ranks_are_as_near_to_exact_as_those_of_one(
     dtype: str, checkpoints: dict[str, Path], threads: None
 ) -> None:
-    def prompt_logits(runner: Runner) -> torch.Tensor:
+    def prompt_logits(runner: Runner | LeadRunner) -> torch.Tensor:
         seen: list[torch.Tensor] = []
-        sample = runner.sampler.sample
-        runner.sampler.sample = lambda rows, *rest: (seen.append(rows.double()), sample(rows, *rest))[1]  # type: ignore[method-assign]
+        sampler = local(runner).batch.sampler
+        sample = sampler.sample
+        sampler.sample = lambda rows, *rest: (seen.append(rows.double()), sample(rows, *rest))[1]  # type: ignore[method-assign]
         driver = Driver(runner)
         driver.run([(make_request(list(range(3 * i, 3 * i + 20)), i), 20, True) for i in range(6)])
         runner.close()
         return seen[0]
 
-    exact = prompt_logits(Runner(*_parts(checkpoints["qwen3"])))
-    one = (prompt_logits(Runner(*_parts(checkpoints["qwen3"], dtype))) - exact).abs().max()
+    exact = prompt_logits(plain_runner(*_parts(checkpoints["qwen3"])))
+    one = (prompt_logits(plain_runner(*_parts(checkpoints["qwen3"], dtype))) - exact).abs().max()
     four = (prompt_logits(ranks(checkpoints["qwen3"], 4, dtype)) - exact).abs().max()
     assert 0 < four < 3 * one, f"{four:.2g} against {one:.2g} with one rank"
 
@@ -173,7 +183,7 @@ def test_prefix_cache_preemption_and_aborts_with_several_ranks(
     kinds = {record[2] for record in records}
     assert {"preempt", "evict", "comm"} <= kinds and any(r[2] == "match" and r[4] for r in records)
     model, config, directory = _parts(checkpoints["experts"])
-    alone = _crowd(_engine(Runner(model, replace(config, num_blocks=18), directory), drafts))
+    alone = _crowd(_engine(plain_runner(model, replace(config, num_blocks=18), directory), drafts))
     assert bool(drafts) == ("draft" in kinds)
     assert together == alone and {reason for reason, _ in alone} == {"length", "abort"}
     runner.close()
@@ -184,7 +194,8 @@ def test_a_draw_that_fails_ends_its_requests_and_the_ranks_go_on(
 ) -> None:
     runner = ranks(checkpoints["qwen3"], 2)
     engine = _engine(runner)
-    sample, broken = runner.sampler.sample, []
+    sampler = local(runner).batch.sampler
+    sample, broken = sampler.sample, []
 
     def once(*arguments: Any) -> Any:
         if not broken:
@@ -192,14 +203,14 @@ def test_a_draw_that_fails_ends_its_requests_and_the_ranks_go_on(
             raise ValueError("the grammar is lost")
         return sample(*arguments)
 
-    monkeypatch.setattr(runner.sampler, "sample", once)
+    monkeypatch.setattr(sampler, "sample", once)
     failing = engine.add_request([5, 6, 7], SamplingParams(max_tokens=4, temperature=0))
     engine.step()
     assert "the grammar is lost" in failing.finish_reason
     later = engine.add_request([5, 6, 7], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
     while engine.has_work:
         engine.step()
-    expected = Driver(Runner(*_parts(checkpoints["qwen3"]))).generate(make_request([5, 6, 7], 0), 4)
+    expected = Driver(plain_runner(*_parts(checkpoints["qwen3"]))).generate(make_request([5, 6, 7], 0), 4)
     assert later.output_ids == expected
     runner.close()
 
@@ -215,7 +226,7 @@ def test_a_rank_that_fails_in_a_step_takes_the_engine_with_it(
     def fail(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(runner._workers.runners[1], "forward", fail)
+    monkeypatch.setattr(eager(runner._workers.runners[1]), "forward", fail)
     with pytest.raises(DeviceLost, match="rank 1 of 2 failed: out of memory"):
         engine.step()
 
@@ -359,7 +370,7 @@ def test_what_a_gpu_computed_after_a_rank_was_lost_is_not_an_answer(
     request = make_request([5, 6, 7], 0)
     driver.run([(request, 3, True)])
     let_go = threading.Event()
-    runner.group.abort = let_go.set
+    runner.runner.group.abort = let_go.set
     launched = runner.launch(driver.plan([(request, 1, True)]), {})
     runner._workers.failure = "rank 1 of 2 (process 7) ended by signal SIGKILL"
     runner._workers.on_lost(runner._workers.failure)
@@ -374,12 +385,12 @@ def test_all_ranks_learn_how_a_row_draws(checkpoints: dict[str, Path], threads: 
     runner: Any = ranks(checkpoints["qwen3"], 2)
     request = make_request([5, 6, 7], 3, seed=9, temperature=0.9, top_k=50, min_p=0.1, stop_token_ids=[4], min_tokens=2)
     request.grammar = object()
-    runner.sampler.sample = lambda logits, rows, positions, *_: Drawn(
+    local(runner).batch.sampler.sample = lambda logits, rows, positions, *_: Drawn(
         logits.argmax(-1), torch.zeros(len(logits), dtype=torch.bool), rows[:0], None
     )
     Driver(runner).run([(request, 3, True)])
     runner.close()
-    ours, theirs = runner.sampler, runner._workers.runners[1].sampler
+    ours, theirs = local(runner).batch.sampler, runner._workers.runners[1].batch.sampler
     assert ours.asked(np.array([3])) == theirs.asked(np.array([3])) > Wants.GRAMMAR
     for mine, others in zip(ours.host_settings(), theirs.host_settings(), strict=True):
         assert np.array_equal(mine[3], others[3])

@@ -26,8 +26,12 @@ from engine.core.request import Request
 from engine.core.step import PromptTargets, RowSettings, StepPlan
 from engine.errors import EngineError
 from engine.model.config import ExpertsConfig, ModelConfig
+from engine.model.group import ALONE
 from engine.params import SamplingParams
+from engine.worker.batch import Batch
 from engine.worker.limits import resolve
+from engine.worker.runner import Runner
+from engine.worker.sampler import Sampler
 
 DENSE = ModelConfig("Qwen3ForCausalLM", 512, 256, 512, 2, 8, 2, 64, 4096)
 MODELS = {
@@ -54,24 +58,18 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
         "triton")}
     )  # fmt: skip
     modules = {
-        "engine.worker.cuda_graphs": ["GraphRunner"], "engine.worker.verify_graphs": ["SpeculativeGraphRunner"],
-        "engine.worker.rank_graphs": ["LeadGraphRunner", "FollowGraphRunner"], "flash_attn": ["flash_attn_varlen_func"],
-        "flash_attn.cute": ["flash_attn_varlen_func"],
+        "engine.worker.fused_ops": [], "engine.worker.cuda_graphs": ["CudaGraphs"],
+        "flash_attn": ["flash_attn_varlen_func"], "flash_attn.cute": ["flash_attn_varlen_func"],
     }  # fmt: skip
     for name, contents in modules.items():
         module = ModuleType(name)
         vars(module).update({content: stand_in(content) for content in contents})
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr("engine.attention.torch_backend.TorchAttention", stand_in("torch"))
-    monkeypatch.setattr("engine.worker.runner.Runner", stand_in("Runner"))
-    monkeypatch.setattr("engine.worker.rank_runner.LeadRunner", stand_in("LeadRunner"))
-    monkeypatch.setattr("engine.worker.rank_runner.FollowRunner", stand_in("FollowRunner"))
     monkeypatch.setattr("engine.worker.quantised.importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("engine.worker.memory._device_bytes", lambda limits: 1 << 37)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
-    memory = SimpleNamespace(total_memory=80 << 30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: memory)
 
     def believe(capability: tuple[int, int]) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
@@ -87,7 +85,7 @@ def imported(name: str) -> Iterator[Any]:
     """A module that needs triton, whether or not it is installed: its functions can be called, not its kernels."""
     ours = (
         "triton", "engine.kernels", "engine.attention.triton_backend", "engine.worker.cuda_graphs",
-        "engine.worker.verify_graphs",
+        "engine.worker.fused_", "engine.worker.sampling_graphs", "engine.worker.verify_graphs",
     )  # fmt: skip
 
     def forget() -> dict[str, ModuleType]:
@@ -104,60 +102,60 @@ def imported(name: str) -> Iterator[Any]:
 
 
 def way(model: ModelConfig, **options: Any) -> str:
-    """The runner and the attention that are chosen, or the sentence of the refusal."""
+    """The executors and the attention that are chosen, or the sentence of the refusal."""
     try:
         config = EngineConfig(**{"device": "cuda", "dtype": "bfloat16", **options})
         limits = resolve(config, model)
-        runner = build.make_runner(model, config)
+        parts = build.choose_parts(model, config)
         attention = choose_attention(
             config.attention_backend, model, config.block_size, limits.dtype, limits.device, 8, 4096, limits.kv_dtype
         )
     except EngineError as error:
         return f"refused: {error}"
-    return f"{type(runner).__name__}, {attention.name}"
+    return f"{' + '.join(make.__name__ for make in parts.executors)}, {attention.name}"  # type: ignore[attr-defined]
 
 
 FP8, DRAFTS, TWO = {"quantization": "fp8"}, {"speculation": "prompt-lookup"}, {"tensor_parallel_size": 2}
 SMALL_CACHE, FLASH = {"kv_cache_dtype": "fp8"}, {"attention_backend": "flash"}
 EAGER, EIGHT = {"enforce_eager": True}, {"block_size": 8}
 TABLE: list[tuple[str, dict[str, Any], tuple[int, int], str]] = [
-    ("dense", {}, HOPPER, "GraphRunner, triton"),
-    ("head of 128", {}, HOPPER, "GraphRunner, flash + triton"),
-    ("head of 128", EAGER | DRAFTS, HOPPER, "SpeculativeGraphRunner, flash + triton"),
-    ("head of 128", SMALL_CACHE, HOPPER, "GraphRunner, triton"),
-    ("head of 128", {"block_size": 64}, HOPPER, "GraphRunner, triton"),
-    ("head of 128", {"attention_backend": "triton"}, HOPPER, "GraphRunner, triton"),
-    ("head of 128", {"dtype": "float32"}, HOPPER, "Runner, torch"),
-    ("head of 128", {}, ADA, "Runner, torch"),
-    ("dense", SMALL_CACHE | EAGER | EIGHT, HOPPER, "GraphRunner, triton"),
-    ("dense", SMALL_CACHE | DRAFTS | FP8, HOPPER, "SpeculativeGraphRunner, triton"),
-    ("dense", SMALL_CACHE | TWO, HOPPER, "LeadGraphRunner, triton"),
-    ("dense", TWO | DRAFTS | SMALL_CACHE, HOPPER, "LeadRunner, triton"),
-    ("dense", FLASH | FP8, HOPPER, "GraphRunner, flash + triton"),
-    ("dense", FLASH | DRAFTS, HOPPER, "SpeculativeGraphRunner, flash + triton"),
-    ("dense", FLASH | TWO, HOPPER, "LeadGraphRunner, flash + triton"),
-    ("dense", {"attention_backend": "flash,torch"}, HOPPER, "Runner, flash + torch"),
-    ("dense", {"attention_backend": "torch"} | FP8 | SMALL_CACHE, HOPPER, "Runner, torch"),
+    ("dense", {}, HOPPER, "CudaGraphs + Eager, triton"),
+    ("head of 128", {}, HOPPER, "CudaGraphs + Eager, flash + triton"),
+    ("head of 128", EAGER | DRAFTS, HOPPER, "CudaGraphs + Eager, flash + triton"),
+    ("head of 128", SMALL_CACHE, HOPPER, "CudaGraphs + Eager, triton"),
+    ("head of 128", {"block_size": 64}, HOPPER, "CudaGraphs + Eager, triton"),
+    ("head of 128", {"attention_backend": "triton"}, HOPPER, "CudaGraphs + Eager, triton"),
+    ("head of 128", {"dtype": "float32"}, HOPPER, "Eager, torch"),
+    ("head of 128", {}, ADA, "Eager, torch"),
+    ("dense", SMALL_CACHE | EAGER | EIGHT, HOPPER, "CudaGraphs + Eager, triton"),
+    ("dense", SMALL_CACHE | DRAFTS | FP8, HOPPER, "CudaGraphs + Eager, triton"),
+    ("dense", SMALL_CACHE | TWO, HOPPER, "CudaGraphs + Eager, triton"),
+    ("dense", TWO | DRAFTS | SMALL_CACHE, HOPPER, "Eager, triton"),
+    ("dense", FLASH | FP8, HOPPER, "CudaGraphs + Eager, flash + triton"),
+    ("dense", FLASH | DRAFTS, HOPPER, "CudaGraphs + Eager, flash + triton"),
+    ("dense", FLASH | TWO, HOPPER, "CudaGraphs + Eager, flash + triton"),
+    ("dense", {"attention_backend": "flash,torch"}, HOPPER, "Eager, flash + torch"),
+    ("dense", {"attention_backend": "torch"} | FP8 | SMALL_CACHE, HOPPER, "Eager, torch"),
     ("dense", FLASH | SMALL_CACHE, HOPPER, "refused: attention_backend flash reads keys and values of the model's own"),
     ("dense", FLASH | {"block_size": 64}, HOPPER, "refused: FlashAttention-4 reads blocks of 64 tokens and more whole"),
     ("dense", FP8 | TWO, HOPPER, "refused: fp8 weights are for one rank, and tensor_parallel_size is 2: use 1"),
     ("experts", FP8, HOPPER, "refused: fp8 weights are for dense models, and Qwen3ForCausalLM has experts: use none"),
-    ("experts", SMALL_CACHE | DRAFTS, HOPPER, "SpeculativeGraphRunner, triton"),
-    ("experts", SMALL_CACHE | TWO | EAGER, HOPPER, "LeadGraphRunner, triton"),
-    ("experts", {"tensor_parallel_size": 8}, HOPPER, "LeadRunner, triton"),
-    ("odd experts", {}, HOPPER, "Runner, triton"),
-    ("windows", SMALL_CACHE | DRAFTS, HOPPER, "Runner, torch"),
-    ("head of 96", TWO, HOPPER, "LeadRunner, torch"),
+    ("experts", SMALL_CACHE | DRAFTS, HOPPER, "CudaGraphs + Eager, triton"),
+    ("experts", SMALL_CACHE | TWO | EAGER, HOPPER, "CudaGraphs + Eager, triton"),
+    ("experts", {"tensor_parallel_size": 8}, HOPPER, "Eager, triton"),
+    ("odd experts", {}, HOPPER, "Eager, triton"),
+    ("windows", SMALL_CACHE | DRAFTS, HOPPER, "Eager, torch"),
+    ("head of 96", TWO, HOPPER, "Eager, torch"),
     ("head of 96", {"attention_backend": "triton"}, HOPPER, "refused: attention_backend triton cannot be used: the"),
-    ("dense", {"dtype": "float32"} | SMALL_CACHE, HOPPER, "Runner, torch"),
+    ("dense", {"dtype": "float32"} | SMALL_CACHE, HOPPER, "Eager, torch"),
     ("dense", {"dtype": "float32"} | FP8, HOPPER, "refused: fp8 weights come with bfloat16 activations"),
     ("dense", {"quantization": "int8"}, HOPPER, "refused: int8 weights run on a CPU only, and the device is cuda"),
-    ("dense", {}, ADA, "Runner, torch"),
-    ("dense", SMALL_CACHE | DRAFTS | TWO, ADA, "LeadRunner, torch"),
+    ("dense", {}, ADA, "Eager, torch"),
+    ("dense", SMALL_CACHE | DRAFTS | TWO, ADA, "Eager, torch"),
     ("dense", {"attention_backend": "triton"}, ADA, "refused: attention_backend triton cannot be used: our Triton"),
     ("dense", FP8, ADA, "refused: fp8 weights need a GPU of compute capability 9.0, and Some GPU has 8.9"),
     ("dense", FLASH, ADA, "refused: FlashAttention-2, the version for this GPU, needs blocks of a multiple of"),
-    ("dense", FLASH | {"block_size": 256}, ADA, "Runner, flash + torch"),
+    ("dense", FLASH | {"block_size": 256}, ADA, "Eager, flash + torch"),
 ]  # fmt: skip
 
 
@@ -185,10 +183,10 @@ def test_every_combination_goes_some_way_or_is_refused_with_a_way_out(gpus: Any)
                 found = "refused"
             else:
                 why_not = build.without_graphs(model, EngineConfig(device="cuda", dtype="bfloat16", **options))
-                assert (why_not == "") == ("Graph" in found), (options, found, why_not)
+                assert (why_not == "") == ("CudaGraphs" in found), (options, found, why_not)
             ways[found] = ways.get(found, 0) + 1
     assert sum(ways.values()) == 2 * len(MODELS) * 32 * 3 * 4
-    assert {"GraphRunner, flash + triton", "SpeculativeGraphRunner, triton", "Runner, torch", "refused"} <= set(ways)
+    assert {"CudaGraphs + Eager, flash + triton", "CudaGraphs + Eager, triton", "Eager, torch", "refused"} <= set(ways)
 
 
 def test_whoever_gets_no_graphs_is_told_why(gpus: Any) -> None:
@@ -204,6 +202,88 @@ def test_whoever_gets_no_graphs_is_told_why(gpus: Any) -> None:
     assert "attention_backend is torch" in build.without_graphs(DENSE, replace(slow, attention_backend="torch"))
 
 
+# ---- the graphs
+
+
+class HostStaging:
+    """In the place of engine.worker.upload.Staging: nothing is copied."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.target = torch.zeros(size, dtype=dtype)
+
+    def array(self) -> np.ndarray:
+        return self.target.numpy()
+
+    def send(self, size: int) -> None:
+        assert size <= len(self.target)
+
+
+class Stage:
+    """A runner with graphs on a host: `went` names what is replayed, and what is drawn or run without a graph."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, speculation: str) -> None:
+        with imported("engine.worker.cuda_graphs") as graphs:
+            verify_graphs = sys.modules["engine.worker.verify_graphs"]
+        self.went: list[str] = []
+        self.captured: list[str] = []
+        for module in (graphs, verify_graphs):
+            monkeypatch.setattr(module, "Staging", HostStaging)
+        monkeypatch.setattr(verify_graphs, "SIZES", (8, 16))
+        monkeypatch.setattr(graphs, "capture_all", self._capture)
+        monkeypatch.setattr(graphs.gc, "freeze", lambda: None)
+        monkeypatch.setattr(graphs.SamplingGraphs, "__init__", buffers)
+        monkeypatch.setattr(graphs.SamplingGraphs, "draw", lambda *given: self._draw(*given))
+        attention = object.__new__(graphs.TritonAttention)
+        attention.warm_up = lambda *_: None
+        cpu = torch.device("cpu")
+        self.runner: Any = SimpleNamespace(
+            config=EngineConfig(speculation=speculation, speculative_tokens=8), model_config=DENSE, shard=DENSE,
+            batch=Batch(16, 256, 16, DENSE.vocab_size, cpu), device=cpu, dtype=torch.bfloat16, group=ALONE, pool=None,
+            model=SimpleNamespace(nbytes_per_token=1 << 20, layers=[]), attention=attention, warm_up=lambda _: None,
+            max_num_batched_tokens=64, max_model_len=256, mark=lambda: None,
+            sample=lambda *_: self.went.append("sampled eagerly"), launched=lambda *_: "launched",
+        )  # fmt: skip
+        eager = SimpleNamespace(launch=lambda *_: self.went.append("eager") or "launched")
+        with torch.inference_mode():
+            self.graphs = graphs.CudaGraphs(self.runner, None)
+        self.runner.executors = [self.graphs, eager]
+
+    def _capture(self, runner: Any, work: Any, on_progress: Any) -> None:
+        for name, graphs, key, _ in work:
+            graphs[key] = SimpleNamespace(replay=lambda name=name: self.went.append(name))
+            self.captured.append(name)
+
+    def _draw(self, sampling: Any, plan: StepPlan, asked: int, bucket: int, num_draws: int, *_: Any) -> str:
+        self.went.append(f"draw {num_draws} of {bucket}")
+        return "launched"
+
+
+def buffers(sampling: Any, runner: Any, most_draws: int) -> None:
+    """In the place of SamplingGraphs.__init__, without pinned memory."""
+    sampling._graphs = {}
+    sampling.rows = sampling.lengths = torch.zeros(most_draws, dtype=torch.int32)
+    sampling.logits = torch.zeros(most_draws, 4)
+
+
+@pytest.mark.parametrize("speculation", ["off", "prompt-lookup"])
+def test_graphs_are_captured_in_one_order_and_tried_in_one_order(
+    monkeypatch: pytest.MonkeyPatch, speculation: str
+) -> None:
+    """All ranks must capture the same collectives in the same order; large graphs leave their memory to small ones."""
+    stage = Stage(monkeypatch, speculation)
+    drafts = speculation != "off"
+    sample = [16, 8, 4, 2, 1]
+    assert stage.captured == [
+        *(["verify 16", "verify 8"] if drafts else []), "extend 64", "extend 32", "extend 16",
+        *(f"decode {n}" for n in sample), *(f"sample {n}" for n in sample for _ in range(3)),
+    ]  # fmt: skip
+    assert stage.graphs.num_graphs == len(stage.captured)
+    tried = [type(part).__name__ for part in stage.graphs.parts]
+    assert tried == [*(["VerifyGraphs"] if drafts else []), "DecodeGraphs", "ExtendGraphs"]
+    stage.graphs.close()
+    assert not any(part.graphs for part in stage.graphs.parts)
+
+
 # ---- a step
 
 
@@ -214,7 +294,7 @@ def plan(q_lens: list[int], decodes: int, drafted: int = 0, **params: Any) -> St
         step=1, rows=np.arange(n, dtype=np.int32), starts=np.full(n, 20, np.int32), q_lens=np.array(q_lens, np.int32),
         samples=np.ones(n, bool), token_ids=np.zeros(sum(q_lens), np.int32), num_decodes=decodes, num_drafted=drafted,
         table_rows=none, table_columns=none, table_blocks=none,
-        joins=[RowSettings.of(request) for request in requests[decodes + drafted :]],
+        joins=[RowSettings.of(request) for request in requests],
         prompt_targets={
             i: PromptTargets([1], scored) for i in range(decodes + drafted, n)
             if (scored := requests[i].params.prompt_logprobs) is not None
@@ -225,49 +305,42 @@ def plan(q_lens: list[int], decodes: int, drafted: int = 0, **params: Any) -> St
 @pytest.mark.parametrize(
     ("step", "wanted"),
     [
-        (plan([1, 1, 1], 3), "decode"),
-        (plan([1] * 8, 8, presence_penalty=1.0), "decode"),
-        (plan([1, 1, 60], 2), "extend"),
-        (plan([1], 0), "extend"),
-        (plan([1, 1, 63], 2), "eager"),  # more tokens than the largest graph
-        (plan([2] * 9, 0), "eager"),  # more sequences than any
-        (plan([1, 40], 1, logit_bias={3: 1.0}), "eager"),  # not what the sampling kernels know
-        (plan([1, 40], 1, prompt_logprobs=0), "eager"),
-        (plan([1, 4], 1, 1), "verify 8"),
-        (plan([1, 4, 7], 1, 1), "verify 16"),
-        (plan([9] * 2, 0, 2), "eager"),  # more tokens than the largest graph for drafts
-        (plan([1, 4, 7], 1, 1, prompt_logprobs=0), "eager"),
+        (plan([1, 1, 1], 3), ["decode 4", "draw 3 of 4"]),
+        (plan([1] * 8, 8, temperature=0.5, top_p=0.9), ["decode 8", "draw 8 of 8"]),
+        (plan([1] * 8, 8, presence_penalty=1.0), ["decode 8", "sampled eagerly"]),
+        (plan([1, 1, 60], 2), ["extend 64", "draw 3 of 8"]),
+        (plan([1], 0), ["extend 16", "draw 1 of 8"]),
+        (plan([1, 1, 63], 2), ["eager"]),  # more tokens than the largest graph
+        (plan([2] * 9, 0), ["eager"]),  # more sequences than any graph
+        (plan([1, 40], 1, logit_bias={3: 1.0}), ["eager"]),  # the sampling kernels do not support it
+        (plan([1, 40], 1, prompt_logprobs=0), ["eager"]),
+        (plan([1, 4], 1, 1), ["verify 8", "draw 5 of 8"]),
+        (plan([1, 4, 7], 1, 1), ["verify 16", "draw 12 of 16"]),
+        (plan([1, 4], 1, 1, logprobs=1), ["verify 8", "sampled eagerly"]),
+        (plan([9] * 2, 0, 2), ["eager"]),  # more tokens than the largest graph for drafts
+        (plan([1, 4, 7], 1, 1, prompt_logprobs=0), ["eager"]),
     ],
 )
 def test_a_step_goes_by_the_graph_that_is_large_enough(
-    monkeypatch: pytest.MonkeyPatch, step: StepPlan, wanted: str
+    monkeypatch: pytest.MonkeyPatch, step: StepPlan, wanted: list[str]
 ) -> None:
-    """Whichever way it goes, what belongs to the rows is set where tensors that inference has made may be changed."""
-    with imported("engine.worker.verify_graphs") as verify_graphs:
-        monkeypatch.setattr(verify_graphs, "SIZES", (8, 16))
-    went: list[str] = []
+    """In each case the rows' settings are set in inference mode: tensors made in it can be changed in it only."""
+    stage = Stage(monkeypatch, "prompt-lookup" if step.num_drafted else "off")
+    set_row = Sampler.set_row
 
-    kind = verify_graphs.SpeculativeGraphRunner if step.num_drafted else verify_graphs.GraphRunner
+    def checked(sampler: Sampler, asked: RowSettings) -> None:
+        assert torch.is_inference_mode_enabled()
+        set_row(sampler, asked)
 
-    class Runner(kind):  # type: ignore[misc,valid-type]
-        def __init__(self) -> None:
-            self._decode, self._extend, self._extend_sizes = {8: None}, {64: None}, [16, 64]
-            self._verify, self.max_rows, self.config = {8: None}, 8, SimpleNamespace(speculative_tokens=8)
-            self._joined = -1
-            self.sampler: Any = SimpleNamespace(set_row=self._set, asked=self._asked)
+    monkeypatch.setattr(Sampler, "set_row", checked)
+    assert Runner.launch(stage.runner, step, {}) == "launched"
+    assert stage.went == wanted
 
-        def _set(self, settings: RowSettings) -> None:
-            assert torch.is_inference_mode_enabled()
 
-        def _asked(self, rows: np.ndarray) -> int:
-            biased = any(settings.params.logit_bias for settings in step.joins)
-            return verify_graphs.DRAWABLE + 1 << 4 if biased else 0
-
-    monkeypatch.setattr(Runner, "_launch_decode", lambda self, plan, _: self._join(plan) or went.append("decode"))
-    monkeypatch.setattr(Runner, "_launch_extend", lambda self, plan: self._join(plan) or went.append("extend"))
-    eager = "engine.worker.runner.Runner.launch"
-    monkeypatch.setattr(eager, lambda self, plan, _: self._join(plan) or went.append("eager"))
-    runner = Runner()
-    runner._launch_verify = lambda plan, _, bucket: runner._join(plan) or went.append(f"verify {bucket}")
-    runner.launch(step, {})
-    assert went == [wanted]
+def test_a_step_that_no_graph_fits_has_set_its_rows_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch, "off")
+    step = plan([1, 40], 1, logit_bias={3: 1.0})
+    Runner.launch(stage.runner, step, {})
+    version = stage.runner.batch.sampler.version
+    stage.runner.batch.apply(step)
+    assert version == stage.runner.batch.sampler.version == len(step.joins) > 0

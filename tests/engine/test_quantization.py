@@ -19,9 +19,9 @@ from engine.model.linear import Fp8Weight, Int8Weight, embed, linear, quantise_r
 from engine.model.weights import dummy_weights, load_weights
 from engine.params import SamplingParams
 from engine.worker import quantised
-from engine.worker.cpu import CPURunner
+from engine.worker.cpu import CPUDecodeSteps
 from minitui import tutor
-from tests.support.models import Driver, make_request, make_runner, reference, save
+from tests.support.models import Driver, eager, make_request, make_runner, reference, save
 
 CPU = torch.device("cpu")
 OPTIONS = {"quantization": "int8"}
@@ -124,14 +124,15 @@ def test_decode_steps_compute_what_the_decoder_does(count: int, directory: Path)
     for plain in (False, True):
         driver = Driver(make_runner(directory, **OPTIONS))
         runner = driver.runner
-        assert isinstance(runner, CPURunner)
+        fast, slow = runner.executors[0], eager(runner)
+        assert isinstance(fast, CPUDecodeSteps)
         requests = [make_request(prompt(row, 5 + 9 * row), row) for row in range(count)]
         for request in requests:
             driver.run([(request, len(request.ids), True)])
         plan = driver.plan([(request, 1, True) for request in requests])
         with torch.inference_mode():
-            runner.apply(plan)
-            found.append(runner.forward(plan, runner.build_inputs(plan))[0] if plain else runner.decode(plan)[0])
+            runner.batch.apply(plan)
+            found.append(slow.forward(plan, slow.build_inputs(plan))[0] if plain else fast.decode(plan)[0])
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0.01 * float(found[1].abs().max()))
 
 
@@ -141,8 +142,9 @@ def test_log_probabilities_stay_near_those_of_float32(directory: Path) -> None:
         driver = Driver(make_runner(directory, **options))
         plan = driver.plan([(make_request(prompt(row, 30), row), 30, True) for row in range(8)])
         with torch.inference_mode():
-            driver.runner.apply(plan)
-            logits, _ = driver.runner.forward(plan, driver.runner.build_inputs(plan))
+            driver.runner.batch.apply(plan)
+            steps = eager(driver.runner)
+            logits, _ = steps.forward(plan, steps.build_inputs(plan))
         found.append(logits.log_softmax(-1))
     error = (found[0] - found[1]).abs()
     assert 0 < error.mean() < 0.05

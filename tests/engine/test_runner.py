@@ -11,7 +11,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.worker.runner import CPU_KV_BYTES, Runner
-from tests.support.models import VOCAB, Driver, held, make_request, make_runner, reference, save
+from tests.support.models import VOCAB, Driver, eager, held, make_request, make_runner, reference, save
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +162,8 @@ def test_what_the_model_sees_has_the_types_kernels_rely_on(driver: Driver) -> No
     requests = [make_request(prompt(i), i) for i in range(2)]
     for entries in ([(requests[0], 20, True)], [(requests[0], 1, True), (requests[1], 6, False)]):
         plan = driver.plan(entries)
-        driver.runner.apply(plan)
-        inputs = driver.runner.build_inputs(plan)
+        driver.runner.batch.apply(plan)
+        inputs = eager(driver.runner).build_inputs(plan)
         meta = inputs.meta
         assert {t.dtype for t in (meta.block_table, meta.seq_lens, meta.cu_seqlens_q)} == {torch.int32}
         assert {t.dtype for t in (meta.positions, meta.slot_mapping, inputs.token_ids)} == {torch.int64}
@@ -180,11 +180,11 @@ def test_what_the_model_sees_has_the_types_kernels_rely_on(driver: Driver) -> No
 
 def test_the_pool_and_the_table_never_move(driver: Driver) -> None:
     runner = driver.runner
-    tensors = [runner.block_table, runner.last_token, *runner.pool.keys, *runner.pool.values]
+    tensors = [runner.batch.table, runner.batch.last_token, *runner.pool.keys, *runner.pool.values]
     before = [tensor.data_ptr() for tensor in tensors]
     for row in range(3):
         driver.generate(make_request(prompt(row), row), 5)
-    tensors = [runner.block_table, runner.last_token, *runner.pool.keys, *runner.pool.values]
+    tensors = [runner.batch.table, runner.batch.last_token, *runner.pool.keys, *runner.pool.values]
     assert [tensor.data_ptr() for tensor in tensors] == before
 
 
@@ -192,7 +192,7 @@ def test_nothing_records_gradients(driver: Driver) -> None:
     """Autograd left on keeps every step's activations alive through the pool."""
     seen = []
     sample = driver.runner.sample
-    driver.runner.sample = lambda *step: seen.append(step[1]) or sample(*step)  # type: ignore[method-assign]
+    driver.runner.sample = lambda *step: seen.append(step[1]) or sample(*step)
     driver.generate(make_request(prompt(0), 0), 3)
     assert len(seen) == 3
     assert all(logits.is_inference() and logits.grad_fn is None for logits in seen)
@@ -225,8 +225,9 @@ def test_half_precision_runs_on_a_cpu_close_to_fp32(directory: Path, dtype: str)
     for driver in (exact, half):
         plan = driver.plan([(make_request(ids, 0), 20, True)])
         with torch.inference_mode():
-            driver.runner.apply(plan)
-            logits.append(driver.runner.forward(plan, driver.runner.build_inputs(plan))[0].float())
+            driver.runner.batch.apply(plan)
+            steps = eager(driver.runner)
+            logits.append(steps.forward(plan, steps.build_inputs(plan))[0].float())
     error = (logits[0] - logits[1]).abs().max() / logits[0].abs().max()
     assert error < (0.05 if dtype == "bfloat16" else 0.01)
     assert len(half.generate(make_request(ids, 1), 5)) == 5
@@ -256,7 +257,7 @@ def test_the_largest_batch_and_the_longest_sequence_fit(directory: Path) -> None
     driver.run([(requests[0], 255, True), (requests[1], 20, True), (requests[2], 20, True)])
     driver.run([(request, 1, True) for request in requests])
     assert len(longest.ids) == driver.runner.max_model_len + 1
-    assert EngineConfig(max_num_seqs=3).max_num_seqs == driver.runner.max_rows
+    assert EngineConfig(max_num_seqs=3).max_num_seqs == driver.runner.batch.max_rows
 
 
 @pytest.mark.parametrize("speculation,drawn", [("off", 4), ("prompt-lookup", 12)])
@@ -265,5 +266,5 @@ def test_memory_is_measured_with_logits_for_every_token_that_a_step_may_draw(
 ) -> None:
     runner = make_runner(directory, max_num_seqs=4, speculation=speculation, speculative_tokens=2)
     with torch.inference_mode():
-        assert runner._warm_up(30).shape == (drawn, VOCAB)
-        assert runner._warm_up(3).shape == (3, VOCAB)
+        assert runner.warm_up(30).shape == (drawn, VOCAB)
+        assert runner.warm_up(3).shape == (3, VOCAB)

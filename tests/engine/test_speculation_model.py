@@ -18,7 +18,7 @@ from engine.params import SamplingParams
 from engine.text.output import OutputProcessor
 from minitui.cli.options import engine_config
 from tests.engine.test_engine_model import SCHEDULES, make_engine, run
-from tests.support.models import VOCAB, Driver, make_request, make_runner, reference, save
+from tests.support.models import VOCAB, Driver, eager, make_request, make_runner, reference, save
 
 
 @pytest.fixture(scope="module")
@@ -128,12 +128,12 @@ def test_the_cpu_s_own_way_computes_the_logits_of_the_reference(tmp_path: Path) 
         plan.q_lens = np.array([1 + len(draft) for draft in drafts], np.int32)
         plan.num_decodes, plan.num_drafted = 1, 2
         with torch.inference_mode():
-            runner.apply(plan)
+            runner.batch.apply(plan)
             if fast:
-                logits, inputs = runner.decode(plan)  # type: ignore[attr-defined]
+                logits, inputs = runner.executors[0].decode(plan)
             else:
-                inputs = runner.build_inputs(plan)
-                logits, _ = runner.forward(plan, inputs)
+                inputs = eager(runner).build_inputs(plan)
+                logits, _ = eager(runner).forward(plan, inputs)
         found.append((logits.clone(), inputs.samples.tolist(), inputs.rows.tolist(), inputs.positions.tolist()))
     (fast_logits, *fast_rest), (logits, *rest) = found
     assert fast_rest == rest == [[0, *[1] * 4, *[2] * 6], [0, *[1] * 4, *[2] * 6], [10, *range(15, 19), *range(7, 13)]]

@@ -19,8 +19,7 @@ from engine.errors import CheckpointError, EngineError
 from engine.model.decoder import Decoder
 from engine.model.hf_config import read_model_config
 from engine.model.weights import dummy_weights, load_weights
-from engine.worker.runner import Runner
-from tests.support.models import Driver, make_request, make_runner, reference, save
+from tests.support.models import Driver, make_request, make_runner, plain_runner, reference, save
 
 CPU = torch.device("cpu")
 
@@ -212,10 +211,10 @@ def test_with_dummy_weights_only_the_config_is_read(tmp_path: Path) -> None:
     directory = save(reference("qwen3"), tmp_path)
     (directory / "model.safetensors").unlink()
     config = read_model_config(directory)
-    runner = Runner(config, EngineConfig(device="cpu", dummy_weights=True, num_blocks=8, cpu_threads=1))
+    runner = plain_runner(config, EngineConfig(device="cpu", dummy_weights=True, num_blocks=8, cpu_threads=1))
     assert len(Driver(runner).generate(make_request([5, 6, 7], 0), 4)) == 4
     with pytest.raises(EngineError, match="no model directory was given"):
-        Runner(config, EngineConfig(device="cpu", num_blocks=8, cpu_threads=1))
+        plain_runner(config, EngineConfig(device="cpu", num_blocks=8, cpu_threads=1))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="/proc tells the peak of resident memory")

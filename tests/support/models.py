@@ -14,9 +14,12 @@ from engine import build
 from engine.config import EngineConfig
 from engine.core.request import Request
 from engine.core.step import PromptTargets, RowSettings, StepPlan
+from engine.model import ops
+from engine.model.config import ModelConfig
 from engine.model.hf_config import read_model_config
 from engine.params import SamplingParams
-from engine.worker.runner import Runner
+from engine.worker.eager import Eager
+from engine.worker.runner import Parts, Runner
 
 VOCAB = 199  # odd, and no multiple of anything
 
@@ -78,8 +81,8 @@ def save(
     return directory
 
 
-def make_runner(directory: Path, dtype: str = "float32", **options: Any) -> Runner:
-    """A CPU runner over a checkpoint, with a pool of 64 blocks of 4 tokens unless told otherwise."""
+def make_runner(directory: Path, dtype: str = "float32", **options: Any) -> Any:
+    """A Runner or LeadRunner on the CPU over a checkpoint; its pool has 64 blocks of 4 tokens unless told otherwise."""
     settings: dict[str, Any] = {
         "device": "cpu",
         "dtype": dtype,
@@ -91,6 +94,18 @@ def make_runner(directory: Path, dtype: str = "float32", **options: Any) -> Runn
     }
     config = EngineConfig(model=str(directory), **settings)
     return build.make_runner(read_model_config(directory), config, directory)
+
+
+def plain_runner(model: ModelConfig, config: EngineConfig, directory: Path | None = None) -> Runner:
+    """A runner that runs every step kernel by kernel, with the operations of torch."""
+    return Runner(model, config, Parts(ops, (Eager,)), directory)
+
+
+def eager(runner: Any) -> Eager:
+    """The executor that runs any step, of a runner or of rank 0 of several."""
+    last = getattr(runner, "runner", runner).executors[-1]
+    assert isinstance(last, Eager)
+    return last
 
 
 def make_request(ids: list[int], row: int, seed: int = 0, **params: Any) -> Request:
@@ -105,7 +120,7 @@ def make_request(ids: list[int], row: int, seed: int = 0, **params: Any) -> Requ
 class Driver:
     """Hands a runner plans as a scheduler would, without one: blocks are dealt out in order, nothing is freed."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.step = 0
         self._next_block = 1

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
+from engine.build import choose_parts
 from engine.config import EngineConfig
 from engine.core.step import StepPlan
 from engine.errors import DeviceLost, EngineError
 from engine.model.config import ModelConfig
-from engine.model.group import Group, Spent
-from engine.parallel.group import joined, own_rows
+from engine.model.group import Spent
+from engine.parallel.group import Ranks, joined, own_rows
 from engine.worker import rank_runner as parallel_runner
+from engine.worker.runner import Runner
 
 WAIT_S = 20.0
 
@@ -38,12 +40,10 @@ class Meeting:
         return everything
 
 
-class ThreadRanks(Group):
-    """In the place of engine.parallel.group.Ranks; the store that `connect` gets is a Meeting."""
+class ThreadRanks(Ranks):
+    """Ranks that are threads; the store that `connect` gets is a Meeting."""
 
-    def __init__(self, rank: int, size: int, vocab_size: int, device: torch.device) -> None:
-        self.rank, self.size, self._vocab_size = rank, size, vocab_size
-        self.collectives = 0
+    collectives = 0
 
     def connect(self, store: Meeting) -> None:
         self._meeting = store
@@ -65,7 +65,7 @@ class ThreadRanks(Group):
         return self.sum(own_rows(token_ids, table, self.rank))
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
-        return joined(self._exchange(logits.clone()), self._vocab_size)
+        return joined(self._exchange(logits.clone()), self.vocab_size)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(self._exchange(x.clone())[0])
@@ -99,7 +99,8 @@ class ThreadWorkers:
 
     def _run(self, rank: int, model: ModelConfig, config: EngineConfig, directory: Path | None) -> None:
         try:
-            runner = parallel_runner.FollowRunner(model, config, directory, None, rank, lambda: self.meeting)
+            group = parallel_runner.make_group(model, config, rank, lambda: self.meeting)
+            runner = Runner(model, config, choose_parts(model, config), directory, group=group)
             self.runners[rank] = runner
             self._ready.release()
             while (message := self._plans[rank - 1].get()) is not None:

@@ -127,7 +127,7 @@ LESSON = Lesson(
             decode step must read all weights, and all keys and values of the batch, once. `minitui bench` shows how
             close it comes.
             """,
-            code="engine.worker.cuda_graphs:GraphRunner.launch",
+            code="engine.worker.cuda_graphs:DecodeGraphs.launch",
         ),
     ),
     close,

@@ -224,7 +224,7 @@ def test_the_records_count_every_token_and_no_padding(model: str, path: str) -> 
     """Three sequences in graphs for four, prompts in graphs for more tokens than they have."""
     llm = LLM(model, **OPTIONS, **PATHS[path])
     runner = llm.engine.runner
-    assert (runner.num_graphs > 0) == (path == "graphs")
+    assert (runner.executors[0].num_graphs > 0) == (path == "graphs")
     asked = [[1, 2, 3, 4, 5], [7] * 20, [8, 9]]
     llm.engine.log.drain()
     llm.generate(asked, greedy(12), use_tqdm=False)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from engine.core.request import Grammar
+from engine.core.step import StepPlan
 from engine.llm import LLM
 from engine.params import SamplingParams
 
@@ -18,6 +21,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
+from engine.worker.launch import LaunchedStep  # noqa: E402
+from engine.worker.verify_graphs import VerifyGraphs  # noqa: E402
 from tests.engine.gpu.test_engine import OPTIONS, SHAPE, TOLERANCE, ids_of  # noqa: E402
 
 SPECULATION: dict[str, Any] = {"speculation": "prompt-lookup", "speculative_tokens": 6}
@@ -66,14 +71,18 @@ def test_in_float32_every_token_is_the_one_drawn_without_drafts(model: str) -> N
 def test_graphs_draw_the_reference_s_own_tokens(model: str, count: int) -> None:
     """Greedy, no bias: the reference reads each reply as a prompt and says how far each token was from its best."""
     llm, reference = LLM(model, **OPTIONS, **SPECULATION), LLM(model, attention_backend="torch", **OPTIONS)
-    buckets: Counter[int] = Counter()
-    launch = llm.engine.runner._launch_verify  # type: ignore[attr-defined]
+    buckets: Counter[str] = Counter()
+    runner: Any = llm.engine.runner
+    verify = runner.executors[0].parts[0]
+    assert isinstance(verify, VerifyGraphs)
+    launch = verify.launch
 
-    def spy(plan: Any, bucket: int) -> Any:
-        buckets[bucket] += 1
-        return launch(plan, bucket)
+    def spy(plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
+        launched = launch(plan, grammars)
+        buckets.update(["graph"] if launched is not None else [])
+        return launched
 
-    llm.engine.runner._launch_verify = spy  # type: ignore[attr-defined]
+    verify.launch = spy  # type: ignore[method-assign]
     prompts, _ = wordy(count, greedy=True)
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     prompts = [prompt[:200] * 2 for prompt in prompts]  # so that there is something to draft from the start

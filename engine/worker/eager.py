@@ -1,0 +1,119 @@
+"""Steps of any form, kernel by kernel. Every runner ends its list of executors with this one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from engine.attention.base import ForwardMeta
+from engine.core.request import Grammar
+from engine.core.step import StepPlan
+from engine.progress import Progress
+from engine.worker.inputs import Inputs, drawing_tokens, logit_rows
+from engine.worker.launch import LaunchedStep, PromptLogprobs
+from engine.worker.runner import Runner
+from engine.worker.sampler import Logprobs, pick_logprobs
+
+LOGPROB_ROWS = 256  # prompt logprobs: positions whose logits exist at once
+
+
+class Eager:
+    """Runs any step: inputs, forward pass, sampling."""
+
+    def __init__(self, runner: Runner, on_progress: Progress | None = None) -> None:
+        self._runner = runner
+        self._batch = runner.batch
+
+    def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep:
+        """Enqueue a step; on a CPU it is over when this returns."""
+        runner = self._runner
+        started, begin = time.perf_counter(), runner.mark()
+        self._batch.apply(plan)
+        inputs = self.build_inputs(plan)
+        logits, prompt_logprobs = self.forward(plan, inputs)
+        drawn = runner.sample(inputs, logits, grammars)
+        return runner.launched(plan, inputs, drawn, prompt_logprobs, started, begin)
+
+    def build_inputs(self, plan: StepPlan) -> Inputs:
+        """The model's inputs for every token, sent in one copy."""
+        batch, n, tokens, rows = self._batch, len(plan.rows), plan.num_tokens, plan.rows
+        ends, seq_lens, token_rows, positions, slots = batch.layout(plan)
+        bounds = np.concatenate((batch.indices[:1], ends)).astype(np.int32) if tokens > n else None
+        bounds_ = batch.bounds[: n + 1] if bounds is None else batch.upload(bounds)
+        samples, drawing = batch.indices[:n], ends - 1
+        if plan.num_drafted:
+            samples, drawing = drawing_tokens(plan, ends)
+        elif not plan.samples.all():
+            samples = np.flatnonzero(plan.samples)
+            drawing = drawing[samples]
+        draw_rows, draw_positions = rows[samples], positions[drawing] + 1
+        wanted, sampled_hidden, prompt_hidden = logit_rows(plan, ends, drawing)
+        every = len(wanted) == tokens
+        token_ids, positions_, slots_, draw_rows_, draw_positions_, wanted_ = batch.upload_together(
+            plan.token_ids, positions, slots, draw_rows, draw_positions, wanted[:0] if every else wanted
+        )
+        if (plan.token_ids < 0).any():
+            drawn_last = batch.last_token.index_select(0, batch.upload(token_rows.astype(np.int64)))
+            token_ids = torch.where(token_ids < 0, drawn_last, token_ids)
+        longest = int(seq_lens.max())
+        meta = ForwardMeta(
+            positions=positions_,
+            slot_mapping=slots_,
+            cu_seqlens_q=bounds_,
+            seq_lens=batch.upload(seq_lens),
+            block_table=batch.upload(batch.host_table[rows, : -(-longest // batch.block_size)]),
+            max_q_len=1 if tokens == n else int(plan.q_lens.max()),
+            max_seq_len=longest,
+            num_decodes=plan.num_decodes,
+            logit_rows=None if every else wanted_,
+            fresh=not plan.starts[plan.num_decodes :].any(),
+        )
+        return Inputs(
+            token_ids=token_ids,
+            meta=meta,
+            samples=samples,
+            rows=draw_rows,
+            positions=draw_positions,
+            device_rows=draw_rows_,
+            device_positions=draw_positions_,
+            sampled_hidden=sampled_hidden,
+            prompt_hidden=prompt_hidden,
+        )
+
+    def forward(self, plan: StepPlan, inputs: Inputs) -> tuple[torch.Tensor, dict[int, PromptLogprobs]]:
+        """Logits [s, V] of the tokens that draw, and the prompt logprobs that requests asked for.
+
+        Afterwards the KV cache holds this step's tokens.
+        """
+        runner, meta = self._runner, inputs.meta
+        assert meta is not None
+        runner.attention.plan(meta)
+        hidden = runner.model.forward(inputs.token_ids, meta, runner.attention, runner.pool)
+        prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden)
+        if inputs.sampled_hidden is not None:
+            hidden = hidden.index_select(0, self._batch.upload(inputs.sampled_hidden))
+        return runner.model.logits(hidden), prompt_logprobs
+
+    def _prompt_logprobs(self, plan: StepPlan, inputs: Inputs, hidden: torch.Tensor) -> dict[int, PromptLogprobs]:
+        """By entry, the logprobs of the prompt tokens that its chunk predicts.
+
+        Position 0 has none. A prompt's last token predicts the first token of the reply, which is not the prompt's.
+        """
+        found = {}
+        for entry, at in inputs.prompt_hidden.items():
+            tokens, top = plan.prompt_targets[entry]
+            parts = []
+            for first in range(0, len(tokens), LOGPROB_ROWS):
+                part = np.array(tokens[first : first + LOGPROB_ROWS], dtype=np.int64)
+                logits = self._runner.model.logits(hidden[at + first : at + first + len(part)])
+                logits = logits if logits.dtype == torch.float64 else logits.float()
+                parts.append(pick_logprobs(logits.log_softmax(-1), self._batch.upload(part), top))
+            if parts:
+                found[entry] = PromptLogprobs(Logprobs.joined(parts), tokens, top)
+        return found
+
+    def close(self) -> None:
+        """Nothing to free."""
