@@ -68,7 +68,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("engine.attention.torch_backend.TorchAttention", stand_in("torch"))
     monkeypatch.setattr("engine.worker.quantised.importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("engine.worker.memory._device_bytes", lambda limits: 1 << 37)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
 
     def believe(capability: tuple[int, int]) -> None:
@@ -136,8 +135,8 @@ TABLE: list[tuple[str, dict[str, Any], tuple[int, int], str]] = [
     ("dense", FLASH | TWO, HOPPER, "CudaGraphs + Eager, flash + triton"),
     ("dense", {"attention_backend": "flash,torch"}, HOPPER, "Eager, flash + torch"),
     ("dense", {"attention_backend": "torch"} | FP8 | SMALL_CACHE, HOPPER, "Eager, torch"),
-    ("dense", FLASH | SMALL_CACHE, HOPPER, "refused: attention_backend flash reads keys and values of the model's own"),
-    ("dense", FLASH | {"block_size": 64}, HOPPER, "refused: FlashAttention-4 reads blocks of 64 tokens and more whole"),
+    ("dense", FLASH | SMALL_CACHE, HOPPER, "refused: attention_backend flash reads keys and values of the model's"),
+    ("dense", FLASH | {"block_size": 64}, HOPPER, "refused: FlashAttention-4 reads blocks of 64 or more tokens as a"),
     ("dense", FP8 | TWO, HOPPER, "refused: fp8 weights are for one rank, and tensor_parallel_size is 2: use 1"),
     ("experts", FP8, HOPPER, "refused: fp8 weights are for dense models, and Qwen3ForCausalLM has experts: use none"),
     ("experts", SMALL_CACHE | DRAFTS, HOPPER, "CudaGraphs + Eager, triton"),
