@@ -1,4 +1,4 @@
-"""Typed access to the fields of a checkpoint's JSON files: every complaint names the file and the field."""
+"""Typed access to the fields of a checkpoint's JSON files. Every error names the file and the field."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.errors import CheckpointError
 
 INT32_MAX = (1 << 31) - 1  # sizes and ids become int32
 SHOWN_CHARACTERS = 80
-LARGEST_NUMBER = 1e30  # what is computed from it in float32 stays finite
+LARGEST_NUMBER = 1e30  # results in float32 stay finite
 LISTED_AT_MOST = 8
 
 
@@ -18,7 +18,7 @@ class Fields:
     """One JSON object of a file; null counts as absent."""
 
     def __init__(self, path: Path, raw: dict[str, Any], where: str = "") -> None:
-        """`where`: the object's place in the file, as in " in its rope parameters"."""
+        """`where`: the object's place in the file, for errors, as in " in its rope parameters"."""
         self.path = path
         self.raw = raw
         self._where = where
@@ -86,7 +86,7 @@ class Fields:
 
 
 def shown(value: Any) -> str:
-    """A value of a file as it is quoted in a message: on one line, and short."""
+    """A value of a file for a message, in one short line."""
     try:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits
@@ -95,6 +95,6 @@ def shown(value: Any) -> str:
 
 
 def listed(names: list[str]) -> str:
-    """Names as a message lists them: the first few, and how many more there are."""
+    """Names for a message: the first few and the number of the others."""
     more = len(names) - LISTED_AT_MOST
     return ", ".join(names[:LISTED_AT_MOST]) + (f" and {more:,} more" if more > 0 else "")

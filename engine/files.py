@@ -1,4 +1,4 @@
-"""Files of a checkpoint, read with limits: regular files only, of a bounded size, JSON with a bounded depth."""
+"""Reads the files of a checkpoint with limits: only regular files, of limited size, and JSON of limited depth."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENIZER_BYTES = 256 << 20  # the largest published tokenizer.json has 34 MB
 def read_bytes(path: Path, most: int) -> bytes:
     """The contents of a regular file of at most `most` bytes; CheckpointError for anything else.
 
-    A FIFO or a device would block, or never end.
+    Other files could block (a FIFO) or never end (a device).
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -29,8 +29,8 @@ def read_bytes(path: Path, most: int) -> bytes:
                 raise CheckpointError(f"{path} is not a regular file: put the checkpoint's own file in its place")
             if status.st_size > most:
                 raise CheckpointError(
-                    f"{path} has {status.st_size:,} bytes, and at most {most:,} are read: it cannot be this file of a "
-                    "checkpoint; download it again"
+                    f"{path} has {status.st_size:,} bytes, and the limit is {most:,}: it cannot be the checkpoint's "
+                    "file; download it again"
                 )
             with open(descriptor, "rb", closefd=False) as file:
                 return file.read(most)
@@ -51,11 +51,11 @@ def read_text(path: Path, most: int) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of a checkpoint; CheckpointError names the file and what is wrong with it."""
+    """The JSON object in a file of a checkpoint; CheckpointError names the file and the fault."""
     try:
         text = read_text(path, JSON_BYTES)
         value = json.loads(text)
-        if "\\ud" in text.lower():  # a half of a surrogate pair alone is no character: nothing could encode it later
+        if "\\ud" in text.lower():  # a lone surrogate cannot be encoded later: raise now
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except FileNotFoundError:
         raise CheckpointError(
@@ -77,7 +77,7 @@ def read_json_if_there(path: Path) -> dict[str, Any]:
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: model.safetensors, or the shards its index names."""
+    """The safetensors files of a checkpoint: model.safetensors, or the shards that its index names."""
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
     index = directory / INDEX
@@ -95,7 +95,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
 
 
 def missing_weights(directory: Path) -> list[str]:
-    """The names of the files that the directory of a checkpoint lacks of its weights."""
+    """The names of the weight files that are missing in the directory of a checkpoint."""
     if (directory / SINGLE).is_file():
         return []
     index = directory / INDEX
@@ -104,13 +104,13 @@ def missing_weights(directory: Path) -> list[str]:
 
 
 def shard_names(index: Path) -> list[str]:
-    """The files that a model.safetensors.index.json names, each once: they lie beside it."""
+    """The files that a model.safetensors.index.json names, each once. They must be in its directory."""
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{index} has no weight_map: download it again")
     for name in names.values():
         if not isinstance(name, str) or not name.endswith(".safetensors") or set(name) & set("/\\\0"):
             raise CheckpointError(
-                f"{index} names {shown(name)}, which is no safetensors file beside it: download it again"
+                f"{index} names {shown(name)}, which is not a safetensors file in its directory: download it again"
             )
     return list(dict.fromkeys(names.values()))

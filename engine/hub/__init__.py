@@ -1,1 +1,1 @@
-"""Where a model's files are: a directory, the local Hugging Face cache, or the hub, from which they are downloaded."""
+"""Finds a model's files: in a directory, in the local Hugging Face cache, or on the hub, with a download."""

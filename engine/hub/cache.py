@@ -1,4 +1,4 @@
-"""The local Hugging Face cache: which snapshots of models it holds, and which of their weights are missing."""
+"""The local Hugging Face cache: its snapshots of models, and the weights that they lack."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Snapshot:
 
     repository: str
     path: Path
-    missing: tuple[str, ...]  # files of weights that are not there yet
+    missing: tuple[str, ...]  # weight files that are not there yet
 
     def complete(self, weights: bool = True) -> bool:
-        """Whether the download has ended; without weights: that of config.json and the tokenizer."""
+        """Whether the download is complete; with `weights` False, that of config.json and the tokenizer."""
         return not self.missing if weights else (self.path / "tokenizer.json").is_file()
 
 
 def cache_directory() -> Path:
-    """Hugging Face's cache, where its own variables say."""
+    """The directory of Hugging Face's cache, from its environment variables."""
     for variable, below in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
         if os.environ.get(variable):
             return Path(os.environ[variable]).expanduser() / below
@@ -32,7 +32,7 @@ def cache_directory() -> Path:
 
 
 def find_cached(name: str) -> Path | None:
-    """The newest complete snapshot of a model in the local cache; a bare name may be of any organisation."""
+    """The newest complete snapshot of a model in the local cache; a name without an organisation matches any."""
     return next((snapshot.path for snapshot in snapshots_of(name) if snapshot.complete()), None)
 
 

@@ -1,6 +1,6 @@
-"""Downloads a checkpoint to the local Hugging Face cache: first what describes it, then its weights.
+"""Downloads a checkpoint to the local Hugging Face cache: first its description, then its weights.
 
-huggingface_hub does the transfer. A file that is whole in the cache is not downloaded again.
+huggingface_hub transfers the files. A file that is complete in the cache is not downloaded again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.files import CONFIG, INDEX, SINGLE, shard_names
 from engine.hub.cache import Snapshot, cache_directory
 from engine.progress import Progress
 
-# All that is read besides config.json and the weights; and the licence.
+# The files that are read besides config.json and the weights, and the licence.
 DESCRIPTION = {
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
     INDEX, "LICENSE", "LICENSE.txt", "LICENSE.md",
@@ -28,7 +28,7 @@ SHOWN_OF_AN_ERROR = 300
 
 
 class Download:
-    """The download of one repository. `begun`: what an earlier one left in the cache."""
+    """The download of one repository. `begun`: the snapshot of an interrupted download, if there is one."""
 
     def __init__(self, repository: str, begun: Snapshot | None, on_progress: Progress | None) -> None:
         self._repository = repository
@@ -37,13 +37,15 @@ class Download:
         self._cache = cache_directory()
 
     def run(self, weights: bool, tokenizer: bool) -> Path:
-        """Download what is missing; the snapshot's directory. Raises CheckpointError, before the weights are asked
-        for if the model is not supported. Without `weights` these are left out."""
+        """Download the missing files; return the snapshot's directory. `weights`: False to leave them out.
+
+        Raises CheckpointError; for an unsupported model, before any weights are downloaded.
+        """
         try:
             import huggingface_hub as hub
             from huggingface_hub.utils import disable_progress_bars  # not an attribute of every version's package
         except ImportError:
-            what = "huggingface_hub, which is not installed: pip install huggingface_hub"  # all installs have it
+            what = "huggingface_hub, which is not installed: pip install huggingface_hub"  # a dependency, not an extra
             raise CheckpointError(f"{self._where()}, and downloading needs {what}") from None
         disable_progress_bars()
         try:
@@ -101,14 +103,14 @@ class Download:
             self._fetch(hub, directory, names)
 
     def _fetch(self, hub: Any, directory: Path, names: list[str]) -> None:
-        """Files of the snapshot's revision, several at once."""
+        """Download files of the snapshot's revision, several at a time."""
         patterns = [glob.escape(name) for name in names]
         if patterns:
             hub.snapshot_download(
                 self._repository, revision=directory.name, allow_patterns=patterns, cache_dir=self._cache
             )
         absent = [name for name in names if not (directory / name).is_file()]
-        if absent:  # the library returns an incomplete snapshot if the hub fails in between
+        if absent:  # the library returns an incomplete snapshot if the hub fails during the download
             raise CheckpointError(f"the download of {self._repository} ended without {listed(absent)}: start again")
 
     def _where(self) -> str:
@@ -119,7 +121,7 @@ class Download:
         return f"{self._repository} is in the cache {self._cache}, but {what}; the rest has to come from the hub"
 
     def _reason(self, error: Exception) -> str:
-        """What is the matter, and the way out."""
+        """The reason of a failure and what to do, as a phrase."""
         kind, status = type(error).__name__, _status(error)
         if kind == "GatedRepoError" or status == 403:
             return (
@@ -136,7 +138,7 @@ class Download:
         if status is not None and status >= 500:
             return f"the hub has a fault ({status}): try again later; files that are complete are kept"
         if kind == "OfflineModeIsEnabled":
-            return "HF_HUB_OFFLINE forbids to ask the hub: unset it, or give a directory"
+            return "HF_HUB_OFFLINE is set, so the hub is not used: unset it, or give a directory"
         said = " ".join(str(error).split())[:SHOWN_OF_AN_ERROR]
         return (
             f"the hub could not be reached ({kind}: {said}): connect to the internet, or give a directory; files that "
@@ -145,7 +147,7 @@ class Download:
 
 
 def _status(error: BaseException | None) -> int | None:
-    """The HTTP status of the answer that an error is about."""
+    """The HTTP status of the response that caused an error; None if there is none."""
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if isinstance(status, int):
@@ -155,7 +157,7 @@ def _status(error: BaseException | None) -> int | None:
 
 
 class _Watch:
-    """Reports how far a download has come, from the size of the folder it goes to."""
+    """Reports the progress of a download, from the size of its folder."""
 
     def __init__(self, folder: Path, name: str, total: int, done: int, on_progress: Progress | None) -> None:
         self._folder, self._name, self._total, self._tell = folder, name, total, on_progress
@@ -186,6 +188,6 @@ def _size(folder: Path) -> int:
     for path in folder.glob("*"):
         try:
             total += path.stat().st_size
-        except OSError:  # renamed just now, from incomplete to whole
+        except OSError:  # just renamed, from incomplete to complete
             continue
     return total

@@ -1,6 +1,6 @@
-"""Where a model's files are: a directory, the local Hugging Face cache, or the hub (engine/hub_download.py).
+"""Finds the directory of a model: a path, the local Hugging Face cache, or the hub (engine/hub/download.py).
 
-Looking in the cache needs no library; downloading needs huggingface_hub.
+Only a download needs huggingface_hub.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from engine.fields import shown
 from engine.hub.cache import Snapshot, cache_directory, snapshots_of
 from engine.progress import Progress
 
-# A bare name is looked for under the organisation that publishes models called so.
+# The organisation of a name without one, by its beginning.
 ORGANISATIONS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama", "mistral": "mistralai"}
 NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?")
-LONGEST_NAME = 96  # the hub's own limit
+LONGEST_NAME = 96  # the limit of the hub
 
 
 def resolve_model(name: str, on_progress: Progress | None = None, weights: bool = True, tokenizer: bool = True) -> Path:
-    """The directory with the checkpoint called `name`: a directory, "Qwen3-8B" or "Qwen/Qwen3-8B".
+    """The directory of the checkpoint `name`: a directory, "Qwen3-8B" or "Qwen/Qwen3-8B".
 
-    Looked for in this order: as a path, in the local Hugging Face cache, on the hub (downloaded to the cache, with
-    progress; what an interrupted download left is kept). A model on the hub that is not supported is refused before
-    its weights are downloaded. Raises CheckpointError with what was tried.
+    It searches for a path first, then in the local Hugging Face cache, then on the hub. From there it downloads to the
+    cache, with progress, and continues an interrupted download. An unsupported model is refused before its weights are
+    downloaded. Raises CheckpointError with the places it has tried.
 
     `weights`: False if config.json and the tokenizer are enough. `tokenizer`: False if it is not needed.
     """

@@ -1,1 +1,1 @@
-"""Stage 4, the forward pass: one decoder for every architecture, its weights and its arithmetic."""
+"""Stage 4, the forward pass: one decoder for every architecture, its weights and its operations."""

@@ -1,5 +1,4 @@
-"""What a model is: the architectures that the decoder computes, and ModelConfig, read from a checkpoint's
-config.json."""
+"""The architectures that the decoder supports, and ModelConfig, the description of one model."""
 
 from __future__ import annotations
 
@@ -7,24 +6,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch  # at run time only where tensors are made: a client describes an engine without loading torch
+    import torch  # for types only: a client must not load torch
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """In what the supported architectures differ, as far as config.json does not say it."""
+    """The properties of an architecture that config.json does not contain."""
 
-    qkv_bias: bool | None = False  # None: as the field attention_bias says, and then on the output projection too
+    qkv_bias: bool | None = False  # None: the field attention_bias decides, also for the output projection
     qk_norm: bool = False
-    mlp_bias: bool = False  # True: as the field mlp_bias says
-    head_dim: int | None = None  # where config.json has none; None: hidden_size / num_attention_heads
-    kv_heads: int | None = None  # where config.json has no field for it (null: as many as heads)
-    # "always": `sliding_window`, in the layers that layer_types names or in all; "layers": only with
-    # use_sliding_window, in the layers that layer_types or max_window_layers names; "used": the same, in all layers
+    mlp_bias: bool = False  # True: the field mlp_bias decides
+    head_dim: int | None = None  # if config.json has none; None: hidden_size / num_attention_heads
+    kv_heads: int | None = None  # if config.json has no such field (a null there means: as many as heads)
+    # "always": `sliding_window` in the layers of layer_types, or in all. "layers": only with use_sliding_window, in the
+    # layers of layer_types or max_window_layers. "used": only with use_sliding_window, in all layers.
     window: str = "none"
-    experts: bool = False  # the MLPs of some layers, or all, are mixtures of experts
+    experts: bool = False  # the MLPs of some or all layers are mixtures of experts
 
 
 ARCHITECTURES = {
@@ -47,13 +46,13 @@ MODEL_TYPES = {
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions: θ and how it is stretched. Fields as in Hugging Face's `rope_parameters`."""
+    """Rotary positions: θ and how they are stretched. The fields are those of Hugging Face's `rope_parameters`."""
 
     kind: str = "default"
     theta: float = 10_000.0
     factor: float = 1.0
     original_max_position: int = 0  # the context before stretching
-    attention_factor: float | None = None  # yarn; None: from factor
+    attention_factor: float | None = None  # yarn; None: computed from factor
     mscale: float | None = None
     mscale_all_dim: float | None = None
     beta_fast: float = 32.0
@@ -65,9 +64,9 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Mixtures of experts in the place of some layers' MLPs, or all."""
+    """The mixtures of experts that replace the MLPs of some or all layers."""
 
-    count: int  # in each of those layers
+    count: int  # experts in a layer
     per_token: int
     inner_size: int  # of one expert
     normalised: bool  # the weights of a token's experts are scaled to sum to 1
@@ -76,7 +75,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer, as its config.json describes it."""
+    """A decoder-only transformer, as described by its config.json."""
 
     architecture: str
     vocab_size: int
@@ -94,13 +93,13 @@ class ModelConfig:
     output_bias: bool = False  # of the attention's output projection
     mlp_bias: bool = False
     qk_norm: bool = False
-    windows: tuple[int, ...] = ()  # of each layer, see `window`; empty: no layer has one
+    windows: tuple[int, ...] = ()  # of each layer, see `window`; empty: no windows
     experts: ExpertsConfig | None = None  # None: every layer's MLP is dense
-    dtype: str = "bfloat16"  # the checkpoint's
+    dtype: str = "bfloat16"  # of the checkpoint
 
     @property
     def max_context(self) -> int:
-        """Positions the model is made for, stretching included."""
+        """The number of positions that the model supports, with stretching."""
         if self.rope.kind in ("linear", "dynamic"):
             return int(self.max_position * self.rope.factor)
         if self.rope.kind == "yarn":
@@ -108,7 +107,7 @@ class ModelConfig:
         return self.max_position
 
     def window(self, layer: int) -> int:
-        """How many keys a query of this layer sees, its own included; 0: all."""
+        """The keys that a query of this layer sees, its own included; 0: all."""
         return self.windows[layer] if self.windows else 0
 
     @property
@@ -118,11 +117,11 @@ class ModelConfig:
 
     @property
     def active_parameters(self) -> int:
-        """Of those, the ones that a token uses: all but the experts that it is not sent to."""
+        """The parameters that one token uses: all except the experts that it is not sent to."""
         return self._parameters(self.experts.per_token if self.experts else 0)
 
     def _parameters(self, experts: int) -> int:
-        """With so many experts in each layer that has any; the router is always whole."""
+        """Scalars with so many experts in each mixture; the router is always complete."""
         h, d = self.hidden_size, self.head_dim
         qkv = (self.num_heads + 2 * self.num_kv_heads) * d
         attention = h * qkv + self.num_heads * d * h + self.qkv_bias * qkv + self.output_bias * h
@@ -136,5 +135,5 @@ class ModelConfig:
         return total + mixed * mixture + (self.num_layers - mixed) * mlp
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of KV cache that one token takes over all layers."""
+        """Bytes of KV cache for one token, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize

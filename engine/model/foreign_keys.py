@@ -1,8 +1,8 @@
-"""Keys of config.json that change what a model computes, and that this engine does not implement.
+"""Keys of config.json that change the computation, and that this engine does not implement.
 
-Other families have them, and derived checkpoints carry them under the name of a supported architecture. Each is read
-only to see that it asks for nothing: null, or a neutral value. A key that only adds, removes or reshapes tensors needs
-no entry: weights are checked by name and shape (engine/model/weights.py).
+They belong to other families, but derived checkpoints have them under the name of a supported architecture. A value is
+accepted only if it is null or neutral. A key that only adds, removes or reshapes tensors needs no entry here: weights
+are checked by name and shape (engine/model/weights.py).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ NAMED: dict[str, tuple[Any, ...]] = {
 
 
 def neutral_values(hidden: int, head_dim: int, layers: int) -> dict[str, tuple[Any, ...]]:
-    """Every foreign key and the values, null apart, that change nothing in a model of this size."""
+    """Every foreign key, and its values besides null that change nothing in a model of this size."""
     return {
         **dict.fromkeys(SWITCHES.split(), OFF),
         **dict.fromkeys(FACTORS.split(), (1,)),

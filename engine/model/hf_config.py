@@ -1,4 +1,4 @@
-"""From config.json to ModelConfig, as transformers 5 understands the file: what is not understood is refused."""
+"""Reads config.json into a ModelConfig, as transformers 5 does. Unsupported settings are refused."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from engine.model.foreign_keys import neutral_values
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 65_536
 MOST_POSITIONS = 1 << 24  # the longest published context is 10 million; a table of all positions is built
-LARGEST_FACTOR = 1e6  # by which rope stretches
+LARGEST_FACTOR = 1e6  # of rope stretching
 LEAST_TURNS, MOST_TURNS = 1e-6, 1e6  # of yarn's bands
-DEFAULT_WINDOW = 4096  # of every family that knows windows
+DEFAULT_WINDOW = 4096  # of all families with windows
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 ROPE_COMMON = {
@@ -46,7 +46,7 @@ ROPE_KEYS = {
 
 
 class ConfigReader:
-    """Takes the fields out of a config.json. A field that changes what is computed is read here, or must be neutral."""
+    """Reads the fields of a config.json. A field that changes the computation is used here or must be neutral."""
 
     def __init__(self, fields: Fields) -> None:
         self._fields = fields
@@ -54,7 +54,7 @@ class ConfigReader:
         self._path = fields.path
 
     def model_config(self) -> ModelConfig:
-        """Raises CheckpointError, a sentence that names the file and the field."""
+        """The configuration; CheckpointError names the file and the field."""
         fields = self._fields
         name = self._architecture()
         arch = ARCHITECTURES[name]
@@ -162,7 +162,7 @@ class ConfigReader:
                 f"head_dim {head_dim}: the two numbers of positions must be equal, and head_dim above 2"
             )
         low = high = 1.0
-        if kind == "llama3":  # no defaults for its bands
+        if kind == "llama3":  # its bands have no defaults
             low, high = (self._turns(rope, key) for key in ("low_freq_factor", "high_freq_factor"))
             if high <= low:
                 raise rope.refuse("high_freq_factor", f"above low_freq_factor, {low:g}")
@@ -231,12 +231,12 @@ class ConfigReader:
         per_token = fields.count("num_experts_per_tok")
         if per_token > count:
             raise CheckpointError(
-                f"{self._path} sends each token to {per_token} of {count} experts: num_experts_per_tok can be at most "
-                "their number; correct it"
+                f"{self._path} sends each token to {per_token} of {count} experts: correct num_experts_per_tok, which "
+                "can be at most their number"
             )
         step, dense = fields.count("decoder_sparse_step", 1), self._raw.get("mlp_only_layers") or []
         if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-            raise fields.refuse("mlp_only_layers", "a list of layers' numbers")
+            raise fields.refuse("mlp_only_layers", "a list of layer numbers")
         skipped = set(dense)
         sparse = tuple(layer not in skipped and (layer + 1) % step == 0 for layer in range(layers))
         if not any(sparse):
@@ -250,7 +250,7 @@ class ConfigReader:
         )
 
     def _windows(self, arch: Architecture, layers: int) -> tuple[int, ...]:
-        """Each layer's window; () if none has one."""
+        """The window of each layer; () if there are none."""
         fields = self._fields
         if arch.window == "none":
             return ()
@@ -269,29 +269,29 @@ class ConfigReader:
             )
         if SLIDING in kinds and not window:
             raise CheckpointError(
-                f"{self._path} has layers of {SLIDING} in layer_types and no sliding_window in use: set sliding_window"
+                f"{self._path} has {SLIDING} in layer_types, but no sliding_window in use: set sliding_window"
                 + ("" if arch.window == "always" else ", and use_sliding_window to true")
             )
         if arch.window == "used" and window and FULL in kinds:
             raise CheckpointError(
-                f"{self._path} has layers of {FULL} in layer_types and a sliding_window of {window} in use: a model of "
-                "this architecture has the window in every layer or in none"
+                f"{self._path} has {FULL} in layer_types and a sliding_window of {window} in use: this architecture "
+                "has the window in every layer or in none"
             )
         return tuple(window if kind == SLIDING else 0 for kind in kinds) if SLIDING in kinds else ()
 
     def _refuse_foreign(self, arch: Architecture, config: ModelConfig) -> None:
-        """Refuse what other families compute and this architecture does not."""
+        """Refuse settings of other families that this architecture does not support."""
         own: set[str] = set()
         own |= {"layer_types", "use_sliding_window"} if arch.window in ("layers", "used") else set()
         own |= {"layer_types"} if arch.window == "always" else set()
-        own |= {"attention_bias"} if arch.qkv_bias is not False else set()  # where it is fixed, tensors tell
+        own |= {"attention_bias"} if arch.qkv_bias is not False else set()  # if it is fixed, the tensors are checked
         own |= {"mlp_bias"} if arch.mlp_bias else set()
         own |= {"use_qk_norm", "qk_norm"} if arch.qk_norm else set()
         neutral = neutral_values(config.hidden_size, config.head_dim, config.num_layers)
         if arch.window == "none":
             neutral["sliding_window"] = ()
             if isinstance(self._raw.get("sliding_window"), int) and self._raw["sliding_window"] >= config.max_context:
-                own.add("sliding_window")  # no two positions are so far apart
+                own.add("sliding_window")  # the window covers the whole context
         if arch.window == "used" and config.windows:
             neutral["max_window_layers"] = (0,)
         if arch.window == "always" and not config.windows:
@@ -304,8 +304,8 @@ class ConfigReader:
                 continue
             only = " or ".join(map(shown, (None, *neutral[key])))
             raise CheckpointError(
-                f"{self._path} has {key} = {shown(value)}, which {config.architecture} is not computed with here "
-                f"(without effect: {only}): use another model, or remove the field if the model was trained without it"
+                f"{self._path} has {key} = {shown(value)}, which is not supported for {config.architecture} "
+                f"(allowed: {only}): use another model, or remove the field if the model was trained without it"
             )
 
 

@@ -1,13 +1,11 @@
-"""The model's matrices: tensors, or 8-bit numbers with a scale per row; and their product with activations.
+"""The model's matrices, as tensors or as 8-bit numbers with a scale per row, and their product with activations.
 
-Decoding reads every weight once a token, so on a CPU its speed is that of the memory: an int8 matrix is a quarter of a
-float32 one. The product too is made of integers, for which processors have instructions of their own (VNNI): the
-activations are rounded to 8 bits row by row as they come (W8A8, dynamic, symmetric). Per-row scales on both sides are
-the scheme of Dettmers et al., LLM.int8(), 2022, without its outlier path.
+Decoding reads every weight for each token, so on a CPU memory limits its speed: an int8 matrix has a quarter of the
+bytes of a float32 one. The product uses integers too, for which processors have special instructions (VNNI): each row
+of activations is rounded to 8 bits (W8A8, dynamic, symmetric). Scales per row on both sides are the scheme of Dettmers
+et al., LLM.int8(), 2022, without its path for outliers.
 
-Measured on two cores with AVX-512 VNNI, one thread, against float32 in the same run: a matrix of 6,144 x 1,024 takes
-0.30 of 1.6 ms for one row of activations, 0.95 of 4.9 ms for 8, 2.4 of 12.3 ms for 64. `_weight_int8pack_mm`, which
-keeps activations in floating point, was 5 times slower than float32 there and at most twice as fast with bfloat16.
+A matrix of 6,144 x 1,024 takes 0.30 ms for one row of activations, in float32 1.6 ms (engine/kernels/MEASURED.md).
 """
 
 from __future__ import annotations
@@ -17,12 +15,14 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 
-INT8_MAX = 127  # of the 8-bit integers in use: symmetric, −128 is left out
+INT8_MAX = 127  # the range is symmetric: −128 is not used
 
 
 class ByteWeight:
-    """A matrix [N, K] of 8-bit numbers [N, K] and a float32 scale per row [N]. Looks enough like a tensor to be loaded
-    into."""
+    """A matrix [N, K]: 8-bit numbers [N, K] and a float32 scale per row [N].
+
+    It has the methods of a tensor that loading weights needs.
+    """
 
     __slots__ = ("scale", "values")
 
@@ -39,7 +39,7 @@ class ByteWeight:
 
     @staticmethod
     def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [n, K] of any floating type -> values [n, K] and scale [n], so that values · scale is nearest to x."""
+        """x [n, K] of any floating type -> values [n, K] and scale [n]; values · scale is nearest to x."""
         raise NotImplementedError
 
     def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -68,16 +68,16 @@ class ByteWeight:
         return [type(self)(values, scale) for values, scale in parts]
 
     def chunk(self, n: int) -> list[Self]:
-        """n views of as many rows each."""
+        """n views with the same number of rows."""
         return self.split([len(self.values) // n] * n)
 
     def copy_(self, weight: torch.Tensor) -> None:
-        """Become what is nearest to weight [N, K] of any floating type."""
+        """Round weight [N, K], of any floating type, into this matrix."""
         values, self.scale[:] = self.rounded(weight.to(self.device))
         self.values.copy_(values)
 
     def normal_(self, mean: float, std: float, generator: torch.Generator | None = None) -> None:
-        """Become what is nearest to a normal distribution (the numbers a float32 tensor would draw)."""
+        """Fill with rounded normal numbers, those that a float32 tensor would draw."""
         self.copy_(torch.empty(self.shape, device=self.device).normal_(mean, std, generator=generator))
 
 
@@ -123,13 +123,13 @@ class Fp8Weight(ByteWeight):
         return fp8_linear(x, self, out)
 
 
-Matrix = Any  # torch.Tensor or ByteWeight; not their union, for the kernels of a GPU see tensors only
+Matrix = Any  # torch.Tensor or ByteWeight; not their union, because GPU kernels take tensors only
 
 
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [n, K] of any floating type -> int8 [n, K] and scale float32 [n], so that values · scale is nearest to x.
+    """x [n, K] of any floating type -> int8 [n, K] and scale float32 [n]; values · scale is nearest to x.
 
-    A row with a NaN or an infinity gets one as its scale, so that whatever is made of it is seen to be bad.
+    The scale of a row with NaN or infinity is not finite either, so that results show it.
     """
     scale = torch.linalg.vector_norm(x, torch.inf, 1, dtype=torch.float32) / INT8_MAX
     inverse = 1 / scale.clamp_min(torch.finfo(torch.float32).tiny)

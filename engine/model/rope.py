@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, Su et al. 2021) and the ways to stretch it: frequencies and cos/sin tables."""
+"""Rotary position embedding (RoFormer, Su et al. 2021) and its stretched forms: frequencies and cos/sin tables."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from engine.model.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> torch.Tensor:
-    """The dim/2 angles per position, fp32: θ^(-2i/dim), slowed down as `rope.kind` says (float32 throughout, so that
-    they are those of transformers to the bit)."""
+    """The dim/2 angles per position, fp32: θ^(-2i/dim), changed for stretched positions.
+
+    All arithmetic is in float32, so the angles are those of transformers to the bit.
+    """
     plain = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
     if rope.kind == "linear":
         return plain / rope.factor
@@ -23,7 +25,7 @@ def inverse_frequencies(rope: RopeConfig, dim: int) -> torch.Tensor:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """What cos and sin are multiplied by (YaRN's temperature); 1 for every other kind."""
+    """The factor of cos and sin (YaRN's temperature); 1 for all other kinds."""
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -40,7 +42,7 @@ def attention_factor(rope: RopeConfig) -> float:
 def rope_table(rope: RopeConfig, dim: int, length: int, max_position: int) -> torch.Tensor:
     """[length, dim] fp32: row p is cos(p·f_i) for i < dim/2, then sin(p·f_i); times the attention factor.
 
-    `max_position` is the config's max_position_embeddings, beyond which "dynamic" stretches.
+    `max_position`: the config's max_position_embeddings; "dynamic" stretches later positions.
     """
     positions = torch.arange(length, dtype=torch.float32)[:, None]
     frequencies = inverse_frequencies(rope, dim)[None, :]
@@ -51,11 +53,10 @@ def rope_table(rope: RopeConfig, dim: int, length: int, max_position: int) -> to
 
 
 def _dynamic(rope: RopeConfig, dim: int, positions: torch.Tensor, max_position: int) -> torch.Tensor:
-    """[length, dim/2]: NTK-aware frequencies for a sequence that is exactly as long as the position needs.
+    """[length, dim/2]: NTK-aware frequencies, at each position for a sequence that ends there.
 
-    Each position keeps the base at which it was computed, so that a key depends on its position alone and can be
-    cached and shared. It is what transformers does when it generates token by token; a long prompt it computes with
-    the base of the whole.
+    Each position keeps its base, so a key depends only on its position and can be cached and shared. transformers does
+    the same when it generates token by token; for a long prompt it uses the base of the whole prompt.
     """
     lengths = (positions + 1).clamp_min(max_position).double()
     bases = rope.theta * (rope.factor * lengths / max_position - (rope.factor - 1)) ** (dim / (dim - 2))
@@ -64,7 +65,7 @@ def _dynamic(rope: RopeConfig, dim: int, positions: torch.Tensor, max_position: 
 
 
 def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
-    """Long wavelengths are stretched by the factor, short ones left alone, those between interpolated."""
+    """Stretches long wavelengths by the factor, keeps short ones, and interpolates between them."""
     original, low, high = rope.original_max_position, rope.low_freq_factor, rope.high_freq_factor
     wavelength = 2 * math.pi / plain
     stretched = torch.where(wavelength > original / low, plain / rope.factor, plain)
@@ -75,8 +76,10 @@ def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, dim: int) -> torch.Tensor:
-    """YaRN (Peng et al. 2023): dimensions that turn often within the original context keep their frequency, those that
-    hardly turn are stretched, with a ramp between."""
+    """YaRN (Peng et al. 2023): keeps dimensions that turn often in the original context and stretches slow ones.
+
+    A ramp connects the two groups.
+    """
 
     def dimension_that_turns(times: float) -> float:
         return dim * math.log(rope.original_max_position / (times * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -1,7 +1,7 @@
-"""Checkpoints: safetensors streamed tensor by tensor into the model's fused parameters, or random weights.
+"""Loads weights: safetensors, tensor by tensor into the model's fused parameters, or random weights.
 
-Every tensor's name, shape and type is checked against the headers before the first byte is copied. At no time is more
-than one file mapped or more than one tensor held, so the host needs little beyond the parameters themselves.
+The names, shapes and types of all tensors are checked before the first byte is copied. Only one file is mapped and one
+tensor held at a time, so the host needs little memory besides the parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FLOAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Some of a tensor: along `dim`, of extent `whole`, one piece or several equal ones that begin at `starts`."""
+    """A part of a tensor: equal pieces along `dim`, which has `whole` rows; the pieces begin at `starts`."""
 
     dim: int
     starts: tuple[int, ...]
@@ -34,24 +34,24 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A tensor of the checkpoint, `name`, and the slice of a parameter that it fills."""
+    """The tensor `name` of the checkpoint, and the slice of a parameter that it fills."""
 
     name: str
     view: Matrix
-    repeated: bool = False  # the checkpoint holds one row, of which every row of the view is a copy
-    parts: tuple[Slot, ...] = ()  # what the checkpoint may hold instead: tensors that fill the view together
-    cut: Cut | None = None  # the view takes some of the tensor only (engine/parallel/shards.py); None: all
+    repeated: bool = False  # the checkpoint has one row, and every row of the view is a copy of it
+    parts: tuple[Slot, ...] = ()  # several tensors that the checkpoint may have instead, which fill the view together
+    cut: Cut | None = None  # the part of the tensor for the view (engine/parallel/shards.py); None: all
 
     @property
     def shape(self) -> list[int]:
-        """Of the tensor in the checkpoint."""
+        """The shape of the tensor in the checkpoint."""
         shape = list(self.view.shape[1:] if self.repeated else self.view.shape)
         if self.cut is not None:
             shape[self.cut.dim] = self.cut.whole
         return shape
 
     def take(self, tensor: Any) -> torch.Tensor:
-        """What of the tensor belongs in the view. Of a safetensors slice object, nothing else is read."""
+        """The part of the tensor for the view. From a safetensors slice object, only that part is read."""
         if self.cut is None:
             return tensor[:]
         dim, extent = self.cut.dim, self.view.shape[self.cut.dim] // len(self.cut.starts)
@@ -60,15 +60,14 @@ class Slot:
 
     @property
     def scalars(self) -> int:
-        """How many numbers that is."""
+        """The number of values in that part."""
         return (self.view.shape[1:] if self.repeated else self.view.shape).numel()
 
 
 def load_weights(slots: Iterable[Slot], directory: Path, tied: bool, on_progress: Progress | None = None) -> None:
-    """Fill the slots from the safetensors files in `directory`; CheckpointError if the two do not agree.
+    """Fill the slots from the safetensors files in `directory`; CheckpointError if they do not fit.
 
-    `tied`: the model has no output matrix of its own. If the checkpoint brings one nevertheless, it must equal the
-    embedding.
+    `tied`: the embedding is the output matrix too. If the checkpoint has an output matrix, it must equal the embedding.
     """
     files = checkpoint_files(directory)
     wanted = _wanted(slots, files)
@@ -90,9 +89,9 @@ def load_weights(slots: Iterable[Slot], directory: Path, tied: bool, on_progress
 
 
 def dummy_weights(slots: Iterable[Slot], seed: int) -> None:
-    """Random weights, normal with standard deviation 0.02, norms 1: for measuring without a checkpoint.
+    """Fill the slots with random weights, for measurements: normal with standard deviation 0.02, and norms of 1.
 
-    Not zeros: on those a GPU draws less power and runs faster than on any real model.
+    With zeros a GPU would need less power and run faster than with a real model.
     """
     generator: torch.Generator | None = None
     for slot in slots:
@@ -102,12 +101,12 @@ def dummy_weights(slots: Iterable[Slot], seed: int) -> None:
             slot.view.fill_(1)
         elif slot.cut is None:
             slot.view.normal_(0, 0.02, generator=generator)
-        else:  # the numbers of the whole tensor, however many share it
+        else:  # part of the whole tensor's numbers, so that they do not depend on the number of ranks
             slot.view.copy_(slot.take(slot.view.new_empty(slot.shape).normal_(0, 0.02, generator=generator)))
 
 
 def _wanted(slots: Iterable[Slot], files: list[Path]) -> dict[str, Slot]:
-    """The slots by name: those that have parts whole if the files hold them so, else part by part."""
+    """The slots by name. A slot with parts is whole if the files have it so; otherwise its parts take its place."""
     held: set[str] = set()
     for path in files:
         with _opened(path) as file:
@@ -117,7 +116,7 @@ def _wanted(slots: Iterable[Slot], files: list[Path]) -> dict[str, Slot]:
 
 
 def _check(wanted: dict[str, Slot], files: list[Path], directory: Path, tied: bool) -> int:
-    """Compare the files' headers with what is wanted; the bytes there are to read."""
+    """Compare the headers of the files with the slots; return the number of bytes to read."""
     total = 0
     missing = dict.fromkeys(wanted)
     unexpected: list[str] = []
@@ -148,7 +147,7 @@ def _check(wanted: dict[str, Slot], files: list[Path], directory: Path, tied: bo
     if faults:
         where = files[0] if len(files) == 1 else directory
         raise CheckpointError(
-            f"the checkpoint {where} {'; it '.join(faults)}: use config.json and weights of one and the same model"
+            f"the checkpoint {where} {'; it '.join(faults)}: use config.json and weights of the same model"
         )
     return total
 
@@ -162,13 +161,13 @@ def _check_tied(embedding: Slot, files: list[Path]) -> None:
             head = replace(embedding, name="lm_head.weight")
             if not fits or not _equal(_read(head, file, path), embedding.view):
                 raise CheckpointError(
-                    f"{path} has an lm_head.weight that differs from the embedding, though config.json ties the two: "
+                    f"{path} has an lm_head.weight that differs from the embedding, but config.json ties them: "
                     "set tie_word_embeddings to false"
                 )
 
 
 def _equal(tensor: torch.Tensor, parameter: Matrix) -> bool:
-    """Whether the parameter, of whatever type, is what the tensor becomes when it is loaded."""
+    """Whether the parameter has the values that loading the tensor gives."""
     if isinstance(parameter, ByteWeight):
         values = parameter.rounded(tensor.to(parameter.device))[0]
         return torch.equal(values.view(torch.uint8), parameter.values.view(torch.uint8))
@@ -179,11 +178,11 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file ({error}): download it again") from error
+        raise CheckpointError(f"{path} is not a complete safetensors file ({error}): download it again") from error
 
 
 def _read(slot: Slot, file: Any, path: Path) -> torch.Tensor:
-    """What of the tensor belongs in the slot's view."""
+    """The part of the tensor for the slot's view."""
     try:
         return file.get_tensor(slot.name) if slot.cut is None else slot.take(file.get_slice(slot.name))
     except (SafetensorError, OSError, RuntimeError) as error:
@@ -191,5 +190,5 @@ def _read(slot: Slot, file: Any, path: Path) -> torch.Tensor:
 
 
 def _is_derived(name: str) -> bool:
-    """Older Llama checkpoints carry the rotary frequencies, which follow from the configuration."""
+    """True for the rotary frequencies in older Llama checkpoints, which the configuration determines."""
     return name.endswith(".rotary_emb.inv_freq")

@@ -166,7 +166,7 @@ def test_linear_and_dynamic_scaling_stretch_the_context(tmp_path: Path) -> None:
         ({"hidden_size": "1024"}, r"hidden_size = '1024': it must be a whole number"),
         ({"num_key_value_heads": 7}, r"16 attention heads and 7 key/value heads"),
         ({"head_dim": 33}, r"head_dim 33: rotary positions need an even number"),
-        ({"hidden_act": "gelu"}, r"hidden_act = 'gelu'.*without effect: None or 'silu'"),
+        ({"hidden_act": "gelu"}, r"hidden_act = 'gelu'.*allowed: None or 'silu'"),
         ({"quantization_config": {"bits": 4}}, r"quantised checkpoints are not supported"),
         ({"rope_scaling": {"type": "longrope"}}, r"rope type 'longrope': supported are default, linear"),
         ({"rope_scaling": {"type": "linear"}}, r"no field 'factor' in its rope parameters"),
@@ -197,7 +197,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     [
         (
             {"attn_logit_softcapping": 50.0},
-            "softcapping = 50.0, which Qwen3ForCausalLM is not computed with",
+            "softcapping = 50.0, which is not supported for Qwen3ForCausalLM",
         ),
         (LLAMA | {"residual_multiplier": 0.22}, "residual_multiplier = 0.22"),
         (LLAMA | {"attention_multiplier": 0.1}, "attention_multiplier = 0.1"),

@@ -188,7 +188,7 @@ def config(**changes: Any) -> bytes:
             {INDEX: None, **dict.fromkeys(SHARDS), "pytorch_model.bin": b""},
             r"no model.safetensors or .*, only .*pytorch_model.bin",
         ),
-        ({INDEX: b'{"weight_map": {"a": "../../x.safetensors"}}'}, "no safetensors file beside it"),
+        ({INDEX: b'{"weight_map": {"a": "../../x.safetensors"}}'}, "not a safetensors file in its directory"),
         ({THIRD: None}, f"lacks {THIRD}, which its {INDEX} names"),
         ({"tokenizer.json": None, "tokenizer.model": b""}, "tokenizer.json"),
         ({"tokenizer.json": b"{}"}, "tokenizer.json"),

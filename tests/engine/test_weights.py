@@ -114,14 +114,14 @@ def test_everything_that_is_wrong_is_told_at_once_and_shortened(checkpoint: Path
 def test_a_truncated_file_is_named(checkpoint: Path) -> None:
     path = checkpoint / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a whole safetensors file .*download it"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a complete safetensors file .*download it"):
         load(checkpoint)
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"\xff" * 100, struct.pack("<Q", 10) + b"not json!!"])
 def test_a_corrupt_file_is_named(content: bytes, checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a whole safetensors file"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a complete safetensors file"):
         load(checkpoint)
 
 
@@ -265,5 +265,5 @@ def test_an_index_names_files_beside_it_and_nothing_else(name: Any, tmp_path: Pa
     content = json.loads(index.read_text())
     content["weight_map"]["model.norm.weight"] = name
     index.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=r"index\.json names .* no safetensors file beside it"):
+    with pytest.raises(CheckpointError, match=r"index\.json names .* not a safetensors file in its directory"):
         load(directory)
