@@ -424,11 +424,11 @@ async def test_the_application_shows_its_replicas_and_survives_one(server: Runni
         await shown(lambda: source.shown is source.replicas[1] and app.feed.live)
         assert source.replicas[0].telemetry is not None and source.replicas[0].telemetry.records.following is False
         await pilot.press("up", "enter")
-        await shown(lambda: source.shown is source.replicas[0] and app.feed.live and not app._turning.locked())
+        await shown(lambda: source.shown is source.replicas[0] and app.feed.live and not app._switching.locked())
         await app._check_replicas()
         assert source.shown is source.replicas[0], "the panels were held there"
         await pilot.press("enter")
-        await shown(lambda: source.shown is source.replicas[1] and app.feed.live and not app._turning.locked())
+        await shown(lambda: source.shown is source.replicas[1] and app.feed.live and not app._switching.locked())
         step = app.view.live.state.step
         app.commands.run("unpin")
         app.ask_question("What is decode?")
