@@ -1,8 +1,8 @@
-"""One decoder for Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE: pre-norm blocks of grouped-query attention and a gated
-MLP, or a mixture of them (engine/model/experts.py).
+"""One decoder for Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE.
 
-What differs between them is configuration (engine/config.py). Reading order: Decoder.forward is the model; the rest
-says which tensor of a checkpoint goes where.
+A layer is grouped-query attention and a gated MLP, or a mixture of experts (engine/model/experts.py), each after a
+norm. The architectures differ only in their configuration (engine/model/config.py). Decoder.forward is the model; the
+rest is the parameters and their names in a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.model.linear import ByteWeight, Matrix, linear
 from engine.model.rope import rope_table
 from engine.model.weights import Slot
 
-Quantised = type[ByteWeight] | None  # what matrices are made of, if not of tensors
+Quantised = type[ByteWeight] | None  # the class of 8-bit matrices; None: matrices are tensors
 
 
 def empty_matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.device, quantised: Quantised) -> Matrix:
@@ -32,7 +32,7 @@ def empty_matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.devi
 
 
 class DenseMLP:
-    """silu(gate(x)) · up(x), projected down. Any MLP with `slots` and `__call__` can stand in its place."""
+    """silu(gate(x)) · up(x), projected down. Experts has the same methods."""
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: Ops,
@@ -48,7 +48,7 @@ class DenseMLP:
             self.down_bias = torch.empty(hidden, dtype=dtype, device=device)
 
     def __call__(self, x: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, H] -> [T, H]. `live` int32 [1]: only so many tokens, the first, are no padding; all the same here."""
+        """x [T, H] -> [T, H]. `live` int32 [1]: the tokens before the padding; not used here."""
         inner = self._ops.silu_mul(linear(x, self.gate_up, self.gate_up_bias))
         return linear(inner, self.down, self.down_bias)
 
@@ -65,7 +65,7 @@ class DenseMLP:
 
 
 class Layer:
-    """The weights of one block, q/k/v and gate/up each in one matrix."""
+    """The weights of one layer, with q/k/v in one matrix and gate/up in another."""
 
     def __init__(
         self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device, ops: Ops,
@@ -81,7 +81,7 @@ class Layer:
         self.input_norm = empty(hidden)
         self.qkv = empty_matrix(width, hidden, dtype, device, quantised)
         self.qkv_bias = empty(width) if config.qkv_bias else None
-        # One row per head, so that queries and keys are normed in one go.
+        # One row per head, so that queries and keys are normed together.
         self.qk_norm = empty(config.num_heads + config.num_kv_heads, dim) if config.qk_norm else None
         self.output = empty_matrix(hidden, config.num_heads * dim, dtype, device, quantised)
         self.output_bias = empty(hidden) if config.output_bias else None
@@ -111,7 +111,7 @@ class Layer:
 
 
 class Decoder:
-    """The model: its parameters (uninitialised until engine/model/weights.py fills them) and its forward pass."""
+    """The model: its parameters, which engine/model/weights.py fills, and its forward pass."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class Decoder:
         return self._group.gather(linear(hidden, self.head))
 
     def slots(self) -> Iterator[Slot]:
-        """Every tensor a checkpoint of this model holds, and where it goes."""
+        """Every tensor in a checkpoint of this model, with the parameter that it fills."""
         yield Slot("model.embed_tokens.weight", self.embedding)
         for i, layer in enumerate(self.layers):
             yield from layer.slots(f"model.layers.{i}.")
@@ -177,10 +177,9 @@ class Decoder:
             yield Slot("lm_head.weight", self.head)
 
     def take_expert_load(self) -> tuple[list[int], torch.Tensor]:
-        """The layers that have experts (at least one), and the tokens that each expert got since this was last called,
-        int64 [layers, E].
+        """The layers with experts, and the tokens of each expert since the last call, int64 [layers, E].
 
-        The last layer sees only the tokens whose logits were wanted.
+        There must be such a layer. The last layer counts only tokens whose logits were needed.
         """
         loads = {i: layer.mlp.load for i, layer in enumerate(self.layers) if isinstance(layer.mlp, Experts)}
         taken = torch.stack(list(loads.values()))
@@ -194,7 +193,7 @@ class Decoder:
 
     @property
     def nbytes_per_token(self) -> int:
-        """Bytes of what a token is multiplied with: of the experts only those that it is sent to; no embedding."""
+        """Bytes of the weights that one token uses: without the embedding and without experts it is not sent to."""
         experts = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
         idle = sum(mlp.nbytes * (mlp.config.count - mlp.config.per_token) // mlp.config.count for mlp in experts)
         return self.nbytes - self.embedding.nbytes - idle

@@ -1,8 +1,7 @@
-"""Mixture of experts: many small MLPs, of which a router picks a few for each token. This is the readable form.
+"""Mixture of experts: many small MLPs, of which a router chooses a few for each token.
 
-Tokens are sorted by expert, so that each expert that anyone wants is read once and multiplied once. How many those are
-is known only on the device, and the host asks for it: a step like this cannot be captured in a CUDA graph, and what can
-(engine/kernels/moe.py) is specified here.
+This is the readable form, which specifies engine/kernels/moe.py. Tokens are sorted by expert, so that each expert in
+use is read once. The host waits for the number of tokens of each expert, so a CUDA graph cannot contain this form.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Ops(Protocol):
 
 
 class Experts:
-    """In the place of a DenseMLP: silu(gate_e(x)) · up_e(x), projected down, summed over the experts e of each token.
+    """Replaces a DenseMLP: silu(gate_e(x)) · up_e(x), projected down, summed over the experts e of each token.
 
     T tokens of hidden size H; E experts of inner size I, K of them for each token.
     """
@@ -50,12 +49,11 @@ class Experts:
         self.router = torch.empty(config.count, hidden, dtype=dtype, device=device)
         self.gate_up = torch.empty(config.count, 2 * config.inner_size, hidden, dtype=dtype, device=device)
         self.down = torch.empty(config.count, hidden, config.inner_size, dtype=dtype, device=device)
-        # Tokens that each expert got since Decoder.take_expert_load was last called.
+        # The tokens of each expert since the last call of Decoder.take_expert_load.
         self.load = torch.zeros(config.count, dtype=torch.int64, device=device)
 
     def __call__(self, x: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, H] -> [T, H]. `live` int32 [1]: only so many tokens, the first, are sent to experts; zeros for the
-        others, which are padding."""
+        """x [T, H] -> [T, H]. `live` int32 [1]: the tokens before the padding; the padding's rows become zeros."""
         return self._ops.experts(x, self, live)
 
     def one_by_one(self, x: torch.Tensor) -> torch.Tensor:
@@ -74,10 +72,10 @@ class Experts:
         return torch.bmm(weights[:, None], outputs.view(len(x), each, x.shape[1]))[:, 0]
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [T, H] -> the experts of each token, int64 [T, K], and before them what their outputs count, [T, K].
+        """x [T, H] -> the weights of each token's experts [T, K], and the experts, int64 [T, K].
 
-        Probabilities over all experts, in fp32 (float64 in a float64 model); if the model says so, those of the chosen
-        are scaled to sum to 1.
+        The weights are probabilities over all experts, in fp32 (float64 in a float64 model). If the model asks for it,
+        the weights of the chosen experts are scaled to sum to 1.
         """
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         probabilities = F.linear(x, self.router).softmax(-1, dtype=wide)

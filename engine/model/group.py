@@ -1,7 +1,7 @@
-"""What a step exchanges with the ranks that share its model; here for one rank, which exchanges nothing.
+"""The exchanges between the ranks that share a model; here for one rank, which exchanges nothing.
 
-The decoder calls these operations and does not know how many ranks there are. engine/parallel/group.py has the group of
-several.
+The decoder calls these operations without knowing the number of ranks. engine/parallel/group.py has the group of
+several ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.model.weights import Slot
 
 
 class Group:
-    """One rank, alone."""
+    """A group of one rank."""
 
     rank = 0
     size = 1
@@ -28,7 +28,7 @@ class Group:
         return device
 
     def shard(self, config: ModelConfig) -> ModelConfig:
-        """The model as this rank holds it."""
+        """The configuration of this rank's part of the model."""
         return config
 
     def shard_slots(self, slots: Iterable[Slot], config: ModelConfig) -> Iterable[Slot]:
@@ -49,15 +49,15 @@ class Group:
     def add_norm(
         self, ops: Ops, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """residual [T, H] += the sum over all ranks of x, in place; returns its norm (`ops`: as the decoder's)."""
+        """Add the sum over all ranks of x to residual [T, H] in place; return its norm. `ops`: the decoder's."""
         return ops.add_rms_norm(self.sum(x), residual, weight, eps)
 
     def direct(self, rows: int) -> bool:
-        """add_norm of so many rows takes x as fp32 [parts, T, H], too, if its ops do."""
+        """True if add_norm of so many rows also accepts x as fp32 [parts, T, H], provided that its ops do."""
         return True
 
     def embed(self, token_ids: torch.Tensor, table: Matrix) -> torch.Tensor:
-        """token_ids [T] -> their rows [T, H] of the whole table, of which this rank holds `table`."""
+        """token_ids [T] -> their rows [T, H] of the whole embedding; `table`: this rank's rows."""
         return embed(token_ids, table)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
@@ -74,23 +74,23 @@ class Group:
 
     @property
     def piece(self) -> tuple[int, int]:
-        """This rank's piece of the vocabulary, first id and end, if draws can be made piece by piece; else zeros."""
+        """The first id and the end of this rank's piece of the vocabulary; zeros if draws are not made by piece."""
         return 0, 0
 
     def elect(
         self, scores: torch.Tensor, outcome: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor,
         last_token: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Of what the ranks drew from their pieces, the best, on all ranks: as engine.kernels.mailbox.elect."""
+        """Choose the best draw of all ranks' pieces, on all ranks: see engine.kernels.mailbox.elect."""
 
     def replayed(self, layers: int, rows: int) -> None:
-        """A graph has been launched that holds the sums of a model of so many layers over so many rows."""
+        """Note the launch of a graph with the sums of so many layers over so many rows."""
 
     def redrew(self, rows: int, gathered: bool) -> None:
-        """A graph has been launched that draws for so many rows: from their gathered logits, or piece by piece."""
+        """Note the launch of a graph that draws for so many rows, from gathered logits or by piece."""
 
     def take(self) -> Spent | None:
-        """What was spent in collectives since this was last called; None: there are none."""
+        """The time in collectives since the last call; None: there are none."""
         return None
 
 
@@ -98,8 +98,10 @@ ALONE = Group()
 
 
 class Spent:
-    """Milliseconds in collectives: counted by the host, or between events of a GPU that the step's end comes after; of
-    graphs, what the same collectives took alone when the group was made (engine/parallel/timing.py)."""
+    """Milliseconds in collectives, counted by the host or between events of a GPU before the end of the step.
+
+    For graphs it is the time that the same collectives took alone when the group was made (engine/parallel/timing.py).
+    """
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks

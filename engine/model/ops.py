@@ -1,11 +1,10 @@
-"""The decoder's small operations in plain torch: the specification of the fused kernels, and what a CPU runs.
+"""The decoder's small operations in plain torch: the specification of the fused kernels, and the operations of CPUs.
 
-The decoder calls `ops.<name>` for everything that is neither a matrix product nor attention, so a module with the
-same six functions replaces them all at one place (Decoder's argument `ops`).
+The decoder calls `ops.<name>` for everything except matrix products and attention. So a module with the same six
+functions can replace all of them (Decoder's argument `ops`).
 
 Shapes: T tokens, hidden size H, Hq query heads, Hkv key/value heads, head dimension D, intermediate size I.
-Activations are in the model's dtype, float64, float32, bfloat16 or float16; what is said to be fp32 below is float64
-in a float64 model.
+Activations have the model's dtype: float64, float32, bfloat16 or float16. In a float64 model, "fp32" below is float64.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from engine.model.experts import Experts
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., H], weight [H] -> [..., H]: normalised in fp32, cast back to x.dtype, then multiplied by the weight.
 
-    The order of cast and multiplication is that of transformers: in bfloat16 it is visible.
+    The cast comes before the multiplication, as in transformers; in bfloat16 the order changes the result.
     """
-    if x.dtype in (torch.float32, torch.float64):  # no cast: the library's own, which is one call
+    if x.dtype in (torch.float32, torch.float64):  # without a cast, torch does it in one call
         return F.rms_norm(x, weight.shape, weight, eps)
     return weight * F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """residual [T, H] += x [T, H], in place and rounded to its dtype; returns rms_norm(residual) [T, H]."""
+    """Add x [T, H] to residual [T, H] in place, rounded to its dtype; return rms_norm(residual) [T, H]."""
     residual.add_(x)
     return rms_norm(residual, weight, eps)
 
 
 def rope_rows(table: torch.Tensor, positions: torch.Tensor) -> Any:
-    """Whatever `qk_norm_rope_store` wants to know of the positions; made once per step, used by every layer.
+    """The positions in the form that `qk_norm_rope_store` needs; made once per step, used by every layer.
 
     table [max_positions, D] fp32: row p is cos(p·f_0 … p·f_(D/2−1)) followed by the sines; positions int64 [T].
-    Here: (cos, sin) [T, 1, 2, D/2], the sine of the first half negated, so that rotating is x·cos + swapped(x)·sin.
+    Here: (cos, sin) [T, 1, 2, D/2], with the sine of the first half negated, so rotation is x·cos + swapped(x)·sin.
     """
     cos, sin = table[positions].view(len(positions), 1, 2, -1).unbind(2)
     return torch.stack((cos, cos), 2), torch.stack((-sin, sin), 2)
@@ -61,7 +60,7 @@ def qk_norm_rope_store(
     qk_weight      [Hq + Hkv, D] RMSNorm weight of each query and key head (before rotation); None: no norm
     rope           what rope_rows returned for this step's positions
     k_cache        [num_blocks, block_size, Hkv, D], contiguous, the model's dtype or FP8; v_cache the same
-    kv_scales      fp32 [2, Hkv] of a cache of 8-bit numbers (engine/attention/kv_fp8.py), which both caches then hold
+    kv_scales      fp32 [2, Hkv] of an 8-bit cache (engine/attention/kv_fp8.py); None: the model's dtype
     slot_mapping   int64 [T]: token t goes to cache.view(-1, Hkv, D)[slot]. Several tokens may name slot 0 (padding)
 
     Rotation is half-split: pairs (x_i, x_(i + D/2)), computed in fp32 and rounded once.
@@ -76,7 +75,7 @@ def qk_norm_rope_store(
     halves = qk.unflatten(-1, (2, dim // 2))
     rotated = torch.addcmul(halves * cos, halves.flip(2), sin).to(qkv.dtype).flatten(2)
     k = rotated[:, -kv_heads:]
-    if kv_scales is not None:  # copied as bytes: of 8-bit floating-point numbers torch can do little but convert them
+    if kv_scales is not None:  # copied as bytes: torch can only convert 8-bit floating-point numbers
         k, v = (kv_fp8.quantise(x, scale).view(torch.uint8) for x, scale in zip((k, v), kv_scales, strict=True))
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     k_cache.view(-1, kv_heads, dim).index_copy_(0, slot_mapping, k)
@@ -91,7 +90,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def experts(x: torch.Tensor, mixture: Experts, live: torch.Tensor | None) -> torch.Tensor:
-    """x [T, H] -> [T, H], as Experts has it; counts in mixture.load what each expert got."""
+    """x [T, H] -> [T, H], as in Experts; counts the tokens of each expert in mixture.load."""
     if live is None:
         return mixture.one_by_one(x)
     tokens = min(len(x), int(live))

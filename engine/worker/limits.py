@@ -53,11 +53,8 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
             "lower it, or set a rope scaling in config.json"
         )
     sequences = config.max_num_seqs or (64 if cpu else 256)
-    # Not chosen by measurement: on a CPU a smaller budget shortens what others wait for a mixed step and lengthens the
-    # prompt's own time in like measure. Bundled model, four decoding, a prompt of 1,500 tokens, one thread: a budget of
-    # 512 gives mixed steps of 126 ms and the first token after 384; 256, 83 and 520; 128, 47 and 618; 32, 21 and 1,187.
-    # On an H200 it hardly matters: Qwen3-8B, 16 prompts of 4,096 tokens, budgets of 2,048, 4,096, 8,192 and 16,384:
-    # 39,750, 40,410, 40,730 and 40,780 tok/s; 256 requests of mixed lengths 9,714, 9,773, 9,834 and 9,786.
+    # On a CPU a smaller budget gives shorter steps and a later first token; on a GPU it hardly matters
+    # (engine/kernels/MEASURED.md).
     budget = config.max_num_batched_tokens or max(512 if cpu else 8192, sequences)
     notes: tuple[str, ...] = ()
     if config.tensor_parallel_size > 1:
