@@ -51,7 +51,6 @@ class TreeRow:
     pending: bool
     has_children: bool
     folded: bool
-    last_child: bool
 
 
 @dataclass(slots=True)
@@ -139,9 +138,9 @@ class Tree:
         picture = TreePicture(len(state.nodes) - 1, in_tree * size, state.counts[CACHED] * size)
         chosen = self._choose(shown, decode, limit, pinned or set(), search, everything)
         picture.hidden_nodes = picture.nodes - len(chosen)
-        stack = [(id, 0, last) for id, last in self._children(state, 0, chosen)][::-1]
+        stack = [(id, 0) for id in reversed(self._children(state, 0, chosen))]
         while stack:
-            id, depth, last = stack.pop()
+            id, depth = stack.pop()
             node = state.nodes[id]
             role, text = self.text(state, node, decode)
             picture.rows.append(
@@ -149,20 +148,19 @@ class Tree:
                     node=id, depth=depth, role=role, text=text, tokens=len(node.ids), users=node.users,
                     saved=shown.saved_by(node), rank=0 if node.users else self.rank(id),
                     pending=bool(state.pending) and any(block in state.pending for block in node.blocks[-64:]),
-                    has_children=bool(node.children), folded=id in self.folded, last_child=last,
+                    has_children=bool(node.children), folded=id in self.folded,
                 )
             )  # fmt: skip
             if id not in self.folded:
-                stack += [(child, depth + 1, last) for child, last in self._children(state, id, chosen)][::-1]
+                stack += [(child, depth + 1) for child in reversed(self._children(state, id, chosen))]
         return picture
 
     def _key(self, id: int) -> tuple[int, int, int, int]:
         saved, users, tokens = self._order.get(id, (0, 0, 0))
         return -saved, -users, -tokens, id
 
-    def _children(self, state: State, parent: int, chosen: set[int]) -> list[tuple[int, bool]]:
-        shown = sorted((c for c in state.nodes[parent].children if c in chosen), key=self._key)
-        return [(child, i == len(shown) - 1) for i, child in enumerate(shown)]
+    def _children(self, state: State, parent: int, chosen: set[int]) -> list[int]:
+        return sorted((child for child in state.nodes[parent].children if child in chosen), key=self._key)
 
     def _choose(
         self, shown: AnnotatedState, decode: Decode, limit: int, pinned: set[int], search: str, everything: bool
