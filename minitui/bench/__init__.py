@@ -1,1 +1,1 @@
-"""`minitui bench`: speed, and what share of this machine's own limits it is, measured in the same run."""
+"""`minitui bench`: speed as a share of this machine's limits, both measured in the same run."""

@@ -1,6 +1,4 @@
-"""The rows of a CPU: the bundled model at one stream and at eight, with and without a cached prefix, beside
-transformers.
-"""
+"""The rows of a CPU: one stream and eight, with and without a cached prefix, compared with transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ PROMPT, REPLY, STREAMS, PREFIX, REPEATS = 32, 64, 8, 512, 5
 
 
 def cpu_rows(llm: LLM, work: Work, limits: Limits, directory: Path, compare: bool) -> Iterator[Row]:
-    """Rows of this engine; where transformers is installed (and `compare`), the same work there as the best other."""
+    """The rows of this engine; with `compare`, and if transformers is installed, its figures as the best other."""
     vocab = int(llm.info["vocab_size"])
     seeds = iter(range(1, 10_000))
 
@@ -30,7 +28,7 @@ def cpu_rows(llm: LLM, work: Work, limits: Limits, directory: Path, compare: boo
 
     seconds(llm, prompts(STREAMS, PROMPT), greedy(8))
     other = _transformers(directory, llm.info["dtype"]) if compare else None
-    # The two engines take turns: a machine that slows down meanwhile slows both.
+    # The engines take turns, so that a slowdown of the machine affects both.
     single, batched, theirs_single, theirs_batched = [], [], [], []
     for _ in range(REPEATS):
         single.append(seconds(llm, prompts(1, PROMPT), greedy(REPLY)))
@@ -50,7 +48,7 @@ def cpu_rows(llm: LLM, work: Work, limits: Limits, directory: Path, compare: boo
     their = tokens / median(theirs_batched) if theirs_batched else None
     note = ""
     if theirs_single:
-        note = f"{median(theirs_single) * STREAMS / median(batched):.1f} x transformers one after another (goal 8 x)"
+        note = f"{median(theirs_single) * STREAMS / median(batched):.1f} x transformers in sequence (goal 8 x)"
     yield Row(f"{STREAMS} streams", tokens / median(batched), "tok/s", tokens / least, their * 1.6 if their else None,
               their, note)  # fmt: skip
     cold, cached = [], []
@@ -62,7 +60,7 @@ def cpu_rows(llm: LLM, work: Work, limits: Limits, directory: Path, compare: boo
     yield Row(f"first token, {PREFIX + 16} cold", median(cold) * 1e3, "ms", least * 1e3)
     least = work.prefill(limits, [PREFIX + 16], cached=PREFIX)
     yield Row(f"first token, {PREFIX} cached + 16", median(cached) * 1e3, "ms", least * 1e3, median(cold) * 1e3 / 8,
-              note=f"{median(cold) / median(cached):.1f} x sooner than cold")  # fmt: skip
+              note=f"{median(cold) / median(cached):.1f} x faster than cold")  # fmt: skip
 
 
 def _host(llm: LLM, rows: int) -> str:
@@ -73,7 +71,8 @@ def _host(llm: LLM, rows: int) -> str:
 
 
 def _transformers(directory: Path, dtype: str) -> Callable[[list[list[int]], int], float] | None:
-    """Greedy replies of transformers' generate, timed; None if it is not installed or cannot load the model."""
+    """A function that times greedy replies of transformers' generate; None if it is not installed or the checkpoint is
+    not one safetensors file."""
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
@@ -91,7 +90,7 @@ def _transformers(directory: Path, dtype: str) -> Callable[[list[list[int]], int
                 pad_token_id=0,
             )  # fmt: skip
         took = time.perf_counter() - started
-        assert out.shape[1] == ids.shape[1] + tokens, "generate stopped early: its time does not compare"
+        assert out.shape[1] == ids.shape[1] + tokens, "generate stopped early: its time is not comparable"
         return took
 
     run([[1, 2, 3]], 4)

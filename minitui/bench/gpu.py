@@ -1,4 +1,4 @@
-"""The rows of a GPU: one request, many at once, prompts only, a mix, and the time to a first token."""
+"""The rows of a GPU: one request, batches, prefill only, a mix, and the time to the first token."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from minitui.bench.limits import Limits
 from minitui.bench.rows import Row, decode_steps, greedy, random_prompts, seconds
 from minitui.bench.shapes import Work
 
-# Measured on one H200 with random weights: (best other engine, goal). vLLM 0.25.1, mini-sglang or nano-vllm. Their
-# figures for batches are taken for rates of decoding alone: with the prompts in it, 22,262 tok/s would leave at most
-# 8.9 ms for a step of 256 rows of 8B, and on that card cuBLAS alone took 6.73 ms for its products and reading its keys
-# and values 2.3.
+# Measured on one H200 with random weights: (best other engine, goal). The others: vLLM 0.25.1, mini-sglang, nano-vllm.
+# Their batch figures are taken as decode rates without prompts. With prompts, 22,262 tok/s would leave at most 8.9 ms
+# for a step of 256 rows of 8B; on that card its products alone took 6.73 ms in cuBLAS, and reading its keys and values
+# 2.3 ms.
 H200 = {
     "8B": {
         "batch 1": (5.14, 4.60), "batch 64": (10_223, 12_000), "batch 256": (22_262, 24_000),
@@ -31,11 +31,11 @@ H200 = {
     },
 }  # fmt: skip
 
-REPLY = 256  # tokens of reply in the rows of batches
+REPLY = 256  # tokens of a reply in the batch rows
 
 
 class GpuRows:
-    """Measures one model; `references` holds what others reached on the card it runs on, or nothing."""
+    """Measures one model. `references`: row name -> (best other engine on this card, goal)."""
 
     def __init__(self, llm: LLM, work: Work, limits: Limits, references: dict[str, tuple[float, float]]) -> None:
         self._llm, self._work, self._limits, self._references = llm, work, limits, references
@@ -43,7 +43,7 @@ class GpuRows:
         self._seed = 0
 
     def all(self) -> Iterator[Row]:
-        """The rows, each measured when it is asked for."""
+        """Yields the rows as they are measured."""
         self._warm_up()
         yield self.single()
         for batch in (64, 256):
@@ -55,7 +55,7 @@ class GpuRows:
         yield self.first_token_cached()
 
     def single(self) -> Row:
-        """(Time for 513 tokens - time for 1) / 512, of one request with 128 tokens of prompt."""
+        """(Time for 513 tokens - time for 1) / 512, of one request with 128 prompt tokens."""
         prompts, work = self._prompts, self._work
         one = median(seconds(self._llm, prompts([128]), greedy(1)) for _ in range(3))
         self._llm.engine.log.drain()
@@ -67,8 +67,8 @@ class GpuRows:
         return self._row("batch 1", took, "ms/token", least, self._host(1))
 
     def batch(self, n: int) -> Iterator[Row]:
-        """n requests of 128 tokens, 256 tokens of reply each. First decoding alone: all tokens but the first ones, by
-        (time for 256 - time for 1). Then all tokens by the whole time, prompts included.
+        """n requests with 128 prompt tokens and replies of 256. First decoding only: all tokens but the first of each
+        reply / (time for 256 - time for 1). Then all tokens / whole time, prompts included.
         """
         prompts, work, later = [128] * n, self._work, n * (REPLY - 1)
         one = self._median(lambda: seconds(self._llm, self._prompts(prompts), greedy(1)))
@@ -85,7 +85,7 @@ class GpuRows:
         yield self._row(f"batch {n} with its prompts", n * REPLY / whole, "tok/s", all_of_it)
 
     def prefill(self) -> Row:
-        """16 prompts of 4,096 tokens, one token of reply each; prompt tokens by time."""
+        """16 prompts of 4,096 tokens, replies of one token: prompt tokens / time."""
         lengths = [4096] * 16
         took = self._median(lambda: seconds(self._llm, self._prompts(lengths), greedy(1)))
 
@@ -95,7 +95,7 @@ class GpuRows:
         return self._row("prefill 16 x 4,096", sum(lengths) / took, "tok/s", most)
 
     def mixed(self) -> Row:
-        """256 requests at once, prompts and replies uniform in 100 ... 1,024 tokens."""
+        """256 requests at once, with prompts and replies of 100 to 1,024 tokens, uniformly distributed."""
         rng = np.random.default_rng(0)
         lengths, outputs = (rng.integers(100, 1025, 256).tolist() for _ in range(2))
         params: list[SamplingParams] = [greedy(n) for n in outputs]
@@ -108,14 +108,14 @@ class GpuRows:
         return self._row("mixed 256", sum(outputs) / took, "tok/s", most, self._host(256))
 
     def first_token_cold(self) -> Row:
-        """One prompt nobody has sent before."""
+        """The time to the first token of a new prompt."""
         took = median(seconds(self._llm, self._prompts([2112]), greedy(1)) for _ in range(5)) * 1e3
         return self._row(
             "first token, 2,112 cold", took, "ms", lambda limits: self._work.prefill(limits, [2112]) * 1e3
         )
 
     def first_token_cached(self) -> Row:
-        """A prompt whose first 2,048 tokens the cache holds."""
+        """The time to the first token of a prompt with 2,048 cached tokens."""
         times = []
         for _ in range(5):
             (start,), (rest,) = self._prompts([2048]), self._prompts([64])
@@ -134,7 +134,7 @@ class GpuRows:
         return median(run() for _ in range(3))
 
     def _prompts(self, lengths: list[int]) -> list[list[int]]:
-        self._seed += 1  # never the same twice: the cache would answer
+        self._seed += 1  # never the same prompts twice: they would be cached
         return random_prompts(lengths, self._vocab, self._seed)
 
     def _host(self, rows: int) -> str:
@@ -145,7 +145,7 @@ class GpuRows:
         return f"host {steps.host_us:.0f} us per step{per_row}; device {steps.device_ms:.2f} ms"
 
     def _row(self, name: str, value: float, unit: str, limit: Callable[[Limits], float], note: str = "") -> Row:
-        """`limit`: what the row would be at given limits of the machine."""
+        """A row. `limit(limits)`: its value at the given limits of the machine."""
         other, goal = self._references.get(name, (None, None))
         limits = self._limits
         steady = limit(replace(limits, matmul=limits.sustained)) if limits.sustained else None

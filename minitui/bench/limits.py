@@ -1,6 +1,4 @@
-"""What this machine can do at best: copy memory, read memory, multiply matrices. Everything is measured on random
-data.
-"""
+"""The limits of this machine: copying memory, reading memory, multiplying matrices. Measured with random data."""
 
 from __future__ import annotations
 
@@ -12,20 +10,20 @@ from statistics import median
 
 import torch
 
-NUMBERS, CPU_NUMBERS = 1 << 29, 1 << 26  # far more than the caches hold
+NUMBERS, CPU_NUMBERS = 1 << 29, 1 << 26  # many times the size of the caches
 REPEATS = 10
 SUSTAINED_SECONDS = 1.5
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes per second (a copied byte counts twice: read and written) and operations per second."""
+    """Bytes per second (a copied byte counts twice, read and written) and operations per second."""
 
     copy: float
     read: float
     matmul: float
     dtype: str
-    sustained: float | None = None  # of a second and a half of products, where power and heat set the clock; on a GPU
+    sustained: float | None = None  # on a GPU, over 1.5 s: power and heat limit the clock
 
     def lines(self) -> list[str]:
         return [
@@ -37,7 +35,7 @@ class Limits:
 
 
 def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
-    """Median of several runs of each, buffers far larger than the caches."""
+    """The median of several runs of each, with buffers far larger than the caches."""
     copy, read = _memory(device, NUMBERS if device.type == "cuda" else CPU_NUMBERS)
     n = 8192 if device.type == "cuda" else 1024
     a, b = (torch.empty(n, n, device=device).normal_().to(dtype) for _ in range(2))
@@ -51,12 +49,12 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
     if device.type == "cuda":
         times = max(1, int(SUSTAINED_SECONDS / once))
         sustained = 2 * n**3 * times / _seconds(lambda: [product() for _ in range(times)], device, 1, 0)
-    # The copy may beat a plain reduction at reading: the limit is the better of what was seen.
+    # A copy may read faster than a reduction: the limit is the better of the two.
     return Limits(copy, max(read, copy / 2), matmul, str(dtype).removeprefix("torch."), sustained)
 
 
 def _memory(device: torch.device, count: int) -> tuple[float, float]:
-    """Bytes per second of a copy and of a read of `count` float32 numbers; their memory is free again afterwards."""
+    """Bytes per second of copying and of reading `count` float32 numbers. Their memory is free again at the return."""
     source = torch.empty(count, device=device).normal_()
     target = torch.empty_like(source)
     rows = source.view(-1, 1 << 20)

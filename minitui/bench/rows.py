@@ -1,4 +1,4 @@
-"""One measured row of the report, and helpers to run an engine for a measurement."""
+"""A row of the report, and helpers that run an engine for a measurement."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from engine.params import SamplingParams
 
 @dataclass(frozen=True)
 class Row:
-    """`limit` is the same measure if nothing but the machine's limits stood in the way; `other` the best other
-    engine.
-    """
+    """A measured value. `limit`: the value if only the machine's limits mattered; `other`: the best other engine."""
 
     name: str
     value: float
@@ -26,11 +24,11 @@ class Row:
     goal: float | None = None
     other: float | None = None
     note: str = ""
-    sustained: float | None = None  # the limit where a card keeps up its products for seconds, see Limits.sustained
+    sustained: float | None = None  # the limit with Limits.sustained
 
     @property
     def share(self) -> float | None:
-        """Of the limit, 0 to 1."""
+        """Share of the limit, 0 to 1."""
         return self._share_of(self.limit)
 
     def _share_of(self, limit: float | None) -> float | None:
@@ -59,7 +57,7 @@ def _number(value: float) -> str:
 
 
 def random_prompts(lengths: list[int], vocab_size: int, seed: int) -> list[list[int]]:
-    """Ids drawn uniformly, a few hundred at the top left out: those are the special tokens."""
+    """Random ids, uniform, without the last few hundred: those are the special tokens."""
     rng = np.random.default_rng(seed)
     high = max(2, vocab_size - 600)
     return [rng.integers(0, high, size=n).tolist() for n in lengths]
@@ -89,12 +87,12 @@ class StepTimes:
 
     @property
     def host_us(self) -> float:
-        """Planning, launching and committing: what the processor does for a step."""
+        """The host's time for a step: plan, launch and commit."""
         return self.plan_us + self.launch_us + self.commit_us
 
 
 def decode_steps(llm: LLM) -> StepTimes | None:
-    """Of the decode steps since the log was last drained; None if there were too few to say."""
+    """The times of the decode steps since the log was last drained; None if there were too few."""
     found = [r[3:] for r in llm.engine.log.drain() if r[2] == "time" and r[-1] == "decode"][5:]
     if len(found) < 5:
         return None

@@ -1,6 +1,4 @@
-"""Model shapes that can be measured without a checkpoint (random weights), and what one step of them must at least
-do.
-"""
+"""Model shapes for measurements without a checkpoint (random weights), and the least work of their steps."""
 
 from __future__ import annotations
 
@@ -27,11 +25,11 @@ SIZES = {
     "8B": (4_096, 12_288, 36, 32, False),
     "30B-A3B": (2_048, 6_144, 48, 32, False),
 }
-MEASURED = ("0.6B", "8B")  # unless others are asked for
+MEASURED = ("0.6B", "8B")  # by default
 
 
 def write_config(size: str, directory: Path) -> Path:
-    """A directory with the config.json of Qwen3 in one of SIZES, which is all that random weights need."""
+    """Writes the config.json of Qwen3 in one of SIZES; returns its directory. Random weights need no more."""
     hidden, inner, layers, heads, tied = SIZES[size]
     config = QWEN3 | {
         "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
@@ -47,21 +45,22 @@ def write_config(size: str, directory: Path) -> Path:
 
 @dataclass(frozen=True)
 class Work:
-    """Least bytes and operations of a model's steps: each weight read once, each key and value read once."""
+    """The least bytes and operations of a model's steps: every weight, key and value is read once."""
 
-    body: int  # weights of all layers' matrices, experts apart
-    head: int  # of the output matrix
+    body: int  # weights of all layers' matrices, without experts
+    head: int  # weights of the output matrix
     kv_bytes: int  # of one token's keys and values, all layers
-    attention: int  # operations of one query meeting one key, all layers
-    itemsize: int  # of a weight
+    attention: int  # operations for one query and one key, all layers
+    itemsize: int  # bytes of a weight
     expert_layers: int = 0
-    experts: int = 0  # in each of those layers
+    experts: int = 0  # in each of these layers
     experts_per_token: int = 0
-    expert: int = 0  # weights of one
+    expert: int = 0  # weights of one expert
 
     @staticmethod
     def of(config: ModelConfig, itemsize: int, weight_itemsize: int | None = None) -> Work:
-        """The work of a model whose cache, and weights unless told otherwise, take `itemsize` bytes a number."""
+        """The work of a model. A number takes `itemsize` bytes in the cache, and `weight_itemsize` (None: the same) in
+        the weights."""
         c, d, e = config, config.head_dim, config.experts
         mixed = sum(e.layers) if e else 0
         attention = c.hidden_size * (2 * c.num_heads + 2 * c.num_kv_heads) * d
@@ -76,7 +75,7 @@ class Work:
         )  # fmt: skip
 
     def prefill(self, limits: Limits, lengths: list[int], cached: int = 0) -> float:
-        """Seconds to compute prompts of these lengths, the first `cached` tokens of each known, and draw one token of
+        """Seconds to compute prompts of these lengths, with `cached` tokens of each cached, and to sample one token of
         each.
         """
         tokens = sum(lengths) - cached * len(lengths)
@@ -84,18 +83,18 @@ class Work:
         return self._seconds(limits, tokens, len(lengths), cached * len(lengths), pairs)
 
     def decode(self, limits: Limits, contexts: list[int]) -> float:
-        """Seconds of one step that gives each of these sequences one token."""
+        """Seconds of one step that decodes one token of each sequence."""
         return self._seconds(limits, len(contexts), len(contexts), sum(contexts), sum(contexts))
 
     def replies(self, limits: Limits, prompts: list[int], outputs: list[int]) -> float:
-        """Seconds of serving all requests from one moment on: the prefill, then steps with whoever is not done."""
+        """Seconds to serve requests that arrive together: the prefill, then steps of the unfinished requests."""
         total = self.prefill(limits, prompts)
         for step in range(1, max(outputs)):
             total += self.decode(limits, [p + step for p, o in zip(prompts, outputs, strict=True) if o > step])
         return total
 
     def experts_wanted(self, tokens: int) -> float:
-        """Different experts of a layer that so many tokens want on average, if their router spreads them evenly."""
+        """Average number of different experts of a layer for this many tokens, if the router spreads them evenly."""
         return self.experts * (1 - (1 - self.experts_per_token / self.experts) ** tokens) if self.experts else 0.0
 
     def _seconds(self, limits: Limits, tokens: int, drawn: int, keys: int, pairs: float) -> float:

@@ -1,11 +1,11 @@
-"""What drafts gain and cost: the same replies with and without speculation, the model computing all of both.
+"""The gain and the cost of speculation: the same replies with and without it.
 
-Small and random models cannot edit code, so what they draw is dictated: the step runs as always, and when its draws
-reach the host they are replaced by a text. Two texts:
+Small and random models cannot edit code, so the reply is given: the step runs as usual, but on the host its sampled
+tokens are replaced by those of a text. There are two texts:
 
-    edited code       a file of this package as the prompt, and as the reply the same with small edits: a name changed
-                      throughout, and every few lines a line that says something else
-    nothing repeats   prompt and reply are random: there is never anything to draft, and what is left is the cost
+    edited code       the prompt is a file of this package; the reply is the same file with one name changed, and every
+                      few lines a new line
+    nothing repeats   prompt and reply are random: there are no drafts, which shows the cost
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.llm import LLM
 from engine.params import SamplingParams
 from minitui.bench.rows import Row, seconds
 
-PROMPT = 600  # tokens, of either text
+PROMPT = 600  # tokens
 LINES_BETWEEN_EDITS = 10
 REPEATS = 3
 STREAMS, REPLY = (1, 8), 512  # on a GPU
@@ -36,7 +36,7 @@ RENAMED, NEW_NAME = "request", "job"
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt and the reply that will be drawn, whatever the model thinks."""
+    """A prompt and its given reply."""
 
     name: str
     prompt: list[int]
@@ -45,7 +45,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Timed:
-    """Replies to one text, some at once."""
+    """The measured replies to one text."""
 
     streams: int
     ms_per_token: float  # of each stream
@@ -55,7 +55,7 @@ class Timed:
 
 
 def texts(vocab_size: int, reply: int, seed: int) -> list[Text]:
-    """Both texts, with replies of that many tokens; another seed, other ids: a cache does not know them."""
+    """Both texts, with replies of `reply` tokens. Another seed gives other ids, which are not cached."""
     rng = random.Random(seed)
     ids = rng.sample(range(vocab_size), min(vocab_size, 4096))
     known: dict[str, int] = {}
@@ -100,14 +100,14 @@ class _Step:
             end = int(start) + int(count)
             if i in result.checked:
                 drawn = text[start + 1 : end + 1]
-                result.checked[i] = drawn + [0] * (count - len(drawn))  # drafts may reach past the end of the reply
+                result.checked[i] = drawn + [0] * (count - len(drawn))  # drafts may go beyond the end of the reply
             elif plan.samples[i]:
                 result.ids[i] = text[end]
         return result
 
 
 def timed(llm: LLM, streams: int, reply: int) -> dict[str, Timed]:
-    """Each text `streams` times at once, every stream with ids of its own; medians over REPEATS."""
+    """Runs each text in `streams` requests at once, each with other ids; medians over REPEATS."""
     vocab = int(llm.info["vocab_size"])
     found: dict[str, list[Timed]] = {}
     for repeat in range(REPEATS + 1):
@@ -126,16 +126,16 @@ def timed(llm: LLM, streams: int, reply: int) -> dict[str, Timed]:
 
 
 def speculation_rows(plain: dict[str, Timed], drafting: dict[str, Timed]) -> Iterator[Row]:
-    """The rows with drafts, and beside them what was measured without."""
+    """The rows with drafts; their notes compare with the runs without."""
     for name, one in drafting.items():
         before = plain[name].ms_per_token
-        right = f", {one.accepted / one.drafted:.0%} of {one.drafted:,} drafts right" if one.drafted else ", no drafts"
+        right = f", {one.accepted / one.drafted:.0%} of {one.drafted:,} accepted" if one.drafted else ", no drafts"
         note = f"{before:.2f} without: {before / one.ms_per_token:.2f} x; {one.tokens_per_step:.2f} tokens a step"
         yield Row(f"{name}, {one.streams} with drafts", one.ms_per_token, "ms/token", note=note + right)
 
 
 def _run(llm: LLM, dictated: list[Text]) -> Timed:
-    """Time of the replies without that of the prompts."""
+    """Times the replies without the prompts."""
     engine, runner = llm.engine, llm.engine.runner
 
     def run(tokens: int) -> float:
@@ -148,7 +148,7 @@ def _run(llm: LLM, dictated: list[Text]) -> Timed:
     engine.runner = Dictated(runner, dictated)
     tokens = len(dictated[0].reply)
     try:
-        run(1)  # from now on the cache knows the prompts
+        run(1)  # caches the prompts
         first = run(1)
         took = run(tokens) - first
     finally:

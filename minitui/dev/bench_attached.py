@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 from engine.config import EngineConfig
 from engine.errors import EngineError, InvalidRequest
 from minitui.bench.rows import greedy, random_prompts
-from minitui.bench.watching import mean_interval, told_interval
+from minitui.bench.watching import interval_text, mean_interval
 from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import Choice, load_codec
 from minitui.chat.prompt import Codec
@@ -173,7 +173,7 @@ def line_of(report: dict[str, Any]) -> str:
     cores, threads = report["cores"], report["engine_threads"]
     crowded = "" if cores - threads > 1 else f": too few beside the engine's {threads} to tell watching from crowding"
     step_ms = statistics.mean(report["step_ms"]["off"])
-    told = {arm: told_interval(report["slowdown"][arm], report["interval"][arm]) for arm in ARMS[1:]}
+    told = {arm: interval_text(report["slowdown"][arm], report["interval"][arm]) for arm in ARMS[1:]}
     return (
         f"application attached against nobody watching, {report['turns']} runs each with {report['rows']} rows, "
         f"{step_ms:.2f} ms a step: {told['attached']}; records alone {told['records']}; "

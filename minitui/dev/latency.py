@@ -1,10 +1,10 @@
-"""How long a key takes from its byte into the terminal to its glyph out of it, while eight chats are being answered.
+"""Measures the time from a key to its echo on the screen while eight chats are answered.
 
     python -m minitui.dev.latency [--chats 8] [--tokens 1500] [--seconds 60] [--json]
 
-It runs the real application in a pseudo-terminal with the bundled model, asks the same in every chat with the end token
-ignored, and types characters that no answer contains, one at a time; when the answers end it asks again. It also
-measures what share of a core the application uses, and how many bytes a second it writes.
+It runs the real application in a pseudo-terminal with the bundled model, asks the same question in every chat with the
+end token ignored, and types characters that no answer contains, one at a time. When the answers end it asks again. It
+also measures the application's share of a core, and the bytes per second that it writes.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ import argparse
 import json
 import os
 import random
-import select
 import signal
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 
-from minitui.dev.pseudo_terminal import start_in_terminal
+from minitui.dev.pseudo_terminal import read, start_in_terminal
 
 GLYPHS = "àáâãäåæçèéêëìíîïðñòóôõöøùúûüýþÿāăąćĉċčďđēĕėęěĝğġģĥħĩīĭįıĵķĺļľłńņňŋōŏőœŕŗřśŝşšţťŧũūŭůűųŵŷźżž"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Milliseconds; `core` is the share of one core that the application used, the engine not counted."""
+    """The figures, times in milliseconds. `core`: the application's share of one core, without the engine."""
 
     keys: int
     p50: float
@@ -35,7 +34,7 @@ class Measured:
     worst: float
     core: float
     bytes_per_second: float
-    answering: float  # seconds of the time in which answers were being written
+    answering: float  # seconds in which answers were written
 
 
 class Application:
@@ -44,24 +43,21 @@ class Application:
     def __init__(self, columns: int, rows: int, arguments: list[str]) -> None:
         home = tempfile.mkdtemp(prefix="minitui-latency-")
         environment = {"MINITUI_DATA": home, "MINITUI_CONFIG": os.path.join(home, "settings.toml")}
-        self.pid, self.fd = start_in_terminal(["minitui", "chat", *arguments], (columns, rows), environment)
+        self.terminal = start_in_terminal(["minitui", "chat", *arguments], (columns, rows), environment)
         self.written = 0
 
     def read(self, seconds: float) -> bytes:
-        """What it writes within `seconds`; returns at its first output."""
-        ready, _, _ = select.select([self.fd], [], [], seconds)
-        if not ready:
-            return b""
+        """The next output within `seconds`."""
         try:
-            data = os.read(self.fd, 1 << 16)
-        except OSError:  # it has ended
+            data = read(self.terminal, seconds)
+        except EOFError:
             time.sleep(seconds)
             return b""
         self.written += len(data)
         return data
 
     def wait_for(self, text: str, seconds: float = 60.0) -> None:
-        """Until it has written `text` (in one piece); TimeoutError otherwise."""
+        """Waits until it has written `text`. Raises TimeoutError."""
         seen, end = b"", time.monotonic() + seconds
         while text.encode() not in seen:
             if time.monotonic() > end:
@@ -69,27 +65,27 @@ class Application:
             seen = seen[-4096:] + self.read(0.1)
 
     def drain(self, seconds: float) -> None:
-        """Let it run."""
+        """Reads for `seconds` and drops the output."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self.read(left)
 
     def type(self, text: str) -> None:
-        """Write into its terminal."""
-        os.write(self.fd, text.encode())
+        """Writes into its terminal."""
+        os.write(self.terminal.child_fd, text.encode())
 
     def command(self, text: str) -> None:
-        """Type a line and send it."""
+        """Types a line and sends it."""
         self.type(text)
         self.drain(0.3)
         self.type("\r")
         self.drain(0.3)
 
     def echo(self, glyph: str) -> float:
-        """Seconds from writing `glyph` until it comes back."""
+        """Seconds from writing `glyph` to its echo."""
         wanted = glyph.encode()
         started = time.perf_counter()
-        os.write(self.fd, wanted)
+        os.write(self.terminal.child_fd, wanted)
         seen = b""
         while wanted not in seen:
             seen = seen[-8:] + self.read(5.0)
@@ -98,21 +94,20 @@ class Application:
         return time.perf_counter() - started
 
     def cpu_seconds(self) -> float:
-        """Processor time of the application's own process."""
-        with open(f"/proc/{self.pid}/stat") as file:
+        """CPU time of the application's own process."""
+        with open(f"/proc/{self.terminal.pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
-        """End it."""
-        os.kill(self.pid, signal.SIGTERM)
+        """Ends it."""
+        self.terminal.kill(signal.SIGTERM)
         self.drain(1.0)
-        os.waitpid(self.pid, 0)
-        os.close(self.fd)
+        self.terminal.close(force=True)
 
 
 def measure(chats: int, tokens: int, seconds: float, columns: int, rows: int, arguments: list[str]) -> Measured:
-    """Type for `seconds` while `chats` answers of `tokens` tokens are written."""
+    """Types for `seconds` while `chats` answers of `tokens` tokens are written."""
     app = Application(columns, rows, arguments)
     try:
         app.wait_for("blocks of")
@@ -131,7 +126,7 @@ def measure(chats: int, tokens: int, seconds: float, columns: int, rows: int, ar
         cpu, written = app.cpu_seconds(), app.written
         typed = 0
         while (now := time.monotonic()) - began < seconds:
-            if now - asked > busy_for:  # the answers may have ended: ask again, in every chat that has
+            if now - asked > busy_for:  # the answers may have ended: ask again in every idle chat
                 app.command("/all Explain everything about the KV cache.")
                 asked, busy_for = time.monotonic(), 5.0
                 continue
@@ -139,7 +134,7 @@ def measure(chats: int, tokens: int, seconds: float, columns: int, rows: int, ar
             typed += 1
             if typed % 40 == 0:
                 app.type("\x15")  # empty the line
-            pause = 0.06 + random.random() * 0.08  # a quick typist, at any phase of a frame
+            pause = 0.06 + random.random() * 0.08  # a fast typist; any phase of a frame
             app.drain(pause)
             answering += time.monotonic() - now
         span = time.monotonic() - began
@@ -157,7 +152,7 @@ def measure(chats: int, tokens: int, seconds: float, columns: int, rows: int, ar
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measures and prints."""
     parser = argparse.ArgumentParser(prog="python -m minitui.dev.latency", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--chats", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1500)

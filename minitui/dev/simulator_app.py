@@ -1,5 +1,4 @@
-"""The Inspect screen over a stress source: to look at, and to measure (`python -m minitui.dev.simulator_app
---measure`)."""
+"""Inspect and Lecture over simulated records: to look at, or with --measure to measure."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ import re
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable
 from itertools import cycle, pairwise
 from pathlib import Path
@@ -21,12 +19,10 @@ from typing import Any, ClassVar
 
 from textual.binding import Binding
 
-from engine.process.heartbeat import Condition
-from engine.trace.records import Packet, Record, packets
 from minitui.chat.sessions import Chats
 from minitui.dev.pseudo_terminal import run_in_terminal
-from minitui.dev.simulator import LOADS, Load, Stress
-from minitui.dev.simulator_process import StressProcess, describe, warmed
+from minitui.dev.simulator import LOADS
+from minitui.dev.simulator_process import StressProcess
 from minitui.settings import Settings
 from minitui.tui.app_base import AppBase
 from minitui.tui.glyphs import ASCII, glyphs
@@ -35,55 +31,13 @@ from minitui.tui.screens.lecture import LectureScreen
 from minitui.tui.theme import THEMES
 from minitui.viewmodel.updater import Updater
 
-SETTLE_S = 3.0  # before figures are taken
-
-
-class LiveStress:
-    """The same in this very process, for tests: time passes when records are drained."""
-
-    def __init__(self, load: Load, warm_up: float = 8.0) -> None:
-        self.stress = Stress(load)
-        self.info = describe(load)
-        self.error: str | None = None
-        self.condition, self.connection = Condition(), ""
-        self.dropped = 0
-        self.decode = self.stress.words.decode
-        self.made: deque[tuple[int, float]] = deque()
-        self._state = warmed(self.stress, warm_up)
-        self._last = time.monotonic()
-
-    @property
-    def names(self) -> dict[str, str]:
-        return dict(self.stress.group_names)
-
-    def gate(self) -> None:
-        self.stress.gate(not self.stress.closed)
-
-    def step(self) -> None:
-        if not self.stress.closed:
-            self.stress.gate(True, "stepping")
-        self.stress.run_steps(1)
-
-    def close(self) -> None:
-        """There is no process to end."""
-
-    def drain_packets(self) -> list[Packet]:
-        return packets(self.drain_records())
-
-    def drain_records(self) -> list[Record]:
-        now = time.monotonic()
-        self.stress.run(min(0.2, now - self._last))
-        self._last = now
-        return self.stress.drain()
-
-    async def snapshot(self) -> dict[str, Any]:
-        return self._state.snapshot()
+SETTLE_S = 3.0  # before the measurement
 
 
 class StressApp(AppBase):
     """Inspect and Lecture over simulated records."""
 
-    source: LiveStress | StressProcess  # type: ignore[assignment]
+    source: StressProcess  # type: ignore[assignment]
     MODES: ClassVar[dict[str, Any]] = {"inspect": InspectScreen, "lecture": LectureScreen}
     DEFAULT_MODE = "inspect"
     CSS = "Screen { background: $ground; color: $ink; }"
@@ -100,31 +54,31 @@ class StressApp(AppBase):
     ]
 
     def __init__(
-        self, source: LiveStress | StressProcess, fps: float = 20.0, seconds: float = 0.0,
+        self, source: StressProcess, fps: float = 20.0, seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic, settle: float = SETTLE_S,
     ) -> None:  # fmt: skip
-        """`fps` 0: time passes only when somebody calls `tick`. `seconds` are measured, after `settle` seconds."""
+        """`fps` 0: frames are drawn only by calls of `tick`. Measures for `seconds`, after `settle` seconds."""
         chats: Any = Chats(source)  # type: ignore[arg-type]
-        settings = Settings(ascii=glyphs() is ASCII)  # as the caller has set it
+        settings = Settings(ascii=glyphs() is ASCII)  # the caller's choice
         super().__init__(source, chats, settings, system="")  # type: ignore[arg-type]
         self.clock = clock
         self.view.ids_to_text = source.decode
         self.view.group_names = source.names
         self.feed = Updater(source, self.view, clock)  # type: ignore[arg-type]
         self.fps = fps
-        self.seconds = seconds  # measured, then the application ends; 0: it stays
+        self.seconds = seconds  # then the application ends; 0: it stays open
         self.settle = settle
         self.figures: dict[str, Any] = {}
         self._cpu: list[float] = []  # seconds of CPU time for each frame's fold and paint
-        self._ticks: list[float] = []  # when each frame was drawn
-        self._ages: list[float] = []  # seconds that the oldest record which is not in the picture has waited
+        self._ticks: list[float] = []  # the time of each drawn frame
+        self._ages: list[float] = []  # age of the oldest record that is not drawn yet, in seconds
         self._backlog = 0
 
     async def on_mount(self) -> None:
         sys.setswitchinterval(0.001)  # as the application does
         await self.feed.sync()
         gc.collect()
-        gc.set_threshold(20_000, 20, 100)  # this, too
+        gc.set_threshold(20_000, 20, 100)  # as the application does
         gc.freeze()
         if self.fps:
             self.set_interval(1 / self.fps, self.tick)
@@ -179,7 +133,7 @@ class StressApp(AppBase):
         self._backlog = max(self._backlog, self.feed.backlog)
 
     def _note_time(self) -> None:
-        """When this frame was drawn, and how far it is behind."""
+        """Notes the time of this frame, and the age of the oldest record that it does not show."""
         now, made = time.monotonic(), self.source.made
         while made and made[0][0] <= self.view.live.state.seq:
             made.popleft()
@@ -187,7 +141,7 @@ class StressApp(AppBase):
         self._ages.append(now - made[0][1] if made else 0.0)
 
     def run_command(self, action: str, argument: str = "") -> None:
-        """The commands that the two screens run."""
+        """Runs a command of the two screens."""
         if action == "step":
             self.action_step()
         elif action in self.MODES:
@@ -214,11 +168,11 @@ COLOURS = [(b"c", re.compile(rb"m" + word)) for word in (b"owner", b"age", b"ref
 TITLES = (b"Block table", b"Batch lanes", b"Radix tree", b"Timings", b"Events", b"KV blocks")
 PANELS = [(b"\t", re.compile(title)) for title in TITLES]
 BETWEEN_KEYS_S = 0.12
-GIVE_UP_S = 2.0  # what has not been seen by then is counted as that
+GIVE_UP_S = 2.0  # a key without a visible effect counts as this long
 
 
 class Keys:
-    """Presses keys that change something on the screen, one after the other, and times each until that is seen."""
+    """A Typist: presses one key after the other and times each until its effect is on the screen."""
 
     def __init__(self, single: bool, settle: float) -> None:
         self.settle = settle  # seconds between the first frame and the first key
@@ -253,7 +207,7 @@ class Keys:
         self._next = now + BETWEEN_KEYS_S * (0.5 + random.random())  # at any phase of a frame
 
     def figures(self) -> dict[str, Any]:
-        """How many, and milliseconds."""
+        """The number of keys and their times in milliseconds."""
         if not self.took:
             return {"keys": 0}
         took = sorted(self.took)
@@ -264,8 +218,8 @@ class Keys:
 
 
 def measure(load: str, size: tuple[int, int], fps: float, seconds: float, settle: float = SETTLE_S) -> dict[str, Any]:
-    """Run the application in a terminal of its own for `settle` and then `seconds`, of which its figures are: they
-    are returned with the bytes it wrote, and how long keys took from their byte to what they change on the screen."""
+    """Runs the application in a pseudo-terminal for `settle` + `seconds`. Returns the figures of the last `seconds`,
+    the bytes written, and the times from a key to its effect on the screen."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "figures.json")
         arguments = ["--load", load, "--fps", str(fps), "--seconds", str(seconds), "--out", str(out)]
@@ -282,7 +236,7 @@ def measure(load: str, size: tuple[int, int], fps: float, seconds: float, settle
 
 
 def loop_speed() -> float:
-    """How many additions a Python loop does in a microsecond of CPU time: machines, and hours, differ by much."""
+    """Additions of a Python loop per microsecond of CPU time: machines differ much, also from hour to hour."""
     begin, total = time.process_time(), 0
     for i in range(3_000_000):
         total += i
@@ -290,7 +244,7 @@ def loop_speed() -> float:
 
 
 def main() -> None:
-    """The command line: look, or measure."""
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m minitui.dev.simulator_app", description=__doc__)
     parser.add_argument("--load", choices=sorted(LOADS), default="classroom")
     parser.add_argument("--fps", type=float, default=20.0)

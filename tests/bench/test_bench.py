@@ -94,7 +94,7 @@ def test_the_command_measures_the_bundled_model_on_a_cpu(
     assert cached["value"] < cold["value"], "a cached prefix should make the first token come sooner"
     edited, random = rows["edited code, 1 with drafts"], rows["nothing repeats, 1 with drafts"]
     assert edited["value"] > 0 and random["value"] > 0
-    assert "1.00 tokens a step, no drafts" in random["note"] and "drafts right" in edited["note"]
+    assert "1.00 tokens a step, no drafts" in random["note"] and "accepted" in edited["note"]
     several = re.search(r"([0-9.]+) tokens a step", edited["note"])
     assert several and float(several[1]) > 1.5, "what is guessed right should make tokens come sooner"
 

@@ -13,7 +13,7 @@ from engine.core.scheduler import SchedulerConfig
 from engine.params import SamplingParams
 from minitui.dev.panel import stress_view
 from minitui.dev.simulator import SMALL
-from minitui.dev.simulator_app import LiveStress, StressApp
+from minitui.dev.simulator_app import StressApp
 from minitui.tui.glyphs import UNICODE, use_ascii
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.widgets.experts import ExpertMap
@@ -21,6 +21,7 @@ from minitui.tui.widgets.rows import plain
 from minitui.viewmodel.experts import SUMMED, ExpertLoads
 from minitui.viewmodel.model import View
 from tests.support.models import make_runner, reference, save
+from tests.support.simulated import LiveStress
 
 
 def told(view: View, log: Any, step: int, load: list[tuple[int, list[int]]]) -> None:

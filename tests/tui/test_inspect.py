@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from minitui.dev.simulator import CLASSROOM, SMALL, Load
-from minitui.dev.simulator_app import LiveStress, StressApp, measure
+from minitui.dev.simulator_app import StressApp, measure
 from minitui.dev.simulator_process import StressProcess
 from minitui.tui.glyphs import use_ascii
 from minitui.tui.screens.inspect import InspectScreen
@@ -21,6 +21,7 @@ from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.tree import RadixTree
 from minitui.viewmodel.model import View
 from tests.support.paths import SNAPSHOTS
+from tests.support.simulated import LiveStress
 
 
 class Steady(LiveStress):

@@ -10,7 +10,7 @@ import pytest
 
 from engine.trace.state import State
 from minitui.dev.simulator import SMALL, Load, Stress
-from minitui.dev.simulator_app import LiveStress, StressApp
+from minitui.dev.simulator_app import StressApp
 from minitui.text import count
 from minitui.tui.screens.lecture import LectureScreen
 from minitui.tui.widgets.why import Why
@@ -18,6 +18,7 @@ from minitui.viewmodel.model import View
 from minitui.viewmodel.narrate import narrate, notable
 from minitui.viewmodel.predict import question_about
 from tests.support.paths import SNAPSHOTS
+from tests.support.simulated import LiveStress
 
 TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
 

@@ -203,14 +203,13 @@ def test_bg_stops_it_again_and_fg_brings_it_back(tmp_path: Path):
 
 def test_a_silent_application_that_ignores_its_hangup_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pseudo_terminal, "SILENCE_S", 2.0)
-    monkeypatch.setattr(pseudo_terminal, "GOODBYE_S", 0.2)
     started: list[int] = []
     start = pseudo_terminal.start_in_terminal
 
-    def note(*arguments: Any) -> tuple[int, int]:
-        pid, terminal = start(*arguments)
-        started.append(pid)
-        return pid, terminal
+    def note(*arguments: Any) -> Any:
+        terminal = start(*arguments)
+        started.append(terminal.pid)
+        return terminal
 
     monkeypatch.setattr(pseudo_terminal, "start_in_terminal", note)
     hung = "import signal, time; signal.signal(signal.SIGHUP, signal.SIG_IGN); print(1, flush=True); time.sleep(1000)"
