@@ -19,6 +19,10 @@ class InvalidRequest(EngineError):
         self.field = field
 
 
+class PromptTooLong(InvalidRequest):
+    """The prompt alone has more tokens than the model's context."""
+
+
 class EngineDead(EngineError):
     """The engine process has ended. Every open request ends with this error; the process can be started again."""
 

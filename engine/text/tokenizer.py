@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from engine.eos import eos_ids
-from engine.errors import CheckpointError, InvalidRequest
+from engine.errors import CheckpointError, InvalidRequest, PromptTooLong
 from engine.fields import Fields, shown
 from engine.files import TOKENIZER_BYTES, read_bytes, read_json_if_there, read_text
 from engine.params import SamplingParams
@@ -166,7 +166,7 @@ class Tokenizer:
         for start in range(0, len(text) - length, length):
             count += len(_encode(self._tokenizer, text[start : start + length], False)) - CUT_TOKENS
             if count > self.context:
-                raise InvalidRequest(
+                raise PromptTooLong(
                     f"the chat has more than {self.context:,} tokens, which is the whole context: shorten it",
                     "messages",
                 )

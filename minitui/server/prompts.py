@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, PromptTooLong
 from engine.text.tokenizer import Tokenizer
 from minitui.server.errors import ApiError
 from minitui.server.schema import ChatMessage
@@ -53,6 +53,8 @@ def conversation(tokenizer: Tokenizer, messages: list[ChatMessage], tools: list[
             text = " ".join([*(str(message.get("content")) for message in plain), json.dumps(tools or [])])
             _check_beginning(tokenizer, text, most, "messages")
         return tokenizer.apply_chat_template(plain, add_generation_prompt=generate, **values)
+    except PromptTooLong as error:
+        raise ApiError(400, str(error), "messages", "context_length_exceeded") from error
     except (RecursionError, ValueError, TypeError, ArithmeticError, LookupError) as error:
         fault = type(error).__name__
         raise InvalidRequest(f"the chat template cannot encode these messages ({fault})", "messages") from error
