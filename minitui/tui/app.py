@@ -306,7 +306,7 @@ class MinituiApp(AppBase):
             cached, total = metrics.get("cached_tokens"), metrics.get("prompt_tokens")
             size = self.source.info.get("block_size")
             if cached is None or total is None or not size:
-                session.note = "replayed; this server does not tell how much of the prompt came from its cache"
+                session.note = "replayed; this server does not report how much of the prompt came from its cache"
                 return
             session.note = (
                 f"replayed: {cached:,} of {total:,} prompt tokens came from the cache: {cached // size} blocks of "

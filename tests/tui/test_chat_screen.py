@@ -306,7 +306,7 @@ async def test_a_replay_on_a_server_that_does_not_tell_its_cache_use_says_so(cac
         answer = Message("assistant", "x", "done", metrics={"cached_tokens": cached, "prompt_tokens": 40})
         session.messages += [Message("user", "why"), answer]
         app.chats.on_end(session)
-        assert ("does not tell" in session.note) == (cached is None)
+        assert ("does not report" in session.note) == (cached is None)
         assert ("32 of 40" in session.note) == (cached is not None)
 
 

@@ -20,6 +20,7 @@ from textual.color import Color
 from textual.content import Content
 from textual.widgets import Input, Static
 
+import minitui
 from engine.params import SamplingParams
 from minitui.chat import transcripts
 from minitui.chat.store import Store, StoredChat, StoredMessage
@@ -152,7 +153,7 @@ def test_no_text_of_others_is_taken_for_markup():
         return bool(off) or made or isinstance(value, ast.Constant) or ast.unparse(value) == "PROMPT_HELP"
 
     wrong = []
-    for path in Path(main.__file__).parent.rglob("*.py"):
+    for path in Path(minitui.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in MARKED and node.args:
                 found = not safe(node.args[0], node)

@@ -29,8 +29,8 @@ from minitui.viewmodel.model import View
 WIDE, TALL = 100, 32  # a smaller terminal shows one panel at a time
 TIMINGS_HEIGHT = 10
 # Panel -> (a paint every n frames, on which of the n); the offsets spread the work over the frames. Panels that change
-# with every step are painted often, panels of figures less often. After a selection, and while the picture stands still
-# (frozen, paused, in the past), all are painted at once.
+# with every step are painted often, panels of figures less often. After a selection, and while the picture does not
+# change (frozen, paused, in the past), all are painted at once.
 EVERY = {
     "step": (1, 0), "occupancy": (1, 0), "map": (2, 0), "table": (2, 1), "lanes": (4, 1), "events": (4, 3),
     "tree": (5, 1), "vitals": (5, 2), "timings": (10, 4), "experts": (5, 3),
