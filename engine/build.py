@@ -83,7 +83,7 @@ def build_engine(
         overlap=overlap, prefix_caching=config.enable_prefix_caching, eos_ids=ends,
         grammars=Grammars(tokenizer, model.vocab_size) if tokenizer is not None else None,
     )  # fmt: skip
-    notes = [*limits.notes, *runner.notes]
+    notes = [*limits.notes, *runner.loaded.notes]
     speculation = None
     if config.speculation != "off":
         speculation = {"method": config.speculation, "tokens": config.speculative_tokens}
@@ -95,12 +95,12 @@ def build_engine(
     info = {
         "model": _short_name(config.model, directory), "model_dir": str(directory), "architecture": model.architecture,
         "parameters": model.num_parameters, "active_parameters": model.active_parameters,
-        "device": runner.device_name,
+        "device": runner.loaded.device_name,
         "dtype": str(limits.dtype).removeprefix("torch."), "quantization": config.quantization,
         "kv_cache_dtype": "fp8" if config.kv_cache_dtype == "fp8" else str(limits.dtype).removeprefix("torch."),
         "num_blocks": runner.num_blocks - 1, "block_size": runner.block_size, "max_model_len": limits.max_model_len,
         "max_num_seqs": limits.max_num_seqs, "max_num_batched_tokens": limits.max_num_batched_tokens,
-        "vocab_size": model.vocab_size, "eos_ids": sorted(ends), "attention": runner.attention_name,
+        "vocab_size": model.vocab_size, "eos_ids": sorted(ends), "attention": runner.loaded.attention_name,
         "overlap": engine.delay > 0, "kv_bytes_per_token": model.kv_bytes_per_token(limits.kv_dtype),
         "prefix_caching": config.enable_prefix_caching, "dummy_weights": config.dummy_weights,
         "generation": tokenizer.generation if tokenizer is not None else {},

@@ -58,7 +58,7 @@ def main(fd: int) -> int:
         ready = True
         while (plan := plans.get()) is not None:
             runner.launch(plan, {})  # rank 0 alone applies grammars
-        if runner.device.type == "cpu":  # a GPU's ends with this process
+        if runner.loaded.device.type == "cpu":  # a GPU's ends with this process
             runner.close()
     except Exception as error:
         logger.exception("rank %d failed", rank)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from engine.progress import Progress
-from engine.worker.runner import Runner
+from engine.worker.loaded import LoadedModel
 
 logger = logging.getLogger("engine")
 
@@ -18,28 +18,28 @@ logger = logging.getLogger("engine")
 Work = tuple[str, dict[Any, torch.cuda.CUDAGraph], Any, Callable[[], None]]
 
 
-def capture_all(runner: Runner, work: list[Work], on_progress: Progress | None) -> None:
+def capture_all(loaded: LoadedModel, work: list[Work], on_progress: Progress | None) -> None:
     """Capture in the order of `work`, and note the time and memory that it took. The same order on every rank.
 
     Large graphs should come first: the smaller ones then reuse their memory.
     """
     started = time.perf_counter()
-    device = runner.device
+    device = loaded.device
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_reserved(device)
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
     # NCCL's own thread queries events during the capture, which mode "global" forbids.
-    mode = "global" if runner.group.size == 1 else "thread_local"
+    mode = "global" if loaded.group.size == 1 else "thread_local"
     for done, (name, graphs, key, run) in enumerate(work):
         if on_progress is not None:
             text = f"capturing CUDA graphs: {name}"
             on_progress({"stage": "graphs", "done": done, "total": len(work), "text": text})
         graphs[key] = _capture(run, pool, stream, mode)
-    runner.group.take()  # discards the time in collectives so far: no step spent it
+    loaded.group.take()  # discards the time in collectives so far: no step spent it
     torch.cuda.synchronize(device)
     seconds, nbytes = time.perf_counter() - started, torch.cuda.memory_reserved(device) - before
     note = f"{len(work)} CUDA graphs captured in {seconds:.1f} s, {nbytes / 1e6:,.0f} MB"
-    runner.memory.notes.append(note)
+    loaded.memory.notes.append(note)
     logger.info(note)
 
 

@@ -15,7 +15,7 @@ from engine.progress import Progress
 from engine.worker.cpu_decode import CPUDecode
 from engine.worker.inputs import Inputs
 from engine.worker.launch import LaunchedStep
-from engine.worker.runner import Runner
+from engine.worker.loaded import LoadedModel
 
 MOST_SEQUENCES = 48  # with more, a call has enough arithmetic for the eager executor to be as fast
 
@@ -23,12 +23,12 @@ MOST_SEQUENCES = 48  # with more, a call has enough arithmetic for the eager exe
 class CPUDecodeSteps:
     """Runs decode steps in float32 (the KV cache, too) of models with dense MLPs. The same tokens as Eager, sooner."""
 
-    def __init__(self, runner: Runner, on_progress: Progress | None = None) -> None:
-        self._runner, self._batch = runner, runner.batch
-        able = CPUDecode.supports(runner.model, runner.dtype, runner.kv_dtype)
-        self._decode = CPUDecode(runner.model, runner.pool) if able else None
-        assert isinstance(runner.attention, TorchAttention), "a CPU has no other"
-        self._attention = runner.attention
+    def __init__(self, loaded: LoadedModel, on_progress: Progress | None = None) -> None:
+        self._loaded, self._batch = loaded, loaded.batch
+        able = CPUDecode.supports(loaded.model, loaded.dtype, loaded.kv_dtype)
+        self._decode = CPUDecode(loaded.model, loaded.pool) if able else None
+        assert isinstance(loaded.attention, TorchAttention), "a CPU has no other"
+        self._attention = loaded.attention
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
         """Run a step of decodes; None for other steps, large steps and models that CPUDecode does not support."""
@@ -37,8 +37,8 @@ class CPUDecodeSteps:
         started = time.perf_counter()
         self._batch.apply(plan)
         logits, inputs = self.decode(plan)
-        drawn = self._runner.sample(inputs, logits, grammars)
-        return self._runner.launched(plan, inputs, drawn, {}, started, None)
+        drawn = self._loaded.sample(inputs, logits, grammars)
+        return self._loaded.launched(plan, inputs, drawn, {}, started, None)
 
     def decode(self, plan: StepPlan) -> tuple[torch.Tensor, Inputs]:
         """Logits [T, V] of a plan of decodes, and the sampler's inputs.

@@ -38,7 +38,8 @@ from engine.worker.capture import Work, capture_all
 from engine.worker.fused_decode import DecodeLayers
 from engine.worker.inputs import Inputs
 from engine.worker.launch import LaunchedStep
-from engine.worker.runner import Executor, Runner
+from engine.worker.loaded import LoadedModel
+from engine.worker.runner import Executor
 from engine.worker.sampling_graphs import DRAWABLE, SamplingGraphs
 from engine.worker.upload import Staging
 from engine.worker.verify_graphs import VerifyGraphs, verify_sizes
@@ -56,38 +57,38 @@ EXTEND_SEQUENCES = 8
 class CudaGraphs:
     """Captures all graphs at the start, unless `enforce_eager`, and replays those that fit a step."""
 
-    def __init__(self, runner: Runner, on_progress: Progress | None) -> None:
-        attention = runner.attention
+    def __init__(self, loaded: LoadedModel, on_progress: Progress | None) -> None:
+        attention = loaded.attention
         assert isinstance(attention, TritonAttention), "engine/build.py chooses graphs only with it"
         self.parts: list[Executor] = []
         self._sampling: SamplingGraphs | None = None
         self.num_graphs = 0
-        attention.flash_from = launch_bound(runner)  # below, the host's time counts, and flash takes more of it
-        if not runner.config.enforce_eager:
-            self._capture(runner, attention, on_progress)
-        attention.warm_up(runner.pool, runner.dtype)
-        warm_up_forms(runner, on_progress)
+        attention.flash_from = launch_bound(loaded)  # below, the host's time counts, and flash takes more of it
+        if not loaded.config.enforce_eager:
+            self._capture(loaded, attention, on_progress)
+        attention.warm_up(loaded.pool, loaded.dtype)
+        warm_up_forms(loaded, on_progress)
         # Later collections skip what exists by now: walking it would stop a step for 60 ms now and then.
         gc.collect()
         gc.freeze()
 
-    def _capture(self, runner: Runner, attention: TritonAttention, on_progress: Progress | None) -> None:
-        rows = runner.batch.max_rows
-        drafts = verify_sizes(runner) if runner.config.speculation != "off" else ()
-        sampling = SamplingGraphs(runner, max(rows, EXTEND_SEQUENCES, *drafts))
-        layers = DecodeLayers(runner.model, attention, runner.pool, runner.batch.table, runner.group)
-        decode = DecodeGraphs(runner, layers, sampling)
-        extend = ExtendGraphs(runner, attention, layers, sampling)
+    def _capture(self, loaded: LoadedModel, attention: TritonAttention, on_progress: Progress | None) -> None:
+        rows = loaded.batch.max_rows
+        drafts = verify_sizes(loaded) if loaded.config.speculation != "off" else ()
+        sampling = SamplingGraphs(loaded, max(rows, EXTEND_SEQUENCES, *drafts))
+        layers = DecodeLayers(loaded.model, attention, loaded.pool, loaded.batch.table, loaded.group)
+        decode = DecodeGraphs(loaded, layers, sampling)
+        extend = ExtendGraphs(loaded, attention, layers, sampling)
         work: list[Work] = []
         self._sampling, self.parts = sampling, [decode, extend]
         if drafts:
-            verify = VerifyGraphs(runner, attention, layers, sampling)
+            verify = VerifyGraphs(loaded, attention, layers, sampling)
             self.parts.insert(0, verify)
             work += verify.work()
         sizes = ladder(rows)
         work += extend.work() + decode.work() + sampling.work(sizes) + sampling.work(set(drafts) - set(sizes))
         self.num_graphs = len(work)
-        capture_all(runner, work, on_progress)
+        capture_all(loaded, work, on_progress)
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
         """Replay a graph that is large enough; None if there is none."""
@@ -108,26 +109,26 @@ class CudaGraphs:
 class DecodeGraphs:
     """Steps in which every sequence decodes one token."""
 
-    def __init__(self, runner: Runner, layers: DecodeLayers, sampling: SamplingGraphs) -> None:
-        self._runner, self._batch, self._layers, self._sampling = runner, runner.batch, layers, sampling
+    def __init__(self, loaded: LoadedModel, layers: DecodeLayers, sampling: SamplingGraphs) -> None:
+        self._loaded, self._batch, self._layers, self._sampling = loaded, loaded.batch, layers, sampling
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         rows = self._batch.max_rows
         self._sizes = ladder(rows)
         self._bucket = {n: next(b for b in self._sizes if b >= n) for n in range(1, rows + 1)}
-        self._input = Staging(HEADER + 3 * rows + 3 * CHANGES, torch.int32, runner.device)
-        self._tokens = torch.zeros(rows, dtype=torch.int64, device=runner.device)
+        self._input = Staging(HEADER + 3 * rows + 3 * CHANGES, torch.int32, loaded.device)
+        self._tokens = torch.zeros(rows, dtype=torch.int64, device=loaded.device)
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
         """Replay the graph for as many sequences; None if others than decodes are in the plan."""
         n = len(plan.rows)
         if plan.num_decodes != n or n > self._batch.max_rows:
             return None
-        started, begin = time.perf_counter(), self._runner.mark()
+        started, begin = time.perf_counter(), self._loaded.mark()
         self._batch.join(plan)
         self._send(plan)
         bucket = self._bucket[n]
         self.graphs[bucket].replay()
-        self._runner.group.replayed(self._runner.shard.num_layers, bucket)
+        self._loaded.group.replayed(self._loaded.shard.num_layers, bucket)
         asked = self._batch.sampler.asked(plan.rows)
         if asked & ~DRAWABLE:
             return self._sample_eagerly(plan, grammars, started, begin)
@@ -156,15 +157,15 @@ class DecodeGraphs:
         self, plan: StepPlan, grammars: Mapping[int, Grammar], started: float, begin: Any
     ) -> LaunchedStep:
         """Rows with penalties, masks or logprobs: the graph's logits, then the sampler of engine/worker/sampler.py."""
-        n, sampling, runner = len(plan.rows), self._sampling, self._runner
+        n, sampling, loaded = len(plan.rows), self._sampling, self._loaded
         entries, positions = np.arange(n), plan.starts.astype(np.int64) + 1
         rows, lengths = sampling.rows[:n].long(), sampling.lengths[:n].long()
         inputs = Inputs(
             token_ids=self._tokens[:n], meta=None, samples=entries, rows=plan.rows,
             positions=positions, device_rows=rows, device_positions=lengths, sampled_hidden=None, prompt_hidden={},
         )  # fmt: skip
-        drawn = runner.sample(inputs, runner.group.gather(sampling.logits[:n]).float(), grammars)
-        return runner.launched(plan, inputs, drawn, {}, started, begin)
+        drawn = loaded.sample(inputs, loaded.group.gather(sampling.logits[:n]).float(), grammars)
+        return loaded.launched(plan, inputs, drawn, {}, started, begin)
 
     def work(self) -> list[Work]:
         """The captures, largest first."""
@@ -188,16 +189,16 @@ class ExtendGraphs:
     """Steps with chunks of at most EXTEND_SEQUENCES sequences."""
 
     def __init__(
-        self, runner: Runner, attention: TritonAttention, layers: DecodeLayers, sampling: SamplingGraphs
+        self, loaded: LoadedModel, attention: TritonAttention, layers: DecodeLayers, sampling: SamplingGraphs
     ) -> None:
-        self._runner, self._batch, self._layers, self._sampling = runner, runner.batch, layers, sampling
+        self._loaded, self._batch, self._layers, self._sampling = loaded, loaded.batch, layers, sampling
         self._attention = attention
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        worthwhile = max(64, launch_bound(runner))
-        limit = runner.group.least(min(runner.max_num_batched_tokens, runner.max_model_len, worthwhile))
-        enough_rows = runner.batch.max_rows >= EXTEND_SEQUENCES
+        worthwhile = max(64, launch_bound(loaded))
+        limit = loaded.group.least(min(loaded.max_num_batched_tokens, loaded.max_model_len, worthwhile))
+        enough_rows = loaded.batch.max_rows >= EXTEND_SEQUENCES
         self._sizes = [t for t in EXTEND_TOKENS if t <= limit] if enough_rows else []
-        self._input = Staging(4 * max(self._sizes, default=0) + 5 * EXTEND_SEQUENCES, torch.int64, runner.device)
+        self._input = Staging(4 * max(self._sizes, default=0) + 5 * EXTEND_SEQUENCES, torch.int64, loaded.device)
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
         """Replay a graph for as many tokens; None if there is none, or if the sampling graphs cannot draw."""
@@ -209,11 +210,11 @@ class ExtendGraphs:
         if plan.prompt_targets or asked & ~DRAWABLE:
             return None
         bucket = next(t for t in self._sizes if t >= tokens)
-        begin = self._runner.mark()
+        begin = self._loaded.mark()
         self._batch.change_table(plan)
         self._send(plan, bucket)
         self.graphs[bucket].replay()
-        self._runner.group.replayed(self._runner.shard.num_layers, bucket)
+        self._loaded.group.replayed(self._loaded.shard.num_layers, bucket)
         every = bool(plan.samples.all())
         entries = self._batch.indices[:n] if every else np.flatnonzero(plan.samples)
         return self._sampling.draw(plan, asked, EXTEND_SEQUENCES, n, None if every else entries, entries, begin)
@@ -246,7 +247,7 @@ class ExtendGraphs:
         rows, ends, seq_lens, logit_rows, draws = sent[4 * tokens : 4 * tokens + 5 * n].view(5, n)
         self._sampling.rows[:n].copy_(rows)
         self._sampling.lengths[:n].copy_(draws)
-        bounds = torch.zeros(n + 1, dtype=torch.int32, device=self._runner.device)
+        bounds = torch.zeros(n + 1, dtype=torch.int32, device=self._loaded.device)
         bounds[1:].copy_(ends)
         used = (seq_lens > 0).sum(0, keepdim=True).to(torch.int32)
         meta = ForwardMeta(
@@ -256,7 +257,7 @@ class ExtendGraphs:
             seq_lens=seq_lens.to(torch.int32),
             block_table=self._batch.table.index_select(0, rows),
             max_q_len=tokens,
-            max_seq_len=self._runner.max_model_len,
+            max_seq_len=self._loaded.max_model_len,
             num_decodes=0,
             logit_rows=logit_rows,
             live=bounds[n:],
@@ -265,7 +266,7 @@ class ExtendGraphs:
         ids = torch.where(ids < 0, self._batch.last_token.index_select(0, token_rows), ids)
         # Most sequences are padding: the number of programs follows from the tokens, not from the graph's sequences.
         tiles = -(-tokens * self._attention.group // BLOCK_M)
-        self._attention.plan(meta, padded=True, splits=num_splits(tiles, self._runner.shard.num_kv_heads))
+        self._attention.plan(meta, padded=True, splits=num_splits(tiles, self._loaded.shard.num_kv_heads))
         self._layers.logits_of_chunks(ids, meta, self._sampling.logits[:n])
 
     def close(self) -> None:
@@ -273,26 +274,26 @@ class ExtendGraphs:
         self.graphs.clear()
 
 
-def launch_bound(runner: Runner) -> int:
+def launch_bound(loaded: LoadedModel) -> int:
     """Tokens below which a step takes the host longer to launch than the device to compute."""
-    layer = runner.model.nbytes_per_token / runner.dtype.itemsize / runner.model_config.num_layers
+    layer = loaded.model.nbytes_per_token / loaded.dtype.itemsize / loaded.model_config.num_layers
     return int(LAUNCH_SECONDS * MATMUL_RATE / (2 * layer))
 
 
-def warm_up_forms(runner: Runner, on_progress: Progress | None) -> None:
+def warm_up_forms(loaded: LoadedModel, on_progress: Progress | None) -> None:
     """Run steps of every form that is not captured, so that their kernels are compiled before the first request.
 
     Compiled on arrival, the first prompt of each of seven sizes took a mixture of experts up to 1.3 s instead of 0.14.
     """
-    most, experts = runner.max_num_batched_tokens, runner.model_config.experts
+    most, experts = loaded.max_num_batched_tokens, loaded.model_config.experts
     sizes = {min(size, most) for size in WARM_UP_TOKENS}
     if experts is not None:
-        sizes.update(forms(most, runner.model_config.hidden_size, experts.count, experts.per_token))
+        sizes.update(forms(most, loaded.model_config.hidden_size, experts.count, experts.per_token))
     for done, tokens in enumerate(sorted(sizes)):
         if on_progress is not None:
             text = f"preparing steps of {tokens:,} tokens"
             on_progress({"stage": "forms", "done": done, "total": len(sizes), "text": text})
-        runner.warm_up(tokens)
+        loaded.warm_up(tokens)
 
 
 def ladder(most: int) -> list[int]:

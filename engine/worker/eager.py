@@ -1,4 +1,4 @@
-"""Steps of any form, kernel by kernel. Every runner ends its list of executors with this one."""
+"""Steps of any form, kernel by kernel. Every loaded ends its list of executors with this one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.core.step import StepPlan
 from engine.progress import Progress
 from engine.worker.inputs import Inputs, drawing_tokens, logit_rows
 from engine.worker.launch import LaunchedStep, PromptLogprobs
-from engine.worker.runner import Runner
+from engine.worker.loaded import LoadedModel
 from engine.worker.sampler import Logprobs, pick_logprobs
 
 LOGPROB_ROWS = 256  # prompt logprobs: positions whose logits exist at once
@@ -23,19 +23,19 @@ LOGPROB_ROWS = 256  # prompt logprobs: positions whose logits exist at once
 class Eager:
     """Runs any step: inputs, forward pass, sampling."""
 
-    def __init__(self, runner: Runner, on_progress: Progress | None = None) -> None:
-        self._runner = runner
-        self._batch = runner.batch
+    def __init__(self, loaded: LoadedModel, on_progress: Progress | None = None) -> None:
+        self._loaded = loaded
+        self._batch = loaded.batch
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep:
         """Enqueue a step; on a CPU it is over when this returns."""
-        runner = self._runner
-        started, begin = time.perf_counter(), runner.mark()
+        loaded = self._loaded
+        started, begin = time.perf_counter(), loaded.mark()
         self._batch.apply(plan)
         inputs = self.build_inputs(plan)
         logits, prompt_logprobs = self.forward(plan, inputs)
-        drawn = runner.sample(inputs, logits, grammars)
-        return runner.launched(plan, inputs, drawn, prompt_logprobs, started, begin)
+        drawn = loaded.sample(inputs, logits, grammars)
+        return loaded.launched(plan, inputs, drawn, prompt_logprobs, started, begin)
 
     def build_inputs(self, plan: StepPlan) -> Inputs:
         """The model's inputs for every token, sent in one copy."""
@@ -88,14 +88,14 @@ class Eager:
 
         Afterwards the KV cache holds this step's tokens.
         """
-        runner, meta = self._runner, inputs.meta
+        loaded, meta = self._loaded, inputs.meta
         assert meta is not None
-        runner.attention.plan(meta)
-        hidden = runner.model.forward(inputs.token_ids, meta, runner.attention, runner.pool)
+        loaded.attention.plan(meta)
+        hidden = loaded.model.forward(inputs.token_ids, meta, loaded.attention, loaded.pool)
         prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden)
         if inputs.sampled_hidden is not None:
             hidden = hidden.index_select(0, self._batch.upload(inputs.sampled_hidden))
-        return runner.model.logits(hidden), prompt_logprobs
+        return loaded.model.logits(hidden), prompt_logprobs
 
     def _prompt_logprobs(self, plan: StepPlan, inputs: Inputs, hidden: torch.Tensor) -> dict[int, PromptLogprobs]:
         """By entry, the logprobs of the prompt tokens that its chunk predicts.
@@ -108,7 +108,7 @@ class Eager:
             parts = []
             for first in range(0, len(tokens), LOGPROB_ROWS):
                 part = np.array(tokens[first : first + LOGPROB_ROWS], dtype=np.int64)
-                logits = self._runner.model.logits(hidden[at + first : at + first + len(part)])
+                logits = self._loaded.model.logits(hidden[at + first : at + first + len(part)])
                 logits = logits if logits.dtype == torch.float64 else logits.float()
                 parts.append(pick_logprobs(logits.log_softmax(-1), self._batch.upload(part), top))
             if parts:

@@ -30,7 +30,8 @@ from engine.parallel.shards import check
 from engine.progress import Progress
 from engine.worker.launch import LaunchedStep
 from engine.worker.limits import resolve
-from engine.worker.runner import DrawFailed, Parts, Runner
+from engine.worker.loaded import DrawFailed
+from engine.worker.runner import Parts, Runner
 
 
 def make_group(model: ModelConfig, config: EngineConfig, rank: int, meet: Callable[[], Any]) -> Ranks:
@@ -71,9 +72,8 @@ class LeadRunner:
             self._end_workers()
             self._group.close()
             raise (EngineError(cause) if cause else error) from error
+        self.loaded, self.synchronous = runner.loaded, runner.synchronous
         self.num_blocks, self.block_size, self.vocab_size = runner.num_blocks, runner.block_size, runner.vocab_size
-        self.synchronous, self.memory, self.notes = runner.synchronous, runner.memory, runner.notes
-        self.device_name, self.attention_name = runner.device_name, runner.attention_name
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep:
         """Run a step on all ranks.

@@ -20,7 +20,7 @@ from engine.kernels.row_settings import NUM_SETTINGS
 from engine.kernels.sample import SampleWorkspace, draw
 from engine.worker.capture import Work
 from engine.worker.launch import LaunchedStep
-from engine.worker.runner import Runner
+from engine.worker.loaded import LoadedModel
 from engine.worker.sampler import Wants
 from engine.worker.upload import STAGING_RING, Staging
 
@@ -30,16 +30,16 @@ DRAWABLE = Wants.NOISE | Wants.TOP_K | Wants.TOP_P | Wants.MIN_P  # the settings
 class SamplingGraphs:
     """The buffers between a captured step and its draws, and the graphs that draw."""
 
-    def __init__(self, runner: Runner, most_draws: int) -> None:
+    def __init__(self, loaded: LoadedModel, most_draws: int) -> None:
         """`most_draws`: tokens that a captured step may draw."""
-        self._runner = runner
-        self._batch = batch = runner.batch
+        self._loaded = loaded
+        self._batch = batch = loaded.batch
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        rows, device = batch.max_rows, runner.device
+        rows, device = batch.max_rows, loaded.device
         # Written by the step, read by the sampling graph; by draw.
         self.rows = torch.zeros(most_draws, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(most_draws, dtype=torch.int32, device=device)  # 0: draws nothing
-        self.logits = torch.zeros(most_draws, runner.shard.vocab_size, dtype=runner.dtype, device=device)
+        self.logits = torch.zeros(most_draws, loaded.shard.vocab_size, dtype=loaded.dtype, device=device)
         self._settings_input = Staging(rows * (NUM_SETTINGS + 3), torch.int32, device)
         self._settings_version = -1  # of the sampler's settings, as the graphs have them
         cells = rows * NUM_SETTINGS
@@ -51,7 +51,7 @@ class SamplingGraphs:
         self._outcome_arrays = [buffer.numpy() for buffer in self._outcome_host]
         self._outcome_slot = 0
         self._scores = torch.zeros(most_draws, dtype=torch.float32, device=device)
-        self._workspace = SampleWorkspace(most_draws, runner.vocab_size, device)
+        self._workspace = SampleWorkspace(most_draws, loaded.vocab_size, device)
 
     def draw(
         self, plan: StepPlan, asked: int, bucket: int, num_draws: int, draws: np.ndarray | None, entries: np.ndarray,
@@ -65,15 +65,15 @@ class SamplingGraphs:
             self._send_settings()
         form = 2 if asked & ~Wants.NOISE else 1 if asked else 0
         self._graphs[bucket, form].replay()
-        runner = self._runner
-        runner.group.redrew(bucket, gathered=form > 1)
+        loaded = self._loaded
+        loaded.group.redrew(bucket, gathered=form > 1)
         slot = self._outcome_slot
         self._outcome_slot = (slot + 1) % STAGING_RING
         self._outcome_host[slot][:num_draws].copy_(self._outcome[:num_draws], non_blocking=True)
-        load = runner.take_expert_load()
+        load = loaded.take_expert_load()
         return LaunchedStep(
             len(plan.rows), self._outcome_arrays[slot][:num_draws], draws, entries,
-            range(plan.num_decodes, plan.num_decoding), events=(begin, runner.mark()), spent=runner.group.take(),
+            range(plan.num_decodes, plan.num_decoding), events=(begin, loaded.mark()), spent=loaded.group.take(),
             expert_load=load,
         )  # fmt: skip
 
@@ -100,7 +100,7 @@ class SamplingGraphs:
         ]
 
     def _run(self, n: int, form: int) -> None:
-        group, last_token = self._runner.group, self._batch.last_token
+        group, last_token = self._loaded.group, self._batch.last_token
         rows, lengths, outcome, scores = self.rows[:n], self.lengths[:n], self._outcome[:n], self._scores[:n]
         first, end = group.piece
         apart = end > first and form < 2

@@ -37,7 +37,7 @@ from engine.worker.capture import Work
 from engine.worker.fused_decode import DecodeLayers
 from engine.worker.inputs import Inputs, drawing_tokens
 from engine.worker.launch import LaunchedStep
-from engine.worker.runner import Runner
+from engine.worker.loaded import LoadedModel
 from engine.worker.sampling_graphs import DRAWABLE, SamplingGraphs
 from engine.worker.upload import Staging
 
@@ -50,14 +50,14 @@ class VerifyGraphs:
     """Steps in which some sequences have drafts."""
 
     def __init__(
-        self, runner: Runner, attention: TritonAttention, layers: DecodeLayers, sampling: SamplingGraphs
+        self, loaded: LoadedModel, attention: TritonAttention, layers: DecodeLayers, sampling: SamplingGraphs
     ) -> None:
-        self._runner, self._batch, self._layers, self._sampling = runner, runner.batch, layers, sampling
+        self._loaded, self._batch, self._layers, self._sampling = loaded, loaded.batch, layers, sampling
         self._attention = attention
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._sizes = verify_sizes(runner)
+        self._sizes = verify_sizes(loaded)
         largest = self._sizes[-1]
-        self._input = Staging(5 * largest + 3 * _sequences(largest), torch.int64, runner.device)
+        self._input = Staging(5 * largest + 3 * _sequences(largest), torch.int64, loaded.device)
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
         """Replay a graph for as many tokens; None if there is none, or if no sequence has drafts."""
@@ -67,7 +67,7 @@ class VerifyGraphs:
         bucket = next((t for t in self._sizes if tokens <= t and n < _sequences(t)), None)
         if bucket is None:
             return None
-        started, begin = time.perf_counter(), self._runner.mark()
+        started, begin = time.perf_counter(), self._loaded.mark()
         self._batch.apply(plan)
         ends, seq_lens, token_rows, positions, slots = self._batch.layout(plan)
         entries, drawing = drawing_tokens(plan, ends)
@@ -104,8 +104,8 @@ class VerifyGraphs:
             token_ids=tokens_, meta=None, samples=entries, rows=rows, positions=positions, device_rows=rows_,
             device_positions=positions_, sampled_hidden=None, prompt_hidden={},
         )  # fmt: skip
-        drawn = self._runner.sample(inputs, self._sampling.logits.index_select(0, tokens_).float(), grammars)
-        return self._runner.launched(plan, inputs, drawn, {}, started, begin)
+        drawn = self._loaded.sample(inputs, self._sampling.logits.index_select(0, tokens_).float(), grammars)
+        return self._loaded.launched(plan, inputs, drawn, {}, started, begin)
 
     def work(self) -> list[Work]:
         """The captures, largest first."""
@@ -117,7 +117,7 @@ class VerifyGraphs:
         rows, ends, seq_lens = sent[5 * tokens : 5 * tokens + 3 * n].view(3, n)
         self._sampling.rows[:tokens].copy_(token_rows)
         self._sampling.lengths[:tokens].copy_(draws)
-        bounds = torch.full((n + 1,), tokens, dtype=torch.int32, device=self._runner.device)
+        bounds = torch.full((n + 1,), tokens, dtype=torch.int32, device=self._loaded.device)
         bounds[:1] = 0
         bounds[1:n].copy_(ends[:-1])  # the last sequence takes the rest
         meta = ForwardMeta(
@@ -127,13 +127,13 @@ class VerifyGraphs:
             seq_lens=torch.maximum(seq_lens.to(torch.int32), bounds.diff()),
             block_table=self._batch.table.index_select(0, rows),
             max_q_len=tokens,
-            max_seq_len=self._runner.max_model_len,
+            max_seq_len=self._loaded.max_model_len,
             num_decodes=0,
             logit_rows=None,
             live=bounds[n - 1 : n],
         )
         # One tile of queries for each row with a whole draft: only these programs have keys to read.
-        tiles = -(-tokens // (1 + self._runner.config.speculative_tokens)) * self._runner.shard.num_kv_heads
+        tiles = -(-tokens // (1 + self._loaded.config.speculative_tokens)) * self._loaded.shard.num_kv_heads
         splits = min(MOST_SPLITS, 1 << max(0, (PROGRAMS // tiles).bit_length() - 1))
         self._attention.plan(meta, splits=splits)
         self._layers.logits_of_chunks(ids, meta, self._sampling.logits[:tokens])
@@ -143,9 +143,9 @@ class VerifyGraphs:
         self.graphs.clear()
 
 
-def verify_sizes(runner: Runner) -> tuple[int, ...]:
+def verify_sizes(loaded: LoadedModel) -> tuple[int, ...]:
     """Sizes up to one for every row with a whole draft, or all sizes."""
-    enough = runner.batch.max_rows * (1 + runner.config.speculative_tokens)
+    enough = loaded.batch.max_rows * (1 + loaded.config.speculative_tokens)
     largest = next((t for t in SIZES if t >= enough), SIZES[-1])
     return tuple(t for t in SIZES if t <= largest)
 

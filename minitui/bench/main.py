@@ -178,7 +178,7 @@ def _measure(
     load = partial(LLM, str(directory), **engine_options(options, dummy, on_gpu, config.max_context))
     llm = load()
     info = llm.info
-    notes = [*info["notes"], *llm.engine.runner.memory.notes]  # type: ignore[attr-defined]
+    notes = [*info["notes"], *llm.engine.runner.loaded.memory.notes]  # type: ignore[attr-defined]
     quantised = info["quantization"] != "none"
     used = info["active_parameters"]
     active = f" ({used / 1e9:.2f} for a token)" if used < info["parameters"] else ""

@@ -143,7 +143,7 @@ def test_eight_requests_with_a_common_prefix_of_160_tokens_prefill_it_once(check
 def test_nan_in_free_blocks_never_reaches_an_answer(checkpoint: Path, alone: dict[int, list[list[int]]]) -> None:
     engine = make_engine(checkpoint)
     with torch.inference_mode():
-        for tensor in (*engine.runner.pool.keys, *engine.runner.pool.values):  # type: ignore[attr-defined]
+        for tensor in (*engine.runner.loaded.pool.keys, *engine.runner.loaded.pool.values):  # type: ignore[attr-defined]
             tensor[1:] = float("nan")  # block 0, the null block, is finite by contract
     requests = [engine.add_request(ids, params) for ids, params in requests_of(1)]
     run(engine)

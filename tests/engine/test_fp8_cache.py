@@ -37,7 +37,7 @@ def logits_of(runner: Any, prompts: list[list[int]]) -> torch.Tensor:
     driver = Driver(runner)
     plan = driver.plan([(make_request(ids, row), len(ids), True) for row, ids in enumerate(prompts)])
     with torch.inference_mode():
-        runner.batch.apply(plan)
+        runner.loaded.batch.apply(plan)
         steps = eager(runner)
         return steps.forward(plan, steps.build_inputs(plan))[0].log_softmax(-1)
 
@@ -48,7 +48,7 @@ def test_what_is_stored_is_the_nearest_of_its_numbers(checkpoint: Path) -> None:
     for runner in (plain, small):
         logits_of(runner, [prompt(0, 60), prompt(1, 40)])
     for wide, narrow, scale in zip(
-        (plain.pool.keys[0], plain.pool.values[0]), (small.pool.keys[0], small.pool.values[0]), small.pool.scales[0],
+        (plain.loaded.pool.keys[0], plain.loaded.pool.values[0]), (small.loaded.pool.keys[0], small.loaded.pool.values[0]), small.loaded.pool.scales[0],
         strict=True,
     ):  # fmt: skip
         assert wide.any()
@@ -60,7 +60,7 @@ def test_what_is_stored_is_the_nearest_of_its_numbers(checkpoint: Path) -> None:
 def test_no_input_leaves_the_range_and_the_bound_is_met(checkpoint: Path) -> None:
     """The input that a row of the values' weights points at comes as near to the end of the range as a power of two
     allows."""
-    model = make_runner(checkpoint, "float64", **OPTIONS).model
+    model = make_runner(checkpoint, "float64", **OPTIONS).loaded.model
     config, layer = model.config, model.layers[1]
     first = (config.num_heads + config.num_kv_heads) * config.head_dim
     rows = layer.qkv[first:] * layer.input_norm
@@ -152,7 +152,7 @@ def test_the_pool_counts_a_byte_a_number(qwen: Path) -> None:
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     assert llm.info["kv_cache_dtype"] == "fp8"
     assert llm.info["kv_bytes_per_token"] == per_token
-    assert llm.engine.runner.memory.kv_cache == 11 * 4 * per_token
+    assert llm.engine.runner.loaded.memory.kv_cache == 11 * 4 * per_token
     assert LLM(str(qwen), device="cpu", load_tokenizer=False, num_blocks=1).info["kv_cache_dtype"] == "float32"
 
 

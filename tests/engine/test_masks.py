@@ -81,7 +81,7 @@ def test_an_end_id_outside_the_vocabulary_masks_nothing_of_another_request(check
 
 def test_the_sampler_itself_takes_no_id_beyond_a_row(checkpoint: Path) -> None:
     """Ranks of a parallel engine get requests from elsewhere."""
-    sampler = make_runner(checkpoint, max_num_seqs=4).batch.sampler
+    sampler = make_runner(checkpoint, max_num_seqs=4).loaded.batch.sampler
     request = make_request([1, 2], 0, min_tokens=4, max_tokens=8)
     request.stop_ids = frozenset({3, VOCAB, VOCAB + 3, -VOCAB})
     sampler.set_row(RowSettings.of(request))

@@ -87,12 +87,13 @@ def our_logits(driver: Driver, request: Any, chunks: list[int]) -> torch.Tensor:
         plan = driver.plan([(request, count, True)])
         runner = driver.runner
         with torch.inference_mode():
-            runner.batch.apply(plan)
+            runner.loaded.batch.apply(plan)
             inputs = eager(runner).build_inputs(plan)
             inputs.meta.logit_rows = None
-            runner.attention.plan(inputs.meta)
-            hidden = runner.model.forward(inputs.token_ids, inputs.meta, runner.attention, runner.pool)
-            rows.append(runner.model.logits(hidden))
+            loaded = runner.loaded
+            loaded.attention.plan(inputs.meta)
+            hidden = loaded.model.forward(inputs.token_ids, inputs.meta, loaded.attention, loaded.pool)
+            rows.append(loaded.model.logits(hidden))
     return torch.cat(rows)
 
 
@@ -278,7 +279,7 @@ def test_dynamic_scaling_beyond_the_original_context_equals_transformers_decodin
 
     with tempfile.TemporaryDirectory() as directory:
         runner = make_runner(save(model, Path(directory)))
-    assert runner.max_model_len == 64
+    assert runner.loaded.max_model_len == 64
     assert_close(our_logits(Driver(runner), make_request(ids, 0), [60]), torch.stack(theirs))
 
 
@@ -321,7 +322,7 @@ def test_logits_are_computed_for_sampled_rows_only(checkpoints: Any, monkeypatch
     _, directory = checkpoints("qwen3")
     runner = make_runner(directory)
     seen = []
-    sampler = runner.batch.sampler
+    sampler = runner.loaded.batch.sampler
     original = sampler.sample
     monkeypatch.setattr(sampler, "sample", lambda rows, *rest: seen.append(len(rows)) or original(rows, *rest))
     driver = Driver(runner)
@@ -354,8 +355,8 @@ def test_decode_steps_on_a_cpu_compute_what_the_decoder_does(name: str, count: i
             driver.run([(request, len(request.ids), True)])
         plan = driver.plan([(request, 1, True) for request in requests])
         with torch.inference_mode():
-            runner.batch.apply(plan)
+            runner.loaded.batch.apply(plan)
             logits = slow.forward(plan, slow.build_inputs(plan))[0] if plain else fast.decode(plan)[0]
-        found.append((logits, torch.stack(runner.pool.keys), torch.stack(runner.pool.values)))
+        found.append((logits, torch.stack(runner.loaded.pool.keys), torch.stack(runner.loaded.pool.values)))
     for ours, plainly in zip(*found, strict=True):
         torch.testing.assert_close(ours, plainly, rtol=0, atol=1e-5 * float(plainly.abs().max()))

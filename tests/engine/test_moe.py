@@ -83,7 +83,7 @@ def rewrite(directory: Path, change: Any) -> None:
 def test_logits_equal_those_of_transformers_whole_and_in_chunks(name: str, checkpoints: Any) -> None:
     model, directory = checkpoints(name)
     driver = Driver(make_runner(directory))
-    layers = driver.runner.model.layers
+    layers = driver.runner.loaded.model.layers
     sparse = [i for i, layer in enumerate(layers) if isinstance(layer.mlp, Experts)]
     assert sparse == SPARSE_LAYERS.get(name, list(range(len(layers))))
     ids = prompt()
@@ -227,11 +227,11 @@ def test_the_load_of_the_experts_can_be_read_after_each_step(checkpoints: Any) -
     load = driver.result.expert_load
     assert load is not None
     assert [(layer, len(tokens), sum(tokens)) for layer, tokens in load] == [(1, 6, 18 * 2)]  # the other layer is dense
-    driver.runner._expert_load_due = math.inf
+    driver.runner.loaded._expert_load_due = math.inf
     for _ in range(3):  # within a quarter of a second: told together, when it is over
         driver.run([(request, 1, True) for request in requests])
         assert driver.result.expert_load is None
-    driver.runner._expert_load_due = 0.0
+    driver.runner.loaded._expert_load_due = 0.0
     driver.run([(request, 1, True) for request in requests])
     assert driver.result.expert_load is not None
     assert sum(driver.result.expert_load[0][1]) == 4 * 2 * 2

@@ -69,16 +69,11 @@ def ranks(directory: Path, size: int, dtype: str = "float64", **options: Any) ->
     return runner
 
 
-def local(runner: Runner | LeadRunner) -> Runner:
-    """The runner of this process's rank."""
-    return runner.runner if isinstance(runner, LeadRunner) else runner
-
-
 def play(runner: Runner | LeadRunner) -> tuple[list[Any], list[torch.Tensor]]:
     """Chunked prefill beside decodes, a shared prefix, draws, penalties, logprobs, tokens the host has not seen: all
     that came out, and the logits."""
     logits: list[torch.Tensor] = []
-    sampler = local(runner).batch.sampler
+    sampler = runner.loaded.batch.sampler
     sample = sampler.sample
     sampler.sample = lambda rows, *rest: (logits.append(rows.clone()), sample(rows, *rest))[1]  # type: ignore[method-assign]
     driver = Driver(runner)
@@ -117,7 +112,7 @@ def test_tokens_of_several_ranks_are_those_of_one_in_float64(
     assert together == alone
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
-    assert isinstance(runner.runner.group, ThreadRanks) and runner.runner.group.collectives > 20
+    assert isinstance(runner.loaded.group, ThreadRanks) and runner.loaded.group.collectives > 20
     runner.close()
 
 
@@ -134,7 +129,7 @@ def test_logits_of_several_ranks_are_as_near_to_exact_as_those_of_one(
 ) -> None:
     def prompt_logits(runner: Runner | LeadRunner) -> torch.Tensor:
         seen: list[torch.Tensor] = []
-        sampler = local(runner).batch.sampler
+        sampler = runner.loaded.batch.sampler
         sample = sampler.sample
         sampler.sample = lambda rows, *rest: (seen.append(rows.double()), sample(rows, *rest))[1]  # type: ignore[method-assign]
         driver = Driver(runner)
@@ -194,7 +189,7 @@ def test_a_draw_that_fails_ends_its_requests_and_the_ranks_go_on(
 ) -> None:
     runner = ranks(checkpoints["qwen3"], 2)
     engine = _engine(runner)
-    sampler = local(runner).batch.sampler
+    sampler = runner.loaded.batch.sampler
     sample, broken = sampler.sample, []
 
     def once(*arguments: Any) -> Any:
@@ -370,7 +365,7 @@ def test_what_a_gpu_computed_after_a_rank_was_lost_is_not_an_answer(
     request = make_request([5, 6, 7], 0)
     driver.run([(request, 3, True)])
     let_go = threading.Event()
-    runner.runner.group.abort = let_go.set
+    runner.loaded.group.abort = let_go.set
     launched = runner.launch(driver.plan([(request, 1, True)]), {})
     runner._workers.failure = "rank 1 of 2 (process 7) ended by signal SIGKILL"
     runner._workers.on_lost(runner._workers.failure)
@@ -385,12 +380,12 @@ def test_all_ranks_learn_how_a_row_draws(checkpoints: dict[str, Path], threads: 
     runner: Any = ranks(checkpoints["qwen3"], 2)
     request = make_request([5, 6, 7], 3, seed=9, temperature=0.9, top_k=50, min_p=0.1, stop_token_ids=[4], min_tokens=2)
     request.grammar = object()
-    local(runner).batch.sampler.sample = lambda logits, rows, positions, *_: Drawn(
+    runner.loaded.batch.sampler.sample = lambda logits, rows, positions, *_: Drawn(
         logits.argmax(-1), torch.zeros(len(logits), dtype=torch.bool), rows[:0], None
     )
     Driver(runner).run([(request, 3, True)])
     runner.close()
-    ours, theirs = local(runner).batch.sampler, runner._workers.runners[1].batch.sampler
+    ours, theirs = runner.loaded.batch.sampler, runner._workers.runners[1].loaded.batch.sampler
     assert ours.asked(np.array([3])) == theirs.asked(np.array([3])) > Wants.GRAMMAR
     for mine, others in zip(ours.host_settings(), theirs.host_settings(), strict=True):
         assert np.array_equal(mine[3], others[3])

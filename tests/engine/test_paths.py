@@ -218,7 +218,7 @@ class HostStaging:
 
 
 class Stage:
-    """A runner with graphs on a host: `went` names what is replayed, and what is drawn or run without a graph."""
+    """A runner with graphs, on the host: `went` names what is replayed, and what is drawn or run without a graph."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, speculation: str) -> None:
         with imported("engine.worker.cuda_graphs") as graphs:
@@ -235,7 +235,7 @@ class Stage:
         attention = object.__new__(graphs.TritonAttention)
         attention.warm_up = lambda *_: None
         cpu = torch.device("cpu")
-        self.runner: Any = SimpleNamespace(
+        self.loaded: Any = SimpleNamespace(
             config=EngineConfig(speculation=speculation, speculative_tokens=8), model_config=DENSE, shard=DENSE,
             batch=Batch(16, 256, 16, DENSE.vocab_size, cpu), device=cpu, dtype=torch.bfloat16, group=ALONE, pool=None,
             model=SimpleNamespace(nbytes_per_token=1 << 20, layers=[]), attention=attention, warm_up=lambda _: None,
@@ -244,10 +244,10 @@ class Stage:
         )  # fmt: skip
         eager = SimpleNamespace(launch=lambda *_: self.went.append("eager") or "launched")
         with torch.inference_mode():
-            self.graphs = graphs.CudaGraphs(self.runner, None)
-        self.runner.executors = [self.graphs, eager]
+            self.graphs = graphs.CudaGraphs(self.loaded, None)
+        self.runner: Any = SimpleNamespace(executors=[self.graphs, eager])
 
-    def _capture(self, runner: Any, work: Any, on_progress: Any) -> None:
+    def _capture(self, loaded: Any, work: Any, on_progress: Any) -> None:
         for name, graphs, key, _ in work:
             graphs[key] = SimpleNamespace(replay=lambda name=name: self.went.append(name))
             self.captured.append(name)
@@ -257,7 +257,7 @@ class Stage:
         return "launched"
 
 
-def buffers(sampling: Any, runner: Any, most_draws: int) -> None:
+def buffers(sampling: Any, loaded: Any, most_draws: int) -> None:
     """In the place of SamplingGraphs.__init__, without pinned memory."""
     sampling._graphs = {}
     sampling.rows = sampling.lengths = torch.zeros(most_draws, dtype=torch.int32)
@@ -340,6 +340,6 @@ def test_a_step_that_no_graph_fits_has_set_its_rows_only_once(monkeypatch: pytes
     stage = Stage(monkeypatch, "off")
     step = plan([1, 40], 1, logit_bias={3: 1.0})
     Runner.launch(stage.runner, step, {})
-    version = stage.runner.batch.sampler.version
-    stage.runner.batch.apply(step)
-    assert version == stage.runner.batch.sampler.version == len(step.joins) > 0
+    version = stage.loaded.batch.sampler.version
+    stage.loaded.batch.apply(step)
+    assert version == stage.loaded.batch.sampler.version == len(step.joins) > 0

@@ -131,7 +131,7 @@ def test_decode_steps_compute_what_the_decoder_does(count: int, directory: Path)
             driver.run([(request, len(request.ids), True)])
         plan = driver.plan([(request, 1, True) for request in requests])
         with torch.inference_mode():
-            runner.batch.apply(plan)
+            runner.loaded.batch.apply(plan)
             found.append(slow.forward(plan, slow.build_inputs(plan))[0] if plain else fast.decode(plan)[0])
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0.01 * float(found[1].abs().max()))
 
@@ -142,7 +142,7 @@ def test_log_probabilities_stay_near_those_of_float32(directory: Path) -> None:
         driver = Driver(make_runner(directory, **options))
         plan = driver.plan([(make_request(prompt(row, 30), row), 30, True) for row in range(8)])
         with torch.inference_mode():
-            driver.runner.batch.apply(plan)
+            driver.runner.loaded.batch.apply(plan)
             steps = eager(driver.runner)
             logits, _ = steps.forward(plan, steps.build_inputs(plan))
         found.append(logits.log_softmax(-1))
@@ -155,7 +155,7 @@ def test_a_damaged_row_ends_only_its_own_request(tmp_path: Path) -> None:
     directory = save(reference("qwen3"), tmp_path)
     runner = make_runner(directory, **OPTIONS)
     with torch.inference_mode():
-        runner.model.embedding.scale[198] = torch.nan
+        runner.loaded.model.embedding.scale[198] = torch.nan
     driver = Driver(runner)
     requests = [make_request(prompt(0), 0), make_request([*prompt(1), 198], 1)]
     driver.run([(requests[0], 20, True), (requests[1], 21, True)])

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.worker.runner import CPU_KV_BYTES, Runner
+from engine.worker.loaded import CPU_KV_BYTES
+from engine.worker.runner import Runner
 from tests.support.models import VOCAB, Driver, eager, held, make_request, make_runner, reference, save
 
 
@@ -88,7 +89,7 @@ def test_a_seed_gives_the_same_tokens_after_a_preemption(directory: Path) -> Non
 def test_nan_in_one_request_ends_it_alone(directory: Path) -> None:
     runner = make_runner(directory)
     with torch.inference_mode():
-        runner.model.embedding[198] = torch.nan
+        runner.loaded.model.embedding[198] = torch.nan
     driver = Driver(runner)
     requests = [make_request(prompt(0), 0), make_request([*prompt(1), 198], 1), make_request(prompt(2), 2)]
     driver.run([(requests[0], 20, True), (requests[1], 21, True), (requests[2], 20, True)])
@@ -100,14 +101,14 @@ def test_nan_in_one_request_ends_it_alone(directory: Path) -> None:
     clean = [Driver(make_runner(directory)).generate(make_request(prompt(i), 0), 4) for i in (0, 2)]
     assert [requests[0].output_ids, requests[2].output_ids] == clean
     assert [ids[:1] for ids in clean] == first
-    assert runner.pool.keys[0][0].isfinite().all(), "the null block stays finite"
+    assert runner.loaded.pool.keys[0][0].isfinite().all(), "the null block stays finite"
 
 
 def test_blocks_that_held_nan_do_no_harm_to_their_next_owner(directory: Path) -> None:
     runner = make_runner(directory)
     expected = Driver(runner).generate(make_request(prompt(3), 0), 6)
     with torch.inference_mode():
-        for cache in (*runner.pool.keys, *runner.pool.values):
+        for cache in (*runner.loaded.pool.keys, *runner.loaded.pool.values):
             cache[1:] = torch.nan
     driver = Driver(runner)
     one, two = make_request(prompt(3), 0), make_request(prompt(4, 3), 1)
@@ -162,7 +163,7 @@ def test_what_the_model_sees_has_the_types_kernels_rely_on(driver: Driver) -> No
     requests = [make_request(prompt(i), i) for i in range(2)]
     for entries in ([(requests[0], 20, True)], [(requests[0], 1, True), (requests[1], 6, False)]):
         plan = driver.plan(entries)
-        driver.runner.batch.apply(plan)
+        driver.runner.loaded.batch.apply(plan)
         inputs = eager(driver.runner).build_inputs(plan)
         meta = inputs.meta
         assert {t.dtype for t in (meta.block_table, meta.seq_lens, meta.cu_seqlens_q)} == {torch.int32}
@@ -179,24 +180,24 @@ def test_what_the_model_sees_has_the_types_kernels_rely_on(driver: Driver) -> No
 
 
 def test_the_pool_and_the_table_never_move(driver: Driver) -> None:
-    runner = driver.runner
-    tensors = [runner.batch.table, runner.batch.last_token, *runner.pool.keys, *runner.pool.values]
+    loaded = driver.runner.loaded
+    tensors = [loaded.batch.table, loaded.batch.last_token, *loaded.pool.keys, *loaded.pool.values]
     before = [tensor.data_ptr() for tensor in tensors]
     for row in range(3):
         driver.generate(make_request(prompt(row), row), 5)
-    tensors = [runner.batch.table, runner.batch.last_token, *runner.pool.keys, *runner.pool.values]
+    tensors = [loaded.batch.table, loaded.batch.last_token, *loaded.pool.keys, *loaded.pool.values]
     assert [tensor.data_ptr() for tensor in tensors] == before
 
 
 def test_nothing_records_gradients(driver: Driver) -> None:
     """Autograd left on keeps every step's activations alive through the pool."""
     seen = []
-    sample = driver.runner.sample
-    driver.runner.sample = lambda *step: seen.append(step[1]) or sample(*step)
+    sample = driver.runner.loaded.sample
+    driver.runner.loaded.sample = lambda *step: seen.append(step[1]) or sample(*step)
     driver.generate(make_request(prompt(0), 0), 3)
     assert len(seen) == 3
     assert all(logits.is_inference() and logits.grad_fn is None for logits in seen)
-    assert not any(cache.requires_grad for cache in driver.runner.pool.keys)
+    assert not any(cache.requires_grad for cache in driver.runner.loaded.pool.keys)
 
 
 def test_nothing_is_kept_of_requests_that_have_ended(directory: Path) -> None:
@@ -225,7 +226,7 @@ def test_half_precision_runs_on_a_cpu_close_to_fp32(directory: Path, dtype: str)
     for driver in (exact, half):
         plan = driver.plan([(make_request(ids, 0), 20, True)])
         with torch.inference_mode():
-            driver.runner.batch.apply(plan)
+            driver.runner.loaded.batch.apply(plan)
             steps = eager(driver.runner)
             logits.append(steps.forward(plan, steps.build_inputs(plan))[0].float())
     error = (logits[0] - logits[1]).abs().max() / logits[0].abs().max()
@@ -237,8 +238,8 @@ def test_the_pool_is_as_large_as_asked_and_bounded_by_default(directory: Path) -
     assert make_runner(directory, num_blocks=7).num_blocks == 8
     assert make_runner(directory, num_blocks=None, kv_tokens=30).num_blocks == 9  # 8 blocks of 4, and the null block
     default: Runner = make_runner(directory, num_blocks=None)
-    assert default.num_blocks - 1 == 16 * default.max_model_len / 4
-    assert default.pool.nbytes < CPU_KV_BYTES
+    assert default.num_blocks - 1 == 16 * default.loaded.max_model_len / 4
+    assert default.loaded.pool.nbytes < CPU_KV_BYTES
 
 
 def test_the_cpu_leaves_a_core_to_others(directory: Path) -> None:
@@ -256,8 +257,8 @@ def test_the_largest_batch_and_the_longest_sequence_fit(directory: Path) -> None
     requests = [longest, make_request(prompt(1), 1), make_request(prompt(2), 2)]
     driver.run([(requests[0], 255, True), (requests[1], 20, True), (requests[2], 20, True)])
     driver.run([(request, 1, True) for request in requests])
-    assert len(longest.ids) == driver.runner.max_model_len + 1
-    assert EngineConfig(max_num_seqs=3).max_num_seqs == driver.runner.batch.max_rows
+    assert len(longest.ids) == driver.runner.loaded.max_model_len + 1
+    assert EngineConfig(max_num_seqs=3).max_num_seqs == driver.runner.loaded.batch.max_rows
 
 
 @pytest.mark.parametrize("speculation,drawn", [("off", 4), ("prompt-lookup", 12)])
@@ -266,5 +267,5 @@ def test_memory_is_measured_with_logits_for_every_token_that_a_step_may_draw(
 ) -> None:
     runner = make_runner(directory, max_num_seqs=4, speculation=speculation, speculative_tokens=2)
     with torch.inference_mode():
-        assert runner.warm_up(30).shape == (drawn, VOCAB)
-        assert runner.warm_up(3).shape == (3, VOCAB)
+        assert runner.loaded.warm_up(30).shape == (drawn, VOCAB)
+        assert runner.loaded.warm_up(3).shape == (3, VOCAB)

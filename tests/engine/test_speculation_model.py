@@ -128,7 +128,7 @@ def test_the_cpu_s_own_way_computes_the_logits_of_the_reference(tmp_path: Path) 
         plan.q_lens = np.array([1 + len(draft) for draft in drafts], np.int32)
         plan.num_decodes, plan.num_drafted = 1, 2
         with torch.inference_mode():
-            runner.batch.apply(plan)
+            runner.loaded.batch.apply(plan)
             if fast:
                 logits, inputs = runner.executors[0].decode(plan)
             else:

@@ -249,10 +249,11 @@ print((memory("VmHWM") - before) / 1024, model.nbytes / 2**20)
 
 def test_a_runner_reports_what_its_memory_holds(checkpoint: Path) -> None:
     runner = make_runner(checkpoint, num_blocks=10)
-    config = runner.model_config
+    loaded = runner.loaded
+    config = loaded.model_config
     assert runner.num_blocks == 11
-    assert runner.memory.kv_cache == runner.pool.nbytes == 11 * 4 * config.kv_bytes_per_token(torch.float32)
-    assert abs(runner.memory.weights - config.num_parameters * 4) < 4096
+    assert loaded.memory.kv_cache == loaded.pool.nbytes == 11 * 4 * config.kv_bytes_per_token(torch.float32)
+    assert abs(loaded.memory.weights - config.num_parameters * 4) < 4096
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_the_engine_tells_what_its_experts_got(tmp_path: Path) -> None:
     engine = Engine(runner, SchedulerConfig(64, 4, max_model_len=64), eos_ids=frozenset())
     engine.add_request(list(range(3, 23)), SamplingParams(max_tokens=4, temperature=0))
     while engine.has_work:
-        runner._expert_load_due = 0.0
+        runner.loaded._expert_load_due = 0.0
         engine.step()
     found = [record for record in engine.log.drain() if record[2] == "experts"]
     assert [record[3] for record in found] == [0, 1, 2, 3], "the step it stands at"

@@ -183,17 +183,17 @@ def test_full_load_keeps_the_engine_s_books(model: str) -> None:
 def test_the_pool_is_sized_from_a_measured_warm_up(model: str) -> None:
     options = {k: v for k, v in OPTIONS.items() if k != "num_blocks"}
     small, large = (LLM(model, **options, gpu_memory_utilization=share) for share in (0.2, 0.4))
-    one, other = small.engine.runner, large.engine.runner
+    one, other = small.engine.runner.loaded, large.engine.runner.loaded  # type: ignore[attr-defined]
     total = torch.cuda.get_device_properties(0).total_memory
-    for runner, share in ((one, 0.2), (other, 0.4)):
-        assert runner.memory.kv_cache + runner.memory.weights < share * total
+    for loaded, share in ((one, 0.2), (other, 0.4)):
+        assert loaded.memory.kv_cache + loaded.memory.weights < share * total
     assert other.num_blocks > one.num_blocks
     assert any("CUDA graphs captured" in note for note in one.memory.notes)
 
 
 def test_enforce_eager_captures_nothing(model: str) -> None:
     runner: Any = LLM(model, **OPTIONS, enforce_eager=True).engine.runner
-    assert runner.executors[0].num_graphs == 0 and not runner.memory.notes
+    assert runner.executors[0].num_graphs == 0 and not runner.loaded.memory.notes
 
 
 def test_a_directory_with_only_a_config_is_enough(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_every_path_draws_tokens_that_are_good_in_bfloat16(model: str, path: dic
     rng = np.random.default_rng(count)
     texts = [rng.integers(0, 5000, int(rng.integers(20, 300))).tolist() for _ in range(count)]
     llm, plain = LLM(model, **OPTIONS, quantization="fp8", **path), LLM(model, **OPTIONS)
-    assert llm.engine.runner.model.nbytes < 0.52 * plain.engine.runner.model.nbytes
+    assert llm.engine.runner.loaded.model.nbytes < 0.52 * plain.engine.runner.loaded.model.nbytes
     replies = ids_of(llm.generate(texts, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True), False))
     again = [text + reply for text, reply in zip(texts, replies, strict=True)]
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)

@@ -228,7 +228,7 @@ def test_the_records_count_every_token_and_no_padding(model: str, path: str) -> 
     asked = [[1, 2, 3, 4, 5], [7] * 20, [8, 9]]
     llm.engine.log.drain()
     llm.generate(asked, greedy(12), use_tqdm=False)
-    runner._expert_load_due = 0.0
+    runner.loaded._expert_load_due = 0.0
     llm.generate([[5]], greedy(1), use_tqdm=False)
     steps = [record for record in llm.engine.log.drain() if record[2] == "experts"]
     got: dict[int, int] = {}
@@ -238,7 +238,7 @@ def test_the_records_count_every_token_and_no_padding(model: str, path: str) -> 
             got[layer] = got.get(layer, 0) + sum(tokens)
     prompt = sum(map(len, asked)) + 1
     assert got == {0: 4 * (prompt + 3 * 11), 2: 4 * (3 * 12 + 1)}  # the last layer: whose logits are wanted
-    assert math.isinf(runner._expert_load_due) is False
+    assert math.isinf(runner.loaded._expert_load_due) is False
 
 
 @pytest.mark.parametrize("kind", ["experts", "dense"])

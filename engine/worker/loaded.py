@@ -1,0 +1,289 @@
+"""The model on its device, with its KV pool and the rows of the batch: the state that all executors share."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.attention.base import ForwardMeta
+from engine.attention.choose import choose_attention
+from engine.attention.kv_fp8 import FP8
+from engine.attention.kv_pool import KVPool
+from engine.config import EngineConfig
+from engine.core.request import Grammar
+from engine.core.step import StepPlan
+from engine.errors import EngineError
+from engine.model.config import ModelConfig
+from engine.model.decoder import Decoder
+from engine.model.experts import Ops
+from engine.model.group import ALONE, Group
+from engine.model.kv_scales import kv_scales
+from engine.model.weights import dummy_weights, load_weights
+from engine.progress import Progress
+from engine.worker.batch import Batch
+from engine.worker.inputs import Inputs
+from engine.worker.launch import DrawnLogprobs, LaunchedStep, PromptLogprobs
+from engine.worker.limits import resolve
+from engine.worker.quantised import KINDS
+from engine.worker.sampler import Drawn
+from engine.worker.upload import to_host
+
+CPU_KV_BYTES = 1 << 30  # the pool's default size on a CPU, or 16 sequences of full length if that is less
+CPU_KV_SEQUENCES = 16
+EXPERT_LOAD_SECONDS = 0.25  # between two reports of the experts' load, which people look at
+
+
+class DrawFailed(Exception):
+    """Sampling raised on one of several ranks, after all of them had made the same collectives."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@dataclass(slots=True)
+class MemoryReport:
+    """Bytes, measured when the runner started."""
+
+    weights: int
+    kv_cache: int
+    notes: list[str] = field(default_factory=list)
+
+
+class LoadedModel:
+    """Owns the model, the KV pool and the batch.
+
+    Public attributes: num_blocks (the null block included), block_size, vocab_size, max_num_batched_tokens,
+    max_model_len, device, device_name, dtype, kv_dtype, config, model_config, shard (the model as this rank holds it),
+    model, attention, attention_name, pool, batch, group, memory, notes.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        engine_config: EngineConfig,
+        ops: Ops,
+        model_dir: Path | None = None,
+        on_progress: Progress | None = None,
+        group: Group = ALONE,
+        reserved_bytes: int = 0,
+    ) -> None:
+        """Loads the weights (random ones if engine_config.dummy_weights) and sizes the pool; raises EngineError.
+
+        `reserved_bytes`: of the device's memory, kept free of the KV cache.
+        """
+        limits = resolve(engine_config, model_config)
+        self.model_config = model_config
+        self.config = engine_config
+        self.group = group
+        self._reserved_bytes = reserved_bytes
+        self.device, self.dtype, self.kv_dtype = group.own_device(limits.device), limits.dtype, limits.kv_dtype
+        self.shard = group.shard(model_config)
+        self.max_num_batched_tokens = limits.max_num_batched_tokens
+        self.max_model_len = limits.max_model_len
+        if self.device.type == "cpu":
+            threads = ((os.cpu_count() or 2) - 1) // group.size
+            torch.set_num_threads(engine_config.cpu_threads or max(1, threads))
+        self.block_size = engine_config.block_size
+        self.vocab_size = model_config.vocab_size
+        self.device_name = _device_name(self.device, group.size)
+        self.notes: tuple[str, ...] = ()  # for the user: how the runner works
+        with torch.inference_mode():
+            self.model = self._load(ops, model_dir, on_progress)
+            if note := group.join(model_config.hidden_size, self.dtype):
+                self.notes = (note,)
+            self._kv_scales = kv_scales(self.model) if self.kv_dtype == FP8 else None
+            max_rows = limits.max_num_seqs
+            self.attention = choose_attention(
+                engine_config.attention_backend, self.shard, self.block_size, self.dtype, self.device, max_rows,
+                self.max_model_len, self.kv_dtype,
+            )  # fmt: skip
+            self.attention_name = self.attention.name
+            self.memory = MemoryReport(weights=self.model.nbytes, kv_cache=0)
+            self.batch = Batch(max_rows, self.max_model_len, self.block_size, self.vocab_size, self.device)
+            self.num_blocks = group.least(self._count_blocks()) + 1  # and the null block
+            self.pool = self._make_pool(self.num_blocks)
+        self.memory.kv_cache = self.pool.nbytes
+        self._expert_load_due = math.inf if model_config.experts is None else 0.0
+
+    @property
+    def synchronous(self) -> bool:
+        """The device is the host: a step is over when `launch` returns."""
+        return self.device.type == "cpu"
+
+    def sample(self, inputs: Inputs, logits: torch.Tensor, grammars: Mapping[int, Grammar]) -> Drawn:
+        """One token for each draw, also written to the rows' last tokens; logits [s, V] may be overwritten.
+
+        With several ranks only rank 0 draws, and broadcasts the ids.
+        """
+        group, batch = self.group, self.batch
+        if group.rank:
+            ids = group.broadcast(self._no_ids(inputs))
+            drawn = Drawn(ids, torch.zeros_like(ids, dtype=torch.bool), np.zeros(0, dtype=np.int64), None)
+        else:
+            try:
+                drawn = self._draw(inputs, logits, grammars)
+            except Exception as error:
+                if group.size == 1:
+                    raise
+                group.broadcast(self._no_ids(inputs))  # the other ranks wait for it
+                raise DrawFailed(error) from error
+            group.broadcast(drawn.ids)
+        batch.last_token.index_copy_(0, inputs.device_rows, drawn.ids)
+        return drawn
+
+    def _draw(self, inputs: Inputs, logits: torch.Tensor, grammars: Mapping[int, Grammar]) -> Drawn:
+        if not len(inputs.samples):  # prefill chunks only, none of them a prompt's last
+            nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+            return Drawn(nothing, nothing > 0, inputs.samples, None)
+        by_draw: dict[int, Grammar] = {}
+        if grammars:
+            by_draw = {i: grammars[entry] for i, entry in enumerate(inputs.samples.tolist()) if entry in grammars}
+        return self.batch.sampler.sample(
+            logits, inputs.rows, inputs.positions, inputs.device_rows, inputs.device_positions, by_draw
+        )
+
+    def _no_ids(self, inputs: Inputs) -> torch.Tensor:
+        return torch.zeros(len(inputs.samples), dtype=torch.int64, device=self.device)
+
+    def launched(
+        self, plan: StepPlan, inputs: Inputs, drawn: Drawn, prompt_logprobs: dict[int, PromptLogprobs], started: float,
+        begin: Any,
+    ) -> LaunchedStep:  # fmt: skip
+        """A step that `sample` drew for, its outcome on the way to the host. `begin`: a mark, None on a CPU."""
+        logprobs = None
+        if drawn.logprobs is not None:
+            counts = self.batch.sampler.logprob_counts(inputs.rows[drawn.logprob_rows])
+            logprobs = DrawnLogprobs(drawn.logprob_rows, drawn.logprobs, counts)
+        device_ms, events, load = None, None, self.take_expert_load()
+        if begin is None:
+            ids, bad = drawn.ids.numpy(), drawn.bad.numpy()
+            outcome = np.where(bad, -1 - ids, ids) if bad.any() else ids
+            device_ms = (time.perf_counter() - started) * 1e3
+        else:
+            outcome = to_host(torch.where(drawn.bad, -1 - drawn.ids, drawn.ids)).numpy()
+            if logprobs is not None:
+                logprobs = logprobs._replace(found=logprobs.found.fetched())
+            prompt_logprobs = {
+                entry: scored._replace(found=scored.found.fetched()) for entry, scored in prompt_logprobs.items()
+            }
+            events = (begin, self.mark())
+        return LaunchedStep(
+            len(plan.rows), outcome, None, inputs.samples, range(plan.num_decodes, plan.num_decoding), device_ms,
+            events, logprobs, prompt_logprobs, self.group.take(), load,
+        )  # fmt: skip
+
+    def take_expert_load(self) -> tuple[list[int], torch.Tensor] | None:
+        """The tokens that each expert got, on their way to the host; None except every EXPERT_LOAD_SECONDS."""
+        now = time.perf_counter()
+        if now < self._expert_load_due:
+            return None
+        self._expert_load_due = now + EXPERT_LOAD_SECONDS
+        layers, load = self.model.take_expert_load()
+        return layers, load if self.synchronous else to_host(load)
+
+    def mark(self) -> Any:
+        """A point in the compute stream whose time can be read later; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    # ---- the start
+
+    def _load(self, ops: Ops, model_dir: Path | None, on_progress: Progress | None) -> Decoder:
+        quantised = KINDS[self.config.quantization]
+        model = Decoder(self.shard, self.dtype, self.device, self.max_model_len, ops, quantised, self.group)
+        slots = self.group.shard_slots(model.slots(), self.model_config)
+        if self.config.dummy_weights:
+            dummy_weights(slots, self.config.seed)
+        elif model_dir is None:
+            raise EngineError("no model directory was given, and dummy_weights is off: give one of the two")
+        else:
+            load_weights(slots, model_dir, self.model_config.tie_word_embeddings, on_progress)
+        return model
+
+    def _make_pool(self, num_blocks: int) -> KVPool:
+        return KVPool(self.shard, num_blocks, self.block_size, self.kv_dtype, self.device, self._kv_scales)
+
+    def _count_blocks(self) -> int:
+        """Blocks for requests: as configured, else as many as memory allows."""
+        if self.config.num_blocks is not None:
+            return self.config.num_blocks
+        if self.config.kv_tokens is not None:
+            return -(-self.config.kv_tokens // self.block_size)
+        per_block = self.block_size * self.shard.kv_bytes_per_token(self.kv_dtype)
+        if self.device.type == "cpu":
+            enough = CPU_KV_SEQUENCES * -(-self.max_model_len // self.block_size)
+            return max(1, min(enough, CPU_KV_BYTES // per_block))
+        return max(1, self._measure_blocks(per_block) - -(-self._reserved_bytes // per_block))
+
+    def _measure_blocks(self, per_block: int) -> int:
+        """What `gpu_memory_utilization` leaves after weights, other processes and the largest step's activations."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        logits = self.warm_up(self.max_num_batched_tokens)
+        logits.float().sort(descending=True).values.softmax(-1).cumsum(-1)  # for top-p: the most of any way to sample
+        del logits
+        torch.cuda.synchronize(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        elsewhere = total - free - torch.cuda.memory_reserved(self.device)
+        room = int(total * self.config.gpu_memory_utilization) - peak - elsewhere
+        torch.cuda.empty_cache()
+        if room < per_block:
+            share = self.config.gpu_memory_utilization
+            raise EngineError(
+                f"no room for a KV cache: gpu_memory_utilization {share:g} allows {total * share / 1e9:.1f} of "
+                f"{total / 1e9:.1f} GB, weights and activations take {peak / 1e9:.1f} and others "
+                f"{elsewhere / 1e9:.1f}: raise it, lower max_num_batched_tokens, or free the GPU"
+            )
+        return room // per_block
+
+    def warm_up(self, tokens: int) -> torch.Tensor:
+        """A step of so many prompt tokens, in a null block of its own: the logits of as many as can be drawn."""
+        pool, n = self._make_pool(1), min(self.batch.max_rows, tokens)
+        lengths = np.full(n, tokens // n)
+        lengths[0] += tokens - int(lengths.sum())
+        lengths = np.minimum(lengths, self.max_model_len)
+        ends = np.cumsum(lengths)
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        longest = int(lengths.max())
+        drawn = ends - 1
+        if self.config.speculation != "off":  # every token of a draft
+            drawn = np.arange(len(positions))[: self.batch.max_rows * (1 + self.config.speculative_tokens)]
+        meta = ForwardMeta(
+            positions=self.batch.upload(positions),
+            slot_mapping=self.batch.upload(np.zeros(len(positions), dtype=np.int64)),
+            cu_seqlens_q=self.batch.upload(np.concatenate(([0], ends)).astype(np.int32)),
+            seq_lens=self.batch.upload(lengths.astype(np.int32)),
+            block_table=self.batch.table[:n, : -(-longest // self.block_size)],
+            max_q_len=longest,
+            max_seq_len=longest,
+            num_decodes=0,
+            logit_rows=self.batch.upload(drawn),
+            fresh=True,
+        )
+        token_ids = torch.zeros(len(positions), dtype=torch.int64, device=self.device)
+        self.attention.plan(meta)
+        return self.model.logits(self.model.forward(token_ids, meta, self.attention, pool))
+
+
+def _device_name(device: torch.device, ranks: int) -> str:
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        threads = torch.get_num_threads()
+        name = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+    return name if ranks == 1 else f"{ranks} ranks of {name}"
