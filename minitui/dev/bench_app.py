@@ -1,9 +1,9 @@
-"""What the application costs: folding a record, drawing Inspect and Chat, and memory over hours of watching.
+"""Measures the application: folding a record, drawing Inspect and Chat, and memory over hours.
 
     python -m minitui.dev.bench --app [--seconds 15] [--hours 2] [--json]
 
-Inspect and Chat run in pseudo-terminals of 160 × 48, as they would in yours: Inspect over make-believe chats of which
-64 decode at any time, Chat with the bundled model answering in eight. The hours are fast-forwarded.
+Inspect and Chat run in pseudo-terminals of 160 × 48: Inspect over simulated chats, 64 of them decoding at any time;
+Chat with the bundled model answering in eight chats. The hours are simulated faster than real time.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ SIZE = (160, 48)
 GOALS = {"inspect": 0.20, "chat": 0.25}  # shares of a core
 LEISURE = replace(CLASSROOM, step_ms=25.0)  # a slow engine: an hour is 100,000 steps and half a million records
 FOLDED_SECONDS, FOLDS = 20.0, 5
-SLOW, QUICK = 12.0, 25.0  # additions a microsecond: the same machine in bad and in good hours
+SLOW, QUICK = 12.0, 25.0  # additions per microsecond: the range measured on one machine
 _NOT_DATA = (ModuleType, type, FunctionType, BuiltinFunctionType, MethodType)
 
 
 @dataclass(frozen=True)
 class FoldCost:
-    """Microseconds a record: in the engine's State alone, and in the View with its histories."""
+    """Microseconds per record: in the engine's State alone, and in the View with its histories."""
 
     records: int
     state_us: float
@@ -39,7 +39,7 @@ class FoldCost:
 
 
 def measure_app(say: Callable[[str], Any], seconds: float, hours: float) -> dict[str, Any]:
-    """Everything, said as it is found, and as data."""
+    """Measures everything; passes each line to `say` and returns the data."""
     from minitui.dev.latency import measure as chat
     from minitui.dev.simulator_app import loop_speed
     from minitui.dev.simulator_app import measure as inspect
@@ -48,15 +48,15 @@ def measure_app(say: Callable[[str], Any], seconds: float, hours: float) -> dict
         verdict = "reached" if found <= GOALS[name] else "missed"
         return f"{found:.1%} of a core, goal {GOALS[name]:.0%} {verdict}"
 
-    say(f"this machine adds {loop_speed():.0f} numbers in a microsecond now (it has been {SLOW:.0f} to {QUICK:.0f})")
+    say(f"this machine does {loop_speed():.0f} additions per microsecond (usual: {SLOW:.0f} to {QUICK:.0f})")
     fold = fold_cost(STEADY)
-    say(f"folding  {fold.view_us:.2f} us a record, of which the engine's state takes {fold.state_us:.2f}")
+    say(f"folding  {fold.view_us:.2f} us per record; the engine's state alone {fold.state_us:.2f}")
     found = inspect("steady", SIZE, 20.0, seconds)
     say(
         f"inspect  {share('inspect', found['cpu_percent'] / 100)} · {found['requests']} requests, "
         f"{found['steps_per_s']} steps and {found['records_per_s']:,} records a second, "
         f"frames of {found['frame_ms_p50']} ms (p99 {found['frame_ms_p99']}), {found['kb_per_s']} KB/s, "
-        f"{found['additions_per_us']:.0f} additions a microsecond"
+        f"{found['additions_per_us']:.0f} additions per microsecond"
     )
     chats = chat(8, 1500, seconds, *SIZE, [])
     say(
@@ -73,9 +73,9 @@ def measure_app(say: Callable[[str], Any], seconds: float, hours: float) -> dict
 
 
 def fold_cost(load: Load, seconds: float = FOLDED_SECONDS, folds: int = FOLDS) -> FoldCost:
-    """The best of several foldings of the same records, a frame's worth at a time."""
+    """The best of several folds of the same records, in frames."""
     stress = Stress(load)
-    stress.run(8.0)  # all have begun
+    stress.run(8.0)  # until all chats have started
     start = blank(load)
     start.apply_all(stress.drain())
     frames: list[list[Record]] = []
@@ -104,7 +104,7 @@ def fold_cost(load: Load, seconds: float = FOLDED_SECONDS, folds: int = FOLDS) -
 
 
 def sizes_over(load: Load, hours: float, marks: int = 4) -> list[tuple[float, int]]:
-    """(hours, bytes of the view) at `marks` moments of a fast-forwarded run."""
+    """(hours, bytes of the view) at `marks` times of a simulated run."""
     stress, view = Stress(load), View()
     view.ids_to_text = stress.words.decode
     view.reset(blank(load).snapshot())
@@ -120,12 +120,12 @@ def sizes_over(load: Load, hours: float, marks: int = 4) -> list[tuple[float, in
 
 
 def blank(load: Load) -> State:
-    """The state before anybody has come."""
+    """The state before the first request."""
     return State(load.blocks + 1, load.block_size, load.budget, load.rows)
 
 
 def bytes_reached(*roots: Any) -> int:
-    """Bytes of all that can be reached from these objects; code does not count."""
+    """Bytes of all objects reachable from these, without code."""
     seen: set[int] = set()
     left = list(roots)
     total = 0

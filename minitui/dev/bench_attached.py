@@ -1,17 +1,14 @@
-"""What it costs the engine that the application watches: the real arrangement, an engine in its process and the
-application in a terminal, in turns with nobody watching and with records that nobody looks at.
+"""Measures how much the application slows the engine down: an engine in its process and the application in a terminal,
+compared with no application and with records that are dropped.
 
     python -m minitui.dev.bench --attached [--shape 0.6B] [--model DIR] [--pairs 8] [--json]
 
-One engine for all runs, so that they differ in nothing else: `off` writes no records, `records` writes and sends them
-to a client that drops them, `attached` has Inspect fold and draw them in a terminal of 160 × 48. The time of a step is
-the engine's own, by its clock, from the first token of a run to its last: what the client does besides, asking and
-reading the answers, stands outside and is the same in all three.
+All runs use one engine: `off` writes no records, `records` sends them to a client that drops them, `attached` folds
+and draws them in Inspect, in a terminal of 160 × 48. The engine measures the time of a step, from the first token of a
+run to its last. The client's other work, asking and reading answers, is the same in all three.
 
-Measured on one H200 with 16 cores, 64 rows of the 0.6B shape at 1.23 ms a step, 12 runs of 256 tokens each: attached
--0.05 % (95 % interval -0.19 % to +0.09 %), records alone -0.02 % (-0.14 % to +0.10 %): none of it can be told from
-nothing. The application used 0.24 of a core, of which reading the answers alone is 0.13. On two cores that the engine,
-the application and the terminal share, what is measured is mostly their crowding, and the line says so.
+On one H200 with 16 cores (64 rows of the 0.6B shape, 1.23 ms a step) neither slows a step measurably: attached -0.05 %
+(95 % interval -0.19 % to +0.09 %). On two cores the programs compete for them, and the report says so.
 """
 
 from __future__ import annotations
@@ -46,13 +43,13 @@ from minitui.tui.app import MinituiApp
 SIZE = (160, 48)
 PROMPT = 32
 TASK, FIGURES = "task.json", "figures.json"
-SETTLE_S = 0.2  # before a run: the snapshot is folded, and drawn
+SETTLE_S = 0.2  # before a run, to fold and draw the snapshot
 ARMS = ("off", "records", "attached")
-ORDERS = ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1), (2, 0, 1), (1, 0, 2))  # nobody is always first, or after another
+ORDERS = ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1), (2, 0, 1), (1, 0, 2))  # no arm is always first
 
 
 class Numbers:
-    """In the place of a tokenizer where there is none: a token is spelled by its number."""
+    """Replaces a missing tokenizer: the text of a token is its number."""
 
     special_ids: frozenset[int] = frozenset()
 
@@ -64,12 +61,12 @@ class Numbers:
 
 
 def codec_of(info: dict[str, Any]) -> Codec:
-    """The checkpoint's tokenizer, or numbers."""
+    """The checkpoint's tokenizer, or Numbers."""
     return load_codec(info) if (Path(info["model_dir"]) / "tokenizer.json").exists() else Numbers()
 
 
 class Watched(MinituiApp):
-    """The application, which looks away where it is told to: then what comes is dropped and nothing is drawn."""
+    """The application. While `looks` is False it drops all records and draws nothing."""
 
     looks = True
     failure = ""
@@ -81,7 +78,7 @@ class Watched(MinituiApp):
             self.source.drain_records()
 
     async def look(self) -> None:
-        """Begin to watch."""
+        """Starts to fold and draw."""
         self.feed.replaced()
         await self.feed.sync()
         self.looks = True
@@ -92,11 +89,11 @@ class Watched(MinituiApp):
 
 
 async def take_turns(app: Watched, rows: int, tokens: int, turns: int) -> dict[str, Any]:
-    """Each of ARMS `turns` times: milliseconds a step, and the share of a core that this process used."""
+    """Runs each of ARMS `turns` times; returns milliseconds per step and this process's share of a core."""
     app.switch_mode("inspect")
     found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     vocab, seed = int(app.source.info["vocab_size"]), 30_000
-    for turn in range(-1, turns):  # the first is to warm up
+    for turn in range(-1, turns):  # the first is a warm-up
         for arm in (ARMS[i] for i in ORDERS[turn % len(ORDERS)]):
             seed += 1
             run = await _run(app, arm, random_prompts([PROMPT] * rows, vocab, seed), tokens)
@@ -105,18 +102,18 @@ async def take_turns(app: Watched, rows: int, tokens: int, turns: int) -> dict[s
     return {
         "step_ms": {arm: [run["step_ms"] for run in runs] for arm, runs in found.items()},
         "core": {arm: statistics.mean(run["core"] for run in runs) for arm, runs in found.items()},
-        "shown": statistics.mean(run["shown"] for run in found["attached"]),  # of a run's steps, when it ends
+        "shown": statistics.mean(run["shown"] for run in found["attached"]),  # steps drawn at the end
     }
 
 
 async def _run(app: Watched, arm: str, prompts: list[list[int]], tokens: int) -> dict[str, float]:
     source = app.source
     app.looks = False
-    await source.control("clear_cache")  # every run finds the same
+    await source.control("clear_cache")  # the same start for every run
     await source.control("records", enabled=arm != "off")
     if arm == "attached":
         await app.look()
-    await source.control("pause")  # all begin in the same step
+    await source.control("pause")  # so that all start in the same step
     streams = [source.submit(ids, greedy(tokens), group=f"chat {i + 1}") for i, ids in enumerate(prompts)]
     replies = asyncio.gather(*map(_step_ms, streams))
     for stream in streams:
@@ -130,7 +127,7 @@ async def _run(app: Watched, arm: str, prompts: list[list[int]], tokens: int) ->
 
 
 async def _step_ms(stream: Any) -> float:
-    """Milliseconds from token to token of this reply, as the engine measured them."""
+    """Milliseconds per token of this reply, measured by the engine."""
     metrics: dict[str, Any] = {}
     async for delta in stream:
         metrics = delta.metrics or metrics
@@ -138,7 +135,7 @@ async def _step_ms(stream: Any) -> float:
 
 
 def attached(config: EngineConfig, rows: int, tokens: int = 256, turns: int = 8) -> tuple[dict[str, Any], str]:
-    """Run the application in a terminal; the measurement as data and as a line. EngineError if it could not run."""
+    """Runs the application in a terminal; returns the measurement as data and as a line. Raises EngineError."""
     with tempfile.TemporaryDirectory(prefix="minitui-attached-") as folder:
         task = {"config": asdict(config), "rows": rows, "tokens": tokens, "turns": turns}
         Path(folder, TASK).write_text(json.dumps(task), encoding="utf-8")
@@ -147,9 +144,9 @@ def attached(config: EngineConfig, rows: int, tokens: int = 256, turns: int = 8)
         try:
             figures: dict[str, Any] = json.loads(Path(folder, FIGURES).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise EngineError("the application that was to be measured ended before it had said anything") from None
+            raise EngineError("the measured application ended without a result") from None
     if "failure" in figures:
-        raise EngineError(f"the application that was to be measured stopped: {figures['failure']}")
+        raise EngineError(f"the measured application failed: {figures['failure']}")
     figures["written_kb"] = round(sum(size for _, size in arrived) / 1e3)
     cores = os.cpu_count() or 1
     threads = (config.cpu_threads or max(1, cores - 1)) if figures["device"].startswith("CPU") else 1
@@ -158,8 +155,8 @@ def attached(config: EngineConfig, rows: int, tokens: int = 256, turns: int = 8)
 
 
 def compare(figures: dict[str, Any]) -> dict[str, Any]:
-    """The figures with what records, and the application, add to a step: means over the turns, and the half width of
-    their 95 % intervals, as shares of a step with nobody watching."""
+    """Adds to the figures by how much records and the application slow a step down: means over the turns, and half
+    widths of their 95 % intervals, relative to `off`."""
     off = figures["step_ms"]["off"]
     slowdown, interval = {}, {}
     for arm in ARMS[1:]:
@@ -169,20 +166,20 @@ def compare(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def line_of(report: dict[str, Any]) -> str:
-    """One line for people, which says so where the machine is too small to tell."""
+    """The report as one line; it says if the machine has too few cores for this measurement."""
     cores, threads = report["cores"], report["engine_threads"]
-    crowded = "" if cores - threads > 1 else f": too few beside the engine's {threads} to tell watching from crowding"
+    crowded = "" if cores - threads > 1 else f": too few for this measurement beside the engine's {threads}"
     step_ms = statistics.mean(report["step_ms"]["off"])
     told = {arm: interval_text(report["slowdown"][arm], report["interval"][arm]) for arm in ARMS[1:]}
     return (
-        f"application attached against nobody watching, {report['turns']} runs each with {report['rows']} rows, "
+        f"application attached, compared with no records, {report['turns']} runs each with {report['rows']} rows, "
         f"{step_ms:.2f} ms a step: {told['attached']}; records alone {told['records']}; "
         f"the application used {report['core']['attached']:.2f} of a core ({cores} cores{crowded})"
     )
 
 
 def main(folder: Path) -> None:
-    """The application's side: in the terminal it was started in, with the task in `folder`; the figures go there."""
+    """The application's side: reads the task in `folder`, runs, and writes the figures there."""
     task = json.loads((folder / TASK).read_text(encoding="utf-8"))
     source = LocalSource(EngineConfig(**task["config"]), folder / "engine.log")
     figures: dict[str, Any] = {}
@@ -196,7 +193,7 @@ def main(folder: Path) -> None:
         try:
             figures.update(await take_turns(app, task["rows"], task["tokens"], task["turns"]))
             figures["device"] = source.info["device"]
-        except Exception as error:  # nobody sees this screen
+        except Exception as error:  # no user sees this screen
             app.failure = app.failure or f"{type(error).__name__}: {error}"
         app.exit()
 

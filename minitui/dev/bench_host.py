@@ -1,26 +1,13 @@
-"""What the host does for a step, measured without a device: the real engine over a runner that computes nothing.
+"""Measures the host's part of a step without a device: the real engine over a runner that computes nothing.
 
     python -m minitui.dev.bench --host [--json]
 
-prints microseconds per step and per row at 1 to 1,024 running requests, and for each operation on a radix tree of 1,000
-to 100,000 blocks.
+It prints microseconds per step and per row with 1 to 1,024 running requests, and for each operation on a radix tree of
+1,000 to 100,000 blocks.
 
-Every request decodes: its neighbours' lengths differ, so that in each step one row in sixteen takes a new block and
-publishes a full one, as in real life. Times are medians over the steps, the best of several runs: other programs make
-a run slower, never faster.
-
-What paid (2 slow cores, Python 3.11, planned one step ahead, records on; before -> after, in the same minutes):
-
-    rows     us a step       us a row        sent to the listener, us a step
-       1       32 ->   25
-      64      209 ->  146    3.3 -> 2.3       190 ->   68
-     256      726 ->  483    2.8 -> 1.9       750 ->  265
-    1024     3440 -> 2090    3.4 -> 2.0      3900 -> 1200
-
-Lengths in flight are derived, not counted; the arrays of a plan stand while the same requests decode; deltas travel as
-tuples. What is left of a row is one loop in plan (0.3 us), one in commit (0.7, a third of it the `Emitted`), and the
-sixteenth of a block: growing the table 2 us, publishing 5. Taking a long reply's tail out of the tree block by block no
-longer hashes the rest of it each time: 430 -> 4 us a block at 2,048 blocks.
+Every request decodes. The lengths differ, so in each step one row in sixteen takes a new block and publishes a full
+one, as in real use. Times are medians over the steps, of the best of several runs: other programs only make a run
+slower.
 """
 
 from __future__ import annotations
@@ -47,13 +34,13 @@ from engine.trace.records import RecordLog
 BATCHES = (1, 16, 64, 256, 1024)
 TREES = (1_000, 10_000, 100_000)
 BLOCK, VOCAB = 16, 50_000
-STEPS, RUNS = 96, 3  # steps a run, and runs, of each line
-DEPTH = 8  # blocks of a sequence in the tree: 2 that it shares with 15 others, and 6 of its own
-OPERATIONS = 400  # of each kind, on a tree
+STEPS, RUNS = 96, 3  # steps per run, and runs, for each line
+DEPTH = 8  # blocks of a sequence in the tree: 2 shared with 15 others and 6 of its own
+OPERATIONS = 400  # of each kind
 
 
 class NoDevice:
-    """A runner whose steps are over at once; everyone draws the same token."""
+    """A runner whose steps end at once; every row gets the same token."""
 
     block_size, vocab_size, synchronous = BLOCK, VOCAB, True
 
@@ -65,7 +52,7 @@ class NoDevice:
 
 
 class NothingToWaitFor:
-    """A launched step of so many entries."""
+    """A launched step with this number of entries."""
 
     def __init__(self, entries: int) -> None:
         self.entries = entries
@@ -79,17 +66,17 @@ class StepCost:
     """Medians over decode steps, in microseconds."""
 
     rows: int
-    delay: int  # 1: a step is planned before the one before it is committed
+    delay: int  # 1: a step is planned before the previous one is committed
     records: bool
-    step_us: float  # Engine.step: plan, commit, and what they are wrapped in
+    step_us: float  # the whole of Engine.step
     plan_us: float
     commit_us: float
-    emit_us: float  # deltas made of what was drawn, and pickled with the records for the process that listens
+    emit_us: float  # making deltas, and pickling them with the records for the client
     worst_us: float  # the slowest step
 
     @property
     def row_us(self) -> float:
-        """Planning and committing, for one row."""
+        """The time of a step for one row."""
         return self.step_us / self.rows
 
     def line(self) -> str:
@@ -102,14 +89,14 @@ class StepCost:
 
 @dataclass(frozen=True)
 class TreeCost:
-    """Means over operations on a tree of so many blocks, in microseconds."""
+    """Means over operations on a tree with this number of blocks, in microseconds."""
 
     blocks: int
     nodes: int
-    match_us: float  # a sequence of DEPTH blocks, all known
-    insert_us: float  # one that leaves the tree after 2 blocks: hold those, append 6, give all back
-    split_us: float  # a node of 6 blocks cut in two
-    evict_us: float  # per block, with the tree emptied as a full pool is: a sequence's worth at a time
+    match_us: float  # a sequence of DEPTH blocks, all cached
+    insert_us: float  # a sequence with 2 cached blocks: hold these, append 6, release all
+    split_us: float  # a node of 6 blocks split in two
+    evict_us: float  # per block, evicting DEPTH blocks at a time until the tree is empty
 
     def line(self) -> str:
         return (
@@ -123,7 +110,7 @@ TREE_HEAD = "  blocks    nodes      match     insert      split  evict/block   (
 
 
 def measure_host(say: Callable[[str], Any]) -> dict[str, Any]:
-    """Both tables, said line by line as they are found, and as data."""
+    """Measures both tables; passes each line to `say` and returns the data."""
     say("steps in which every row decodes\n" + STEP_HEAD)
     steps = []
     for rows in BATCHES:
@@ -167,7 +154,7 @@ def _step_cost(rows: int, delay: int, records: bool) -> StepCost:
 
 
 def _decoding(rows: int, delay: int) -> Engine:
-    """An engine in which `rows` requests decode, each with some prompt of its own."""
+    """An engine in which `rows` requests decode, each with another prompt."""
     longest = 2 * BLOCK + 2 * STEPS
     runner = NoDevice(1 + rows * -(-2 * longest // BLOCK))
     config = SchedulerConfig(8192, rows, max_model_len=2 * longest)
@@ -185,7 +172,7 @@ def _decoding(rows: int, delay: int) -> Engine:
 
 
 def _timed(owner: object, name: str) -> list[float]:
-    """Seconds of every call of this method from now on."""
+    """A list that receives the seconds of every later call of this method."""
     method = getattr(owner, name)
     times: list[float] = []
 
@@ -201,7 +188,7 @@ def _timed(owner: object, name: str) -> list[float]:
 
 
 def tree_cost(blocks: int) -> TreeCost:
-    """Build a tree of about `blocks` blocks, every one of them evictable, and time operations on it."""
+    """Builds a tree of about `blocks` evictable blocks and times operations on it."""
     rng = random.Random(blocks)
     log = RecordLog()
     allocator = BlockAllocator(blocks + 1 + 2 * DEPTH * OPERATIONS)
@@ -232,7 +219,7 @@ def tree_cost(blocks: int) -> TreeCost:
 
 
 def _insert(tree: RadixTree, ids: list[int]) -> None:
-    """What a request does: hold what is known, append the rest, give everything back."""
+    """Does what a request does: holds the cached blocks, appends the others, releases all."""
     match = tree.match(ids, DEPTH)
     node: Node = tree.claim(match)
     tree.allocator.hold(match.blocks)
@@ -257,7 +244,7 @@ def _mean_us(operation: Callable[[Any], Any], arguments: list[Any]) -> float:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Garbage collection would measure what else this process has allocated."""
+    """Turns garbage collection off: its time depends on other objects of this process."""
     gc.collect()
     gc.disable()
     try:

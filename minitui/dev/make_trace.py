@@ -1,11 +1,11 @@
-"""Record a run of many requests without a screen: to show a class, on a laptop, what a large GPU's schedule looks like.
+"""Records a run of many requests without a screen, for example to show a large GPU's schedule on a laptop.
 
     python -m minitui.dev.make_trace --model Qwen/Qwen3-8B --dummy-weights --requests 64 --out h200.trace
     minitui replay h200.trace --speed 0.1
 
-Needs the engine and nothing else of this package's dependencies. The prompts are random tokens, in conversations that
-share one of a few beginnings, so that batches, chunks and hits are those of real traffic and the text means nothing:
-the trace says so, and no reader shows it. The same seed gives the same arrivals and lengths.
+Needs only the engine's dependencies. The prompts are random tokens; each conversation shares one of a few beginnings.
+So batches, chunks and hits are like those of real traffic, but the text means nothing. The trace says so, and readers
+do not show the text. The same seed gives the same arrival times and lengths.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from engine.params import SamplingParams
 from engine.trace.records import Record
 from minitui.trace.recorder import Recorder
 
-FEW = 1000  # different tokens in the prompts: they mean nothing anyhow, and take half the bytes in the file
+FEW = 1000  # different tokens in the prompts: this halves the size of the file
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """How many ask, how much, and how fast. Lengths in tokens, drawn evenly between the two."""
+    """The traffic. Lengths in tokens, uniformly distributed between the two numbers."""
 
     requests: int = 64
-    arrivals_s: float = 2.0  # all have come after this long
-    prefixes: int = 4  # different beginnings
+    arrivals_s: float = 2.0  # all requests arrive within this time
+    prefixes: int = 4  # number of different beginnings
     prefix: int = 256
-    prompt: tuple[int, int] = (32, 512)  # beyond the prefix
+    prompt: tuple[int, int] = (32, 512)  # without the prefix
     reply: tuple[int, int] = (32, 256)
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request, due `at` seconds after the beginning."""
+    """A request that arrives `at` seconds after the start."""
 
     at: float
     group: str
@@ -50,7 +50,7 @@ class Arrival:
 
 
 def arrivals(traffic: Traffic, vocab_size: int, max_len: int) -> list[Arrival]:
-    """The requests in the order in which they come; none is longer than `max_len`."""
+    """The requests in the order of arrival; none is longer than `max_len`."""
     rng = random.Random(traffic.seed)
 
     def tokens(n: int) -> list[int]:
@@ -68,13 +68,13 @@ def arrivals(traffic: Traffic, vocab_size: int, max_len: int) -> list[Arrival]:
 
 
 class Notable:
-    """The steps of a run that are worth jumping to: the extremes."""
+    """The bookmarks of a run: its extreme steps."""
 
     def __init__(self) -> None:
-        self._most: dict[str, tuple[float, int]] = {}  # (how much, at which step) by what is said of it
+        self._most: dict[str, tuple[float, int]] = {}  # label -> (value, step)
 
     def look(self, records: list[Record]) -> None:
-        """Remember what exceeds what came before."""
+        """Keeps values that exceed all earlier ones."""
         for record in records:
             if record[2] == "step":
                 _, _, _, step, prefills, _joined, _left, tokens, _waiting = record
@@ -89,12 +89,12 @@ class Notable:
             self._most[text] = (amount, step)
 
     def marks(self) -> list[tuple[int, str]]:
-        """(step, what it is the extreme of)."""
+        """The bookmarks: (step, label)."""
         return [(step, text.format(amount)) for text, (amount, step) in self._most.items()]
 
 
 def record_run(engine: Engine, info: dict[str, Any], due: list[Arrival], path: Path) -> Recorder:
-    """Let the requests come when they are due, run until all have ended, and write everything to `path`."""
+    """Submits the requests at their times, runs until all have ended, and records everything in `path`."""
     recorder = Recorder(path)
     recorder.begin({**info, "random_text": True}, engine.snapshot())
     notable = Notable()
@@ -127,7 +127,7 @@ def _span(text: str) -> tuple[int, int]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """See the module."""
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m minitui.dev.make_trace", description=__doc__.split("\n")[0])
     parser.add_argument("--model", required=True, help="as for minitui chat")
     parser.add_argument("--out", type=Path, required=True)
@@ -148,7 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
         max_num_seqs=chosen.max_num_seqs, max_num_batched_tokens=chosen.max_num_batched_tokens, load_tokenizer=False,
     )  # fmt: skip
     built = build_engine(config)
-    # The first steps of a device compile and warm up: they are not part of the story.
+    # The first steps on a device compile and warm up: they are not recorded.
     warm = arrivals(Traffic(requests=4, arrivals_s=0.0, seed=1), built.info["vocab_size"], built.info["max_model_len"])
     for one in warm:
         built.engine.add_request(one.ids, replace(one.params, max_tokens=4))

@@ -1,7 +1,7 @@
 """A small application around one panel and simulated records: `python -m minitui.dev.panel block-map`.
 
-Keys: space pauses the simulated engine, n lets one step through, t changes the theme, a the glyphs, q quits;
-everything else is the panel's own.
+Keys: space pauses the simulated engine, n runs one step, t changes the theme, a the glyphs, q quits. All other keys
+go to the panel.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from minitui.viewmodel.model import View
 
 
 def stress_view(load: Load = CLASSROOM, seconds: float = 0.0, frames: int = 1) -> tuple[Stress, View]:
-    """A stress source and the view over it, after `seconds` of make-believe time seen in so many frames."""
+    """A simulated engine and its view, after `seconds` of simulated time folded in `frames` frames."""
     stress = Stress(load)
     view = View()
     view.ids_to_text = stress.words.decode
@@ -50,7 +50,7 @@ def stress_view(load: Load = CLASSROOM, seconds: float = 0.0, frames: int = 1) -
 
 
 class Alone(App[None]):
-    """One panel, filling the screen."""
+    """An application with one panel."""
 
     BINDINGS: ClassVar = [
         Binding("space", "pause", "pause"),
@@ -64,7 +64,7 @@ class Alone(App[None]):
         self, panel: Callable[[], LinePanel], load: Load = CLASSROOM, warm_up: float = 8.0, fps: float = 20.0
     ) -> None:
         super().__init__()
-        self.fps = fps  # 0: time passes only when somebody calls `tick`
+        self.fps = fps  # 0: time passes only with calls of `tick`
         for theme in THEMES:
             self.register_theme(theme)
         self.theme = THEMES[0].name
@@ -81,7 +81,7 @@ class Alone(App[None]):
             self.set_interval(1 / self.fps, self.tick)
 
     def tick(self) -> None:
-        """One frame: let time pass, fold, paint."""
+        """Draws one frame: simulates, folds, paints."""
         now = time.monotonic()
         self.stress.run(min(0.2, now - self._last))
         self._last = now
@@ -126,10 +126,10 @@ PANELS: dict[str, type[LinePanel]] = {
 
 
 def main(name: str) -> None:
-    """Show one panel until q."""
+    """The command line."""
     panel = PANELS.get(name)
     if panel is None:
-        sys.exit(f"there is no panel {name!r}: choose from {', '.join(PANELS)}")
+        sys.exit(f"there is no panel {name!r}: the panels are {', '.join(PANELS)}")
     Alone(panel).run()
 
 

@@ -1,7 +1,7 @@
-"""An animated picture of the application: `python -m minitui.dev.screencast [FILE]` plays a demo and writes a GIF.
+"""Plays a demo and writes an animated GIF of it: `python -m minitui.dev.screencast [FILE]`.
 
-The demo is played in a headless terminal by the real engine, in the time it takes in a terminal, and looked at a few
-times a second; frames that are equal become one that stands longer. A headless Chromium draws them, Pillow writes them.
+The real engine plays the demo in a headless terminal, in real time. A few frames a second are taken; equal frames are
+merged into a longer one. A headless Chromium draws them, Pillow writes them.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ LAST_STANDS_S = 6.0
 
 @dataclass
 class Frame:
-    """A picture, and how long it stands in seconds."""
+    """A picture, and its duration in seconds."""
 
     svg: str
     seconds: float
 
 
 async def film(name: str, columns: int, rows: int, beat: float) -> list[Frame]:
-    """Play a demo to its end; its frames."""
+    """Plays a demo to its end; returns the frames."""
     demo = DEMOS[name]
     scene = Scene(_nothing, columns, rows, options=demo.options)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as servers:
@@ -62,16 +62,16 @@ async def film(name: str, columns: int, rows: int, beat: float) -> list[Frame]:
 
 
 async def _nothing(app: MinituiApp) -> None:
-    """A demo plays itself."""
+    """Does nothing: the demo's script drives the application."""
 
 
 def _drawn(svg: str) -> str:
-    """What a frame looks like: the names of Textual's classes and clips differ from picture to picture."""
+    """A key for equal frames, without Textual's names of classes and clips, which differ from picture to picture."""
     return svg[svg.index("</defs>") :] if "</defs>" in svg else svg
 
 
 def write_gif(frames: list[Frame], path: Path, browser: str, scale: float) -> None:
-    """Draw each frame and write them with one palette, so that only what changed costs bytes."""
+    """Draws the frames and writes them with one palette, so that only changes take bytes."""
     from PIL import Image
 
     with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +96,7 @@ def write_gif(frames: list[Frame], path: Path, browser: str, scale: float) -> No
 
 
 def _palette(pictures: list[Any]) -> Any:
-    """The colours of some frames that are far apart."""
+    """A palette of the colours of a few distant frames."""
     from PIL import Image
 
     chosen = pictures[:: max(1, len(pictures) // 8)]
@@ -108,7 +108,7 @@ def _palette(pictures: list[Any]) -> Any:
 
 
 def main() -> None:
-    """Film a demo."""
+    """The command line."""
     summary = (__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m minitui.dev.screencast", description=summary)
     parser.add_argument("file", nargs="?", default="screenshots/shared-prefix.gif", type=Path)

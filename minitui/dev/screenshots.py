@@ -1,7 +1,7 @@
 """Pictures of the real application on the real engine: `python -m minitui.dev.screenshots [DIRECTORY] [NAME ...]`.
 
-Each scene is played in a headless terminal with the bundled model, held between two steps, and written as SVG; where a
-Chromium is installed, as PNG too. Textual's SVG names a font from the web: here it names fonts that machines have.
+Each scene runs in a headless terminal with the bundled model, stops between two steps and is written as SVG; with an
+installed Chromium also as PNG. Textual's SVG names a font from the web; these name fonts that machines have.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FOLLOW_UPS = (
 
 @dataclass(frozen=True)
 class Scene:
-    """What is played before the picture is taken."""
+    """What to run before the picture is taken."""
 
     play: Callable[[MinituiApp], Awaitable[None]]
     columns: int = 120
@@ -64,50 +64,50 @@ class Scene:
     options: dict[str, Any] = field(default_factory=dict)  # the engine's
     lesson: int | None = None  # instead of the chat: this lesson
     demo: str = ""  # instead of the chat: a recording of this demo
-    recording: str = ""  # instead of the chat: this recording, which comes along
-    experts: int = 0  # instead of the bundled model: random weights, with so many experts in each layer
-    replicas: int = 0  # instead of an engine: so many servers, and one that is not there
+    recording: str = ""  # instead of the chat: this bundled recording
+    experts: int = 0  # instead of the bundled model: random weights with this many experts in each layer
+    replicas: int = 0  # instead of an engine: this many servers, and one that is missing
 
 
 async def until(true: Callable[[], Any], seconds: float = 60.0) -> None:
-    """Wait for `true()`; TimeoutError says so otherwise."""
+    """Waits until `true()`. Raises TimeoutError."""
     end = time.monotonic() + seconds
     while not true():
         if time.monotonic() > end:
-            raise TimeoutError("the scene did not come about")
+            raise TimeoutError("the scene was not reached in time")
         await asyncio.sleep(0.02)
 
 
 async def press(app: MinituiApp, *keys: str) -> None:
-    """Keys, as a terminal would send them."""
+    """Presses keys, as a terminal sends them."""
     for key in keys:
         app.post_message(events.Key(key, " " if key == "space" else key if len(key) == 1 else None))
         await asyncio.sleep(0.15)
 
 
 async def settled(app: MinituiApp) -> None:
-    """Every record folded and painted."""
+    """Waits until every record is folded and painted."""
     await until(lambda: app.feed.backlog == 0)
-    await asyncio.sleep(1.6)  # what glows has faded to what is warm, and notices are gone
+    await asyncio.sleep(1.6)  # highlights have faded, and notices are gone
     app.clear_notifications()
     await asyncio.sleep(0.5)
 
 
 async def ask(app: MinituiApp, text: str) -> None:
-    """Ask in the chat that is shown, and wait for the whole answer."""
+    """Asks in the current chat and waits for the whole answer."""
     app.ask_question(text)
     await until(lambda: not app.session.busy)
 
 
 async def steps(app: MinituiApp, count: int) -> None:
-    """Let the engine take `count` steps and stop."""
+    """Runs `count` steps and stops."""
     end = (await app.source.snapshot())["step"] + count  # the view may be a frame behind
     await app.source.control("step", n=count)
     await until(lambda: app.view.live.state.step >= end)
 
 
 async def chat(app: MinituiApp) -> None:
-    """An answer stands and the next is being written in slow motion; four more chats run, and the last one waits."""
+    """One answer has ended, the next is written in slow motion; four more chats run, and the last one waits."""
     await ask(app, "What is prefill?")
     first = app.chats.new(app.system)
     app.select_session(first)
@@ -116,7 +116,7 @@ async def chat(app: MinituiApp) -> None:
     app.chats.send(first, "What is prefix caching?")
     fork = app.chats.fork(app.chats.sessions[0])
     for question in FOLLOW_UPS:
-        await asyncio.sleep(0.1)  # the queue's order is theirs
+        await asyncio.sleep(0.1)  # so that they queue in this order
         app.chats.send(app.chats.new(app.system), question)
     await asyncio.sleep(0.1)
     app.chats.send(fork, "And when is a block shared?")
@@ -127,7 +127,7 @@ async def chat(app: MinituiApp) -> None:
 
 
 async def four_share(app: MinituiApp) -> None:
-    """Four chats share one system prompt; the fourth has just come with a long prompt, which is computed in chunks."""
+    """Four chats share one system prompt; the long prompt of the fourth is computed in chunks."""
     for question in ("What is a token?", "What is a radix cache?", "What is preemption?"):
         await ask(app, question)
         app.select_session(app.chats.new(app.system))
@@ -149,7 +149,7 @@ async def four_share(app: MinituiApp) -> None:
 
 
 async def hot_experts(app: MinituiApp) -> None:
-    """Four chats of a mixture of experts are answered; the panel of its experts has the focus."""
+    """Four chats with a mixture of experts are answered; the experts' panel has the focus."""
     sessions = [app.session, *(app.chats.new(app.system) for _ in FOLLOW_UPS[1:])]
     for seed, (session, question) in enumerate(zip(sessions, FOLLOW_UPS, strict=True)):
         session.sampling = Sampling(temperature=1.0, seed=seed, max_tokens=240, ignore_eos=True)
@@ -163,7 +163,7 @@ async def hot_experts(app: MinituiApp) -> None:
 
 
 async def lecture(app: MinituiApp) -> None:
-    """While one chat decodes, two new ones with one system prompt come: the second shares what the first computes."""
+    """While one chat decodes, two new ones arrive with one system prompt: the second shares the blocks of the first."""
     await app.source.control("pause")
     questions = ("What is a token?", "What is a KV cache?", "Why is decode slow?")
     sessions = [app.session, app.chats.new(app.system), app.chats.new(app.system)]
@@ -175,7 +175,7 @@ async def lecture(app: MinituiApp) -> None:
     await steps(app, 12)
     for session, question in zip(sessions[1:], questions[1:], strict=True):
         app.chats.send(session, question)
-        await asyncio.sleep(0.1)  # the queue's order is theirs
+        await asyncio.sleep(0.1)  # so that they queue in this order
     app.view.select(None)
     await steps(app, 1)
     app.switch_mode("lecture")
@@ -183,7 +183,7 @@ async def lecture(app: MinituiApp) -> None:
 
 
 async def lesson(app: MinituiApp) -> None:
-    """The radix lesson, its fourth page: six chats with one system prompt, predicted and then counted."""
+    """The fourth page of the radix lesson: six chats with one system prompt, with a prediction and the result."""
     assert isinstance(app, LessonApp)
     await until(lambda: isinstance(app.screen, LessonScreen) and app.screen.stage is not None)
     screen = app.screen
@@ -193,32 +193,32 @@ async def lesson(app: MinituiApp) -> None:
 
 
 async def code(app: MinituiApp) -> None:
-    """Its second page, with the code open: how a prompt is looked up."""
+    """Its second page, with the code of the lookup."""
     await until(lambda: isinstance(app.screen, LessonScreen) and app.screen.stage is not None)
     await press(app, "right", "v")
 
 
 async def replayed(app: MinituiApp) -> None:
-    """A recording stands at its first preemption, narrated."""
+    """A recording, narrated, at its first preemption."""
     assert isinstance(app, ReplayApp)
     await app.replay.control("pause")
     step = next(step for step, text in app.replay.trace.bookmarks if "preemption" in text)
     await app.seek(step)
-    await until(lambda: app.replay.step >= step)  # where steps overlap, the next has been planned before one ends
+    await until(lambda: app.replay.step >= step)  # overlapping steps: the next is planned before this one ends
 
 
 async def at_its_fullest(app: MinituiApp) -> None:
-    """A recording stands at its fullest batch, or else at its last bookmark, narrated."""
+    """A recording, narrated, at its fullest batch, or else at its last bookmark."""
     assert isinstance(app, ReplayApp)
     await app.replay.control("pause")
     marks = app.replay.trace.bookmarks
     step = next((step for step, text in marks if "fullest" in text), marks[-1][0])
     await app.seek(step)
-    await until(lambda: app.replay.step >= step)  # where steps overlap, the next has been planned before one ends
+    await until(lambda: app.replay.step >= step)  # overlapping steps: the next is planned before this one ends
 
 
 async def helped(app: MinituiApp) -> None:
-    """What the screen is about, and every key."""
+    """The help: the screen and its keys."""
     await four_share(app)
     await press(app, "question_mark")
 
@@ -230,14 +230,14 @@ async def commands(app: MinituiApp) -> None:
 
 
 async def completed(app: MinituiApp) -> None:
-    """A question is begun, and the prompt completes it from those that the model knows."""
+    """The prompt completes a question from those that the model knows."""
     await ask(app, "What is a token?")
     app.focus_prompt()
     await press(app, *"how", "space", *"does", "space")
 
 
 async def replicas(app: MinituiApp) -> None:
-    """Chats that begin alike share a replica; one is pinned to the other, and answers are being written on both."""
+    """Chats with the same beginning share a replica, one is pinned to the other; both write answers."""
     assert isinstance(app, ReplicaApp)
     await until(lambda: len(app.replicas.usable) == len(app.replicas.replicas) - 1)
     first = app.chats.sessions[0]
@@ -252,7 +252,7 @@ async def replicas(app: MinituiApp) -> None:
     for session in app.chats.sessions:
         app.chats.send(session, "Why is decode memory bound?")
     app.commands.run("replicas")
-    await asyncio.sleep(3.0)  # the servers' figures come every two seconds
+    await asyncio.sleep(3.0)  # the servers send figures every two seconds
 
 
 SMALL = {"kv_blocks": 80, "max_num_batched_tokens": 64}
@@ -290,7 +290,7 @@ SCENES = {
 
 @contextlib.asynccontextmanager
 async def application(scene: Scene) -> AsyncIterator[MinituiApp]:
-    """The scene's application, ready: with an engine of its own, over servers, or over a recording of a demo."""
+    """The scene's application, running: with its own engine, over servers, or over a recording."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as servers:
         app = await make(scene, Path(folder), servers)
         async with app.run_test(size=(scene.columns, scene.rows)):
@@ -299,7 +299,7 @@ async def application(scene: Scene) -> AsyncIterator[MinituiApp]:
 
 
 async def make(scene: Scene, folder: Path, servers: contextlib.ExitStack) -> MinituiApp:
-    """The application of a scene, not yet running. `servers` ends what it needs beside."""
+    """The scene's application, not yet running. `servers` closes its servers."""
     settings = Settings(theme=f"minitui-{scene.theme}")
     if scene.demo or scene.recording:
         trace = folder / "demo.trace" if scene.demo else bundled()[scene.recording]
@@ -329,7 +329,7 @@ async def make(scene: Scene, folder: Path, servers: contextlib.ExitStack) -> Min
 
 
 def mixture(folder: Path, experts: int) -> Path:
-    """A checkpoint without weights: the bundled model with experts in the place of its MLPs, and its tokenizer."""
+    """A checkpoint without weights: the bundled model with experts instead of MLPs."""
     directory = folder / "tiny-mixture"
     shutil.copytree(tutor.model_dir(), directory, ignore=shutil.ignore_patterns("*.safetensors"))
     path = directory / "config.json"
@@ -344,7 +344,7 @@ def mixture(folder: Path, experts: int) -> Path:
 
 
 async def serve(scene: Scene, folder: Path, servers: contextlib.ExitStack) -> ReplicaSource:
-    """The servers of a scene, started one after the other, and an address where there is none."""
+    """The servers of a scene, started one after the other, and an address without a server."""
     choice, urls = choose_model(None), []
     for number in range(scene.replicas):
         server = OwnServer(engine_config(choice.name, **scene.options), choice.label, folder / f"{number}.log")
@@ -354,7 +354,7 @@ async def serve(scene: Scene, folder: Path, servers: contextlib.ExitStack) -> Re
 
 
 async def record(name: str, trace: Path) -> None:
-    """Play a demo without a screen, and keep what its engine did."""
+    """Plays a demo without a screen and records it."""
     demo, choice = DEMOS[name], choose_model(None)
     source = recorded(live_source(choice, DEFAULTS | demo.options), trace)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -362,7 +362,7 @@ async def record(name: str, trace: Path) -> None:
 
 
 async def take(name: str, directory: Path) -> Path:
-    """Play a scene and write its SVG; returns the path."""
+    """Runs a scene and writes its SVG; returns the path."""
     async with application(SCENES[name]) as app:
         await SCENES[name].play(app)
         await settled(app)
@@ -373,7 +373,7 @@ async def take(name: str, directory: Path) -> Path:
 
 
 def shrink(png: Path) -> Path:
-    """Write it again with 256 colours, a third of the bytes, where Pillow is installed."""
+    """Reduces a PNG to 256 colours, a third of the bytes, if Pillow is installed."""
     with contextlib.suppress(ImportError):
         from PIL import Image
 
@@ -385,11 +385,11 @@ def shrink(png: Path) -> Path:
 
 
 def main() -> None:
-    """Take the pictures asked for, or all."""
+    """The command line."""
     summary = (__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m minitui.dev.screenshots", description=summary)
     parser.add_argument("directory", nargs="?", default="screenshots", type=Path)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SCENES)}; all if none")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"scenes: {', '.join(SCENES)}; default: all")
     options = parser.parse_args()
     if unknown := set(options.names) - set(SCENES):
         parser.error(f"there is no scene {', '.join(sorted(unknown))}")

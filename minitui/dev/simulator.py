@@ -1,11 +1,10 @@
-"""Records without a model: the real scheduler and cache, driven by make-believe chats and a make-believe clock.
+"""Records without a model: the real scheduler and cache, driven by simulated chats and a simulated clock.
 
-What the panels show of it is therefore true to the engine, down to splits, evictions and preemptions, and costs no
-forward pass: a thousand steps a second with 256 requests and 44,000 blocks come out of one core. The same seed gives
-the same records.
+So the panels show what an engine does, down to splits, evictions and preemptions, without forward passes. One core
+makes a thousand steps a second with 256 requests and 44,000 blocks. The same seed gives the same records.
 
     python -m minitui.dev.simulator_app                         the Inspect screen over such a source
-    python -m minitui.dev.simulator_app --measure --load large  what it costs, measured in a terminal of its own
+    python -m minitui.dev.simulator_app --measure --load large  measures its cost in a pseudo-terminal
 """
 
 from __future__ import annotations
@@ -66,21 +65,21 @@ WORDS = (  # noqa: SIM905  a hundred words are easier to read as a sentence
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How much is going on."""
+    """The traffic of a simulation."""
 
     blocks: int = 640
     block_size: int = 16
-    chats: int = 12  # how many people talk
+    chats: int = 12  # number of chats
     rows: int = 64
     budget: int = 512
     context: int = 2048
     reply: tuple[int, int] = (40, 240)  # tokens
     think: float = 1.5  # mean seconds between an answer and the next question
-    turns: int = 6  # then the chat begins anew
-    system_repeat: int = 2  # how often the system prompt's sentences are repeated: its length
-    paste: float = 0.08  # share of the questions that bring a long text along
+    turns: int = 6  # then the chat starts again
+    system_repeat: int = 2  # repetitions of the system prompt's sentences
+    paste: float = 0.08  # share of the questions with a long pasted text
     step_ms: float = 3.0  # a decode step of one row
-    probes: float = 0.0  # short questions a second from passers-by: one leaf of the tree each
+    probes: float = 0.0  # short single questions per second: each is a leaf of the tree
     seed: int = 0
 
 
@@ -91,9 +90,9 @@ LARGE = Load(
     blocks=44_000, chats=256, rows=288, budget=2048, context=2048, reply=(200, 900), think=0.05, turns=4,
     system_repeat=12, step_ms=0.2, probes=520,
 )  # fmt: skip
-H200 = replace(LARGE, step_ms=4.0, probes=60.0)  # the same at the pace of a large model on a large GPU
+H200 = replace(LARGE, step_ms=4.0, probes=60.0)  # at the speed of a large model on a large GPU
 LOADS = {"h200": H200, "small": SMALL, "classroom": CLASSROOM, "steady": STEADY, "large": LARGE}
-PROBE = -1  # in place of a chat's index
+PROBE = -1  # instead of a chat's index
 
 
 class Words:
@@ -137,7 +136,7 @@ class _Chat:
 
 
 class Stress:
-    """The chats, the scheduler they share, and the log it writes; `run(seconds)` lets make-believe time pass."""
+    """Chats, their scheduler and its log; `run(seconds)` simulates this much time."""
 
     def __init__(self, load: Load = CLASSROOM) -> None:
         self.load = load
@@ -166,18 +165,18 @@ class Stress:
         if load.probes:
             heapq.heappush(self._speaking, (1 / load.probes, PROBE))
 
-    # ---- what a source offers
+    # ---- as a source
 
     def drain(self) -> list[Record]:
         return self.log.drain()
 
     def gate(self, closed: bool, reason: str = "you") -> None:
-        """Close or open the gate between two steps."""
+        """Closes or opens the gate between two steps."""
         self.closed = closed
         self.log.append("gate", "closed" if closed else "open", reason)
 
     def run(self, seconds: float) -> None:
-        """Let time pass: as many steps as it holds, none while the gate is closed."""
+        """Simulates this much time; runs no steps while the gate is closed."""
         end = self.now + seconds
         while self.now < end:
             self._ask()
@@ -188,7 +187,7 @@ class Stress:
             self.step()
 
     def run_steps(self, n: int) -> None:
-        """Exactly `n` steps, whatever the gate says; time skips ahead where nobody has asked anything."""
+        """Runs exactly `n` steps, even behind a closed gate; skips time without requests."""
         target = self.steps_run + n
         while self.steps_run < target:
             self._ask()
@@ -200,7 +199,7 @@ class Stress:
     # ---- one step
 
     def step(self) -> None:
-        """Plan, pretend, commit."""
+        """Plans, makes up tokens, commits."""
         begin = self.now
         scheduled = self.scheduler.plan()
         if scheduled is None:
@@ -250,7 +249,7 @@ class Stress:
             ids.append((reply.popleft() if reply else END) if samples else -1)
         return StepResult(ids)
 
-    # ---- the people
+    # ---- the chats
 
     def _new_chat(self, index: int) -> _Chat:
         system = SYSTEM_PROMPTS[index % len(SYSTEM_PROMPTS)]
@@ -302,7 +301,7 @@ class Stress:
         self.scheduler.add(request)
 
     def _answered(self, request: Request) -> None:
-        index = self._chats.pop(request.id).turn  # the index of the person, kept there
+        index = self._chats.pop(request.id).turn  # the index of the chat is stored there
         del self._submitted[request.id]
         if index == PROBE:
             return

@@ -1,8 +1,7 @@
-"""Make-believe records from a process of their own, as an engine's come from its own: what the application takes to
-show them is then all that its process does.
+"""Simulated records from another process, like those of an engine: the measured process does nothing but display.
 
-The process lets as much make-believe time pass as real time does. Where it cannot make records that fast, time passes
-more slowly there; nothing is left out. For a measurement they are made ahead.
+Simulated time runs as fast as real time. If the process cannot make records that fast, simulated time runs slower; no
+records are left out. For a measurement they are made in advance.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from engine.trace.records import Packet, Record, pack
 from engine.trace.state import State
 from minitui.dev.simulator import LOADS, Load, Stress, spell
 
-EVERY_S = 0.01  # between two messages, as between those of the engine's process
-LONGEST_S = 0.1  # of make-believe time in a message: a maker that is behind sends what it has
+EVERY_S = 0.01  # between two messages, as with the engine's process
+LONGEST_S = 0.1  # most simulated time in one message
 
 
 class StressProcess:
-    """A source for the Inspect screen: a load of LOADS, made by another process. `close` ends that.
+    """A source for the Inspect screen: a load of LOADS, made by another process. `close` ends the process.
 
     `ahead` seconds of it are made before the first is told: so much comes exactly as fast as it should, and the
     process, which has nothing else to do meanwhile, takes nothing from the application.
@@ -60,11 +59,11 @@ class StressProcess:
         threading.Thread(target=self._read, name="stress", daemon=True).start()
 
     def drain_records(self) -> list[Record]:
-        """What has come since."""
+        """The records that have arrived."""
         return [record for packet in self.drain_packets() for record in packet.records()]
 
     def drain_packets(self) -> list[Packet]:
-        """The same as it came, packed."""
+        """The packets that have arrived."""
         return [self._packets.popleft() for _ in range(len(self._packets))]
 
     async def snapshot(self) -> dict[str, Any]:
@@ -76,20 +75,20 @@ class StressProcess:
         return spell(self._words, ids)
 
     def gate(self) -> None:
-        """Close or open the gate."""
+        """Closes or opens the gate."""
         self._connection.send("gate")
 
     def step(self) -> None:
-        """One step behind a closed gate."""
+        """Runs one step behind a closed gate."""
         self._connection.send("step")
 
     def close(self) -> None:
-        """End the process."""
+        """Ends the process."""
         self._process.terminate()
         self._process.wait()
 
     def _read(self) -> None:
-        """A thread: takes messages off the socket."""
+        """Runs in a thread: receives messages from the socket."""
         with suppress(EOFError, OSError):
             while True:
                 message = self._connection.recv_bytes()
@@ -104,7 +103,7 @@ class StressProcess:
 
 
 def describe(load: Load) -> dict[str, Any]:
-    """What a source says about its engine."""
+    """The `info` of a source."""
     return {
         "model": "stress", "device": "make-believe", "dtype": "none", "num_blocks": load.blocks,
         "block_size": load.block_size,
@@ -112,7 +111,7 @@ def describe(load: Load) -> dict[str, Any]:
 
 
 def warmed(stress: Stress, seconds: float) -> State:
-    """Let so much time pass; the state then."""
+    """Simulates this many seconds; returns the state after them."""
     load = stress.load
     state = State(load.blocks + 1, load.block_size, load.budget, load.rows)
     for _ in range(round(seconds / 0.25)):
@@ -122,7 +121,7 @@ def warmed(stress: Stress, seconds: float) -> State:
 
 
 class Maker:
-    """Messages of what happened since the last one."""
+    """Makes messages of the changes since the last message."""
 
     def __init__(self, stress: Stress) -> None:
         self.stress = stress
@@ -130,7 +129,7 @@ class Maker:
         self._names: dict[str, str] = {}
 
     def news(self) -> tuple[list[Record], list[str], dict[str, str]]:
-        """Records, the words that have come up, and the names that have changed."""
+        """The new records, new words and changed names."""
         words = self.stress.words.words[self._words :]
         self._words += len(words)
         named = self.stress.group_names
@@ -140,11 +139,11 @@ class Maker:
 
 
 def main(fd: int, load: str, warm_up: float, ahead: float) -> None:
-    """The process: a snapshot, then messages until the other end is closed."""
+    """Runs in the process: sends a snapshot, then messages until the other end closes."""
     connection, stress = Connection(fd), Stress(LOADS[load])
     snapshot = warmed(stress, warm_up).snapshot()
     maker = Maker(stress)
-    made: list[tuple[float, bytes]] = []  # (when it is due, in seconds from the beginning, news)
+    made: list[tuple[float, bytes]] = []  # (seconds after the start, message)
     began = stress.now
     while stress.now - began < ahead:
         stress.run(EVERY_S)
@@ -160,7 +159,7 @@ def main(fd: int, load: str, warm_up: float, ahead: float) -> None:
 
 
 def _go_on(connection: Connection, maker: Maker) -> None:
-    """Make news as time passes, and do what is asked meanwhile."""
+    """Sends messages in real time and handles requests."""
     stress, last = maker.stress, time.monotonic()
     while True:
         while connection.poll(max(0.0, last + EVERY_S - time.monotonic())):
@@ -183,7 +182,7 @@ def _packed(news: tuple[list[Record], list[str], dict[str, str]]) -> bytes:
 
 
 def _send(connection: Connection, news: bytes) -> None:
-    """With the time in front: clocks of one machine agree."""
+    """Prefixes the current time: both processes use the same clock."""
     connection.send_bytes(struct.pack("d", time.monotonic()) + news)
 
 

@@ -1,7 +1,4 @@
-"""The bundled model: a few million parameters that know how an inference engine works.
-
-Nothing heavy is imported here: the weights are read by the engine, the corpus by the training script.
-"""
+"""The bundled model: its directory, system prompt and known questions. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -26,9 +23,9 @@ def model_dir() -> Path:
 
 
 def known_questions() -> list[str]:
-    """The questions that the evaluation saw answered right, word for word, in corpus order.
+    """The questions that the model answered word for word in the evaluation, in corpus order; empty without the list.
 
-    Used for completion and for the list under /ask. Empty where the list was not built in.
+    The prompt completes them, and /ask lists them.
     """
     path = model_dir() / "known_questions.json"
     if not path.exists():

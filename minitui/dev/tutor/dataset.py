@@ -23,7 +23,7 @@ NEAR_DUPLICATE = 0.8
 
 @dataclass(frozen=True)
 class Item:
-    """One question that the model is to know.
+    """One question that the model should know.
 
     names maps an aspect ("what", "why", "how") to names of the thing asked about; follow maps a kind of
     follow-up ("why", "example", "more") to the id of the item whose answer it gets; asked_next holds further
@@ -98,12 +98,12 @@ def load_words() -> dict[str, Any]:
 
 
 def word_set(text: str) -> frozenset[str]:
-    """The words of a text, lower case, without punctuation: what near-duplicates are judged by."""
+    """The words of a text, lower case, without punctuation; near-duplicates are found by them."""
     return frozenset(re.findall(r"[a-z0-9]+", text.lower().replace("'", "")))
 
 
 class HeldOut:
-    """Refuses wordings that are too near to a held-out question.
+    """Refuses wordings that are too close to a held-out question.
 
     Near means a Jaccard similarity of the word sets of NEAR_DUPLICATE or more.
     """
@@ -111,8 +111,8 @@ class HeldOut:
     def __init__(self, questions: list[str]) -> None:
         sets = [word_set(question) for question in questions]
         common = Counter(word for words in sets for word in words)
-        # A near wording lacks at most a fifth of a question's words, so it holds one of any (a fifth + 1) of them:
-        # looking under the rarest ones finds every near question.
+        # A close wording lacks at most a fifth of a question's words, so it contains one of any (a fifth + 1) of them:
+        # the rarest ones find every close question.
         self._by_word: dict[str, list[frozenset[str]]] = {}
         for words in sets:
             rare = sorted(words, key=lambda word: (common[word], word))
@@ -120,7 +120,7 @@ class HeldOut:
                 self._by_word.setdefault(word, []).append(words)
 
     def too_near(self, text: str) -> bool:
-        """Whether a wording may not be trained on."""
+        """True if a wording must not be used for training."""
         words = word_set(text)
         return any(
             len(words & held) >= NEAR_DUPLICATE * len(words | held)

@@ -42,7 +42,7 @@ def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
 
 
 def tokenizer_texts(items: dict[str, Item], words: dict[str, Any]) -> list[str]:
-    """What the tokenizer is trained on: answers thrice, wordings, system prompts, common words."""
+    """The texts for the tokenizer: answers three times, wordings, system prompts, common words."""
     texts = [DEFAULT_SYSTEM_PROMPT] * 10
     for item in items.values():
         texts += [item.answer] * 3
@@ -54,7 +54,7 @@ def tokenizer_texts(items: dict[str, Item], words: dict[str, Any]) -> list[str]:
 
 @dataclass
 class Turn:
-    """What the user says and what the assistant is to answer."""
+    """A user's message and the assistant's answer."""
 
     asked: str
     answer: str
@@ -72,7 +72,7 @@ class Conversations:
         self._follow_ups: dict[str, list[str]] = words["follow_ups"]
         self._common: list[str] = words["common"]
         self._tokenizer = tokenizer
-        # Merges left out at random: the model sees a word in other pieces, as a typo or an ending makes them.
+        # Random merges are left out: the model sees a word in other pieces, as after a typo or with another ending.
         self._rough = Tokenizer.from_str(tokenizer.to_str())
         self._rough.model.dropout = BPE_DROPOUT
         self._start, self._end = (SPECIAL_TOKENS.index(token) for token in ("<|im_start|>", "<|im_end|>"))
@@ -84,7 +84,7 @@ class Conversations:
         self._weights = [kind_weight[item.kind] for item in self._asked]
 
     def draw(self, rng: random.Random, turns: int, cut: bool) -> tuple[list[int], list[int]]:
-        """Ids and loss mask of one conversation of so many turns; cut ends it inside the last answer."""
+        """Ids and loss mask of a conversation with this number of turns; `cut` ends it inside the last answer."""
         ids: list[int] = []
         mask: list[int] = []
         system = self._system_prompt(rng, short=cut)

@@ -1,4 +1,4 @@
-"""What counts as right, wrong and "not caught", and the table of it."""
+"""Judges answers as right, wrong or "not caught", and makes the table."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Recipe:
     steps: int = 7000
     rows: int = 48
     length: int = 1024
-    long_steps: int = 250  # at the end, with rows of long_length: so that long chats hold
+    long_steps: int = 250  # at the end, with rows of long_length, for long chats
     long_rows: int = 12
     long_length: int = 4096
     peak_rate: float = 2e-3
@@ -131,7 +131,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm transformer layer; dropout on what each half adds."""
+    """Pre-norm transformer layer, with dropout on the output of each half."""
 
     def __init__(self, shape: Shape, dropout: float) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Network(nn.Module):
                 nn.init.normal_(weight, std=0.02 / (2 * shape.num_hidden_layers) ** 0.5 if deep else 0.02)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """ids: [B, T]; mask: [B, 1, T, T], true where a query may look. Returns the last hidden states [B, T, C]."""
+        """ids: [B, T]; mask: [B, 1, T, T], true where a query may attend. Returns the last hidden states [B, T, C]."""
         x = self.model.embed_tokens(ids)
         cos, sin = self.cos[: ids.shape[1]].to(x.dtype), self.sin[: ids.shape[1]].to(x.dtype)
         for layer in self.model.layers:
@@ -184,7 +184,7 @@ class Network(nn.Module):
         return self.model.norm(x)
 
 
-# Set in each worker process before it is asked for rows.
+# Set in each worker process before it makes rows.
 _conversations: Conversations
 
 
@@ -198,7 +198,7 @@ def _pack_rows(job: tuple[int, int, int, bool]) -> tuple[Any, Any, Any]:
 
 
 def make_conversations(tokenizer: Tokenizer, damage: Damage) -> Conversations:
-    """The corpus with the held-out questions kept out of it."""
+    """The corpus without the held-out questions."""
     held_out = [check.question for name in ("evaluation.jsonl", "development.jsonl") for check in load_checks(name)]
     return Conversations(load_items(), load_words(), HeldOut(held_out), damage, tokenizer)
 
@@ -299,7 +299,7 @@ def render(chat: Chat) -> str:
 
 @torch.no_grad()
 def mix(network: Network, old: dict[str, Tensor], keep: float) -> None:
-    """Averages the weights with those training went on from: the mean keeps most of what either is better at.
+    """Averages the weights with those that training started from: the mean keeps most strengths of both.
 
     (Wortsman et al. 2022, "Robust fine-tuning of zero-shot models".)
     """

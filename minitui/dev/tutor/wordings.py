@@ -1,9 +1,8 @@
-"""A question in a thousand wordings: what the model sees while it trains.
+"""Makes a thousand wordings of a question for training.
 
-A model this small learns strings, not synonyms. So no user turn is shown twice in the same form: templates over the
-names of things, a table of synonyms, keywords, left-out and foreign words, typos, casing and fillers. A wording
-that was damaged a good deal is answered "I did not catch that" in a share of the cases, so that the weights
-weigh a doubtful answer against none.
+A model this small learns strings, not synonyms. So it never sees a user turn twice in the same form: wordings come from
+templates over the names of things, a table of synonyms, keywords, missing and foreign words, typos, casing and fillers.
+Some of the heavily damaged wordings are answered "I did not catch that", so that the model learns when not to answer.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ ATTEMPTS = 12
 
 @dataclass(frozen=True)
 class Damage:
-    """How wordings are made and what a damaged one is worth. All values are probabilities."""
+    """How wordings are made. All values are probabilities."""
 
-    hard: float = 0.45  # a wording loses and swaps words heavily
+    hard: float = 0.45  # a wording loses and swaps many words
     abstain: float = 0.45  # a damaged wording, more if the damage is heavy, is answered "I did not catch that"
     synonym: float = 0.3  # each phrase of the table is replaced
     template: float = 0.25  # a wording comes from a generic template
@@ -68,7 +67,7 @@ class Synonyms:
 
 
 class Wordings:
-    """Draws user turns for items, and inputs that the model is to say it did not catch."""
+    """Draws user turns for items, and inputs that the model should not understand."""
 
     def __init__(self, items: dict[str, Item], words: dict[str, Any], held_out: HeldOut, damage: Damage) -> None:
         self._items = items
@@ -96,7 +95,7 @@ class Wordings:
         )
 
     def draw(self, item: Item, rng: random.Random) -> tuple[str, bool]:
-        """A wording of the item's question, and whether it is to be answered (or "not caught")."""
+        """A wording of the item's question, and whether to answer it (or "not caught")."""
         for _ in range(ATTEMPTS):
             # 0 for a wording left alone; up to 1 for one that loses and swaps many of its words.
             severity = rng.random() if rng.random() < self._damage.hard else 0.0
@@ -107,7 +106,7 @@ class Wordings:
         return item.question, True
 
     def plain(self, item: Item, rng: random.Random) -> str:
-        """A wording as it stands in the corpus, so that those are known by heart."""
+        """A wording of the corpus, unchanged, so that the model memorises these."""
         for _ in range(ATTEMPTS):
             text = self.fill(expand(rng.choice((item.question, *item.wordings)), rng), rng)
             if not self._held_out.too_near(text):
@@ -119,7 +118,7 @@ class Wordings:
         return re.sub(r"\{(\w+)\}", lambda match: rng.choice(self._slots[match.group(1)]), text)
 
     def not_caught(self, rng: random.Random) -> str:
-        """An input nobody could answer: unknown terms, word salad, a question without its point, a mixture of two."""
+        """An input without an answer: unknown terms, random words, an incomplete question, a mixture of two."""
         maker = rng.choices(
             (self._unknown_term, self._salad, self._letters, self._pointless, self._mixture),
             weights=(0.3, 0.15, 0.07, 0.23, 0.25),
@@ -157,7 +156,7 @@ class Wordings:
                 )
 
     def _mixture(self, rng: random.Random) -> str:
-        """Pieces of questions about different things, which together ask nothing."""
+        """Pieces of questions about different things, without a common meaning."""
         pieces: list[str] = []
         for item in (self._items[name] for name in rng.sample(self._known, rng.randint(2, 3))):
             if item.concepts and rng.random() < 0.6:
@@ -201,7 +200,7 @@ class Wordings:
         return f"{rng.choice(self._openings)} {' '.join(words)}".strip()
 
     def _content_words(self, text: str) -> list[str]:
-        """The words that carry the meaning, lower case."""
+        """The content words, lower case."""
         words = re.findall(r"[a-z0-9_<>.,/+-]*[a-z0-9_<>/+-]", expand(text, random.Random(0)).lower())
         return [word for word in words if word not in self._stop]
 
@@ -242,7 +241,7 @@ class Wordings:
 
 
 def typos(text: str, rng: random.Random) -> str:
-    """The text with one or two slips of the keyboard."""
+    """The text with one or two typing errors."""
     for _ in range(rng.randint(1, 2)):
         if len(text) < 5:
             return text
@@ -261,7 +260,7 @@ def typos(text: str, rng: random.Random) -> str:
 
 
 def casing(text: str, rng: random.Random) -> str:
-    """The text in one of the ways people capitalise and end a question."""
+    """The text with another capitalisation or ending."""
     style = rng.random()
     text = text.strip()
     if style < 0.35:
