@@ -1,4 +1,4 @@
-"""Steps of any form, kernel by kernel. Every loaded ends its list of executors with this one."""
+"""Steps of any form, kernel by kernel. Every runner ends its list of executors with this one."""
 
 from __future__ import annotations
 
