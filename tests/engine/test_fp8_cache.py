@@ -47,8 +47,9 @@ def test_what_is_stored_is_the_nearest_of_its_numbers(checkpoint: Path) -> None:
     plain, small = (make_runner(checkpoint, "float64", **options) for options in ({}, OPTIONS))
     for runner in (plain, small):
         logits_of(runner, [prompt(0, 60), prompt(1, 40)])
+    wide_pool, narrow_pool = plain.loaded.pool, small.loaded.pool
     for wide, narrow, scale in zip(
-        (plain.loaded.pool.keys[0], plain.loaded.pool.values[0]), (small.loaded.pool.keys[0], small.loaded.pool.values[0]), small.loaded.pool.scales[0],
+        (wide_pool.keys[0], wide_pool.values[0]), (narrow_pool.keys[0], narrow_pool.values[0]), narrow_pool.scales[0],
         strict=True,
     ):  # fmt: skip
         assert wide.any()
