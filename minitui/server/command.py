@@ -60,7 +60,8 @@ class Host:
     def stop(self) -> None:
         """Ask the server to stop; may be called from any thread."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._stop.set)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended by itself
+                self._loop.call_soon_threadsafe(self._stop.set)
 
     async def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
         """Serve until stopped. Raises EngineError if the model cannot be loaded."""

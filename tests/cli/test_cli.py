@@ -304,9 +304,9 @@ async def test_chat_says_that_its_recording_or_its_chats_were_not_kept_and_fails
     ("arguments", "words"),
     [
         (("ask", "x", "--record", "FIFO"), "cannot be written: No such device or address; name another"),
-        (("replay", "FIFO", "--export", "md"), "is no file but a device or a pipe"),
-        (("replay", "/dev/zero", "--export", "md"), "is no file but a device or a pipe"),
-        (("tail", "FIFO"), "is no file but a device or a pipe"),
+        (("replay", "FIFO", "--export", "md"), "is a device or a pipe"),
+        (("replay", "/dev/zero", "--export", "md"), "is a device or a pipe"),
+        (("tail", "FIFO"), "is a device or a pipe"),
         (("replay", "small-pool", "--export", "svg", "--size", "99999999x99999999"), "from 40x12 to 1000x500"),
         (("replay", "small-pool", "--export", "svg", "--size", "٤٠x٤٠"), "from 40x12 to 1000x500"),
         (("replay", "small-pool", "--export", "svg", "--step", "-5"), "has no step -5: it has 0 to 158"),

@@ -44,8 +44,8 @@ def answered(screen: str) -> bool:
 
 
 def test_a_newcomers_first_minutes(chat: Terminal):
-    assert "blocks of 16" not in chat.until("welcome"), "the first picture waited for the engine"
-    chat.until("blocks of 16", 60)
+    assert "float32" not in chat.until("welcome"), "the first picture waited for the engine"
+    chat.until("float32", 60)
 
     # A question, its answer on the screen, its figures under it.
     chat.type("what is the kv c")
@@ -85,7 +85,7 @@ def test_a_newcomers_first_minutes(chat: Terminal):
 
 def test_five_questions_get_answers_with_their_facts_and_come_back_with_resume(tmp_path: Path):
     chat = Terminal([*MINITUI, "chat", "--fps", "10"], tmp_path, columns=120, rows=40)
-    chat.until("blocks of 16", 60)
+    chat.until("float32", 60)
     for number, (question, fact) in enumerate(FACTS.items(), 1):
         if number > 1:
             chat.type("/new\r")
@@ -111,7 +111,7 @@ def engines(chat: Terminal) -> list[int]:
 
 
 def test_a_killed_engine_is_told_at_once_and_starts_again(chat: Terminal):
-    chat.until("blocks of 16", 60)
+    chat.until("float32", 60)
     chat.type("/slow 200\r")
     chat.until("slow motion")
     chat.type("What is the KV cache?\r")
