@@ -129,7 +129,7 @@ class Chats:
             sentences.append(f"{chats} open in another minitui: F opens a copy here.")
         if left.others:
             chats = "1 older chat" if left.others == 1 else f"{left.others} older chats"
-            sentences.append(f"F {'also ' if sentences else ''}opens {chats}.")
+            sentences.append(f"F {'also ' if sentences else ''}finds {chats}.")
         self.left_out = " ".join(sentences)
         return len(left.chats)
 

@@ -273,7 +273,7 @@ async def test_after_many_starts_only_the_chats_of_the_last_come_back_and_the_ot
     store.close()
     chats = Chats(FakeSource(), Store(path))
     assert chats.restore() == 2 and [s.title for s in chats.sessions] == ["paging", "prefill"]
-    assert chats.left_out == "F opens 6 older chats."
+    assert chats.left_out == "F finds 6 older chats."
     assert [one.title for one in chats.store.search("start 3")] == ["start 3"]
 
 
