@@ -32,8 +32,8 @@ LONGEST_S = 0.1  # most simulated time in one message
 class StressProcess:
     """A source for the Inspect screen: a load of LOADS, made by another process. `close` ends the process.
 
-    `ahead` seconds of it are made before the first is told: so much comes exactly as fast as it should, and the
-    process, which has nothing else to do meanwhile, takes nothing from the application.
+    It makes `ahead` seconds of records before it sends the first. These then arrive exactly on time, and the process
+    takes no CPU time from the application.
     """
 
     def __init__(self, load: str, warm_up: float = 8.0, ahead: float = 0.0) -> None:
