@@ -82,7 +82,7 @@ def test_a_file_goes_into_the_prompt_between_fences_that_it_does_not_contain(tmp
     assert quoted_file(path) == "notes.md:\n````\nsee\n```\ncode\n```\n````\n"
     assert code_blocks(quoted_file(path)) == ["see\n```\ncode\n```"]
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(EngineError, match="not UTF-8 text \\(byte 0\\)"):
+    with pytest.raises(EngineError, match="is not UTF-8 text \\(byte 0\\)"):
         quoted_file(path)
     path.write_bytes(b"a" * 300_000)
     with pytest.raises(EngineError, match="300,000 bytes: at most 262,144"):
