@@ -85,7 +85,7 @@ def test_a_file_goes_into_the_prompt_between_fences_that_it_does_not_contain(tmp
     with pytest.raises(EngineError, match="is not UTF-8 text \\(byte 0\\)"):
         quoted_file(path)
     path.write_bytes(b"a" * 300_000)
-    with pytest.raises(EngineError, match="300,000 bytes: at most 262,144"):
+    with pytest.raises(EngineError, match="300,000 bytes: a prompt can quote at most 262,144"):
         quoted_file(path)
     with pytest.raises(EngineError, match="cannot be read: No such file"):
         quoted_file(tmp_path / "missing")
