@@ -43,9 +43,14 @@ class Source(ABC):
     async def start(self, on_progress: Progress) -> None:
         """Make it ready and report progress. Raises EngineError with a sentence for the user."""
 
-    @abstractmethod
     async def restart(self, on_progress: Progress) -> None:
-        """Start again after its end."""
+        """Start again after its end, or after ending what still runs."""
+        self._ready.clear()
+        await self._stop()
+        await self.start(on_progress)
+
+    async def _stop(self) -> None:  # noqa: B027  (some sources have no tasks)
+        """End the tasks that `start` began, so that it can be called again."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import ssl
@@ -15,6 +16,7 @@ from minitui.protocol import is_loopback
 from minitui.sources.bounds import BoundedClient, Excess, httpx
 
 CONNECT_S = 5.0
+CLOSE_S = 1.0  # the time that connections get to close
 SILENCE_S = 35.0  # servers send at least a comment more often
 MAX_EVENT = 8 << 20
 QUIET_S = 600.0  # a queued answer may send nothing but comments for this long
@@ -82,6 +84,12 @@ def open_client(url: str, key: str = "", client: str = "") -> httpx.AsyncClient:
         base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=not is_loopback(host),
         verify=_tls_context(url.startswith("https:")),
     )  # fmt: skip
+
+
+async def close_client(client: httpx.AsyncClient) -> None:
+    """Close the connections of a client; a server that does not let them close in time is not waited for."""
+    closing = asyncio.create_task(client.aclose())
+    await asyncio.wait({closing}, timeout=CLOSE_S)
 
 
 async def check(response: httpx.Response) -> httpx.Response:

@@ -23,6 +23,7 @@ from minitui.sources.bounds import ANSWER
 from minitui.sources.http import (
     AnswerLimit,
     check,
+    close_client,
     httpx,
     load_json,
     normalise,
@@ -34,7 +35,6 @@ from minitui.sources.http import (
 from minitui.sources.remote_checks import count
 from minitui.sources.server_metrics import MetricsPoller, ServerMetrics
 
-CLOSE_S = 1.0  # the time that connections get to close
 MAX_MODELS, MAX_NAME = 1_000, 400  # models that a server lists, characters of a name
 ROLES = ("system", "user", "assistant")
 END = len(ROLES)
@@ -257,16 +257,9 @@ class OpenAISource(Source):
         """Always empty: such a server has no records."""
         return []
 
-    async def restart(self, on_progress: Progress) -> None:
-        """Connect again."""
-        self._ready.clear()
-        await self._stop()
-        await self.start(on_progress)
-
     async def close(self) -> None:
         await self._stop()
-        closing = asyncio.create_task(self.http.aclose())
-        await asyncio.wait({closing}, timeout=CLOSE_S)
+        await close_client(self.http)
 
     async def _stop(self) -> None:
         if self._polling is not None:

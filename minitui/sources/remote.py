@@ -25,6 +25,7 @@ from minitui.sources.bounds import ANSWER
 from minitui.sources.http import (
     AnswerLimit,
     check,
+    close_client,
     httpx,
     load_json,
     normalise,
@@ -38,7 +39,6 @@ from minitui.sources.remote_info import load_tokenizer, read_info
 from minitui.sources.remote_records import RemoteRecords
 
 GIVE_UP_S = 60.0  # a server that cannot be reached for this long counts as dead
-CLOSE_S = 1.0  # the time that connections get to close
 LOADING_S = 600.0  # the time that a server gets to load its model
 SENT = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -154,17 +154,10 @@ class RemoteSource(Source):
                 on_progress({"stage": "connect", "done": 0, "total": 0, "text": str(error)})
                 await asyncio.sleep(0.5)
 
-    async def restart(self, on_progress: Progress) -> None:
-        """Connect again."""
-        self._ready.clear()
-        await self._stop()
-        await self.start(on_progress)
-
     async def close(self) -> None:
         """Disconnect. The server then opens a gate that this client had closed."""
         await self._stop()
-        closing = asyncio.create_task(self.http.aclose())
-        await asyncio.wait({closing}, timeout=CLOSE_S)
+        await close_client(self.http)
 
     async def _stop(self) -> None:
         tasks = list(self._tasks)

@@ -247,12 +247,6 @@ class ReplicaSource(Source):
         )
         raise EngineDead(f"none of the {len(self.replicas)} replicas can be used ({reasons})")
 
-    async def restart(self, on_progress: Progress) -> None:
-        """Connect again."""
-        self._ready.clear()
-        await self._stop()
-        await self.start(on_progress)
-
     async def close(self) -> None:
         await self._stop()
 
