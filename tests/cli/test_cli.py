@@ -233,6 +233,8 @@ def _verify():
 def test_a_missing_extra_is_one_sentence_with_the_command_that_installs_it(monkeypatch, package, extra, use):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setitem(sys.modules, f"{package}.server", None)
+    for module in [name for name in sys.modules if name.startswith("minitui.web.")]:
+        monkeypatch.delitem(sys.modules, module)  # another test may have imported it with the package
     said = re.escape(f" needs {package}, which is not installed: pip install '.[{extra}]' in the folder of minitui")
     with pytest.raises(EngineError, match=said):
         use()
