@@ -1,4 +1,4 @@
-"""From an EngineConfig to a running engine: the one place where the parts are put together."""
+"""Builds a running engine from an EngineConfig: the one place that composes the parts."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ GRAPH_BYTES = 1 << 30  # kept free of KV cache for the memory of CUDA graphs
 
 @dataclass(slots=True)
 class Built:
-    """An engine, the tokenizer of its model (None if not asked for) and what a user may want to know of both."""
+    """An engine, the tokenizer of its model (None if not asked for), and facts about both for the user."""
 
     engine: Engine
     tokenizer: Tokenizer | None
     info: dict[str, Any]
-    close: Callable[[], None]  # ends the processes of other ranks, if there are any
+    close: Callable[[], None]  # ends the processes of other ranks
 
 
 def build_engine(
@@ -48,12 +48,12 @@ def build_engine(
     before_torch: Callable[[], None] = lambda: None,
     max_waiting: int | None = None,
 ) -> Built:
-    """Load a model and make an engine for it. Raises EngineError with a sentence for whatever cannot be had.
+    """Load a model and make an engine for it. Raises EngineError, with a sentence, if that is not possible.
 
-    `on_progress` is called with {"stage", "done", "total", "text"}; `total` is 0 where the end is not known. `on_lost`
-    is called from another thread, with a sentence, when a rank of several is gone, as soon as that is known.
-    `before_torch` is called when the model is found, and nothing that needs torch has begun. `max_waiting`: so many
-    requests may stand in the queue, others are refused; None: a script's prompts are all there at once, however many.
+    on_progress    called with {"stage", "done", "total", "text"}; `total` is 0 if unknown
+    on_lost        called from another thread, with a sentence, when one of several ranks has ended unexpectedly
+    before_torch   called when the model is found, before anything that needs torch
+    max_waiting    requests that may wait in the queue, others are refused; None: no limit
     """
     from engine.text.structured import Grammars
 
@@ -88,10 +88,10 @@ def build_engine(
     if config.speculation != "off":
         speculation = {"method": config.speculation, "tokens": config.speculative_tokens}
         notes.append(
-            "speculation: steps are not overlapped, because what a step computes depends on the tokens of the last"
+            "speculation: steps are not overlapped, because each depends on the tokens of the step before"
         )
     if limits.device.type == "cuda" and (why_not := without_graphs(model, config)):
-        notes.append(f"no CUDA graphs and few of our kernels, which is several times slower: {why_not}")
+        notes.append(f"no CUDA graphs and few of our own kernels, which is several times slower: {why_not}")
     info = {
         "model": _short_name(config.model, directory), "model_dir": str(directory), "architecture": model.architecture,
         "parameters": model.num_parameters, "active_parameters": model.active_parameters,
@@ -151,8 +151,7 @@ def choose_parts(model: ModelConfig, config: EngineConfig) -> Parts:
 
 
 def without_graphs(model: ModelConfig, config: EngineConfig) -> str:
-    """Empty if engine/worker/cuda_graphs.py can run this model as `config` asks, else why its steps go kernel by
-    kernel."""
+    """The reason why this model cannot run with CUDA graphs as `config` asks; empty if it can."""
     from engine.attention.choose import backend_names, without_triton
 
     limits = resolve(config, model)
@@ -160,14 +159,14 @@ def without_graphs(model: ModelConfig, config: EngineConfig) -> str:
         return f"the device is {limits.device}"
     prefill, decode = backend_names(config.attention_backend)
     if decode not in ("auto", "triton") or prefill == "torch":
-        return f"attention_backend is {config.attention_backend}, and graphs go with triton, or with flash for prompts"
+        return f"attention_backend is {config.attention_backend}, but graphs need triton (prompts: or flash)"
     ranks, experts = config.tensor_parallel_size, model.experts
     if ranks > 1 and config.speculation != "off":
-        return f"steps with drafts are captured on one GPU only, and tensor_parallel_size is {ranks}"
+        return f"steps with drafts are captured on one GPU only, but tensor_parallel_size is {ranks}"
     if experts is not None and (model.hidden_size % 8 or experts.inner_size % (8 * ranks)):
         return (
             f"an expert has matrices of {model.hidden_size} by {experts.inner_size} over {ranks} "
-            f"rank{'s' if ranks > 1 else ''}, and our kernels read rows of a multiple of 8 numbers"
+            f"rank{'s' if ranks > 1 else ''}, but our kernels need rows of a multiple of 8 numbers"
         )
     return without_triton(model, limits.dtype, limits.device)
 
@@ -177,7 +176,7 @@ def _short_name(asked: str, directory: Path) -> str:
 
 
 def as_engine_error(error: BaseException) -> EngineError:
-    """Whatever went wrong while an engine was built, as a sentence with a way out."""
+    """Any error in building an engine as an EngineError, with a sentence that says what to do."""
     if isinstance(error, EngineError):
         return error
     if "out of memory" in str(error).lower() or isinstance(error, MemoryError):

@@ -1,12 +1,11 @@
-"""The ranks that share one model, and what they exchange within a step.
+"""The ranks that share one model, and their collectives within a step.
 
-`Ranks` is torch.distributed: NCCL between GPUs, gloo between CPUs; and, between GPUs that can write each other's
-memory, kernels of our own for the small sums of a decode step (engine/kernels/mailbox.py), up to the size at which
-NCCL was measured to be faster. All of it can be captured in CUDA graphs.
+`Ranks` uses torch.distributed: NCCL between GPUs, gloo between CPUs. GPUs that can write each other's memory use our
+own kernels for the small sums of a decode step (engine/kernels/mailbox.py), up to the size at which NCCL measured
+faster. All of it can be captured in CUDA graphs.
 
-Collectives are where ranks wait for each other, so the time spent in them, which `take` tells, holds the waiting too.
-Of steps that are replayed as a graph it cannot be told: for those `engine/parallel/timing.py` has what the same
-collectives took by themselves.
+Ranks wait for each other in collectives, so the time that `take` returns includes the waiting. Inside a replayed graph
+it cannot be measured: there it is the time that the same collectives took alone (engine/parallel/timing.py).
 """
 
 from __future__ import annotations
@@ -32,27 +31,27 @@ from engine.parallel.shards import shard_config, shard_slots
 from engine.parallel.timing import Timings, measure
 
 Norm = tuple[torch.Tensor, torch.Tensor, float]  # residual, weight, eps
-TIMEOUT_S = 60.0  # a rank that is dead is noticed sooner (ranks.py); this is for one that lives and does not answer
+TIMEOUT_S = 60.0  # for a rank that lives but does not answer; processes.py notices a dead one sooner
 
 
 def joined(parts: Sequence[torch.Tensor], vocab_size: int) -> torch.Tensor:
-    """The ranks' slices [s, ceil(V / ranks)] -> [s, V]: what pads the last of them is left out."""
+    """The ranks' slices [s, ceil(V / ranks)] -> [s, V], without the padding of the last slice."""
     width = parts[0].shape[1]
     return torch.cat([part[:, : max(0, vocab_size - i * width)] for i, part in enumerate(parts)], 1)
 
 
 def own_rows(token_ids: torch.Tensor, table: torch.Tensor, rank: int) -> torch.Tensor:
-    """The rows [T, H] of those tokens that stand in this rank's slice of the table, zeros for the others."""
+    """The rows [T, H] of the tokens in this rank's slice of the table, zeros for other tokens."""
     local = token_ids - rank * len(table)
     elsewhere = (local < 0) | (local >= len(table))
     return F.embedding(local.masked_fill_(elsewhere, 0), table).masked_fill_(elsewhere[:, None], 0)
 
 
 class Ranks(Group):
-    """`size` processes, of which this is number `rank`. `connect` before the first collective, `close` in the end.
+    """`size` processes, of which this is number `rank`. Call `join` before the first collective, and `close` last.
 
-    Every rank must call the same collectives with the same shapes in the same order. A rank that is gone makes them
-    raise on the others (gloo) or time out (NCCL); either way the group is of no use any more.
+    Every rank must call the same collectives with the same shapes in the same order. When a rank has ended, they raise
+    on the others (gloo) or time out (NCCL), and the group cannot be used any more.
     """
 
     def __init__(self, rank: int, size: int, vocab_size: int, device: torch.device, meet: Callable[[], Any]) -> None:
@@ -65,7 +64,7 @@ class Ranks(Group):
         self._spent = Spent(size)
         self._connected = False
         self.box: Mailbox | None = None
-        self._direct_rows = 0  # sums of at most so many rows go through the mailbox
+        self._direct_rows = 0  # sums of up to so many rows use the mailbox
         self.timings: Timings | None = None
 
     @property
@@ -92,14 +91,14 @@ class Ranks(Group):
         self._store = store
         if dist.is_initialized():
             raise EngineError(
-                "torch.distributed is in use in this process already: only one engine with tensor_parallel_size above "
-                "1 can live in a process; close the other"
+                "torch.distributed is in use in this process already: a process can have only one engine with "
+                "tensor_parallel_size above 1; close the other"
             )
         if self.backend == "nccl":
             torch.cuda.set_device(self.device)
-            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast is not to be had everywhere
-            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # or every capture exchanges handles of its buffers
-        else:  # all ranks are on this machine, whose own name need not resolve
+            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast is not available everywhere
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # else every capture exchanges handles of its buffers
+        else:  # all ranks are on this machine, whose name may not resolve
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=TIMEOUT_S),
@@ -108,7 +107,7 @@ class Ranks(Group):
         self._connected = True
 
     def open_mailbox(self, hidden: int, dtype: torch.dtype) -> str:
-        """Between GPUs: find out how sums of [T, hidden] are fastest. A sentence about what was found; "" on a CPU."""
+        """Between GPUs: measure the fastest way to sum [T, hidden]. Returns a sentence about it; "" on a CPU."""
         if self.device.type != "cuda":
             return ""
         why_not = f"they carry half precision, and this is {str(dtype).removeprefix('torch.')}"
@@ -131,7 +130,7 @@ class Ranks(Group):
     @property
     def piece(self) -> tuple[int, int]:
         width = -(-self.vocab_size // self.size)
-        if self.box is None or width * (self.size - 1) >= self.vocab_size:  # or the last rank has nothing to draw from
+        if self.box is None or width * (self.size - 1) >= self.vocab_size:  # the last rank's piece would be empty
             return 0, 0
         return self.rank * width, min((self.rank + 1) * width, self.vocab_size)
 
@@ -153,9 +152,9 @@ class Ranks(Group):
             self._spent.add(self.timings.draw_us(rows, gathered or self.piece == (0, 0)) / 1e3)
 
     def abort(self) -> None:
-        """End whatever waits for other ranks on this rank's device, from any thread: one of them is gone."""
+        """End all waiting for other ranks on this device, because one of them is gone. From any thread."""
         if self.box is not None:
-            with torch.inference_mode():  # as it was made
+            with torch.inference_mode():  # the tensor was made in it
                 self.box.abort.fill_(1)
         if self._connected and self.backend == "nccl":
             from torch.distributed.distributed_c10d import _abort_process_group
@@ -164,20 +163,20 @@ class Ranks(Group):
             _abort_process_group()
 
     def close(self) -> None:
-        """Leave the group. Graphs that hold its collectives must be gone: NCCL would wait for that."""
+        """Leave the group. Graphs with its collectives must be freed before: NCCL would wait for that."""
         if not self._connected:
             return
         import torch.distributed as dist
 
         if self.backend == "nccl":
-            self.abort()  # destroying it would wait for the others
+            self.abort()  # destroying the group would wait for the others
         else:
             self._connected = False
             dist.destroy_process_group()
         self.box = None
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        if not x.numel():  # a step in which nobody samples
+        if not x.numel():  # a step without draws
             return x
         begin = self._begin()
         if self.box is not None and self.direct(len(x)) and self.box.holds(x):
@@ -206,7 +205,7 @@ class Ranks(Group):
         return x
 
     def embed(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """One rank's row, and zeros from the others: exact."""
+        """Exact: each row is one rank's row plus zeros from the others."""
         if self.box is None or not self.direct(len(token_ids)) or table.dtype.itemsize != 2:
             return self.sum(own_rows(token_ids, table, self.rank))
         from engine.kernels.mailbox import embed_ranks
@@ -223,7 +222,7 @@ class Ranks(Group):
             return logits.new_empty(0, self.vocab_size)
         gathered = logits.new_empty(self.size, *logits.shape)
         begin = self._begin()
-        into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the same, newer name first
+        into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its newer name first
         into(gathered.view(-1, logits.shape[1]), logits.contiguous())
         self._end(begin)
         return joined(list(gathered), self.vocab_size)
@@ -261,7 +260,7 @@ class Ranks(Group):
             self._spent.between(begin, self._event())
 
     def _event(self) -> Any:
-        """None while a graph is captured: what is replayed later has no time yet."""
+        """A mark in the stream; None while a graph is captured, because its time comes at the replay."""
         if torch.cuda.is_current_stream_capturing():
             return None
         event = torch.cuda.Event(enable_timing=True)

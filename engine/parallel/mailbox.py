@@ -1,8 +1,7 @@
-"""Memory of one rank that the others can write: what the kernels of engine/kernels/mailbox.py exchange words through.
+"""Memory of one rank that the others can write: the kernels of engine/kernels/mailbox.py exchange words through it.
 
-Between GPUs it is symmetric memory of torch: every rank allocates as much, and maps what the others have allocated into
-its own address space, over NVLink or PCIe. Multicast, by which a switch could add up, is left alone: it is not to be
-had everywhere.
+It is torch's symmetric memory: every rank allocates the same number of bytes, and maps the others' memory into its own
+address space, over NVLink or PCIe. Multicast, with which a switch can sum, is not used: it is not available everywhere.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from typing import Any
 
 import torch
 
-LANES = 256  # at most as many rows are summed at once
+LANES = 256  # rows summed at once, at most
 SMALLEST_WORDS = 512
 
 
 @dataclass(slots=True)
 class Mailbox:
-    """See engine.kernels.mailbox.Box. `memory` keeps alive what the addresses point to."""
+    """See engine.kernels.mailbox.Box. `memory` keeps the memory at the addresses alive."""
 
     rank: int
     size: int
@@ -32,21 +31,21 @@ class Mailbox:
     memory: Any
 
     def holds(self, x: torch.Tensor) -> bool:
-        """Can x [rows, hidden] be summed through it?"""
+        """The mailbox is large enough to sum x [rows, hidden]."""
         rows, hidden = x.shape
         return x.dtype.itemsize == 2 and rows <= self.lanes and hidden % 2 == 0 and hidden // 2 <= self.words
 
 
 def cells(lanes: int, size: int, words: int) -> int:
-    """64-bit words in a mailbox."""
+    """The number of 64-bit words in a mailbox."""
     return 2 * lanes * size * words
 
 
 def connect(store: Any, rank: int, size: int, hidden: int, device: torch.device, lanes: int = LANES) -> Mailbox:
-    """Every rank of the default group calls it, with a torch.distributed store that is theirs alone. Raises
-    ImportError, AttributeError, TypeError or RuntimeError, whatever stands against symmetric memory here.
+    """This rank's mailbox. Every rank of the default group calls it, with a store that only they use.
 
-    Nobody may use the mailbox until all ranks are known to have returned.
+    Raises ImportError, AttributeError, TypeError or RuntimeError if symmetric memory does not work here. No rank may
+    use its mailbox before all ranks have returned.
     """
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     import torch.distributed as dist
@@ -54,7 +53,7 @@ def connect(store: Any, rank: int, size: int, hidden: int, device: torch.device,
 
     if rank == 0:
         store.set("mailboxes", secrets.token_hex(8))
-    # A name of its own: torch remembers groups by their names as long as a process lives.
+    # A new name each time: torch keeps groups by name until the process ends.
     name: Any = f"mailboxes {store.get('mailboxes').decode()}"
     _register_process_group(name, dist.distributed_c10d._get_default_group())
     _SymmetricMemory.set_group_info(name, rank, size, store)
@@ -64,8 +63,8 @@ def connect(store: Any, rank: int, size: int, hidden: int, device: torch.device,
     handle = _SymmetricMemory.rendezvous(memory, name)
     addresses = [handle.get_buffer(peer, (count,), torch.int64).data_ptr() for peer in range(size)]
     if addresses[rank] != memory.data_ptr():
-        raise RuntimeError("symmetric memory is not where torch says that it is")
-    memory.zero_()  # no call has this number
+        raise RuntimeError("symmetric memory has another address than torch reports")
+    memory.zero_()  # no call has the number 0
     torch.cuda.synchronize(device)
     return Mailbox(
         rank, size, lanes, words, torch.tensor(addresses, dtype=torch.int64, device=device),

@@ -1,8 +1,8 @@
-"""Rank 0's side of the other ranks: it starts their processes, sends them plans, and notices when one is gone.
+"""The processes of the other ranks, as rank 0 sees them: it starts them, sends them plans, and detects their end.
 
-Plans go over a socket to each rank and not through a collective: a rank without work blocks on its socket, at no cost
-and without a timeout, and a socket that closes tells each side at once that the other is gone. So a rank exits when
-rank 0 does, for whatever reason, and rank 0 learns within moments of a rank that has died.
+Each rank gets its plans over a socket and not in a collective. An idle rank blocks on its socket, at no cost and
+without a timeout, and a closed socket tells each side at once that the other has ended. So a rank exits when rank 0
+does, for any reason, and rank 0 knows of a dead rank within moments.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from engine.core.step import StepPlan
 from engine.errors import DeviceLost, EngineError
 from engine.model.config import ModelConfig
 
-CLOSE_S = 3.0  # a rank may take so long to end in peace
-CAUSE_S = 2.0  # after a collective has failed, the reason is known within this time or not at all
-HEARSAY_S = 0.3  # a rank that complains may only have lost another: the death of that one is the better reason
+CLOSE_S = 3.0  # a rank that takes longer to end is killed
+CAUSE_S = 2.0  # after a failed collective, the wait for a rank's failure that explains it
+HEARSAY_S = 0.3  # a rank may report an error only because another died; that death is the better reason
 
 
 def device_of(device: torch.device, rank: int, size: int) -> torch.device:
@@ -63,8 +63,8 @@ class Workers:
         self.size = config.tensor_parallel_size
         self._on_lost = on_lost
         self._store = dist.TCPStore("127.0.0.1", 0, self.size, is_master=True, wait_for_workers=False)
-        self._news: queue.SimpleQueue[str] = queue.SimpleQueue()  # "loaded", "ready", or "" when one is lost
-        self.failure = ""  # the first, as a sentence
+        self._news: queue.SimpleQueue[str] = queue.SimpleQueue()  # "loaded", "ready", or "" when a rank is lost
+        self.failure = ""  # the first failure, as a sentence
         self._failed = threading.Event()
         self._lock = threading.Lock()
         self._closing = False
@@ -94,7 +94,7 @@ class Workers:
         return [process.pid for process in self._processes]
 
     def meet(self) -> Any:
-        """Wait until every rank has loaded its weights; the store where the group gathers. EngineError if one fails."""
+        """Wait until every rank has loaded its weights, and return the group's store. EngineError if a rank fails."""
         self._await("loaded")
         return self._store
 
@@ -111,7 +111,7 @@ class Workers:
             waited_for -= news == what
 
     def send(self, plan: StepPlan) -> None:
-        """Hand a plan to every rank. DeviceLost if one is gone."""
+        """Send a plan to every rank. DeviceLost if a rank has ended."""
         if self.failure:
             raise DeviceLost(self.failure)
         message = pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)
@@ -119,16 +119,18 @@ class Workers:
             for connection in self._connections:
                 connection.send_bytes(message)
         except OSError as error:
-            raise DeviceLost(self.cause() or f"a rank does not take plans any more ({error})") from error
+            raise DeviceLost(self.cause() or f"a rank does not accept plans any more ({error})") from error
 
     def cause(self) -> str:
-        """Why a collective has failed, if a rank is the reason: waits for that to be known."""
+        """The failure of a rank, as a sentence; waits a moment for it. Empty if no rank has failed."""
         self._failed.wait(CAUSE_S)
         return self.failure
 
     def close(self) -> None:
-        """End all of them; killed, if they do not go within a few seconds or one has failed and the others may wait for
-        it."""
+        """End all of them, and kill those that do not end within CLOSE_S.
+
+        After a failure they are killed at once: they may be waiting for the failed rank.
+        """
         self._closing = True
         for connection in self._connections:
             with contextlib.suppress(OSError):
@@ -142,7 +144,7 @@ class Workers:
                 process.wait()
 
     def _listen(self, rank: int, connection: Connection, process: subprocess.Popen[bytes]) -> None:
-        """A thread for each rank: takes its news until it is gone."""
+        """Read the messages of a rank until it ends; runs in a thread per rank."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 kind, sentence = pickle.loads(connection.recv_bytes())

@@ -1,13 +1,13 @@
-"""What of a model each rank holds, after Megatron-LM (Shoeybi et al. 2019).
+"""The part of a model that each rank holds, after Megatron-LM (Shoeybi et al. 2019).
 
-Cut by rows, so that every rank computes some of the outputs:   q, k, v (whole heads), gate and up, each expert's gate
-                                                                and up, embedding and output matrix (by vocabulary)
-Cut by columns, so that the ranks' outputs add up:              the attention's output, down, each expert's down
-Whole everywhere:                                               norms, an expert's router
+Split by rows: every rank computes some of the outputs    q, k, v (whole heads), gate and up, each expert's gate and up,
+                                                          embedding and output matrix (by vocabulary)
+Split by columns: the sum of the ranks is the output      the attention's output, down, each expert's down
+Whole on every rank                                       norms, the router of the experts
 
-So a block needs two sums over the ranks. Where there are more ranks than key/value heads, several ranks hold the same
-head. The inner size of an MLP may divide unevenly. The vocabulary is dealt out in equal pieces, the last of them
-shorter if it does not divide; a bias behind a sum is rank 0's, and zero elsewhere.
+So a block needs two sums over the ranks. With more ranks than key/value heads, several ranks hold the same head. The
+inner size of an MLP may divide unevenly. The vocabulary is split into equal pieces; the last is shorter if it does not
+divide. A bias added after a sum is rank 0's, and zero on the others.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from engine.model.weights import Cut, Slot
 
 
 def check(config: ModelConfig, size: int) -> None:
-    """Raise EngineError unless the model can be cut over `size` ranks."""
+    """Raise EngineError unless the model can be split over `size` ranks."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     fitting = [n for n in range(2, heads + 1) if _fits(heads, kv_heads, n)]
     if not _fits(heads, kv_heads, size):
         raise EngineError(
             f"tensor_parallel_size is {size}, but {config.architecture} here has {heads} query heads and {kv_heads} "
-            f"key/value heads, which cannot be dealt out evenly: use 1{_or(fitting)}"
+            f"key/value heads, which do not divide evenly: use 1{_or(fitting)}"
         )
     for what, extent in _inner_sizes(config).items():
         if extent < size:
@@ -35,7 +35,7 @@ def check(config: ModelConfig, size: int) -> None:
 
 
 def shard_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
-    """The model as one rank sees it: fewer heads, a narrower MLP, a slice of the vocabulary."""
+    """The configuration of one rank's shard: fewer heads, a narrower MLP, a slice of the vocabulary."""
     experts = config.experts
     if experts is not None:
         begin, end = _span(experts.inner_size, rank, size)
@@ -52,7 +52,7 @@ def shard_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
 
 
 def shard_slots(slots: Iterable[Slot], config: ModelConfig, rank: int, size: int) -> Iterator[Slot]:
-    """The slots of a decoder of `shard_config`, each with the slice of the whole model's tensor that it takes."""
+    """The slots of a decoder of `shard_config`, each with the slice of the whole tensor that it takes."""
     kv_rank = rank * config.num_kv_heads // size if size > config.num_kv_heads else rank
     dim, pieces = config.head_dim, min(size, config.num_kv_heads)
     q_width, kv_width = config.num_heads * dim, config.num_kv_heads * dim
@@ -90,7 +90,7 @@ def shard_slots(slots: Iterable[Slot], config: ModelConfig, rank: int, size: int
 
 
 def _nothing(slot: Slot) -> Slot:
-    """A tensor of which this rank has zeros, and reads nothing."""
+    """A slot that reads nothing from the checkpoint; the tensor is zero."""
     slot.view.zero_()
     return replace(slot, view=slot.view[:0], cut=Cut(0, (0,), len(slot.view)))
 

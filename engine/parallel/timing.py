@@ -1,9 +1,9 @@
-"""How long the collectives of a captured step take, measured at the start: inside a graph nothing can be told apart.
+"""The time that the collectives of a captured step take, measured at the start: inside a graph it cannot be measured.
 
-What is measured is a graph of nothing but one collective, many times over, at powers of two of rows; in between, lines
-are drawn. So the numbers are those of ranks that arrive at the same time and have nothing else to do: a real step's
-collectives also hold the waiting for the slowest rank, and part of theirs hides behind the kernels around them. The
-same numbers decide which way a sum goes. They are the slowest rank's, and so the same on every rank.
+Each collective is captured alone, many times in one graph, at powers of two of rows; other sizes are interpolated. So
+the ranks arrive at the same time and are otherwise idle. In a real step, a collective also waits for the slowest rank,
+and part of it overlaps with other kernels. The same numbers decide between NCCL and the mailboxes. All ranks take the
+slowest rank's numbers, so they decide alike.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ REPLAYS = 6
 
 @dataclass(slots=True)
 class Timings:
-    """Microseconds by rows (ascending powers of two from 1)."""
+    """Microseconds of each collective, by rows (ascending powers of two from 1)."""
 
     nccl: list[float]  # a sum of [rows, H]
-    boxed: list[float]  # through mailboxes, up to as many rows as they hold
-    gathers: list[float]  # of the logits of so many rows
-    elect: float  # one draw over the shards of the vocabulary; 0 if it cannot be had
+    boxed: list[float]  # through mailboxes, up to the rows that they hold
+    gathers: list[float]  # of the logits of [rows, V]
+    elect: float  # one draw over the shards of the vocabulary; 0 without mailboxes
 
     @property
     def direct_rows(self) -> int:
-        """Up to how many rows the mailboxes are faster; 0: never."""
+        """The mailboxes are faster up to so many rows; 0: never."""
         faster = [ours < theirs for ours, theirs in zip(self.boxed, self.nccl, strict=False)]
         count = faster.index(False) if False in faster else len(faster)
         return 1 << (count - 1) if count else 0
@@ -44,11 +44,11 @@ class Timings:
         return between(self.nccl, rows)
 
     def sum_us(self, rows: int) -> float:
-        """A sum of so many rows, the way that it goes."""
+        """A sum of so many rows, by the faster path."""
         return between(self.boxed if rows <= self.direct_rows else self.nccl, rows)
 
     def note(self, why_not: str) -> str:
-        """What was found, as a sentence for whoever starts the engine; `why_not` there are no mailboxes, if so."""
+        """The result, as a sentence for the user. `why_not`: the reason if there are no mailboxes."""
         nccl = f"NCCL, {self.nccl_us(1):.1f} us for one row"
         if not self.boxed:
             return f"sums over ranks: {nccl}; no mailboxes, because {why_not}"
@@ -60,12 +60,12 @@ class Timings:
         )
 
     def draw_us(self, rows: int, gathered: bool) -> float:
-        """What the ranks tell each other to draw for so many rows."""
+        """The exchange between ranks that a draw for so many rows needs."""
         return between(self.gathers, rows) if gathered else self.elect
 
 
 def between(times: list[float], rows: int) -> float:
-    """The time at `rows` on the line through those at the powers of two around it."""
+    """The time at `rows`, interpolated between the powers of two around it."""
     above = bisect_left([1 << k for k in range(len(times))], rows)
     if above >= len(times):
         return times[-1] * rows / (1 << (len(times) - 1))
@@ -76,7 +76,7 @@ def between(times: list[float], rows: int) -> float:
 
 
 class Group(Protocol):
-    """What is measured: engine.parallel.group.Ranks."""
+    """The part of engine.parallel.group.Ranks that `measure` uses."""
 
     size: int
     vocab_size: int
@@ -88,7 +88,7 @@ class Group(Protocol):
 
 
 def measure(group: Group, hidden: int, dtype: torch.dtype) -> Timings:
-    """A collective: every rank calls it, with the same arguments."""
+    """Measures all collectives. Every rank calls it, with the same arguments."""
     import torch.distributed as dist
 
     device, box = group.device, group.box
@@ -117,14 +117,14 @@ def measure(group: Group, hidden: int, dtype: torch.dtype) -> Timings:
 
 
 def _microseconds(group: Group, run: Callable[[], object]) -> float:
-    """Of one `run`, in a graph of several."""
+    """The time of one `run`, measured in a graph of IN_GRAPH runs."""
     stream = torch.cuda.Stream(group.device)
     stream.wait_stream(torch.cuda.current_stream(group.device))
     with torch.cuda.stream(stream):
         run()
         torch.cuda.synchronize(group.device)
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")  # NCCL's own thread asks about events meanwhile
+        graph.capture_begin(capture_error_mode="thread_local")  # NCCL's own thread queries events meanwhile
         for _ in range(IN_GRAPH):
             run()
         graph.capture_end()

@@ -1,6 +1,6 @@
 """The process of a rank other than 0: loads its shard, then runs every plan that rank 0 sends.
 
-reader thread   blocks on the socket; ends the process when rank 0 is gone, in a step or not
+reader thread   blocks on the socket; ends the process when rank 0 is gone, even in a step
 main thread     owns the runner
 """
 
@@ -24,8 +24,8 @@ logger = logging.getLogger("engine")
 
 
 def main(fd: int) -> int:
-    """Serve rank 0 at the other end of socket `fd`; its first message says what to load. The exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for rank 0, which ends this process
+    """Serve rank 0 at the other end of socket `fd`, whose first message says what to load. Returns the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl+C and ends this process
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
@@ -58,7 +58,7 @@ def main(fd: int) -> int:
         ready = True
         while (plan := plans.get()) is not None:
             runner.launch(plan, {})  # rank 0 alone applies grammars
-        if runner.loaded.device.type == "cpu":  # a GPU's ends with this process
+        if runner.loaded.device.type == "cpu":  # a GPU's group ends with the process
             runner.close()
     except Exception as error:
         logger.exception("rank %d failed", rank)

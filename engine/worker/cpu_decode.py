@@ -1,9 +1,9 @@
-"""Decode steps of few sequences on a CPU in float32: what Decoder computes, in fewer and cheaper calls.
+"""Decode steps of few sequences on a CPU in float32: the computation of Decoder in fewer and cheaper calls.
 
-Two things make small steps slow on a CPU. A call costs more than its arithmetic, most of all when the weights that have
-just streamed by have swept code and data out of the caches: so the small operations are numpy's, whose calls are
-cheaper than torch's, and write into buffers that stay. And MKL multiplies weight · columns up to twice as fast as
-rows · weightᵀ: so activations stand in columns here, [features, n] for n sequences, from the embedding to the logits.
+Two things make small steps slow on a CPU. First, a call costs more than its arithmetic, most of all when the weights
+just read have evicted code and data from the caches. So the small operations use numpy, whose calls are cheaper than
+torch's, and write into buffers that are kept. Second, MKL multiplies weight · columns up to twice as fast as
+rows · weightᵀ. So activations are columns here, [features, n] for n sequences, from the embedding to the logits.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from engine.model.decoder import Decoder, DenseMLP
 from engine.model.linear import INT8_MAX, Int8Weight, Matrix
 
 TINY = float(np.finfo(np.float32).tiny)
-KEPT_SIZES = 8  # numbers of sequences for which buffers are kept
+KEPT_SIZES = 8  # buffers are kept for so many different numbers of sequences
 
 
 class Columns:
-    """Buffers for n sequences: tensors (named with an underscore) for torch, and the same memory as arrays for numpy.
+    """Buffers for n sequences: tensors for torch (their names end in an underscore), the same memory as numpy arrays.
 
-    Features first, [features, n]; of a single sequence [features], for which both libraries have shorter ways.
+    Their shape is [features, n], or [features] for a single sequence, which is cheaper in both libraries.
     """
 
     def __init__(self, decoder: Decoder, n: int) -> None:
@@ -82,13 +82,13 @@ class CPUDecode:
     def supports(decoder: Decoder, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
         return dtype == kv_dtype == torch.float32 and all(isinstance(layer.mlp, DenseMLP) for layer in decoder.layers)
 
-    @np.errstate(invalid="ignore")  # a NaN that is rounded to an integer is seen by its scale
+    @np.errstate(invalid="ignore")  # rounding NaN to an integer: its scale is NaN, too, so the product shows it
     def logits(
         self, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray, attention: AttentionBackend
     ) -> torch.Tensor:
-        """Decoder.forward and Decoder.logits in one, of n sequences: tokens, positions and slots [n] -> [n, V].
+        """Decoder.forward and Decoder.logits in one, for n sequences: tokens, positions and slots [n] -> [n, V].
 
-        Stores each token's keys and values. `attention` has been told which sequences these are.
+        Stores each token's keys and values. `attention` has planned for these sequences.
         """
         decoder, eps, n = self._decoder, self._decoder.config.rms_norm_eps, len(tokens)
         c = self._columns.get(n)
@@ -136,7 +136,7 @@ def _norm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> Non
 
 
 def _rotate(c: Columns, weight: np.ndarray | None, eps: float, cos: np.ndarray, sin: np.ndarray) -> None:
-    """Norm queries and keys, and turn them by their positions.
+    """Norm queries and keys, and rotate them by their positions.
 
     weight [heads, D]; cos and sin [2, D / 2, n], the sine of the first half negated.
     """
@@ -166,7 +166,7 @@ def _lookup(embedding: Matrix) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _int8_product(weight: Int8Weight, x: np.ndarray) -> np.ndarray:
-    """weight [out, in] · x [in, n] -> [n, out], or · x [in] -> [out]. Int8Weight.product in numpy's cheaper calls."""
+    """Int8Weight.product in cheaper numpy calls: weight [out, in] · x [in, n] -> [n, out], or · x [in] -> [out]."""
     rows = x.T if x.ndim > 1 else x[None]
     scale = np.abs(rows).max(1, keepdims=True)
     scale /= INT8_MAX

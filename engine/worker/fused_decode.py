@@ -1,15 +1,15 @@
-"""One decode step of the whole model as few kernels as pay: what a CUDA graph captures.
+"""The model's layers in as few kernels as is fastest, for CUDA graphs.
 
-Decoder.forward (engine/model/decoder.py) is the model; this computes the same for one token per sequence.
+Computes the same as Decoder.forward (engine/model/decoder.py).
 
-    one sequence     5 kernels per layer, all reading weights or keys, the small operations fused into them:
+    one sequence     5 kernels per layer; each reads weights or keys, and the small operations are fused into them:
                      norm + qkv | q/k norm + rope + store + attention | output + residual
                      norm + gate/up + silu | down + residual
                      (with experts: norm + router | pick | norm + their gates/ups + silu | their downs + residual)
-    several          8 per layer: the matrix products are cuBLAS's, norms and activations kernels of their own
+    several          8 kernels per layer: cuBLAS for the matrix products, separate kernels for norms and activations
 
-Where ranks share the model (engine/parallel/), their sums stand between a projection back to the hidden size and the
-norm behind it, so one sequence too takes the second way, with the kernels of the first where they still fit.
+Where ranks share the model (engine/parallel/), a sum over the ranks comes between a projection to the hidden size and
+the next norm. So one sequence takes the second path, too, with the kernels of the first where possible.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from engine.model.group import Group
 from engine.model.linear import Fp8Weight, Matrix, linear
 from engine.worker import fused_ops
 
-SPLIT_TOKENS = 64  # up to here a projection's time is reading its weights
-Attend = Callable[[int, Layer, torch.Tensor], torch.Tensor]  # number of the layer, the layer, rows of qkv -> attention
+SPLIT_TOKENS = 64  # up to so many, reading the weights dominates a projection
+Attend = Callable[[int, Layer, torch.Tensor], torch.Tensor]  # (index of the layer, the layer, qkv) -> attention
 
 
 class DecodeLayers:
-    """Holds what every step shares; `logits` may be captured for any number of sequences up to the backend's rows."""
+    """The layers with their cache and block table. `logits` works for any number of sequences up to the rows."""
 
     def __init__(
         self, model: Decoder, attention: TritonAttention, pool: KVPool, block_table: torch.Tensor, group: Group
@@ -55,8 +55,8 @@ class DecodeLayers:
         """tokens int64 [n], rows int32 [n] of the block table, seq_lens int32 [n] with this token; writes out [n, V]
         (this rank's piece of V).
 
-        Stores each token's keys and values. Entries with seq_lens 0 are padding: they store nothing. They come last,
-        behind `live` int32 [1] others.
+        Stores each token's keys and values. Entries with seq_lens 0 are padding and store nothing; they follow the
+        `live` int32 [1] others.
         """
         residual = self._group.embed(tokens, self._model.embedding)
         if len(tokens) == 1 and self._plain:
@@ -106,8 +106,10 @@ class DecodeLayers:
         self, residual: torch.Tensor, attend: Attend, live: torch.Tensor | None, wanted: torch.Tensor | None = None,
         live_wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The final hidden states, normed: of the tokens `wanted`, else of all. Of all, the first `live` are no
-        padding, of those wanted the first `live_wanted`."""
+        """The final hidden states, normed, of the tokens `wanted`, or of all if that is None.
+
+        The first `live` of all tokens, and the first `live_wanted` of the wanted ones, are not padding.
+        """
         model, eps, group = self._model, self._model.config.rms_norm_eps, self._group
         layers = model.layers
         apart = group.direct(len(residual))
@@ -149,9 +151,7 @@ class DecodeLayers:
 
 
 def _linear(x: torch.Tensor, w: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [T, K] -> [T, N]. For one token, and for few where there is little to read and a launch counts, by our own
-    kernels; else by cuBLAS.
-    """
+    """x [T, K] -> [T, N]. Our own kernels for one token, and for few tokens if the weight is small; else cuBLAS."""
     if isinstance(w, Fp8Weight):
         return linear(x, w, bias)
     if bias is None and len(x) == 1:
@@ -168,14 +168,14 @@ def _inner(x: torch.Tensor, mlp: DenseMLP) -> torch.Tensor:
 
 
 def _mlp(x: torch.Tensor, mlp: DenseMLP, apart: bool) -> torch.Tensor:
-    """x [T, H] -> as _back_to_hidden."""
+    """x [T, H] -> the MLP's output, in the shape of _back_to_hidden."""
     if isinstance(mlp.down, Fp8Weight) and len(x) > 1 and mlp.down_bias is None:
         return fp8.back_to_hidden(linear(x, mlp.gate_up, mlp.gate_up_bias), mlp.down, silu=True)
     return _back_to_hidden(_inner(x, mlp), mlp.down, mlp.down_bias, apart)
 
 
 def _back_to_hidden(x: torch.Tensor, w: Matrix, bias: torch.Tensor | None, apart: bool) -> torch.Tensor:
-    """x [T, K] -> [T, H], or, if that may be, fp32 [parts, T, H] to be summed by the norm that follows."""
+    """x [T, K] -> [T, H]. If `apart`, it may be fp32 [parts, T, H] instead, which the next norm sums."""
     if bias is None and len(x) == 1:
         return gemv(x, w)
     if isinstance(w, Fp8Weight):
@@ -185,7 +185,7 @@ def _back_to_hidden(x: torch.Tensor, w: Matrix, bias: torch.Tensor | None, apart
 
 
 def _is_plain(layer: Layer) -> bool:
-    """No biases: what the one-token kernels know."""
+    """The one-token kernels support the layer: no biases, not too many experts."""
     mlp = layer.mlp
     plain = mlp.down_bias is None if isinstance(mlp, DenseMLP) else mlp.config.count <= MOST_EXPERTS
     return plain and layer.qkv_bias is None and layer.output_bias is None

@@ -21,7 +21,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 
 
 def rope_rows(table: torch.Tensor, positions: torch.Tensor) -> Rope:
-    """Nothing to gather ahead: the kernel reads the table at each token's position."""
+    """Returns its arguments: the kernel reads the table at each token's position."""
     return table, positions
 
 
@@ -29,7 +29,7 @@ def qk_norm_rope_store(
     qkv: torch.Tensor, qk_weight: torch.Tensor | None, eps: float, rope: Rope, k_cache: torch.Tensor,
     v_cache: torch.Tensor, slot_mapping: torch.Tensor, kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Rotates queries and keys in place, stores keys and values, returns the queries: the head of the rows of qkv."""
+    """Rotates queries and keys in place, stores keys and values, returns the queries: a view of qkv."""
     return norms.qk_norm_rope_store(qkv, qk_weight, eps, rope, k_cache, v_cache, slot_mapping, kv_scales, pdl=True)
 
 
@@ -39,7 +39,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def experts(x: torch.Tensor, mixture: Experts, live: torch.Tensor | None) -> torch.Tensor:
-    """x [T, H] -> [T, H]; the host is asked nothing."""
+    """x [T, H] -> [T, H], without waiting on the host."""
     if not len(x):
         return torch.empty_like(x)
     config = mixture.config

@@ -1,4 +1,4 @@
-"""What a step needs on the device: its tokens laid end to end, and which of them draw."""
+"""A step's inputs: its tokens in one row, and the tokens that draw."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from engine.core.step import StepPlan
 
 
 class Layout(NamedTuple):
-    """Where the T tokens of a plan's n entries, laid end to end, belong."""
+    """The row, position and cache slot of each token. The T tokens of a plan's n entries form one row."""
 
-    ends: np.ndarray  # int64 [n]  entry i has the tokens before ends[i], back to ends[i - 1]
-    seq_lens: np.ndarray  # int32 [n]  keys of each, this step's included
+    ends: np.ndarray  # int64 [n]  entry i has the tokens from ends[i - 1] to ends[i]
+    seq_lens: np.ndarray  # int32 [n]  keys of each entry, with this step's
     rows: np.ndarray  # int32 [T]
     positions: np.ndarray  # [T]
     slots: np.ndarray  # int64 [T]  in the KV cache
@@ -24,21 +24,24 @@ class Layout(NamedTuple):
 
 @dataclass(slots=True)
 class Inputs:
-    """A step's plan on the device, and what of it the host still needs. T tokens, n entries, s of them sample."""
+    """The inputs of model and sampler: T tokens, s draws."""
 
     token_ids: torch.Tensor  # int64 [T]
-    meta: ForwardMeta | None  # None where a runner has a way of its own to the logits
-    samples: np.ndarray  # int64 [s]  the entries that sample; one with drafts stands here once for each of its tokens
-    rows: np.ndarray  # int64 [s]  their rows
-    positions: np.ndarray  # int64 [s]  where the token drawn will stand
+    meta: ForwardMeta | None  # None if the logits exist already
+    samples: np.ndarray  # int64 [s]  the entry of each draw; one with drafts appears once for each of its tokens
+    rows: np.ndarray  # int64 [s]  the row of each draw
+    positions: np.ndarray  # int64 [s]  the position of the token drawn
     device_rows: torch.Tensor  # int64 [s]
     device_positions: torch.Tensor  # int64 [s]
-    sampled_hidden: np.ndarray | None  # int64 [s]  which of the hidden states are theirs; None: all, in order
-    prompt_hidden: dict[int, int]  # entries that want prompt logprobs -> the first of their q_len hidden states
+    sampled_hidden: np.ndarray | None  # int64 [s]  the hidden state of each draw; None: all, in order
+    prompt_hidden: dict[int, int]  # by entry with prompt targets: the first of its q_len hidden states
 
 
 def drawing_tokens(plan: StepPlan, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of a plan with drafts: the entries that draw, one with drafts once for each of its tokens, and those tokens."""
+    """Returns (the entry of each draw, the token whose logits it uses), for a plan with drafts.
+
+    An entry with drafts draws once for each of its tokens.
+    """
     counts = plan.samples.astype(np.int64)
     counts[plan.num_decodes : plan.num_decoding] = plan.q_lens[plan.num_decodes : plan.num_decoding]
     samples, last = np.repeat(np.arange(len(counts)), counts), np.cumsum(counts)
@@ -48,8 +51,10 @@ def drawing_tokens(plan: StepPlan, ends: np.ndarray) -> tuple[np.ndarray, np.nda
 def logit_rows(
     plan: StepPlan, ends: np.ndarray, last: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray | None, dict[int, int]]:
-    """Which tokens' logits are wanted, those `last` that draw among them; which of them draw (None: all); and for each
-    entry that wants logprobs of its prompt, where among them its own begin."""
+    """Returns (token indices that need logits, which of them draw, by entry with prompt targets its first).
+
+    `last`: the tokens that draw. The second value is None if no others need logits.
+    """
     firsts = {entry: int(ends[entry] - plan.q_lens[entry]) for entry in plan.prompt_targets}
     if not firsts:
         return last, None, {}

@@ -1,4 +1,4 @@
-"""An EngineConfig with every "auto" decided, for one model on one device."""
+"""Decides every "auto" of an EngineConfig, for one model on one device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from engine.errors import EngineError
 
 if TYPE_CHECKING:
-    import torch  # at run time only where tensors are made: a client describes an engine without loading torch
+    import torch  # not at run time: a client describes an engine without loading torch
 from engine.config import EngineConfig
 from engine.model.config import ModelConfig
 
@@ -23,11 +23,11 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    notes: tuple[str, ...] = field(default=())  # what a user may want to know about the choices
+    notes: tuple[str, ...] = field(default=())  # for the user: the choices
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
-    """Decide what `config` leaves open; EngineError for what cannot be had."""
+    """Decide every "auto" of `config`. Raises EngineError if the device or the model cannot do what it asks for."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -49,7 +49,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
     length = config.max_model_len or model.max_context
     if length > model.max_context:
         raise EngineError(
-            f"max_model_len is {length:,}, but {model.architecture} here is made for {model.max_context:,} positions: "
+            f"max_model_len is {length:,}, but {model.architecture} here has {model.max_context:,} positions: "
             "lower it, or set a rope scaling in config.json"
         )
     sequences = config.max_num_seqs or (64 if cpu else 256)

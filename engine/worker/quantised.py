@@ -1,4 +1,4 @@
-"""Where matrices of 8-bit numbers can be had, and what they are made of (engine/model/linear.py)."""
+"""The kinds of 8-bit weights (engine/model/linear.py), and the check that a configuration supports them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS: dict[str, type[ByteWeight] | None] = {"none": None, "int8": Int8Weight, "
 
 
 def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str) -> None:
-    """EngineError if matrices of 8-bit numbers cannot be had."""
+    """Raise EngineError if this model on this device cannot have 8-bit weights."""
     kind, cpu = config.quantization, device.type == "cpu"
     if kind == "int8" and not cpu:
         raise EngineError(
@@ -35,7 +35,7 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype:
     if kind == "int8":
         return
     major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:  # 8.9 has the arithmetic, but not what our kernels are launched with
+    if major < 9:  # 8.9 has fp8 arithmetic, but not the launch instructions that our kernels use
         raise EngineError(
             f"fp8 weights need a GPU of compute capability 9.0, and {torch.cuda.get_device_name(device)} has "
             f"{major}.{minor}: leave --quantization off"

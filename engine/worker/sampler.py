@@ -1,8 +1,8 @@
-"""Stage 5: from logits to tokens, with the settings of each row its own.
+"""Stage 5: from logits to tokens. Each row has its own settings.
 
 The order is that of SamplingParams: grammar mask and logit bias, min_tokens, penalties, temperature, top-k, top-p,
-min-p, then a draw by Gumbel-max (argmax of logits plus noise, which is exactly a draw from their softmax). What no row
-of a step asks for is not computed, and nothing here waits for the device: which rows ask for what is known on the host.
+min-p, then a draw by Gumbel-max (argmax of logits plus noise, which is exactly a draw from their softmax). An operation
+is skipped if no row of the step asks for it. The host knows the settings of all rows, so it never waits for the device.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from engine.worker.upload import to_host
 
 Upload = Callable[[np.ndarray], torch.Tensor]
 
-MIN_TEMPERATURE = 1e-5  # below, differences of logits would overflow; the draw is an argmax long before
-SMALLEST = float(np.finfo(np.float32).tiny)  # settings that must stay above 0 do not round to it
+MIN_TEMPERATURE = 1e-5  # below, logits would overflow; a draw is an argmax long before
+SMALLEST = float(np.finfo(np.float32).tiny)  # settings that must stay above 0 are not rounded to 0
 IN_PROMPT = 1 << 30  # flag in the token counts; the bits below count occurrences in the reply
 INT_KEYS = 2
-SMALL_VOCABULARY = 1 << 14  # on a CPU, up to this size sorting all is cheaper than selecting some
+SMALL_VOCABULARY = 1 << 14  # on a CPU, sorting up to this size is cheaper than selecting the largest
 
 
 class Wants:
-    """What a row asks for beyond argmax of its logits: bits (plain integers, as they are used in every step)."""
+    """The operations that a row asks for beyond argmax, as bits (plain integers are faster than an enum here)."""
 
     NOISE = 1
     TOP_K = 2
@@ -67,11 +67,11 @@ class Logprobs:
         return Logprobs(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
     def fetched(self) -> Logprobs:
-        """Copies on their way to the host."""
+        """Pinned copies on their way to the host."""
         return Logprobs(*map(to_host, (self.token, self.rank, self.top, self.top_ids)))
 
     def listed(self, tokens: list[int], counts: list[int]) -> list[TokenLogprobs]:
-        """On the host: one entry per token, each with its own `counts[i]` most likely."""
+        """One TokenLogprobs for each of `tokens`, with the `counts[i]` most likely tokens; reads the host's copies."""
         own, rank, top, ids = self.token.tolist(), self.rank.tolist(), self.top.tolist(), self.top_ids.tolist()
         return [
             TokenLogprobs(token, own[i], rank[i], list(zip(ids[i][:n], top[i][:n], strict=True)))
@@ -81,16 +81,16 @@ class Logprobs:
 
 @dataclass(slots=True)
 class Drawn:
-    """What a step drew, on the device."""
+    """The s draws of a step, on the device."""
 
     ids: torch.Tensor  # int64 [s], always valid token ids
-    bad: torch.Tensor  # bool [s]: the logits held NaN or infinity, or nothing was allowed; the id means nothing
-    logprob_rows: np.ndarray  # which of the s asked for logprobs
+    bad: torch.Tensor  # bool [s]: the logits were not finite, or the masks allowed no token; the id is meaningless
+    logprob_rows: np.ndarray  # the draws that asked for logprobs
     logprobs: Logprobs | None
 
 
 class VocabularyRows:
-    """A [k, vocab_size] tensor with lines for those few rows of the batch that need one; it doubles when full."""
+    """A [k, vocab_size] tensor with lines for the few rows of the batch that need one; it doubles when full."""
 
     def __init__(self, max_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.lines = torch.zeros((0, vocab_size), dtype=dtype, device=device)
@@ -123,10 +123,10 @@ class VocabularyRows:
 
 
 class Sampler:
-    """Settings of every row of the batch, and the draw.
+    """The sampling settings of every row of the batch, and the draw.
 
-    `set_row` when a request takes a row (again after a preemption: counts are rebuilt from its ids), `sample` once per
-    step. What a row holds is given back when the next request takes it.
+    Call `set_row` when a request takes a row, also after a preemption: the penalties' counts are rebuilt. Call `sample`
+    once per step. A row's lines are freed when the next request takes the row.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device, upload: Upload) -> None:
@@ -138,11 +138,11 @@ class Sampler:
         self._keys = np.zeros((max_rows, INT_KEYS), dtype=np.int32)
         self._top_k = np.zeros(max_rows, dtype=np.int64)
         self._logprobs = np.zeros(max_rows, dtype=np.int64)
-        self._min_until = np.zeros(max_rows, dtype=np.int64)  # positions below it may not hold a stop id
+        self._min_until = np.zeros(max_rows, dtype=np.int64)  # no stop id is drawn for positions below
         self._stop_ids: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * max_rows
         self._device_settings = torch.zeros(0)
         self._device_keys = torch.zeros(0)
-        self.version = 0  # of the settings on the host: raised by every change
+        self.version = 0  # of the settings on the host: every change raises it
         self._sent_version = -1
         self._counts = VocabularyRows(max_rows, vocab_size, torch.int32, device)
         self._bias = VocabularyRows(max_rows, vocab_size, torch.float32, device)
@@ -168,7 +168,7 @@ class Sampler:
             ids = self._upload(np.fromiter(params.logit_bias.keys(), np.int64))
             self._bias.claim(row)[ids] = self._upload(np.fromiter(params.logit_bias.values(), np.float32))
         stop_ids = [token for token in sorted(asked.stop_ids) if 0 <= token < self.vocab_size]
-        if params.min_tokens > 0 and stop_ids:  # an id beyond the row would be a cell of another request's row
+        if params.min_tokens > 0 and stop_ids:  # an id beyond the row would address another request's row
             wants |= Wants.MIN_TOKENS
             self._min_until[row] = asked.prompt_len + params.min_tokens
             self._stop_ids[row] = np.array(stop_ids, dtype=np.int64)
@@ -191,11 +191,11 @@ class Sampler:
         self.version += 1
 
     def asked(self, rows: np.ndarray) -> int:
-        """What any of these rows asks for, as bits of Wants."""
+        """The operations that at least one of these rows asks for, as bits of Wants."""
         return int(np.bitwise_or.reduce(self._wants[rows], initial=0))
 
     def host_settings(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of every row: settings fp32 [max_rows, NUM_SETTINGS], keys int32 [max_rows, 2], top_k [max_rows]."""
+        """Settings fp32 [max_rows, NUM_SETTINGS], keys int32 [max_rows, 2] and top_k [max_rows] of all rows."""
         return self._settings, self._keys, self._top_k
 
     def sample(
@@ -209,13 +209,15 @@ class Sampler:
     ) -> Drawn:
         """Draw one token for each of s rows.
 
-        logits [s, V], may be overwritten; rows [s] of the batch and the positions [s] the new tokens will stand at, on
-        the host and (int64) on the device; grammars: of those of the s rows that have one.
+        logits           [s, V], may be overwritten
+        rows, positions  [s] on the host: rows of the batch, and the positions of the new tokens
+        device_rows, device_positions   the same, int64 on the device
+        grammars         by draw (0 to s - 1), for the rows that have one
         """
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
         total = logits.sum(-1)
-        bad = total - total != 0  # NaN unless all of them are finite
+        bad = total - total != 0  # NaN minus NaN and inf minus inf are not 0
         wants = self._wants[rows]
         asked = int(np.bitwise_or.reduce(wants))
         if not asked:
@@ -248,7 +250,7 @@ class Sampler:
                 scores.addcmul_(noise, settings[:, NOISE, None])
         ids = logits.argmax(-1)
         if asked & (Wants.GRAMMAR | Wants.MIN_TOKENS):
-            bad |= logits.gather(1, ids[:, None])[:, 0] == -torch.inf  # the masks have left nothing
+            bad |= logits.gather(1, ids[:, None])[:, 0] == -torch.inf  # the masks allow no token
         if len(penalised):
             lines = self._upload(self._counts.of(rows[penalised]) * self.vocab_size)
             drawn = ids.index_select(0, self._upload(penalised)) + lines
@@ -260,11 +262,11 @@ class Sampler:
         return Drawn(ids, bad, logprob_rows, logprobs)
 
     def logprob_counts(self, rows: np.ndarray) -> list[int]:
-        """How many of the most likely tokens each row asked for."""
+        """The number of most likely tokens that each row asked for."""
         return self._logprobs[rows].tolist()
 
     def _refresh(self) -> None:
-        """Bring the settings to the device if they have changed."""
+        """Copy the settings to the device if they have changed."""
         if self._sent_version != self.version:
             self._device_settings, self._device_keys = self._upload(self._settings), self._upload(self._keys)
             self._sent_version = self.version
@@ -314,21 +316,21 @@ class Sampler:
         logits.index_copy_(0, where, picked.to(logits.dtype))
 
     def _truncate(self, scores: torch.Tensor, settings: torch.Tensor, rows: np.ndarray, wants: np.ndarray) -> None:
-        """Set to −inf what top-k, top-p and min-p exclude. Ties with the last token kept are kept."""
+        """Set tokens that top-k, top-p and min-p exclude to −inf. Ties with the last token kept are kept."""
         floor = torch.full_like(scores[:, 0], -torch.inf)
         entries = np.flatnonzero(wants & (Wants.TOP_K | Wants.TOP_P))
         if len(entries):
             where = self._upload(entries)
             kth = self._top_k[rows[entries]]
             picked = scores.index_select(0, where)
-            width = int(kth.max())  # the whole vocabulary is sorted only if a row has top_p without top_k
+            width = int(kth.max())  # the whole vocabulary only if a row has top_p without top_k
             best = descending(picked, width)
             last = best.gather(1, self._upload(kth - 1)[:, None])
             if (wants & Wants.TOP_P).any():
                 probabilities = best.masked_fill(best < last, -torch.inf).softmax(-1)
                 before = probabilities.cumsum(-1) - probabilities
                 kept = (before < settings.index_select(0, where)[:, TOP_P, None]).sum(-1, keepdim=True)
-                boundary = best.gather(1, (kept - 1).clamp_min_(0))  # 0 are kept of a row of NaN
+                boundary = best.gather(1, (kept - 1).clamp_min_(0))  # a row of NaN keeps 0
                 last = torch.maximum(last, boundary)
             floor.index_copy_(0, where, last[:, 0])
         if (wants & Wants.MIN_P).any():
@@ -340,13 +342,13 @@ def descending(values: torch.Tensor, width: int) -> torch.Tensor:
     """The `width` largest of each row of values [s, V], largest first (NaN counts as larger than everything)."""
     full = width == values.shape[1]
     if values.device.type == "cpu" and (full or values.shape[1] <= SMALL_VOCABULARY):
-        ascending = np.sort(values.numpy(), axis=-1)  # vectorised: twenty times as fast as torch's on a CPU
+        ascending = np.sort(values.numpy(), axis=-1)  # vectorised: 20 times as fast as torch's on a CPU
         return torch.from_numpy(ascending[:, : -width - 1 : -1].copy())
     return values.sort(descending=True).values if full else values.topk(width).values
 
 
 def pick_logprobs(logprobs: torch.Tensor, tokens: torch.Tensor, top: int) -> Logprobs:
-    """logprobs [l, V] of all tokens -> those of `tokens` int64 [l], their ranks, and the `top` most likely."""
+    """From logprobs [l, V] of all tokens: those of `tokens` int64 [l], their ranks, and the `top` most likely."""
     own = logprobs.gather(1, tokens[:, None])
     rank = (logprobs > own).sum(-1) + 1
     best = logprobs.topk(min(top, logprobs.shape[-1]), -1)
