@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import marshal
 import pickle
 import random
 import subprocess
 import sys
+import tracemalloc
 from typing import ClassVar
 
 import numpy as np
@@ -346,6 +349,34 @@ def test_history_is_bounded_and_says_where_it_begins():
         view.past.state_at(view.past.first_seq - 1)
     assert not view.travel_to(0)
     assert view.shown is view.live
+
+
+def test_once_its_rings_are_full_the_view_needs_no_more_memory(monkeypatch):
+    monkeypatch.setattr("minitui.viewmodel.events.EVENTS_ALWAYS", 100)
+    monkeypatch.setattr("minitui.viewmodel.time_travel.KEYFRAME_SECONDS", 0.0)
+    stress, view = Stress(TIGHT), View()
+    view.reset(State(TIGHT.blocks + 1, TIGHT.block_size, TIGHT.budget, TIGHT.rows).snapshot())
+    view.past.every, view.past.kept, view.steps = 200, 600, Steps(128)
+    files = [tracemalloc.Filter(True, name) for name in ("*/minitui/viewmodel/*", "*/engine/trace/*", __file__)]
+
+    def kept(steps: int) -> int:
+        for _ in range(steps // 10):
+            stress.run_steps(10)
+            records = marshal.loads(marshal.dumps(stress.drain()))  # allocated here, so that they are counted
+            view.fold(records, stress.now)
+            view.frame(stress.now)
+        del records
+        gc.collect()
+        return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(files).traces)
+
+    tracemalloc.start()
+    try:
+        kept(600)
+        samples = [kept(100) for _ in range(5)]
+        later = [kept(1_400), *(kept(100) for _ in range(4))]
+    finally:
+        tracemalloc.stop()
+    assert min(later) < 1.15 * max(samples), (samples, later)
 
 
 def test_rates_are_the_engines_own_under_slow_motion_and_at_the_gate():
