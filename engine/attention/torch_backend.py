@@ -101,11 +101,6 @@ class TorchAttention:
             ]
             self._plans[window] = decodes, prefills
 
-    def plan_decodes(self, table: np.ndarray, lengths: np.ndarray) -> None:
-        """`plan` for decodes only, with arrays on the host: block table [n, columns] and lengths [n]."""
-        self._num_decodes = len(lengths)
-        self._plans = {window: (self._plan_decodes(table, lengths, window), []) for window in set(self._windows)}
-
     def run(
         self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
         kv_scales: torch.Tensor | None = None,

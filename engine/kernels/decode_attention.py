@@ -328,14 +328,13 @@ def form_for_fp8(n: int, kv_heads: int, longest: int) -> Form:
 def decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor, workspace: DecodeWorkspace,
     block_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, scale: float, group: int, *,
-    fused: tuple[torch.Tensor | None, torch.Tensor, float] | None = None, pdl: bool = False,
-    kv_scales: torch.Tensor | None = None,
+    fused: tuple[torch.Tensor | None, torch.Tensor, float] | None = None, kv_scales: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write attention to `out` [n, heads * d].
 
     q: [n, heads * d] (row stride free); or, with `fused` = (qk_weight [heads + kv_heads, d] or None, rope table fp32
-    [positions, d], eps), rows [n, (heads + 2 kv_heads) * d] of the qkv projection. `pdl` needs `fused`: the kernel
-    then starts before the previous one has ended, so it must not read lengths or cache entries which that one writes.
+    [positions, d], eps), rows [n, (heads + 2 kv_heads) * d] of the qkv projection. With `fused` the kernel starts
+    before the previous one has ended, so that one must not write lengths or cache entries.
     kv_scales: fp32 [2, kv_heads] of an 8-bit cache (engine/attention/kv_fp8.py).
     """
     n = seq_lens.shape[0]
@@ -348,5 +347,5 @@ def decode_attention(
         KV_HEADS=kv_heads, GROUP=group, D=head_dim, BLOCK_SIZE=block_size,
         BLOCK_H=max(16, triton.next_power_of_2(group)), TILE=form.tile, SPLITS=form.splits, MIN_CHUNK=form.min_chunk,
         FUSED=fused is not None, HAS_NORM=qk_weight is not None, EPS=eps,
-        PEEL=form.peel, STAGES=form.stages, PDL=pdl, num_warps=form.warps, launch_pdl=pdl,
+        PEEL=form.peel, STAGES=form.stages, PDL=fused is not None, num_warps=form.warps, launch_pdl=fused is not None,
     )  # fmt: skip

@@ -151,19 +151,18 @@ def byte_tiles(n: int, k: int, gate_up: bool) -> tuple[int, int, int, int]:
 
 def gemv(
     x: torch.Tensor, w: torch.Tensor | ScaledMatrix, *, norm: tuple[torch.Tensor, float] | None = None,
-    residual: torch.Tensor | None = None, gate_up: bool = False, pdl: bool = True,
-    tile: tuple[int, int, int, int] | None = None, out: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None, gate_up: bool = False, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """See the module's docstring; returns `out` or a new [1, N] tensor. `tile` overrides `tiles`."""
+    """See the module's docstring; returns `out`, or a new tensor [1, N]."""
     n, k = w.shape[0] // 2 if gate_up else w.shape[0], w.shape[1]
     out = torch.empty(1, n, dtype=x.dtype, device=x.device) if out is None else out
     values, scale = (w, None) if isinstance(w, torch.Tensor) else (w.values, w.scale)
-    block_n, block_k, ahead, warps = tile or tiles(n, k, gate_up, scale is not None)
+    block_n, block_k, ahead, warps = tiles(n, k, gate_up, scale is not None)
     block_k = min(block_k, triton.next_power_of_2(k))
     weight, eps = norm or (None, 0.0)
     _gemv_kernel[(triton.cdiv(n, block_n),)](
         x, values, out, scale, weight, residual, n, K=k, EPS=eps, SCALED=scale is not None, NORM=norm is not None,
         RESIDUAL=residual is not None, GATE_UP=gate_up, BLOCK_N=block_n, BLOCK_K=block_k,
-        AHEAD=min(ahead, triton.cdiv(k, block_k)), PDL=pdl, num_warps=warps, launch_pdl=pdl,
+        AHEAD=min(ahead, triton.cdiv(k, block_k)), PDL=True, num_warps=warps, launch_pdl=True,
     )  # fmt: skip
     return out

@@ -160,7 +160,7 @@ def _sum_kernel(
 
 
 def sum_ranks(
-    x: torch.Tensor, box: Box, norm: tuple[torch.Tensor, torch.Tensor, float] | None = None, *, pdl: bool = True
+    x: torch.Tensor, box: Box, norm: tuple[torch.Tensor, torch.Tensor, float] | None = None
 ) -> torch.Tensor:
     """The sum over all ranks of x [T, H], T at most box.lanes, in half precision; added up in fp32.
 
@@ -173,20 +173,18 @@ def sum_ranks(
     residual, weight, eps = norm or (x, x, 0.0)
     out = torch.empty(tokens, hidden, dtype=weight.dtype, device=x.device)
     words = x.view(torch.int64) if parts > 1 else x.view(torch.int32)
-    return _launch_sum(words, residual, weight, out, box, box.calls, 0, eps, norm is not None, parts, False, pdl)
+    return _launch_sum(words, residual, weight, out, box, box.calls, 0, eps, norm is not None, parts, False)
 
 
-def embed_ranks(tokens: torch.Tensor, table: torch.Tensor, box: Box, *, pdl: bool = True) -> torch.Tensor:
+def embed_ranks(tokens: torch.Tensor, table: torch.Tensor, box: Box) -> torch.Tensor:
     """tokens int64 [T] -> their rows [T, H] of an embedding split evenly over ranks; `table`: this rank's rows."""
     out = torch.empty(len(tokens), table.shape[1], dtype=table.dtype, device=table.device)
-    return _launch_sum(
-        table.view(torch.int32), table, table, out, box, tokens, len(table), 0.0, False, 1, True, pdl
-    )  # fmt: skip
+    return _launch_sum(table.view(torch.int32), table, table, out, box, tokens, len(table), 0.0, False, 1, True)
 
 
 def _launch_sum(
     words: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, box: Box,
-    tokens: torch.Tensor, count: int, eps: float, norm: bool, parts: int, embed: bool, pdl: bool,
+    tokens: torch.Tensor, count: int, eps: float, norm: bool, parts: int, embed: bool,
 ) -> torch.Tensor:  # fmt: skip
     rows, hidden = out.shape
     block = triton.next_power_of_2(hidden // 2)
@@ -194,8 +192,8 @@ def _launch_sum(
         words, residual.view(torch.int32), weight.view(torch.int32), out.view(torch.int32), rows * hidden // 2,
         tokens, count, box.addresses, box.calls, box.abort, HALF=hidden // 2, EPS=eps, NORM=norm, PARTS=parts,
         EMBED=embed, RANK=box.rank, SIZE=box.size, SIZE2=triton.next_power_of_2(box.size), LANES=box.lanes,
-        WORDS=box.words, SPINS=SPINS, BLOCK=block, DTYPE=_TRITON_TYPES[out.dtype], PDL=pdl,
-        num_warps=max(1, min(16, block // 128)), launch_pdl=pdl,
+        WORDS=box.words, SPINS=SPINS, BLOCK=block, DTYPE=_TRITON_TYPES[out.dtype], PDL=True,
+        num_warps=max(1, min(16, block // 128)), launch_pdl=True,
     )  # fmt: skip
     return out
 

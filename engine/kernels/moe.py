@@ -236,7 +236,7 @@ def _processors(device: torch.device) -> int:
 
 
 def products(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routes: Routes, tiles: Tiles, *, pdl: bool = True
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routes: Routes, tiles: Tiles
 ) -> torch.Tensor:
     """x [T, H] -> [T, K, H]: the weighted output of each token's experts.
 
@@ -251,7 +251,7 @@ def products(
     w = TensorDescriptor.from_tensor(gate_up.view(experts * 2 * inner_size, hidden), [n, k])
     _gate_up_kernel[(count * triton.cdiv(inner_size, n),)](
         x, w, inner, routes.order, routes.tiles, H=hidden, INNER=inner_size, TOP=each, BLOCK_M=tiles.rows, BLOCK_N=n,
-        BLOCK_K=k, NARROW=tiles.narrow, STAGES=stages, PDL=pdl, num_warps=warps, launch_pdl=pdl,
+        BLOCK_K=k, NARROW=tiles.narrow, STAGES=stages, PDL=True, num_warps=warps, launch_pdl=True,
     )  # fmt: skip
     n, k, warps, stages = tiles.down
     k = min(k, max(16, triton.next_power_of_2(inner_size)))
@@ -264,31 +264,31 @@ def products(
     _down_kernel[(programs,)](
         rows, w, out, routes.order, routes.tiles, routes.weights, H=hidden, INNER=inner_size, BLOCK_M=tiles.rows,
         BLOCK_N=n, BLOCK_K=k, NARROW=tiles.narrow, STAGES=stages, PERSISTENT=persistent,
-        PDL=pdl, num_warps=warps, launch_pdl=pdl,
+        PDL=True, num_warps=warps, launch_pdl=True,
     )  # fmt: skip
     return out
 
 
-def total(each: torch.Tensor, live: torch.Tensor | None = None, *, pdl: bool = True) -> torch.Tensor:
+def total(each: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
     """each [T, K, H] -> the sums [T, H]; zeros for tokens past `live`."""
     tokens, top, hidden = each.shape
     out = torch.empty(tokens, hidden, dtype=each.dtype, device=each.device)
     block = min(2048, triton.next_power_of_2(hidden))
     _total_kernel[(tokens, triton.cdiv(hidden, block))](
-        each, out, live, hidden, TOP=top, BLOCK=block, HAS_LIVE=live is not None, PDL=pdl, num_warps=4, launch_pdl=pdl
+        each, out, live, hidden, TOP=top, BLOCK=block, HAS_LIVE=live is not None, PDL=True, num_warps=4, launch_pdl=True
     )
     return out
 
 
 def each_expert(
     x: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, per_token: int, normalised: bool,
-    load: torch.Tensor, live: torch.Tensor | None = None, *, tiles: Tiles | None = None, pdl: bool = True,
+    load: torch.Tensor, live: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """x [T, H] -> [T, K, H]: the weighted output of each token's experts, to be summed over K.
 
     Adds the tokens of each expert to load int64 [E]. `live` int32 [1]: only the first `live` tokens count, and only
-    their rows are written. `tiles` overrides `tiles_for`.
+    their rows are written.
     """
-    tiles = tiles or tiles_for(len(x), per_token, len(router))
-    routes = route(x, router, per_token, normalised, load, tiles.rows, live, pdl=pdl)
-    return products(x, gate_up, down, routes, tiles, pdl=pdl)
+    tiles = tiles_for(len(x), per_token, len(router))
+    routes = route(x, router, per_token, normalised, load, tiles.rows, live)
+    return products(x, gate_up, down, routes, tiles)

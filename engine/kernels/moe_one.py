@@ -21,6 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from engine.kernels.moe_route import most_probable
 
 MOST_EXPERTS = 256  # one program compares every expert with every other
+ROWS, GATE_UP_COLUMNS, DOWN_COLUMNS = 2, 2048, 1024  # of a tile of weights
+EXPERTS_AHEAD = 4  # experts whose down weights are loaded before the kernel waits
 
 
 @triton.jit
@@ -166,13 +168,11 @@ def _down_kernel(
 
 def one_token(
     x: torch.Tensor, norm: tuple[torch.Tensor, float], logits: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    per_token: int, normalised: bool, load: torch.Tensor, live: torch.Tensor, *, pdl: bool = True,
-    gate_up_tile: tuple[int, int, int] = (2, 2048, 4), down_tile: tuple[int, int, int, int] = (2, 1024, 4, 4),
+    per_token: int, normalised: bool, load: torch.Tensor, live: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """x [1, H], logits [1, E] of its norm (weight, eps) -> x + experts(norm(x)) [1, H].
 
-    Adds 1 to load int64 [E] for each chosen expert, unless `live` int32 [1] is 0. The tiles are (rows, columns, warps);
-    down's has a fourth number, the experts that are read ahead.
+    Adds 1 to load int64 [E] for each chosen expert, unless `live` int32 [1] is 0.
     """
     hidden, (experts, _, inner_size) = x.shape[1], down.shape
     inner = torch.empty(per_token, inner_size, dtype=x.dtype, device=x.device)
@@ -181,17 +181,15 @@ def one_token(
     out = torch.empty_like(x)
     _pick_kernel[(1,)](
         logits, chosen, weights, load, live, experts, TOP=per_token, NORMALISED=normalised,
-        BLOCK_E=triton.next_power_of_2(experts), PDL=pdl, num_warps=8, launch_pdl=pdl,
+        BLOCK_E=triton.next_power_of_2(experts), PDL=True, num_warps=8, launch_pdl=True,
     )  # fmt: skip
-    rows, columns, warps = gate_up_tile
-    _gate_up_kernel[(per_token * triton.cdiv(inner_size, rows),)](
-        x, norm[0], gate_up, inner, chosen, H=hidden, INNER=inner_size, EPS=norm[1], BLOCK_N=rows,
-        BLOCK_K=min(columns, triton.next_power_of_2(hidden)), PDL=pdl, num_warps=warps, launch_pdl=pdl,
+    _gate_up_kernel[(per_token * triton.cdiv(inner_size, ROWS),)](
+        x, norm[0], gate_up, inner, chosen, H=hidden, INNER=inner_size, EPS=norm[1], BLOCK_N=ROWS,
+        BLOCK_K=min(GATE_UP_COLUMNS, triton.next_power_of_2(hidden)), PDL=True, num_warps=4, launch_pdl=True,
     )  # fmt: skip
-    rows, columns, warps, ahead = down_tile
-    _down_kernel[(triton.cdiv(hidden, rows),)](
-        inner, chosen, weights, down, x, out, H=hidden, INNER=inner_size, TOP=per_token, BLOCK_N=rows,
-        BLOCK_K=min(columns, triton.next_power_of_2(inner_size)), AHEAD=min(ahead, per_token), PDL=pdl,
-        num_warps=warps, launch_pdl=pdl,
+    _down_kernel[(triton.cdiv(hidden, ROWS),)](
+        inner, chosen, weights, down, x, out, H=hidden, INNER=inner_size, TOP=per_token, BLOCK_N=ROWS,
+        BLOCK_K=min(DOWN_COLUMNS, triton.next_power_of_2(inner_size)), AHEAD=min(EXPERTS_AHEAD, per_token), PDL=True,
+        num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return out

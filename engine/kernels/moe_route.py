@@ -233,7 +233,7 @@ def _block_e(experts: int) -> int:
 
 def route(
     x: torch.Tensor, router: torch.Tensor, per_token: int, normalised: bool, load: torch.Tensor, rows: int,
-    live: torch.Tensor | None = None, *, pdl: bool = True,
+    live: torch.Tensor | None = None,
 ) -> Routes:  # fmt: skip
     """x [T, H], router [E, H] -> the pairs in tiles of at most `rows`.
 
@@ -248,7 +248,7 @@ def route(
     counts = torch.empty(experts, dtype=torch.int32, device=device)
     _router_kernel[(triton.cdiv(tokens, form.tokens), split, triton.cdiv(experts, form.experts))](
         x, router, parts, counts, tokens, experts, H=hidden, BLOCK_M=form.tokens, BLOCK_E=form.experts,
-        BLOCK_K=_block_k(hidden), SPLIT=split, ALL_E=block_e, PDL=pdl, num_warps=4, num_stages=3, launch_pdl=pdl,
+        BLOCK_K=_block_k(hidden), SPLIT=split, ALL_E=block_e, PDL=True, num_warps=4, num_stages=3, launch_pdl=True,
     )  # fmt: skip
     tiles = most_tiles(pairs, experts, rows)
     routes = Routes(
@@ -260,12 +260,12 @@ def route(
     block_top = triton.next_power_of_2(per_token)
     _choose_kernel[(triton.cdiv(tokens, form.choose),)](
         parts, chosen, routes.weights, places, counts, live, tokens, experts, TOP=per_token, BLOCK_TOP=block_top,
-        NORMALISED=normalised, SPLIT=split, BLOCK_T=form.choose, BLOCK_E=block_e, HAS_LIVE=live is not None, PDL=pdl,
-        num_warps=1, launch_pdl=pdl,
+        NORMALISED=normalised, SPLIT=split, BLOCK_T=form.choose, BLOCK_E=block_e, HAS_LIVE=live is not None, PDL=True,
+        num_warps=1, launch_pdl=True,
     )  # fmt: skip
     _group_kernel[(triton.cdiv(pairs, block),)](
         chosen, places, counts, routes.order, routes.tiles, load, live, tokens, experts, tiles, TOP=per_token,
-        PAIRS=block, BLOCK_E=block_e, BLOCK_M=rows, HAS_LIVE=live is not None, PDL=pdl,
-        BLOCK_TILES=form.tiles, num_warps=1, launch_pdl=pdl,
+        PAIRS=block, BLOCK_E=block_e, BLOCK_M=rows, HAS_LIVE=live is not None, PDL=True,
+        BLOCK_TILES=form.tiles, num_warps=1, launch_pdl=True,
     )  # fmt: skip
     return routes

@@ -51,9 +51,7 @@ def _rms_norm_kernel(
     tl.store(out + row * H + i, y, mask=mask)
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, *, pdl: bool = False
-) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., H] -> rms_norm(x) * weight; with `residual` [T, H]: adds x to it in place and returns its norm.
 
     x may be fp32 [parts, T, H], as engine.kernels.split_linear returns it; its parts are summed first.
@@ -66,7 +64,7 @@ def rms_norm(
     block = triton.next_power_of_2(hidden)
     _rms_norm_kernel[(tokens,)](
         flat, residual, weight, out, flat.stride(-2), flat.stride(0), hidden, EPS=eps, ADD=residual is not None,
-        PARTS=parts, BLOCK=block, PDL=pdl, num_warps=max(1, min(8, block // 512)), launch_pdl=pdl,
+        PARTS=parts, BLOCK=block, PDL=True, num_warps=max(1, min(8, block // 512)), launch_pdl=True,
     )  # fmt: skip
     return out if parts > 1 else out.view(x.shape)
 
@@ -139,8 +137,6 @@ def qk_norm_rope_store(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     kv_scales: torch.Tensor | None = None,
-    *,
-    pdl: bool = False,
 ) -> torch.Tensor:
     """ops.qk_norm_rope_store in one kernel; rope = (table fp32 [max_positions, D], positions int64 [T]).
 
@@ -167,9 +163,9 @@ def qk_norm_rope_store(
         BLOCK_KV=triton.next_power_of_2(kv_heads),
         EPS=eps,
         HAS_NORM=qk_weight is not None,
-        PDL=pdl,
+        PDL=True,
         num_warps=4 if block_h <= 32 else 8,
-        launch_pdl=pdl,
+        launch_pdl=True,
     )
     return qkv.view(tokens, -1, dim)[:, :heads]
 
@@ -189,11 +185,13 @@ def _silu_mul_kernel(gate_up, out, INNER, BLOCKS, BLOCK: tl.constexpr, PDL: tl.c
     tl.store(out + row * INNER + i, (s * up.to(tl.float32)).to(gate.dtype), mask=mask)
 
 
-def silu_mul(gate_up: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2 I] -> silu(gate) * up [T, I]."""
     tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, inner, dtype=gate_up.dtype, device=gate_up.device)
     blocks = triton.cdiv(inner, 1024)
     # One grid axis: the others are limited to 65,535, and a step may have more tokens.
-    _silu_mul_kernel[(tokens * blocks,)](gate_up, out, inner, blocks, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl)
+    _silu_mul_kernel[(tokens * blocks,)](
+        gate_up, out, inner, blocks, BLOCK=1024, PDL=True, num_warps=4, launch_pdl=True
+    )
     return out

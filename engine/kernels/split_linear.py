@@ -85,9 +85,7 @@ def parts(n: int, k: int, block_k: int = 128) -> int:
     return split if k % (split * block_k) == 0 else 0
 
 
-def split_linear(
-    x: torch.Tensor, w: torch.Tensor, form: Form, dtype: torch.dtype = torch.float32, *, pdl: bool = True
-) -> torch.Tensor:
+def split_linear(x: torch.Tensor, w: torch.Tensor, form: Form, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """x [M, K], w [N, K] -> [parts, M, N]; K must be a multiple of block_k times parts, M at most 256."""
     (m, k), n = x.shape, w.shape[0]
     block_m = max(16, triton.next_power_of_2(m))
@@ -96,6 +94,6 @@ def split_linear(
     tiles_x, tiles_w = (TensorDescriptor.from_tensor(t, [b, block_k]) for t, b in ((x, block_m), (w, block_n)))
     _split_linear_kernel[(triton.cdiv(n, block_n), split)](
         tiles_x, tiles_w, y, m, n, K=k, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, SPLIT_K=split,
-        STAGES=stages, PDL=pdl, num_warps=warps, launch_pdl=pdl,
+        STAGES=stages, PDL=True, num_warps=warps, launch_pdl=True,
     )  # fmt: skip
     return y

@@ -13,7 +13,7 @@ from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.progress import Progress
 from engine.worker.cpu_decode import CPUDecode
-from engine.worker.inputs import Inputs
+from engine.worker.inputs import Draws
 from engine.worker.launch import LaunchedStep
 from engine.worker.loaded import LoadedModel
 
@@ -36,44 +36,35 @@ class CPUDecodeSteps:
             return None
         started = time.perf_counter()
         self._batch.apply(plan)
-        logits, inputs = self.decode(plan)
-        drawn = self._loaded.sample(inputs, logits, grammars)
-        return self._loaded.launched(plan, inputs, drawn, {}, started, None)
+        logits, draws = self.decode(plan)
+        drawn = self._loaded.sample(draws, logits, grammars)
+        return self._loaded.launched(plan, draws, drawn, {}, started, None)
 
-    def decode(self, plan: StepPlan) -> tuple[torch.Tensor, Inputs]:
-        """Logits [T, V] of a plan of decodes, and the sampler's inputs.
+    def decode(self, plan: StepPlan) -> tuple[torch.Tensor, Draws]:
+        """Logits [T, V] of a plan of decodes, and its draws.
 
         Draft tokens are columns like the others; only attention treats a token and its drafts as one sequence.
         """
         assert self._decode is not None
         batch, table = self._batch, self._batch.host_table
-        size, tokens, samples, rows, positions = batch.block_size, plan.token_ids, batch.indices, plan.rows, plan.starts
+        size, tokens, rows, positions = batch.block_size, plan.token_ids, plan.rows, plan.starts
+        entries, bounds = batch.indices[: len(rows)], batch.indices
         lengths = plan.starts + plan.q_lens
         lines = table[rows, : -(-int(lengths.max()) // size)]
         if plan.num_drafted:
-            bounds = np.concatenate((samples[:1], np.cumsum(plan.q_lens)))
-            self._attention.plan_arrays(lines, lengths, bounds, plan.num_decodes)
-            samples = np.repeat(samples[: len(rows)], plan.q_lens)
-            rows, positions = rows[samples], (lengths - bounds[1:])[samples] + np.arange(len(tokens))
+            bounds = np.concatenate((bounds[:1], np.cumsum(plan.q_lens)))
+        self._attention.plan_arrays(lines, lengths, bounds, plan.num_decodes)
+        if plan.num_drafted:
+            entries = np.repeat(entries, plan.q_lens)
+            rows, positions = rows[entries], (lengths - bounds[1:])[entries] + np.arange(len(tokens))
             lengths = positions + 1
-        else:
-            self._attention.plan_decodes(lines, lengths)
         blocks, offsets = np.divmod(positions, size)
         slots = table[rows, blocks] * np.int64(size) + offsets
         if (tokens < 0).any():
             tokens = np.where(tokens < 0, batch.last_token.numpy()[rows], tokens)
         logits = self._decode.logits(tokens, positions, slots, self._attention)
-        return logits, Inputs(
-            token_ids=torch.from_numpy(tokens),
-            meta=None,
-            samples=samples[: len(tokens)],
-            rows=rows,
-            positions=lengths,
-            device_rows=torch.from_numpy(rows.astype(np.int64)),
-            device_positions=torch.from_numpy(lengths.astype(np.int64)),
-            sampled_hidden=None,
-            prompt_hidden={},
-        )
+        device_rows, device_positions = (torch.from_numpy(part.astype(np.int64)) for part in (rows, lengths))
+        return logits, Draws(entries, rows, lengths, device_rows, device_positions)
 
     def close(self) -> None:
         """Nothing to free."""

@@ -20,8 +20,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,11 +34,10 @@ from engine.kernels.prefill_attention import BLOCK_M, num_splits
 from engine.progress import Progress
 from engine.worker.capture import Work, capture_all
 from engine.worker.fused_decode import DecodeLayers
-from engine.worker.inputs import Inputs
 from engine.worker.launch import LaunchedStep
 from engine.worker.loaded import LoadedModel
-from engine.worker.runner import Executor
 from engine.worker.sampling_graphs import DRAWABLE, SamplingGraphs
+from engine.worker.step_graphs import StepGraphs
 from engine.worker.upload import Staging
 from engine.worker.verify_graphs import VerifyGraphs, verify_sizes
 
@@ -60,7 +57,7 @@ class CudaGraphs:
     def __init__(self, loaded: LoadedModel, on_progress: Progress | None) -> None:
         attention = loaded.attention
         assert isinstance(attention, TritonAttention), "engine/build.py chooses graphs only with it"
-        self.parts: list[Executor] = []
+        self.parts: list[StepGraphs] = []
         self._sampling: SamplingGraphs | None = None
         self.num_graphs = 0
         attention.flash_from = launch_bound(loaded)  # below, the host's time counts, and flash takes more of it
@@ -106,20 +103,19 @@ class CudaGraphs:
             self._sampling.close()
 
 
-class DecodeGraphs:
+class DecodeGraphs(StepGraphs):
     """Steps in which every sequence decodes one token."""
 
+    form = "decode"
+
     def __init__(self, loaded: LoadedModel, layers: DecodeLayers, sampling: SamplingGraphs) -> None:
-        self._loaded, self._batch, self._layers, self._sampling = loaded, loaded.batch, layers, sampling
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        rows = self._batch.max_rows
-        self._sizes = ladder(rows)
+        rows = loaded.batch.max_rows
+        super().__init__(loaded, layers, sampling, ladder(rows))
         self._bucket = {n: next(b for b in self._sizes if b >= n) for n in range(1, rows + 1)}
         self._input = Staging(HEADER + 3 * rows + 3 * CHANGES, torch.int32, loaded.device)
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=loaded.device)
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
-        """Replay the graph for as many sequences; None if others than decodes are in the plan."""
         n = len(plan.rows)
         if plan.num_decodes != n or n > self._batch.max_rows:
             return None
@@ -127,12 +123,12 @@ class DecodeGraphs:
         self._batch.join(plan)
         self._send(plan)
         bucket = self._bucket[n]
-        self.graphs[bucket].replay()
-        self._loaded.group.replayed(self._loaded.shard.num_layers, bucket)
-        asked = self._batch.sampler.asked(plan.rows)
+        self._replay(bucket)
+        asked, entries = self._batch.sampler.asked(plan.rows), self._batch.indices[:n]
         if asked & ~DRAWABLE:
-            return self._sample_eagerly(plan, grammars, started, begin)
-        return self._sampling.draw(plan, asked, bucket, n, None, self._batch.indices[:n], begin)
+            positions = plan.starts.astype(np.int64) + 1
+            return self._sample_eagerly(plan, grammars, entries, positions, slice(n), started, begin)
+        return self._sampling.draw(plan, asked, bucket, n, None, entries, begin)
 
     def _send(self, plan: StepPlan) -> None:
         n, changes = len(plan.rows), len(plan.table_rows)
@@ -153,24 +149,6 @@ class DecodeGraphs:
                 at += CHANGES
         self._input.send(at)
 
-    def _sample_eagerly(
-        self, plan: StepPlan, grammars: Mapping[int, Grammar], started: float, begin: Any
-    ) -> LaunchedStep:
-        """Rows with penalties, masks or logprobs: the graph's logits, then the sampler of engine/worker/sampler.py."""
-        n, sampling, loaded = len(plan.rows), self._sampling, self._loaded
-        entries, positions = np.arange(n), plan.starts.astype(np.int64) + 1
-        rows, lengths = sampling.rows[:n].long(), sampling.lengths[:n].long()
-        inputs = Inputs(
-            token_ids=self._tokens[:n], meta=None, samples=entries, rows=plan.rows,
-            positions=positions, device_rows=rows, device_positions=lengths, sampled_hidden=None, prompt_hidden={},
-        )  # fmt: skip
-        drawn = loaded.sample(inputs, loaded.group.gather(sampling.logits[:n]).float(), grammars)
-        return loaded.launched(plan, inputs, drawn, {}, started, begin)
-
-    def work(self) -> list[Work]:
-        """The captures, largest first."""
-        return [(f"decode {n}", self.graphs, n, partial(self._run, n)) for n in reversed(self._sizes)]
-
     def _run(self, n: int) -> None:
         batch, sampling = self._batch, self._sampling
         prepare(
@@ -180,28 +158,23 @@ class DecodeGraphs:
         live = self._input.target[:1]
         self._layers.logits(self._tokens[:n], sampling.rows[:n], sampling.lengths[:n], live, sampling.logits[:n])
 
-    def close(self) -> None:
-        """Free the graphs."""
-        self.graphs.clear()
 
-
-class ExtendGraphs:
+class ExtendGraphs(StepGraphs):
     """Steps with chunks of at most EXTEND_SEQUENCES sequences."""
+
+    form = "extend"
 
     def __init__(
         self, loaded: LoadedModel, attention: TritonAttention, layers: DecodeLayers, sampling: SamplingGraphs
     ) -> None:
-        self._loaded, self._batch, self._layers, self._sampling = loaded, loaded.batch, layers, sampling
-        self._attention = attention
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         worthwhile = max(64, launch_bound(loaded))
         limit = loaded.group.least(min(loaded.max_num_batched_tokens, loaded.max_model_len, worthwhile))
         enough_rows = loaded.batch.max_rows >= EXTEND_SEQUENCES
-        self._sizes = [t for t in EXTEND_TOKENS if t <= limit] if enough_rows else []
+        super().__init__(loaded, layers, sampling, [t for t in EXTEND_TOKENS if t <= limit] if enough_rows else [])
+        self._attention = attention
         self._input = Staging(4 * max(self._sizes, default=0) + 5 * EXTEND_SEQUENCES, torch.int64, loaded.device)
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
-        """Replay a graph for as many tokens; None if there is none, or if the sampling graphs cannot draw."""
         n, tokens = len(plan.rows), plan.num_tokens
         if not self._sizes or plan.num_drafted or n > EXTEND_SEQUENCES or tokens > self._sizes[-1]:
             return None
@@ -213,8 +186,7 @@ class ExtendGraphs:
         begin = self._loaded.mark()
         self._batch.change_table(plan)
         self._send(plan, bucket)
-        self.graphs[bucket].replay()
-        self._loaded.group.replayed(self._loaded.shard.num_layers, bucket)
+        self._replay(bucket)
         every = bool(plan.samples.all())
         entries = self._batch.indices[:n] if every else np.flatnonzero(plan.samples)
         return self._sampling.draw(plan, asked, EXTEND_SEQUENCES, n, None if every else entries, entries, begin)
@@ -236,10 +208,6 @@ class ExtendGraphs:
         tail[3, :n] = ends - 1
         tail[4, :n] = np.where(plan.samples, seq_lens, 0)  # 0: draws nothing
         self._input.send(total)
-
-    def work(self) -> list[Work]:
-        """The captures, largest first."""
-        return [(f"extend {t}", self.graphs, t, partial(self._run, t)) for t in reversed(self._sizes)]
 
     def _run(self, tokens: int) -> None:
         sent, n = self._input.target, EXTEND_SEQUENCES
@@ -268,10 +236,6 @@ class ExtendGraphs:
         tiles = -(-tokens * self._attention.group // BLOCK_M)
         self._attention.plan(meta, padded=True, splits=num_splits(tiles, self._loaded.shard.num_kv_heads))
         self._layers.logits_of_chunks(ids, meta, self._sampling.logits[:n])
-
-    def close(self) -> None:
-        """Free the graphs."""
-        self.graphs.clear()
 
 
 def launch_bound(loaded: LoadedModel) -> int:

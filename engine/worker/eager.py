@@ -12,7 +12,7 @@ from engine.attention.base import ForwardMeta
 from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.progress import Progress
-from engine.worker.inputs import Inputs, drawing_tokens, logit_rows
+from engine.worker.inputs import Draws, Inputs, drawing_tokens, logit_rows
 from engine.worker.launch import LaunchedStep, PromptLogprobs
 from engine.worker.loaded import LoadedModel
 from engine.worker.sampler import Logprobs, pick_logprobs
@@ -34,8 +34,8 @@ class Eager:
         self._batch.apply(plan)
         inputs = self.build_inputs(plan)
         logits, prompt_logprobs = self.forward(plan, inputs)
-        drawn = loaded.sample(inputs, logits, grammars)
-        return loaded.launched(plan, inputs, drawn, prompt_logprobs, started, begin)
+        drawn = loaded.sample(inputs.draws, logits, grammars)
+        return loaded.launched(plan, inputs.draws, drawn, prompt_logprobs, started, begin)
 
     def build_inputs(self, plan: StepPlan) -> Inputs:
         """The model's inputs for every token, sent in one copy."""
@@ -43,13 +43,13 @@ class Eager:
         ends, seq_lens, token_rows, positions, slots = batch.layout(plan)
         bounds = np.concatenate((batch.indices[:1], ends)).astype(np.int32) if tokens > n else None
         bounds_ = batch.bounds[: n + 1] if bounds is None else batch.upload(bounds)
-        samples, drawing = batch.indices[:n], ends - 1
+        entries, drawing = batch.indices[:n], ends - 1
         if plan.num_drafted:
-            samples, drawing = drawing_tokens(plan, ends)
+            entries, drawing = drawing_tokens(plan, ends)
         elif not plan.samples.all():
-            samples = np.flatnonzero(plan.samples)
-            drawing = drawing[samples]
-        draw_rows, draw_positions = rows[samples], positions[drawing] + 1
+            entries = np.flatnonzero(plan.samples)
+            drawing = drawing[entries]
+        draw_rows, draw_positions = rows[entries], positions[drawing] + 1
         wanted, sampled_hidden, prompt_hidden = logit_rows(plan, ends, drawing)
         every = len(wanted) == tokens
         token_ids, positions_, slots_, draw_rows_, draw_positions_, wanted_ = batch.upload_together(
@@ -71,27 +71,17 @@ class Eager:
             logit_rows=None if every else wanted_,
             fresh=not plan.starts[plan.num_decodes :].any(),
         )
-        return Inputs(
-            token_ids=token_ids,
-            meta=meta,
-            samples=samples,
-            rows=draw_rows,
-            positions=draw_positions,
-            device_rows=draw_rows_,
-            device_positions=draw_positions_,
-            sampled_hidden=sampled_hidden,
-            prompt_hidden=prompt_hidden,
-        )
+        draws = Draws(entries, draw_rows, draw_positions, draw_rows_, draw_positions_)
+        return Inputs(token_ids, meta, draws, sampled_hidden, prompt_hidden)
 
     def forward(self, plan: StepPlan, inputs: Inputs) -> tuple[torch.Tensor, dict[int, PromptLogprobs]]:
         """Logits [s, V] of the tokens that draw, and the prompt logprobs that requests asked for.
 
         Afterwards the KV cache holds this step's tokens.
         """
-        loaded, meta = self._loaded, inputs.meta
-        assert meta is not None
-        loaded.attention.plan(meta)
-        hidden = loaded.model.forward(inputs.token_ids, meta, loaded.attention, loaded.pool)
+        loaded = self._loaded
+        loaded.attention.plan(inputs.meta)
+        hidden = loaded.model.forward(inputs.token_ids, inputs.meta, loaded.attention, loaded.pool)
         prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden)
         if inputs.sampled_hidden is not None:
             hidden = hidden.index_select(0, self._batch.upload(inputs.sampled_hidden))

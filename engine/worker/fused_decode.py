@@ -113,7 +113,7 @@ class DecodeLayers:
         model, eps, group = self._model, self._model.config.rms_norm_eps, self._group
         layers = model.layers
         apart = group.direct(len(residual))
-        x = norms.rms_norm(residual, layers[0].input_norm, eps, pdl=True)
+        x = norms.rms_norm(residual, layers[0].input_norm, eps)
         for i, layer in enumerate(layers):
             attended = attend(i, layer, _linear(x, layer.qkv, layer.qkv_bias))
             if wanted is not None and i + 1 == len(layers):  # nothing after this depends on other tokens
@@ -138,7 +138,7 @@ class DecodeLayers:
         decode_attention(
             qkv, self._pool.keys[i], self._pool.values[i], out, attention.workspace, self._block_table, rows, seq_lens,
             attention.scale, attention.group, fused=(layer.qk_norm, self._model.rope_table, config.rms_norm_eps),
-            pdl=True, kv_scales=self._pool.scales[i],
+            kv_scales=self._pool.scales[i],
         )  # fmt: skip
         return out
 
@@ -146,7 +146,7 @@ class DecodeLayers:
         keys, values, eps = self._pool.keys[i], self._pool.values[i], self._model.config.rms_norm_eps
         rope = self._model.rope_table, meta.positions
         scales = self._pool.scales[i]
-        q = norms.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, meta.slot_mapping, scales, pdl=True)
+        q = norms.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, meta.slot_mapping, scales)
         return self._attention.run(i, q, keys, values, scales)
 
 
@@ -164,7 +164,7 @@ def _inner(x: torch.Tensor, mlp: DenseMLP) -> torch.Tensor:
     """x [T, H] -> silu(gate) * up [T, I]."""
     if len(x) == 1 and mlp.gate_up_bias is None:
         return gemv(x, mlp.gate_up, gate_up=True)
-    return norms.silu_mul(_linear(x, mlp.gate_up, mlp.gate_up_bias), pdl=True)
+    return norms.silu_mul(_linear(x, mlp.gate_up, mlp.gate_up_bias))
 
 
 def _mlp(x: torch.Tensor, mlp: DenseMLP, apart: bool) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A step's inputs: its tokens in one row, and the tokens that draw."""
+"""A step's inputs: its tokens in one row, and its draws."""
 
 from __future__ import annotations
 
@@ -23,16 +23,23 @@ class Layout(NamedTuple):
 
 
 @dataclass(slots=True)
-class Inputs:
-    """The inputs of model and sampler: T tokens, s draws."""
+class Draws:
+    """The input of the sampler besides the logits: s draws, on the host and on the device."""
 
-    token_ids: torch.Tensor  # int64 [T]
-    meta: ForwardMeta | None  # None if the logits exist already
-    samples: np.ndarray  # int64 [s]  the entry of each draw; one with drafts appears once for each of its tokens
-    rows: np.ndarray  # int64 [s]  the row of each draw
+    entries: np.ndarray  # int64 [s]  an entry with drafts draws once for each of its tokens
+    rows: np.ndarray  # int64 [s]
     positions: np.ndarray  # int64 [s]  the position of the token drawn
     device_rows: torch.Tensor  # int64 [s]
     device_positions: torch.Tensor  # int64 [s]
+
+
+@dataclass(slots=True)
+class Inputs:
+    """The input of the model: T tokens; and the draws from its output."""
+
+    token_ids: torch.Tensor  # int64 [T]
+    meta: ForwardMeta
+    draws: Draws
     sampled_hidden: np.ndarray | None  # int64 [s]  the hidden state of each draw; None: all, in order
     prompt_hidden: dict[int, int]  # by entry with prompt targets: the first of its q_len hidden states
 

@@ -30,7 +30,7 @@ from engine.model.kv_scales import kv_scales
 from engine.model.weights import dummy_weights, load_weights
 from engine.progress import Progress
 from engine.worker.batch import Batch
-from engine.worker.inputs import Inputs
+from engine.worker.inputs import Draws
 from engine.worker.launch import DrawnLogprobs, LaunchedStep, PromptLogprobs
 from engine.worker.limits import resolve
 from engine.worker.quantised import KINDS
@@ -120,49 +120,49 @@ class LoadedModel:
         """The device is the host: a step is over when `launch` returns."""
         return self.device.type == "cpu"
 
-    def sample(self, inputs: Inputs, logits: torch.Tensor, grammars: Mapping[int, Grammar]) -> Drawn:
+    def sample(self, draws: Draws, logits: torch.Tensor, grammars: Mapping[int, Grammar]) -> Drawn:
         """One token for each draw, also written to the rows' last tokens; logits [s, V] may be overwritten.
 
         With several ranks only rank 0 draws, and broadcasts the ids.
         """
         group, batch = self.group, self.batch
         if group.rank:
-            ids = group.broadcast(self._no_ids(inputs))
+            ids = group.broadcast(self._no_ids(draws))
             drawn = Drawn(ids, torch.zeros_like(ids, dtype=torch.bool), np.zeros(0, dtype=np.int64), None)
         else:
             try:
-                drawn = self._draw(inputs, logits, grammars)
+                drawn = self._draw(draws, logits, grammars)
             except Exception as error:
                 if group.size == 1:
                     raise
-                group.broadcast(self._no_ids(inputs))  # the other ranks wait for it
+                group.broadcast(self._no_ids(draws))  # the other ranks wait for it
                 raise DrawFailed(error) from error
             group.broadcast(drawn.ids)
-        batch.last_token.index_copy_(0, inputs.device_rows, drawn.ids)
+        batch.last_token.index_copy_(0, draws.device_rows, drawn.ids)
         return drawn
 
-    def _draw(self, inputs: Inputs, logits: torch.Tensor, grammars: Mapping[int, Grammar]) -> Drawn:
-        if not len(inputs.samples):  # prefill chunks only, none of them a prompt's last
-            nothing = torch.empty(0, dtype=torch.int64, device=self.device)
-            return Drawn(nothing, nothing > 0, inputs.samples, None)
+    def _draw(self, draws: Draws, logits: torch.Tensor, grammars: Mapping[int, Grammar]) -> Drawn:
+        if not len(draws.entries):  # prefill chunks only, none of them a prompt's last
+            nothing = self._no_ids(draws)
+            return Drawn(nothing, nothing > 0, draws.entries, None)
         by_draw: dict[int, Grammar] = {}
         if grammars:
-            by_draw = {i: grammars[entry] for i, entry in enumerate(inputs.samples.tolist()) if entry in grammars}
+            by_draw = {i: grammars[entry] for i, entry in enumerate(draws.entries.tolist()) if entry in grammars}
         return self.batch.sampler.sample(
-            logits, inputs.rows, inputs.positions, inputs.device_rows, inputs.device_positions, by_draw
+            logits, draws.rows, draws.positions, draws.device_rows, draws.device_positions, by_draw
         )
 
-    def _no_ids(self, inputs: Inputs) -> torch.Tensor:
-        return torch.zeros(len(inputs.samples), dtype=torch.int64, device=self.device)
+    def _no_ids(self, draws: Draws) -> torch.Tensor:
+        return torch.zeros(len(draws.entries), dtype=torch.int64, device=self.device)
 
     def launched(
-        self, plan: StepPlan, inputs: Inputs, drawn: Drawn, prompt_logprobs: dict[int, PromptLogprobs], started: float,
+        self, plan: StepPlan, draws: Draws, drawn: Drawn, prompt_logprobs: dict[int, PromptLogprobs], started: float,
         begin: Any,
     ) -> LaunchedStep:  # fmt: skip
         """A step that `sample` drew for, its outcome on the way to the host. `begin`: a mark, None on a CPU."""
         logprobs = None
         if drawn.logprobs is not None:
-            counts = self.batch.sampler.logprob_counts(inputs.rows[drawn.logprob_rows])
+            counts = self.batch.sampler.logprob_counts(draws.rows[drawn.logprob_rows])
             logprobs = DrawnLogprobs(drawn.logprob_rows, drawn.logprobs, counts)
         device_ms, events, load = None, None, self.take_expert_load()
         if begin is None:
@@ -178,7 +178,7 @@ class LoadedModel:
             }
             events = (begin, self.mark())
         return LaunchedStep(
-            len(plan.rows), outcome, None, inputs.samples, range(plan.num_decodes, plan.num_decoding), device_ms,
+            len(plan.rows), outcome, None, draws.entries, range(plan.num_decodes, plan.num_decoding), device_ms,
             events, logprobs, prompt_logprobs, self.group.take(), load,
         )  # fmt: skip
 

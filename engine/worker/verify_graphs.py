@@ -23,22 +23,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
 
-import numpy as np
 import torch
 
 from engine.attention.base import ForwardMeta
 from engine.attention.triton_backend import TritonAttention
 from engine.core.request import Grammar
 from engine.core.step import StepPlan
-from engine.worker.capture import Work
 from engine.worker.fused_decode import DecodeLayers
-from engine.worker.inputs import Inputs, drawing_tokens
+from engine.worker.inputs import drawing_tokens
 from engine.worker.launch import LaunchedStep
 from engine.worker.loaded import LoadedModel
 from engine.worker.sampling_graphs import DRAWABLE, SamplingGraphs
+from engine.worker.step_graphs import StepGraphs
 from engine.worker.upload import Staging
 
 SIZES = (4, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # tokens; from 16 on as in `ladder`, whose sampling graphs serve
@@ -46,21 +43,20 @@ PROGRAMS = 256  # as many keep a GPU busy reading keys
 MOST_SPLITS = 8
 
 
-class VerifyGraphs:
+class VerifyGraphs(StepGraphs):
     """Steps in which some sequences have drafts."""
+
+    form = "verify"
 
     def __init__(
         self, loaded: LoadedModel, attention: TritonAttention, layers: DecodeLayers, sampling: SamplingGraphs
     ) -> None:
-        self._loaded, self._batch, self._layers, self._sampling = loaded, loaded.batch, layers, sampling
+        super().__init__(loaded, layers, sampling, verify_sizes(loaded))
         self._attention = attention
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._sizes = verify_sizes(loaded)
         largest = self._sizes[-1]
         self._input = Staging(5 * largest + 3 * _sequences(largest), torch.int64, loaded.device)
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
-        """Replay a graph for as many tokens; None if there is none, or if no sequence has drafts."""
         n, tokens = len(plan.rows), plan.num_tokens
         if not plan.num_drafted or plan.prompt_targets:
             return None
@@ -87,29 +83,12 @@ class VerifyGraphs:
         by_sequence[1, :n], by_sequence[1, n:] = ends, tokens
         by_sequence[2, :n] = seq_lens
         self._input.send(5 * bucket + 3 * limit)
-        self.graphs[bucket].replay()
+        self._replay(bucket)
         asked = self._batch.sampler.asked(plan.rows)
         if asked & ~DRAWABLE:
-            return self._sample_eagerly(plan, grammars, entries, drawing, positions[drawing] + 1, started, begin)
+            which = self._batch.upload(drawing)
+            return self._sample_eagerly(plan, grammars, entries, positions[drawing] + 1, which, started, begin)
         return self._sampling.draw(plan, asked, bucket, tokens, drawing, entries, begin)
-
-    def _sample_eagerly(
-        self, plan: StepPlan, grammars: Mapping[int, Grammar], entries: np.ndarray, drawing: np.ndarray,
-        positions: np.ndarray, started: float, begin: Any,
-    ) -> LaunchedStep:  # fmt: skip
-        """Rows with penalties, masks or logprobs: the graph's logits, then the sampler of engine/worker/sampler.py."""
-        rows = plan.rows[entries]
-        tokens_, rows_, positions_ = self._batch.upload_together(drawing, rows, positions)
-        inputs = Inputs(
-            token_ids=tokens_, meta=None, samples=entries, rows=rows, positions=positions, device_rows=rows_,
-            device_positions=positions_, sampled_hidden=None, prompt_hidden={},
-        )  # fmt: skip
-        drawn = self._loaded.sample(inputs, self._sampling.logits.index_select(0, tokens_).float(), grammars)
-        return self._loaded.launched(plan, inputs, drawn, {}, started, begin)
-
-    def work(self) -> list[Work]:
-        """The captures, largest first."""
-        return [(f"verify {t}", self.graphs, t, partial(self._run, t)) for t in reversed(self._sizes)]
 
     def _run(self, tokens: int) -> None:
         sent, n = self._input.target, _sequences(tokens)
@@ -137,10 +116,6 @@ class VerifyGraphs:
         splits = min(MOST_SPLITS, 1 << max(0, (PROGRAMS // tiles).bit_length() - 1))
         self._attention.plan(meta, splits=splits)
         self._layers.logits_of_chunks(ids, meta, self._sampling.logits[:tokens])
-
-    def close(self) -> None:
-        """Free the graphs."""
-        self.graphs.clear()
 
 
 def verify_sizes(loaded: LoadedModel) -> tuple[int, ...]:

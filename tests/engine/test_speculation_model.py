@@ -130,11 +130,11 @@ def test_the_cpu_s_own_way_computes_the_logits_of_the_reference(tmp_path: Path) 
         with torch.inference_mode():
             runner.loaded.batch.apply(plan)
             if fast:
-                logits, inputs = runner.executors[0].decode(plan)
+                logits, draws = runner.executors[0].decode(plan)
             else:
                 inputs = eager(runner).build_inputs(plan)
-                logits, _ = eager(runner).forward(plan, inputs)
-        found.append((logits.clone(), inputs.samples.tolist(), inputs.rows.tolist(), inputs.positions.tolist()))
+                logits, draws = eager(runner).forward(plan, inputs)[0], inputs.draws
+        found.append((logits.clone(), draws.entries.tolist(), draws.rows.tolist(), draws.positions.tolist()))
     (fast_logits, *fast_rest), (logits, *rest) = found
     assert fast_rest == rest == [[0, *[1] * 4, *[2] * 6], [0, *[1] * 4, *[2] * 6], [10, *range(15, 19), *range(7, 13)]]
     torch.testing.assert_close(fast_logits, logits, atol=2e-4, rtol=2e-4)

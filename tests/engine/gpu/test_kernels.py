@@ -150,7 +150,7 @@ def test_fused_decode_equals_norm_rope_store_and_attention(small: bool, n: int, 
     rows = torch.arange(n, dtype=torch.int32, device=DEVICE)
     decode_attention(
         qkv, keys, values, out, workspace, pages.table, rows, pages.lengths, dim**-0.5, group,
-        fused=(weight, table, eps), pdl=True, kv_scales=pages.scales,
+        fused=(weight, table, eps), kv_scales=pages.scales,
     )  # fmt: skip
     assert error(at(keys, slots).float(), at(pages.keys, slots).float()) < (ROUNDED_APART if small else 1e-3)
     assert torch.equal(at(values, slots).float(), at(pages.values, slots).float())

@@ -1,0 +1,67 @@
+"""What the captured forms of a step have in common (engine/worker/cuda_graphs.py, engine/worker/verify_graphs.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.core.request import Grammar
+from engine.core.step import StepPlan
+from engine.worker.capture import Work
+from engine.worker.fused_decode import DecodeLayers
+from engine.worker.inputs import Draws
+from engine.worker.launch import LaunchedStep
+from engine.worker.loaded import LoadedModel
+from engine.worker.sampling_graphs import SamplingGraphs
+
+
+class StepGraphs:
+    """The graphs of one form of step, by size."""
+
+    form: str
+
+    def __init__(
+        self, loaded: LoadedModel, layers: DecodeLayers, sampling: SamplingGraphs, sizes: Sequence[int]
+    ) -> None:
+        """`sizes`: those to capture, ascending."""
+        self._loaded, self._batch, self._layers, self._sampling = loaded, loaded.batch, layers, sampling
+        self._sizes = sizes
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
+        """Replay a graph that is large enough; None if none fits the plan."""
+        raise NotImplementedError
+
+    def work(self) -> list[Work]:
+        """The captures, largest first."""
+        return [(f"{self.form} {size}", self.graphs, size, partial(self._run, size)) for size in reversed(self._sizes)]
+
+    def _run(self, size: int) -> None:
+        """The work of a step of this size, to be captured."""
+        raise NotImplementedError
+
+    def _replay(self, size: int) -> None:
+        self.graphs[size].replay()
+        self._loaded.group.replayed(self._loaded.shard.num_layers, size)
+
+    def _sample_eagerly(
+        self, plan: StepPlan, grammars: Mapping[int, Grammar], entries: np.ndarray, positions: np.ndarray,
+        which: slice | torch.Tensor, started: float, begin: Any,
+    ) -> LaunchedStep:  # fmt: skip
+        """Draw from the graph's logits with engine/worker/sampler.py: for penalties, masks and logprobs.
+
+        `entries` and `positions`: as in Draws. `which`: the places of the draws in the sampling graphs' buffers.
+        """
+        loaded, sampling = self._loaded, self._sampling
+        rows, lengths = sampling.rows[which].long(), sampling.lengths[which].long()
+        draws = Draws(entries, plan.rows[entries], positions, rows, lengths)
+        drawn = loaded.sample(draws, loaded.group.gather(sampling.logits[which]).float(), grammars)
+        return loaded.launched(plan, draws, drawn, {}, started, begin)
+
+    def close(self) -> None:
+        """Free the graphs."""
+        self.graphs.clear()
