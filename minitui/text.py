@@ -1,8 +1,17 @@
-"""Figures as text: counts, lists, durations, ordinals."""
+"""Figures as text: counts, lists, durations, ordinals; and why a prefix match ended."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+MATCH_REASONS = {  # the `stop` of a match record: (its words, an explanation); {at} is a token or a step
+    "whole": ("all full blocks were cached", "the last token is always computed"),
+    "differs": ("differs at token {at}", "no cached text is the same from there on"),
+    "ends": ("nothing is cached after token {at}", "only full blocks are cached"),
+    "short": ("too short to share", "the prompt has at most one block"),
+    "empty": ("the beginning is not cached", "no cached text has the same first token"),
+    "evicted": ("the rest was evicted at step {at}", "its block was needed for other tokens"),
+}
 
 
 def count(n: int, noun: str) -> str:
@@ -40,3 +49,14 @@ def ordinal(n: int) -> str:
     """Returns "1st", "2nd", "3rd", "4th"."""
     suffix = "th" if 10 <= n % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
     return f"{n}{suffix}"
+
+
+def match_reason(stop: str, at: object) -> str:
+    """Returns why a prefix match ended: "differs at token 1,112". An unknown `stop` is returned as it is."""
+    words, _ = MATCH_REASONS.get(stop, (stop, ""))
+    return words.replace("{at}", f"{at:,}" if isinstance(at, int) else "?")
+
+
+def match_reasons() -> str:
+    """Returns a line for each reason with its explanation, for help texts."""
+    return "\n".join(f"  {words.replace('{at}', 'n'):<33} {why}" for words, why in MATCH_REASONS.values())

@@ -1,12 +1,10 @@
-"""Answers in words: the line under an answer, and its thinking apart from its text."""
+"""The line under an answer, and the answer's thinking separated from its text."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from minitui.chat.conversation import Message
 from minitui.chat.prompt import END_THINK, THINK
-from minitui.text import duration
+from minitui.text import duration, match_reason
 
 
 def split_thinking(text: str) -> tuple[str, str, bool]:
@@ -49,8 +47,9 @@ def describe_answer(message: Message) -> list[tuple[str, str]]:
         parts.append(("cache use unknown", "dim"))
         return parts
     parts.append((f"{cached:,} of {total:,} prompt tokens from cache", "hit" if cached else "dim"))
-    if why := describe_match(m.get("match") or {}, total - cached):
-        parts.append((why, "dim"))
+    match = m.get("match") or {}
+    if reason := match_reason(str(match.get("stop") or ""), match.get("at")):
+        parts.append((reason, "dim"))
     if m.get("drafted_tokens"):
         parts.append((f"{m['accepted_tokens']:,} of {m['drafted_tokens']:,} draft tokens accepted", "dim"))
     if m.get("preemptions"):
@@ -58,16 +57,3 @@ def describe_answer(message: Message) -> list[tuple[str, str]]:
     if gone := m.get("diverged"):
         parts.append((f"{gone['reason']}: the prompt is new from token {gone['at']:,} on", "dim"))
     return parts
-
-
-def describe_match(match: dict[str, Any], missed: int) -> str:
-    """Why the cache did not contain the rest of a prompt, in a few words."""
-    at = match.get("at")
-    return {
-        "whole": "all that can be shared",
-        "differs": f"differs at token {at:,}" if isinstance(at, int) else "differs",
-        "ends": "no more is cached",
-        "short": f"the other {missed:,} are shorter than a block" if missed else "",
-        "empty": "nothing cached begins like this",
-        "evicted": f"evicted at step {at:,}" if isinstance(at, int) else "evicted",
-    }.get(str(match.get("stop")), "")

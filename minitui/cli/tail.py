@@ -1,7 +1,7 @@
 """`minitui tail`: what an engine does, as lines of text, for screen readers, logs and pipes.
 
     0.41 s  step 12  r4 is admitted · 102 prompt tokens · waited 3 ms
-    0.41 s  step 12  r4 takes 96 of 102 tokens from the tree · all that can be shared
+    0.41 s  step 12  r4 takes 96 of 102 tokens from the tree · all full blocks were cached
     0.41 s  step 12  r4 prefills tokens 96 to 101 of 102 and samples its first token. 3 other requests decode one
                      token each · 9 of 512 tokens · 2.1 ms
     0.52 s  steps 13 to 37  4 requests decode one token per step · 100 tokens · 2.0 ms per step

@@ -18,8 +18,8 @@ from typing import Any
 
 from engine.trace.records import Record
 from engine.trace.state import State
+from minitui.text import match_reason
 from minitui.trace.reader import TraceReader
-from minitui.viewmodel.events import stop_text
 from minitui.visible import json_text
 
 HOST, DEVICE, REQUESTS = 1, 2, 3  # Perfetto groups tracks by process
@@ -132,7 +132,7 @@ class _Converter:
         elif kind == "match":
             _, tokens, stop, at, detail = fields
             name = f"hit: {tokens} tokens" if tokens else "miss"
-            yield self._mark(REQUESTS, lane.id, name, t, {"why it stopped": stop_text(stop, at), "detail": detail})
+            yield self._mark(REQUESTS, lane.id, name, t, {"why it ended": match_reason(stop, at), "detail": detail})
         elif kind in ("preempt", "requeue"):
             yield from self._end_span(lane, t)
             lane.open, lane.since = "waiting again", t

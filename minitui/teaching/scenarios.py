@@ -15,6 +15,7 @@ from engine.errors import EngineError
 from engine.trace.state import CACHED, FREE, SHARED, NodeView, State
 from minitui.chat.conversation import Session
 from minitui.teaching.stage import Figures, Stage
+from minitui.text import match_reason
 from minitui.viewmodel.model import StepRow
 
 
@@ -258,9 +259,10 @@ async def eviction(stage: Stage) -> None:
     repeat = stage.chat(chats[names.index(first)].system, f"{first} again")
     await stage.ask(repeat, QUESTIONS[0])
     (metrics,) = await stage.answers([repeat])
+    match = metrics["match"]
     stage.tell(
         f"Then {first} asks its first question again: {metrics['cached_tokens']} of its {metrics['prompt_tokens']} "
-        f"prompt tokens are still cached. The engine gives the reason: {_why(metrics)}."
+        f"prompt tokens are still cached. The engine gives the reason: {match_reason(match['stop'], match['at'])}."
     )
 
 
@@ -275,13 +277,6 @@ def _owners(stage: Stage, chats: list[Session]) -> Callable[[NodeView], str]:
         raise EngineError("the evicted node belongs to none of the chats")
 
     return owner
-
-
-def _why(metrics: dict[str, Any]) -> str:
-    match = metrics["match"]
-    if match["stop"] == "evicted":
-        return f"evicted at step {match['at']}"
-    return f"the match ended as “{match['stop']}” at {match['at']}"
 
 
 # ---- preemption

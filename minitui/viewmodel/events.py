@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from engine.trace.records import CLEARED, Record
-from minitui.text import count
+from minitui.text import count, match_reason
 from minitui.viewmodel.lanes import Lane
 
 EVENTS_KEPT = 20_000
@@ -17,7 +17,7 @@ KINDS = ("admit", "hit", "miss", "evict", "preempt", "finish", "wait", "refuse",
 
 
 class Event(NamedTuple):
-    """One recorded decision. `step` is its step: the one being planned, or after a commit the last one."""
+    """One recorded decision. `step`: the step being planned, or the last one for an event of a commit."""
 
     seq: int
     step: int
@@ -48,10 +48,10 @@ class Events:
     def fold(self, record: Record, step: int, writer: int = -1) -> None:
         """Add any other record that is a decision. `step` is the last planned one."""
         kind = record[2]
-        told = _RECORDS.get(kind)
-        if told is None:
+        decision = _RECORDS.get(kind)
+        if decision is None:
             return
-        name, planning, has_request = told
+        name, planning, has_request = decision
         self.count += 1
         if kind == "match" and record[4] <= 0:
             event = Event(record[0], step + 1, "miss", record[3], -1, record)
@@ -101,76 +101,47 @@ _RECORDS = {  # kind of record -> (kind of event, 1 if it belongs to the step be
 }  # fmt: skip
 
 
-def stop_text(stop: str, at: int) -> str:
-    """Returns why a prefix match ended."""
-    return {
-        "whole": "all that can be shared",
-        "differs": f"differs at token {at:,}",
-        "ends": "no more is cached",
-        "short": "shorter than a block",
-        "empty": "nothing cached begins like this",
-        "evicted": f"the rest was evicted at step {at:,}",
-    }.get(stop, stop)
-
-
 def looked_up(event: Event) -> int:
     """Returns the number of tokens a match looked up: the prompt, and the reply so far after a preemption."""
     return int(event.record[7].split(" of ")[1].split()[0].replace(",", ""))
 
 
-def brief(event: Event, lane: Lane | None) -> str:
-    """Returns the event in few words, for narrow panels."""
+def describe(event: Event, lane: Lane | None, quote: str = "", short: bool = False) -> str:
+    """Returns the event in a sentence, or in few words if `short`. `lane`: of its request, if known; `quote`: the
+    evicted text."""
     kind, fields = event.record[2], event.record[3:]
-    who = f"r{event.request}"
+    name = f"r{event.request}"
     if kind == "admit":
-        return f"{who} again" if fields[2] == "resumed" else who
-    if kind == "match":
-        if fields[1] <= 0:
-            return f"{who}: {stop_text(fields[2], fields[3])}"
-        return f"{who}: {fields[1]:,} of {looked_up(event):,} cached"
-    if kind == "preempt":
-        return f"{who} releases {count(fields[2], 'block')}"
-    if kind == "evict":
-        return f"{count(fields[1], 'block')}, {fields[2]}"
-    if kind == "finish":
-        return f"{who} {fields[1]}, {count(fields[2], 'token')}"
-    if kind == "wait":
-        return f"{who}: {fields[1]}"
-    return describe(event, lane)
-
-
-def describe(event: Event, lane: Lane | None, quote: str = "") -> str:
-    """Returns the event in a sentence. `lane`: of its request, if known; `quote`: the evicted text."""
-    kind, fields = event.record[2], event.record[3:]
-    who = f"r{event.request}"
-    if kind == "admit":
-        if fields[2] == "resumed":
-            return f"{who} is admitted again after its preemption"
-        if lane is None:
-            return f"{who} is admitted"
-        waited = f" · waited {lane.waited_ms:,.0f} ms" if lane.waited_ms is not None else ""
-        if waited and lane.held >= LEAST_HELD:
-            waited += f" and {lane.held:,.1f} s while paused or slowed"
-        return f"{who} is admitted · {count(lane.prompt_tokens, 'prompt token')}{waited}"
+        again = fields[2] == "resumed"
+        if short:
+            return f"{name} again" if again else name
+        return f"{name} is admitted again after its preemption" if again else f"{name} is admitted{_arrival(lane)}"
     if kind == "match":
         _, tokens, stop, at, _detail = fields
-        why = stop_text(stop, at)
+        reason = match_reason(stop, at)
         if tokens <= 0:
-            return f"{who} takes nothing from the tree · {why}"
+            return f"{name}: {reason}" if short else f"{name} takes nothing from the tree · {reason}"
+        if short:
+            return f"{name}: {tokens:,} of {looked_up(event):,} cached"
         early = f", which r{event.writer} is still computing" if event.writer >= 0 else ""
-        return f"{who} takes {tokens:,} of {looked_up(event):,} tokens from the tree{early} · {why}"
+        return f"{name} takes {tokens:,} of {looked_up(event):,} tokens from the tree{early} · {reason}"
     if kind == "preempt":
-        return f"{who} releases {count(fields[2], 'block')} and queues again · {fields[1]}"
+        text = f"{name} releases {count(fields[2], 'block')}"
+        return text if short else f"{text} and queues again · {fields[1]}"
     if kind == "requeue":
-        return f"{who} queues again · {fields[1]}"
+        return f"{name} queues again · {fields[1]}"
     if kind == "evict":
+        if short:
+            return f"{count(fields[1], 'block')}, {fields[2]}"
         which = "on request" if fields[2] == CLEARED else "least recently used"
         return f"{count(fields[1], 'block')} · {fields[2]} · {which}" + (f": “{quote}”" if quote else "")
     if kind == "finish":
+        if short:
+            return f"{name} {fields[1]}, {count(fields[2], 'token')}"
         speed = f" · {lane.tok_s:,.0f} tok/s" if lane is not None and lane.tok_s else ""
-        return f"{who} finished ({fields[1]}) after {count(fields[2], 'token')}{speed}"
+        return f"{name} finished ({fields[1]}) after {count(fields[2], 'token')}{speed}"
     if kind == "wait":
-        return f"{who} waits for {fields[1]}"
+        return f"{name}: {fields[1]}" if short else f"{name} waits for {fields[1]}"
     if kind == "refuse":
         return f"{fields[0] or 'a request'} · {fields[1]}"
     if kind == "fail":
@@ -180,3 +151,14 @@ def describe(event: Event, lane: Lane | None, quote: str = "") -> str:
     if fields[0] == "open":
         return "the engine continues" + (f", {fields[1]}" if fields[1] not in ("", "resumed") else "")
     return "the engine is paused" + (f" · {fields[1]}" if fields[1] not in ("", "paused") else "")
+
+
+def _arrival(lane: Lane | None) -> str:
+    """Returns the length of an admitted prompt and how long the request waited."""
+    if lane is None:
+        return ""
+    text = f" · {count(lane.prompt_tokens, 'prompt token')}"
+    if lane.waited_ms is None:
+        return text
+    paused = f" and {lane.held:,.1f} s while paused or slowed" if lane.held >= LEAST_HELD else ""
+    return f"{text} · waited {lane.waited_ms:,.0f} ms{paused}"

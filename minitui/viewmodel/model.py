@@ -18,7 +18,7 @@ from engine.core.gate import RUNNING
 from engine.trace.records import Record
 from engine.trace.state import State
 from minitui.viewmodel.annotated_state import AnnotatedState
-from minitui.viewmodel.events import Event, Events, brief, describe
+from minitui.viewmodel.events import Event, Events, describe
 from minitui.viewmodel.experts import ExpertLoads
 from minitui.viewmodel.history import FirstTokens, Rates, StepRow, Steps
 from minitui.viewmodel.lanes import Lane, Lanes
@@ -423,7 +423,7 @@ class View:
         if event.kind == "refuse" and event.record[3]:  # it never became a request: only the chat has a name
             return f"chat {self.group_name(event.record[3])} · {event.record[4]}"
         if short:
-            return brief(event, self.lanes.lanes.get(event.request))
+            return describe(event, self.lanes.lanes.get(event.request), short=True)
         words = self._words.get(event.seq)
         if words is None:
             if len(self._words) > 2000:

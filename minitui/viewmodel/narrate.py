@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from engine.trace.records import CLEARED
-from minitui.text import count, listed
-from minitui.viewmodel.events import looked_up, stop_text
+from minitui.text import count, listed, match_reason
+from minitui.viewmodel.events import looked_up
 from minitui.viewmodel.lanes import DECODING
 from minitui.viewmodel.model import Event, Lane, StepRow, View
 
@@ -126,12 +126,7 @@ def _match_text(match: Event, total: int, block_size: int) -> str:
         taken = match.record[4]
         where = f"being computed by r{match.writer} already" if match.writer >= 0 else "in the tree already"
         return f": the first {taken:,} of its {total:,} tokens are {where} ({count(taken // block_size, 'block')})"
-    stop, at = match.record[5], match.record[6]
-    if stop in ("empty", "short"):
-        return f": {stop_text(stop, at)}"
-    if stop == "evicted":
-        return f": its prefix was evicted at step {at:,}"
-    return f": none of its prompt is in the tree ({stop_text(stop, at)})"
+    return f": none of its tokens are in the tree ({match_reason(match.record[5], match.record[6])})"
 
 
 def _chunks(view: View, row: StepRow, left_out: Collection[int]) -> list[str]:

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from minitui.text import count
+from minitui.text import count, match_reason
 from minitui.viewmodel.annotated_state import STATE_NAMES
-from minitui.viewmodel.events import stop_text
 from minitui.viewmodel.timing import why_slow
 from minitui.viewmodel.tree import quoted, without_markup
 
@@ -61,7 +60,7 @@ def _request(view: View, id: int) -> Story:
         story.tell("finished", f"{how}, at step {lane.finish_step:,}")
     if lane is not None:
         from_tree = f"{lane.cached_tokens:,} of {lane.prompt_tokens:,} tokens came from the tree"
-        story.tell("prompt", from_tree + (f"; {stop_text(lane.stop, lane.stop_at)}" if lane.stop else ""))
+        story.tell("prompt", from_tree + (f"; {match_reason(lane.stop, lane.stop_at)}" if lane.stop else ""))
         if lane.ttft is not None:
             queue, prefill, sample = lane.ttft
             parts = f"queue {queue:.1f} + prefill {prefill:.1f} + sample {sample:.1f}"

@@ -395,11 +395,11 @@ def test_an_answer_that_was_cut_says_whose_limit_it_was(full: bool, words: str) 
     ("match", "words"),
     [
         ({"stop": "differs", "at": 37}, "differs at token 37"),
-        ({"stop": "ends", "at": 32}, "no more is cached"),
-        ({"stop": "evicted", "at": 812}, "evicted at step 812"),
-        ({"stop": "short", "at": 0}, "shorter than a block"),
-        ({"stop": "empty", "at": 0}, "nothing cached begins like this"),
-        ({"stop": "whole", "at": 0}, "all that can be shared"),
+        ({"stop": "ends", "at": 32}, "nothing is cached after token 32"),
+        ({"stop": "evicted", "at": 812}, "the rest was evicted at step 812"),
+        ({"stop": "short", "at": 0}, "too short to share"),
+        ({"stop": "empty", "at": 0}, "the beginning is not cached"),
+        ({"stop": "whole", "at": 0}, "all full blocks were cached"),
     ],
 )
 def test_the_line_under_an_answer_says_what_came_from_the_cache_and_why_no_more(match, words):

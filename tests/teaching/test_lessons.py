@@ -146,7 +146,7 @@ def test_the_radix_lesson_counts_the_share_that_was_saved(outcome: Callable[[int
 
 def test_the_radix_lesson_tells_why_a_hit_ended_and_what_an_eviction_was_for(outcome: Callable[[int], Taught]) -> None:
     seen = outcome(8).seen
-    assert "all that can be shared" in seen["The same beginning, another question"].text
+    assert "all full blocks were cached" in seen["The same beginning, another question"].text
     text = seen["What is evicted, and when"].text
     needed, free = (int(re.search(p, text)[1]) for p in (r"needs (\d+)", r"only (\d+) were"))  # type: ignore[index]
     out = [(int(n), whose) for n, whose in re.findall(r"(\d+) of ([AB])'s blocks", text)]

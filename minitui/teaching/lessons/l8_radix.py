@@ -6,7 +6,7 @@ from engine.trace.state import FREE, SHARED
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.scenarios import QUESTIONS, VOICES, leaves, paste_of
 from minitui.teaching.stage import Stage
-from minitui.viewmodel.events import stop_text
+from minitui.text import match_reason, match_reasons
 
 
 async def replay(stage: Stage) -> Seen:
@@ -25,8 +25,8 @@ async def replay(stage: Stage) -> Seen:
     return Seen(
         f"r{id} took {record[4]} of its {lane.prompt_tokens} prompt tokens from the tree, {record[4] // size} whole "
         f"blocks, and computed {lane.prompt_tokens - record[4]}: {record[4] / lane.prompt_tokens:.0%} of its prefill "
-        f"saved. Why not more? The engine says: {stop_text(record[5], record[6])}. It looks up the whole blocks before "
-        "the last token, and all of them were cached; the questions differ after them.",
+        f"saved. Why not more? The engine says: {match_reason(record[5], record[6])}. Only whole blocks are shared, "
+        "and the last token of a prompt is always computed.",
         1 if 0 < record[4] < lane.prompt_tokens else 0,
     )
 
@@ -192,19 +192,14 @@ LESSON = Lesson(
         ),
         Page(
             "Why a hit ends",
-            """
-            The line under every answer says how much of its prompt came from the cache, and why not more:
+            f"""\
+The line under every answer says how much of its prompt came from the cache, and why not more:
 
-              all that can be shared           all whole blocks before the last token
-              differs at token n               in one of those blocks: often a date or a name
-              no more is cached                a block is cached when it is full
-              nothing cached begins like this  the first token is new
-              shorter than a block             the prompt has no more than 16 tokens
-              evicted at step n                the next block was in the tree and was evicted
+{match_reasons()}
 
-            To use the cache well, put the text that is always the same first and the text that changes last. One
-            changed token at the beginning of a system prompt makes everything after it new.
-            """,
+To use the cache well, put the text that is always the same first and the text that changes last. One changed token at
+the beginning of a system prompt makes everything after it new. Such a token is often part of a date or a name.
+""",
             panel="events",
         ),
     ),

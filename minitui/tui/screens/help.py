@@ -14,6 +14,7 @@ from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
+from minitui.text import match_reasons
 from minitui.tui.actions import key_label
 from minitui.tui.glyphs import glyphs
 from minitui.tui.screens.bindings import BindingGroup
@@ -31,7 +32,7 @@ A lesson has pages of text beside a real engine. The figures of an experiment ar
   v              the code of this page, as it is installed
   L              all lessons
   0 1 2          the lesson, the chats of its experiment, the inspector""",
-    "chat": """\
+    "chat": f"""\
 One engine answers all chats here at the same time. Each step computes one token for every chat that is being answered.
 The rest of the step's token budget goes to the prompts that wait.
 
@@ -40,12 +41,7 @@ are kept in a pool of blocks. A radix tree records the text of each block, so a 
 reuses the blocks instead of computing them. The line under each answer says how many tokens of its prompt came from the
 cache, and why not more:
 
-  all that can be shared            all full blocks; the last token of a prompt is always computed
-  differs at token n                no cached text is the same from there on
-  no more is cached                 the cached text ends there: only full blocks are cached
-  shorter than a block              the rest of the prompt does not fill a block
-  nothing cached begins like this   the first block differs
-  evicted at step n                 the block was cached, and was evicted to make room
+{match_reasons()}
 
 The chips on the right are this chat's block table. Each chip is one block of 16 positions; its number is the block in
 the pool. Two chats with the same number share that memory.

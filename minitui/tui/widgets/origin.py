@@ -1,11 +1,11 @@
-"""Prompt origin: how many of a prompt's tokens were in the tree, how many were computed, and why the match stopped."""
+"""Prompt origin: how many of a prompt's tokens were in the tree, how many were computed, and why the match ended."""
 
 from __future__ import annotations
 
+from minitui.text import match_reason
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row
-from minitui.viewmodel.events import stop_text
 from minitui.viewmodel.model import View
 
 
@@ -36,5 +36,5 @@ class PromptOrigin(LinePanel, can_focus=False):
             words.add(f" · {waiting:,} to go", "dim")
         rows = [row.done(width), words.done(width)]
         if lane.stop:
-            rows.append(Row(stop_text(lane.stop, lane.stop_at), "dim").done(width))
+            rows.append(Row(match_reason(lane.stop, lane.stop_at), "dim").done(width))
         return Picture(rows[:height])
