@@ -68,7 +68,7 @@ class BlockAllocator:
                 self.num_shared += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one holder from each of these blocks; without holders and outside the tree, a block becomes free."""
+        """Remove one holder from each of these blocks. A block without holders becomes free unless in the tree."""
         for block in blocks:
             holders = self._holders[block] = self._holders[block] - 1
             if holders == 0:
@@ -89,7 +89,7 @@ class BlockAllocator:
             self._in_tree[block] = 1
 
     def tree_drop(self, blocks: Iterable[int]) -> None:
-        """Note that the tree no longer refers to these blocks; those without a holder become free."""
+        """Note that the tree no longer refers to these blocks; blocks without a holder become free."""
         for block in blocks:
             self._in_tree[block] = 0
             if self._holders[block] == 0:

@@ -1,6 +1,4 @@
-"""Changes the block tables of requests: shares blocks of the tree, grows, publishes and releases.
-
-No other file changes a block table. A table has two regions::
+"""Changes the block tables of requests; no other file does. A table has two regions::
 
     table[0 : shared_blocks]   blocks on the tree's path to `node`: held by the request, never written again
     table[shared_blocks : ]    private blocks: this request writes and frees them
@@ -23,7 +21,7 @@ NO_CHANGES = (np.empty(0, np.int32),) * 3
 
 
 class KVCache:
-    """The allocator and the tree of one pool, behind the calls that the scheduler makes."""
+    """The allocator and the tree of one pool, and the changes that the scheduler asks for."""
 
     def __init__(self, num_blocks: int, block_size: int, log: RecordLog, prefix_caching: bool = True) -> None:
         self.block_size = block_size
@@ -40,16 +38,16 @@ class KVCache:
         return self.allocator.num_free + self.allocator.num_cached
 
     def blocks_for(self, tokens: int) -> int:
-        """The number of blocks that hold so many tokens."""
+        """The number of blocks that `tokens` tokens need."""
         return -(-tokens // self.block_size)
 
     # ---- reading from the tree
 
     def look_up(self, request: Request) -> Match | None:
-        """Match the request's next tokens with the tree; None if it may not read.
+        """Match the request's next tokens with the tree; None if the request may not read the tree now.
 
-        The last token is never matched: its logits are needed. A request that has computed full blocks which are not
-        in its path yet reads nothing until `publish_committed` has added them.
+        The last token is never matched: its logits are needed. A request with full blocks that are not published yet
+        reads nothing until `publish_committed` has published them.
         """
         if not self.may_read(request) or request.shared_blocks != request.planned // self.block_size:
             return None
@@ -57,12 +55,12 @@ class KVCache:
         return self.tree.match(request.ids, limit, request.node or self.tree.root, request.shared_blocks)
 
     def may_read(self, request: Request) -> bool:
-        """Whether the request may use blocks of the tree; not if it still needs the logits of its whole prompt."""
+        """False if the request still needs the logits of its whole prompt, or if prefix caching is off."""
         needs_logits = request.params.prompt_logprobs is not None and len(request.ids) == request.prompt_len
         return self.prefix_caching and not needs_logits
 
     def take(self, request: Request, match: Match) -> int:
-        """Let the request hold what `look_up` found, in place of its private blocks; return the tokens gained."""
+        """Replace the request's private blocks by the blocks of `match`; return the number of tokens gained."""
         if not match.blocks:
             return 0
         private = request.table[request.shared_blocks :]
@@ -85,9 +83,9 @@ class KVCache:
     # ---- growing
 
     def grow(self, request: Request, tokens: int) -> bool:
-        """Make the table cover `tokens` tokens; evicts if necessary. False, with nothing changed, if it cannot."""
+        """Extend the table to `tokens` tokens; evict if necessary. False, without a change, if the pool is too full."""
         start = len(request.table)
-        short = -(-tokens // self.block_size) - start
+        short = self.blocks_for(tokens) - start
         if short <= 0:
             return True
         blocks = self.allocator.allocate(short)
@@ -166,7 +164,7 @@ class KVCache:
         """Release every block; those in the tree stay cached. `clock`: the sequence number of the record."""
         if request.node is not None:
             self.tree.unlock(request.node, clock)
-        # Last block first: the free list, a stack, then returns them in their old order.
+        # Last block first: the free list is a stack, so a later request gets them in their old order.
         self.allocator.release(reversed(request.table))
         request.table = []
         request.node = None

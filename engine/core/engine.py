@@ -1,4 +1,4 @@
-"""The engine: a step has three parts, plan, launch and commit. A token passes seven stages.
+"""The engine: each step is planned, launched and committed. A token passes seven stages.
 
     1 tokenize     before: the prompt becomes ids (engine/text/tokenizer.py)
     2 schedule     plan:   the requests of the step, and the tokens of each (engine/core/scheduler.py)
@@ -8,9 +8,9 @@
     7 emit         commit: append ids, detect ends, publish and free blocks, record
     6 detokenize   after:  ids become text (engine/text/output.py), outside the step's critical path
 
-A step is *planned* on the host, *launched* on the device and *committed* on the host. With `overlap`, the engine
-commits step n-1 and plans step n+1 while step n runs. Only the order of the calls differs. With speculation there is
-no overlap, because the lengths of a step depend on the ids of the step before.
+The host plans and commits, and the device computes. With `overlap`, the engine commits step n-1 and plans step n+1
+while step n runs; only the order of the calls differs. With speculation there is no overlap, because the lengths of a
+step depend on the ids of the step before.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Engine:
         self.clock = StepClock(self.log, runner.synchronous)
         # Some checkpoints have end ids outside the model's vocabulary, which have no logit.
         self.eos_ids = frozenset(token for token in eos_ids if 0 <= token < runner.vocab_size)
-        # Steps in flight when step() returns. None with speculation: the next lengths and drafts depend on the ids.
+        # Steps in flight when step() returns. 0 with speculation: the next lengths and drafts depend on the ids.
         self.delay = 1 if overlap and not config.speculative_tokens else 0
         self._grammars = grammars  # None: replies cannot be constrained
         self._flight: deque[InFlight] = deque()
@@ -89,7 +89,7 @@ class Engine:
     # ---- requests
 
     def add_request(self, ids: list[int], params: SamplingParams, group: str = "", sample_index: int = 0) -> Request:
-        """Queue a prompt. Raises InvalidRequest if it can never run or the queue is full; then nothing has changed."""
+        """Queue a prompt. InvalidRequest, without a change, if the prompt can never run or the queue is full."""
         try:
             request = self._request(ids, params, group, sample_index)
             self.scheduler.add(request)
@@ -152,7 +152,7 @@ class Engine:
     # ---- the step
 
     def step(self) -> list[Emitted]:
-        """Plan and launch a step and commit the step before it (without overlap: this step); return its output."""
+        """Plan and launch a step, commit the step before it (without overlap: this step), and return that output."""
         times = StepTimes(begun=now())
         scheduled = self.scheduler.plan()
         if scheduled is not None:
@@ -202,7 +202,7 @@ class Engine:
             raise error
         if loses_device(error):
             raise DeviceLost(str(error)) from error
-        self.gate.committed(0.0)  # it counts as one of the allowed steps
+        self.gate.committed(0.0)  # a failed step counts as one of the allowed steps
         return emitted
 
     # ---- state
@@ -220,7 +220,7 @@ class Engine:
         assert {id(r) for r in live} == {id(r) for r in [*self.scheduler.running, *self.scheduler.waiting]}
 
     def snapshot(self) -> dict[str, Any]:
-        """The whole state at record `seq`, as plain data; engine/trace/state.py folds records to the same."""
+        """The whole state at record `seq`, as plain data. `State.snapshot` (engine/trace/state.py) is equal to it."""
         scheduler, tree = self.scheduler, self.cache.tree
         return {
             "seq": self.log.seq,
@@ -265,6 +265,6 @@ def _check_ids(ids: list[int], vocab_size: int) -> None:
 
 
 def _short(value: object) -> str:
-    """A number as text, or the type of any other value, whose text may be long or raise."""
+    """A number as text. For any other value its type, because its text may be long, or `str` may raise."""
     number = isinstance(value, (int, float)) and abs(value) < 1e18
     return str(value) if number else f"of type {type(value).__name__}"

@@ -10,16 +10,16 @@ from engine.errors import InvalidRequest
 from engine.trace.records import CLEARED, Record, RecordLog
 
 MAX_PACE = 1000.0
-EVENTS = {  # the events of "run until" -> the kinds of record that can fulfil them
-    "admission": ("admit",),
-    "prefill": ("step",),
-    "hit": ("match",),
-    "eviction": ("evict",),
-    "preemption": ("preempt",),
-    "finish": ("finish",),
-    "slow": ("time",),
+EVENTS = {  # the events of "run until" -> the kind of record that can report them
+    "admission": "admit",
+    "prefill": "step",
+    "hit": "match",
+    "eviction": "evict",
+    "preemption": "preempt",
+    "finish": "finish",
+    "slow": "time",
 }
-RUNNING = "running until "  # the reason while the gate waits for an event; the event's name follows
+RUNNING = "running until "  # the gate's reason while it waits for an event, before the name of the event
 
 
 class Gate:
@@ -29,11 +29,11 @@ class Gate:
         self._log = log
         self.state = "open"
         self.pace = 1.0
-        self.last_wall_s = 0.0  # real duration of the last step, for slow motion
+        self.last_wall_s = 0.0  # duration of the last step, before slow motion stretches it
         self._allowed = 0
         self._until: str | None = None
         self._slower_than_ms = 0.0
-        self._cause = ""  # what ended the wait, as a phrase for the screen
+        self._cause = ""  # why the wait for an event ended, as a phrase for the screen
 
     @property
     def free_running(self) -> bool:
@@ -49,8 +49,8 @@ class Gate:
         """Seconds to wait after the last step, so that it takes `pace` times as long."""
         return (self.pace - 1.0) * self.last_wall_s if self.pace > 1.0 else 0.0
 
-    def pause(self, reason: str = "paused") -> None:
-        self._set("closed", reason)
+    def pause(self) -> None:
+        self._set("closed", "paused")
 
     def resume(self) -> None:
         self._set("open", "resumed")
@@ -91,13 +91,13 @@ class Gate:
         self.settle()
 
     def settle(self) -> None:
-        """Between two steps: if the event has happened, record why the gate stays closed."""
+        """Record why the gate stays closed, if the event has happened. Call this between two steps."""
         if self._cause:
             cause, self._cause, self._until = self._cause, "", None
             self._log.append("gate", "closed", cause)
 
     def _see(self, record: Record) -> None:
-        """Watch the log while the gate waits for an event. The step in which it happens is finished first."""
+        """Compare each new record with the event. The gate closes only after the step in which the event happens."""
         assert self._until is not None
         if cause := fulfils(record, self._until, self._slower_than_ms):
             self._cause, self._log.watch = cause, None
@@ -115,8 +115,8 @@ def _is_number(value: object) -> bool:
 
 
 def fulfils(record: Record, event: str, slower_than_ms: float = 0.0) -> str:
-    """How this record fulfils `event` (a key of EVENTS), as a phrase for the screen; empty if it does not."""
-    if record[2] not in EVENTS[event]:
+    """A phrase for the screen if this record reports `event` (a key of EVENTS); else empty."""
+    if record[2] != EVENTS[event]:
         return ""
     if event == "prefill" and record[4]:
         return f"step {record[3]} prefills r{record[4][0][0]}"

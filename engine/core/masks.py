@@ -10,11 +10,11 @@ from engine.core.request import Request
 def dead_end(request: Request) -> str:
     """Why no token is allowed next, as a sentence; empty if a token is allowed.
 
-    It computes the grammar's mask, so call it only in rare cases: a new request with both masks, a failed draw.
+    This computes the grammar's mask, which is slow. Call it only for a new request with both masks or a failed draw.
     """
     drawn, least = len(request.ids) - request.prompt_len, request.params.min_tokens
     if request.grammar is None:
-        return ""  # min_tokens alone forbids only the stop ids, and they are never the whole vocabulary
+        return ""  # min_tokens alone forbids only the stop ids, which are never the whole vocabulary
     bits = np.unpackbits(request.grammar.mask().view(np.uint8), bitorder="little")
     if request.grammar.failed:
         return request.grammar.failed

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from array import array
 
-NGRAM = 3  # tokens that must occur earlier in the same order; 2 gave more drafts, fewer of them right
+NGRAM = 3  # tokens in an n-gram; with 2 there were more drafts, but fewer were accepted
 CANDIDATES = 16  # earlier places that are compared, the latest first
-ENOUGH = 16  # tokens in common after which the search stops
+ENOUGH = 16  # the search stops at a place with so many tokens in common
 LONGEST_PAUSE = 64  # tokens decoded without drafts after many failed drafts
 
 
 class Lookup:
-    """The n-grams of one request's text, and the success of its drafts.
+    """The n-grams of one request's text, and how many drafts in a row have failed.
 
     A place is the position after an n-gram. The places of an n-gram form a chain, as in LZ77: `_last` has the latest
     place, and `_before` leads from each place to the one before it. Each token costs one entry in both.
@@ -26,9 +26,10 @@ class Lookup:
         self._resume = NGRAM + 1  # no drafts while the text is shorter than this
 
     def follow(self, ids: list[int], most: int) -> list[int]:
-        """The `most` tokens after the place whose preceding text matches the end of `ids` best; the latest if equal.
+        """Draft `most` tokens: those after the earlier place that has the most text in common with the end of `ids`.
 
-        Empty if the last NGRAM tokens do not occur in the indexed text before, or while drafts are paused.
+        Of equal places the latest counts. Empty if the last NGRAM tokens do not occur earlier in the indexed text, or
+        while drafts are paused.
         """
         if len(ids) < self._resume:
             return []
@@ -46,13 +47,13 @@ class Lookup:
         return (run * (most // len(run) + 1))[:most]  # near the end of `ids`, assume that the text repeats
 
     def learn(self, accepted: int, length: int) -> None:
-        """Note that `accepted` tokens of a draft were right; the text now has `length` tokens."""
+        """Note that `accepted` tokens of a draft were accepted; the text now has `length` tokens."""
         self._failures = 0 if accepted else self._failures + 1
         if self._failures:
             self._resume = length + min(2**self._failures, LONGEST_PAUSE)
 
     def take_in(self, ids: list[int], most: int) -> int:
-        """Index up to `most` further n-grams, each followed by a token; return how many."""
+        """Index up to `most` further n-grams that a token follows; return how many."""
         last, before, start = self._last, self._before, len(self._before)
         end = max(start, min(len(ids), start + most))
         columns = [ids[start - NGRAM + i : end - NGRAM + i] for i in range(NGRAM)]
@@ -63,7 +64,7 @@ class Lookup:
 
 
 def _in_common(ids: list[int], place: int) -> int:
-    """How many tokens before `place` equal those at the end of `ids`; at most ENOUGH."""
+    """The number of tokens before `place` that equal the end of `ids`; at most ENOUGH."""
     length, end = NGRAM, len(ids)
     while length < ENOUGH and length < place and ids[place - 1 - length] == ids[end - 1 - length]:
         length += 1

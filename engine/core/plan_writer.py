@@ -28,29 +28,32 @@ class _Batch(NamedTuple):
 class PlanWriter:
     """Makes the plans and their records.
 
-    A step record names only the requests that joined or left the set of those that decode, so the writer keeps the set.
+    A step record names only the requests that joined or left the decoding set, so the writer keeps that set.
     """
 
     def __init__(self, cache: KVCache, log: RecordLog) -> None:
         self._cache = cache
         self._log = log
-        self._decoding: dict[int, Request] = {}  # the set, as the last step record left it
+        self._decoding: dict[int, Request] = {}  # the decoding set after the last record
         self._decodes: tuple[Request, ...] = ()  # the requests that decoded in the last step, in order
         self._batch: _Batch | None = None  # of the last step, if it had only decodes without drafts
 
     def is_decoding(self, request_id: int) -> bool:
-        """Whether the request is in the set of those that decode, by the last step record."""
+        """True if the request is in the decoding set after the last record."""
         return request_id in self._decoding
 
     def leave(self, request_id: int) -> None:
-        """Remove a request from the set, because another record tells that it stopped running."""
+        """Remove a request from the decoding set. A record of its end or preemption says the same."""
         self._decoding.pop(request_id, None)
 
     def write(
         self, step: int, entries: list[Entry], num_decoding: int, drafts: dict[int, list[int]], joins: list[Request],
         num_waiting: int,
     ) -> Scheduled:  # fmt: skip
-        """The plan of `entries`: `num_decoding` that decode, those with `drafts` (by request) last, then prefills."""
+        """The plan of `entries`: decodes, decodes with `drafts` (by request id), then prefill chunks.
+
+        `num_decoding` counts the entries before the chunks.
+        """
         num_decodes = num_decoding - len(drafts)
         requests, starts, q_lens = zip(*entries, strict=True)
         for request in requests:
@@ -102,7 +105,7 @@ class PlanWriter:
         return Scheduled(plan, requests, batch.epochs, batch.grammars)
 
     def _changes(self, decodes: tuple[Request, ...]) -> tuple[list[int], list[int]]:
-        """The ids that join the set with this step, and the ids that leave it although they still run."""
+        """The ids that join the decoding set with this step, and the ids that leave it although they still run."""
         if decodes == self._decodes:
             return [], []
         before = self._decoding

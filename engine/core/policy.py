@@ -1,8 +1,8 @@
 """The policy "longest-prefix": admit the requests with the longest cached prefix first.
 
-The order is SGLang's (Zheng et al. 2024), with a limit on how often a request may be overtaken. It helps when many
-requests share long prefixes and the pool is small: with 400 questions about 24 texts and a pool for five texts, the
-mean time to first token fell from 3.6 s to 0.5 s (engine/kernels/MEASURED.md). Without a queue it changes nothing.
+The order is that of SGLang (Zheng et al. 2024), with a limit on how often a request may be overtaken. It helps when
+many requests share long prefixes and the pool is small: with 400 questions about 24 texts and a pool for five texts,
+the mean time to first token fell from 3.6 s to 0.5 s (engine/kernels/MEASURED.md).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.core.request import Request, RequestState
 from engine.trace.records import RecordLog
 
 CANDIDATES = 64  # requests at the head of the queue that are compared in a step
-HASHED_BLOCKS = 2048  # blocks of prompts that are hashed in a step, at most
+HASHED_BLOCKS = 2048  # at most so many blocks of prompts are hashed in a step
 OVERTAKES = 64  # how many younger requests may overtake an older one
 
 
@@ -57,7 +57,7 @@ class LongestPrefix:
         return 2, -self._cached_blocks(request), request.id
 
     def _cached_blocks(self, request: Request) -> int:
-        """Blocks of the prompt that are cached; fewer while the prompt is not fully hashed."""
+        """The number of cached blocks of the prompt, as far as the prompt is hashed."""
         if not self._cache.may_read(request):
             return 0
         hashes, prefixes, size = self._hashes[request.id], self._cache.tree.prefixes, self._cache.block_size

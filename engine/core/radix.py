@@ -72,7 +72,7 @@ class Match:
     node: Node  # the last node that matched as a whole
     part: Node | None  # a child of it, of which only the first `part_blocks` blocks matched
     part_blocks: int
-    blocks: list[int]  # all that matched, in order
+    blocks: list[int]  # all blocks that matched, in order
     stop: str  # why the match ended: whole | differs | ends | short | empty | evicted (see engine/trace/records.py)
     at: int  # the first token that differs; for "evicted", the step of the eviction
 
@@ -139,7 +139,7 @@ class RadixTree:
         return match.node if match.part is None else self._split(match.part, match.part_blocks)
 
     def lock(self, node: Node, above: Node, clock: int) -> None:
-        """Let a request hold the path to `node`. It held the path to `above`, an ancestor, before."""
+        """Let a request hold the path to `node`. Before, it held the path to `above`, an ancestor of `node`."""
         held = False
         for each in node.path():
             held = held or each is above
@@ -148,7 +148,7 @@ class RadixTree:
             each.last_used = clock
 
     def unlock(self, node: Node, clock: int) -> None:
-        """A request gives up the path to `node`."""
+        """Let a request release the path to `node`."""
         for each in node.path():
             each.users -= 1
             each.last_used = clock
@@ -210,7 +210,7 @@ class RadixTree:
     def evict(self, n: int, reason: str) -> int:
         """Free up to `n` blocks, least recently used leaves first; return how many.
 
-        The last leaf loses only as many blocks as needed, from its end.
+        The last of these leaves is cut at its end: it keeps the blocks that are not needed.
         """
         freed = 0
         while freed < n and self._oldest:
@@ -279,29 +279,23 @@ class RadixTree:
         self.log.append("settle", step)
 
     def doomed_by(self, step: int) -> tuple[list[tuple[Node, int]], set[int]]:
-        """What a failed step makes invalid: [(node, blocks kept)], deepest first, and the blocks to remove.
+        """The nodes that a failed step makes invalid, [(node, blocks kept)] deepest first, and the blocks to remove.
 
         Blocks of later steps are included: the failed step may have written their first tokens.
         """
-        first_bad: dict[int, int] = {}
+        kept: dict[Node, int] = {}
         for block, written_by in self._pending.items():
             if written_by >= step:
                 node = self._node_of[block]
                 index = node.blocks.index(block)
-                first_bad[node.id] = min(index, first_bad.get(node.id, index))
-        doomed: list[tuple[Node, int]] = []
-        seen: set[int] = set()
-        stack = [(self.nodes[i], keep) for i, keep in first_bad.items()]
-        while stack:
-            node, keep = stack.pop()
-            if node.id in seen:
-                continue
-            seen.add(node.id)
-            doomed.append((node, min(keep, first_bad.get(node.id, keep))))
-            stack += [(child, 0) for child in node.children.values()]
-        # A node below another doomed node is removed as a whole.
-        doomed = [(n, 0 if any(a.id in seen for a in n.path() if a is not n) else keep) for n, keep in doomed]
-        doomed.sort(key=lambda item: -sum(1 for _ in item[0].path()))
+                kept[node] = min(index, kept.get(node, index))
+        above = list(kept)
+        while above:
+            for child in above.pop().children.values():
+                if kept.get(child) != 0:
+                    kept[child] = 0  # a node below an invalid node is removed as a whole
+                    above.append(child)
+        doomed = sorted(kept.items(), key=lambda item: -sum(1 for _ in item[0].path()))
         return doomed, {block for node, keep in doomed for block in node.blocks[keep:]}
 
     def withdraw(self, step: int, doomed: list[tuple[Node, int]]) -> None:
@@ -348,10 +342,5 @@ class RadixTree:
 
 
 def _common(a: Key, b: Key) -> int:
-    """The length of the common beginning."""
-    n = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        n += 1
-    return n
+    """The number of tokens at the beginning that are equal. The keys have the same length."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))

@@ -1,4 +1,4 @@
-"""A request: one sequence from its submission to its end. It holds ids and lengths, never a tensor."""
+"""A request: one sequence, from its submission to its end. It has ids and lengths, but no tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RequestState(Enum):
 
 
 class Grammar(Protocol):
-    """The grammar of one reply, and how far the reply has come (engine/text/structured.py)."""
+    """The grammar of one reply, advanced by the tokens drawn so far (engine/text/structured.py)."""
 
     failed: str  # why the grammar cannot continue, as a sentence; empty if it can
 
@@ -69,7 +69,7 @@ class Request:
     row: int = -1
     planned: int = 0
     last_step: int = -1  # the last step with an entry of this request
-    decoding: bool = False  # a token was drawn since the last admission; then total = planned + 1
+    decoding: bool = False  # True once a token was drawn since the last admission; then total = planned + 1
     epoch: int = 0  # raised when work in flight becomes void: the request finished, or a step failed
     table: list[int] = field(default_factory=list)
     node: Node | None = None  # None: the root
@@ -78,8 +78,8 @@ class Request:
     match: tuple[str, int, str] = ("", 0, "")  # of the first prefix match: why it stopped, where, and a phrase
     preemptions: int = 0
     overtaken: int = 0  # younger requests admitted while this one waited (policy longest-prefix)
-    prompt_logprobs_given: int = 0  # positions already returned: a resumed prefill computes them again
-    # Seconds on the log's clock; *_work: on its clock that does not run while the gate is closed. 0: not yet.
+    prompt_logprobs_given: int = 0  # positions that were returned; a resumed prefill computes them again
+    # Seconds on the log's clock; *_work: the same without the time in which the gate was closed. 0: not yet.
     submitted_at: float = 0.0
     admitted_at: float = 0.0
     submitted_work: float = 0.0

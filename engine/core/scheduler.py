@@ -1,13 +1,14 @@
-"""Stage 2, schedule: chooses the requests of each step, and the number of tokens of each.
+"""Stage 2, schedule: chooses the requests of each step, and how many tokens of each are computed.
 
 The scheduler works on lengths alone. Every step has a token budget. Running requests decode one token each; the rest of
-the budget goes to chunks of prompts, in the same forward pass (Sarathi-Serve, Agrawal et al. 2024). Requests are served
-first come, first served, preempted requests before new ones. `max_tokens` is not reserved: when the pool is full, the
-tree is evicted first, then the youngest request is preempted. Its full blocks stay in the tree until they are evicted.
+the budget is used for chunks of prompts, in the same forward pass (Sarathi-Serve, Agrawal et al. 2024). Requests are
+served first come, first served, preempted requests before new ones. No blocks are reserved for `max_tokens`: when the
+pool is full, cached blocks are evicted first, then the youngest request is preempted. Its full blocks stay in the tree
+until they are evicted.
 
-`plan()` plans step n+1 and may be called while step n runs, because lengths are known before ids are. `commit()` takes
-the ids of the oldest step that is not committed. In the meantime a request may have finished, been aborted or failed:
-then its entry in the plan is void and is skipped.
+`plan()` may plan step n+1 while step n runs, because lengths are known before ids are. `commit()` takes the ids of the
+oldest step that is not committed. A request may have finished, failed or been aborted since that step was planned: then
+its entry is void and is skipped.
 
 With speculation (engine/core/speculation.py), drafts use the budget that decodes and prefill leave. A request with
 drafts is not planned again before its commit, because its length depends on the accepted drafts.
@@ -41,7 +42,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256  # requests
     max_model_len: int = 4096
-    watermark: float = 0.01  # share of the pool; an admission leaves it free, for the growth of others
+    watermark: float = 0.01  # share of the pool that an admission leaves free, for the growth of running requests
     chunked_prefill: bool = True  # False: a prompt is prefilled in one step, even above the budget
     policy: str = "fcfs"  # longest-prefix: longest cached prefix first; static: one batch after another
     max_waiting: int | None = None  # requests; None: no limit
@@ -59,7 +60,7 @@ class Scheduler:
         self.log = log
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order of admission: the last is the youngest
-        self.requests: dict[int, Request] = {}  # all that are not finished
+        self.requests: dict[int, Request] = {}  # all requests that are not finished
         self.step = -1  # the last step planned
         self._rows = list(range(config.max_num_seqs))  # a heap of free rows
         self._committed = -1  # the last step committed
@@ -77,7 +78,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def is_decoding(self, request_id: int) -> bool:
-        """Whether the request decodes, by the last step record."""
+        """True if the request is in the decoding set after the last record."""
         return self._writer.is_decoding(request_id)
 
     def limit_for(self, prompt_len: int, params: SamplingParams) -> int:
@@ -163,7 +164,7 @@ class Scheduler:
         for request in self.running:  # preemption removes requests from its end only
             start = request.planned  # the position of its last token, drawn but perhaps still in flight
             if not request.decoding or start + 1 >= request.max_total:
-                continue  # inside its prompt, or its last token is in flight
+                continue  # still in its prompt, or the token in flight is its last
             if request.grammar is not None and request.in_flight:
                 continue  # the grammar must take the token in flight before the next draw
             if request.drafted:
@@ -173,7 +174,7 @@ class Scheduler:
             if start >= len(request.table) * size:
                 while not self.cache.grow(request, start + 1):
                     preempted = True
-                    # The youngest comes later in this loop than all requests with an entry.
+                    # The youngest is the last in this loop, so it has no entry yet.
                     victim = self.running[-1]
                     self._preempt(victim, f"r{request.id} needs a block and all {self.cache.allocator.total} are held")
                     if victim is request:
@@ -207,7 +208,7 @@ class Scheduler:
         return drafts
 
     def _plan_prefills(self, entries: list[Entry], budget: int) -> int:
-        """Plan chunks for the requests inside their prompt; return the rest of the budget."""
+        """Plan chunks for the running requests that are still in their prompt; return the rest of the budget."""
         for request in self.running:
             if budget <= 0:
                 break
@@ -224,7 +225,7 @@ class Scheduler:
             slots = (len(request.table) + self.cache.available) * self.cache.block_size
             n = min(n - 1, slots - request.planned)
         if n <= 0:
-            return 0  # requests that decode hold all blocks; they will finish or be preempted
+            return 0  # decoding requests hold all blocks; they will finish or be preempted
         entries.append((request, request.planned, n))
         request.planned += n
         self.cache.publish_planned(request, self.step)  # now, so that later requests in this step can share it
@@ -286,10 +287,10 @@ class Scheduler:
         needed = self.cache.blocks_for(len(request.ids))
         match = self.cache.look_up(request)
         if match is not None:
-            # Matched blocks without a holder still count: using them makes them unavailable for eviction.
+            # Matched blocks that a request holds need no room. The others do: once used, they cannot be evicted.
             needed -= sum(1 for block in match.blocks if self.cache.allocator.holders(block))
         if self.running:
-            # Requests inside their prompt are not counted: if budget is left, they have all the blocks they need.
+            # Running prompts need no further blocks: while budget is left, each has the blocks of its whole prompt.
             needed += self._watermark
         if needed > self.cache.available:
             return f"blocks: needs {needed}, {self.cache.available} available"
@@ -362,7 +363,7 @@ class Scheduler:
     def _accept_drafts(self, scheduled: Scheduled, result: StepResult) -> dict[int, list[int]]:
         """The tokens of each entry with drafts: the accepted drafts, then the draw after them.
 
-        Drafts are accepted up to the first that differs from its draw or ends the reply.
+        The first draft that differs from its draw or is a stop token is rejected, and all drafts after it.
         """
         assert self._lookup is not None
         checked: dict[int, list[int]] = {}
@@ -386,7 +387,7 @@ class Scheduler:
 
     @staticmethod
     def _append_accepted(request: Request, accepted: list[int], logprobs: list[TokenLogprobs] | None) -> list[Emitted]:
-        """Append accepted drafts, whose KV is computed already; emit them one by one."""
+        """Append accepted drafts, whose KV is computed already; return one output for each."""
         request.ids += accepted
         if request.state is RequestState.RUNNING:
             request.planned += len(accepted)
@@ -415,7 +416,7 @@ class Scheduler:
 
 
 def _new_prompt_logprobs(request: Request, start: int, result: StepResult, entry: int) -> list[TokenLogprobs] | None:
-    """The prompt logprobs of the chunk at `start` that are new: a preempted prompt is computed twice."""
+    """The new prompt logprobs of the chunk at `start`. A preempted prompt is computed twice, so some may be old."""
     found = result.prompt_logprobs.get(entry)
     if found is None:
         return None

@@ -4,16 +4,16 @@ A reply often repeats earlier text: code that is edited, names, sentences of the
 followed an earlier occurrence of the last tokens (Saxena 2023, "prompt lookup"). One step computes the last token and
 its k drafts, and draws a token at each position exactly as it would without drafts: same logits, same settings, same
 noise (engine/kernels/noise.py depends only on seed, sample index and position). A draft is accepted if it equals that
-draw. The first draw that differs is a correct token too, and ends the row's step. So a reply has the same tokens with
-and without drafts, greedy or sampled; only the number of steps differs. This is exact where the logits are: on a CPU
-in float64. In half precision, and on GPUs, steps of different shapes round differently, so that two nearly equal
-tokens may change places.
+draw. The first draw that differs is a correct token too: it replaces its draft, and the later drafts are rejected.
 
-If the reply ends within the accepted drafts, the rest is dropped. The KV of rejected drafts is beyond `planned`:
-later tokens overwrite it, and it is never published.
+So a reply has the same tokens with and without drafts, greedy or sampled; only the number of steps differs. This is
+exact in float64 on a CPU. In half precision and on GPUs, steps of different shapes round differently, so the result
+may differ where two tokens are nearly equally likely.
 
-Penalties count tokens and grammars advance by tokens, so their draws depend on the drafts before them in the step.
-Requests with penalties or a grammar get no drafts.
+The KV of rejected drafts is beyond `planned`: later tokens overwrite it, and it is never published.
+
+Requests with penalties or a grammar get no drafts: both depend on the tokens before a draw, which would include drafts
+that may be rejected.
 
 The gain depends on the text. The bundled model took 5.1 instead of 23.2 ms a token to repeat code with small edits,
 and 7.0 instead of 6.9 ms where nothing repeats (engine/kernels/MEASURED.md).
@@ -24,7 +24,7 @@ from __future__ import annotations
 from engine.core.ngrams import Lookup
 from engine.core.request import Request
 
-INDEXED_TOKENS = 2048  # tokens indexed in a step, over all requests: 100,000 at once would take 0.2 s
+INDEXED_TOKENS = 2048  # at most so many tokens are indexed in a step, over all requests: 100,000 take 0.2 s
 
 
 class PromptLookup:
@@ -42,7 +42,7 @@ class PromptLookup:
         """Draft up to `room` tokens after the request's last token, at position `start`. Often empty."""
         room = min(room, self.tokens, request.max_total - start - 2)
         known = len(request.ids) == start + 1  # False: the last token is in flight
-        if room <= 0 or not known or not draws_by_logits_alone(request):
+        if room <= 0 or not known or request.params.has_penalties or request.grammar is not None:
             return []
         if request.lookup is None:
             request.lookup = Lookup()
@@ -56,8 +56,3 @@ class PromptLookup:
         request.accepted_tokens += accepted
         assert request.lookup is not None, "a draft needs a lookup"
         request.lookup.learn(accepted, len(request.ids) + accepted + 1)
-
-
-def draws_by_logits_alone(request: Request) -> bool:
-    """True if earlier tokens influence this request's draws only through the logits."""
-    return not request.params.has_penalties and request.grammar is None

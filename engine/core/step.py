@@ -1,4 +1,4 @@
-"""The data of a step: its plan, as plain arrays; the tokens that the device drew; the output of its commit."""
+"""The data of a step: its plan as plain arrays, the tokens that the device drew, and the output of its commit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RowSettings:
     row: int
     params: SamplingParams
     seed: int
-    sample_index: int  # which of n samples: the noise differs by it
+    sample_index: int  # which of n samples; the noise depends on it
     stop_ids: frozenset[int]
     prompt_len: int
     constrained: bool  # a grammar masks the row's logits
@@ -41,7 +41,7 @@ class RowSettings:
 class PromptTargets(NamedTuple):
     """The prompt tokens that one prefill chunk predicts, for a request that asked for prompt logprobs."""
 
-    token_ids: list[int]  # the prompt's tokens at start + 1 … start + q_len, as far as the prompt goes
+    token_ids: list[int]  # the prompt's tokens at start + 1 … start + q_len, up to the end of the prompt
     top: int  # how many of the most likely tokens to report at each position
 
 
@@ -49,16 +49,16 @@ class PromptTargets(NamedTuple):
 class StepPlan:
     """One step, as plain data: it can be sent to other ranks as it is.
 
-    The order of the entries: first those that decode one token (`num_decodes`), then those that decode one token and
-    check draft tokens behind it (`num_drafted`: each of their tokens draws the next), then the prefill chunks.
+    The entries are in this order: `num_decodes` decodes of one token; `num_drafted` decodes of one token and its
+    drafts, where each of these tokens draws the next; prefill chunks.
     """
 
     step: int
     rows: np.ndarray  # int32 [n]  the request's row in the persistent batch state
     starts: np.ndarray  # int32 [n]  position of the first token computed; everything before it is in the KV cache
     q_lens: np.ndarray  # int32 [n]  tokens computed
-    samples: np.ndarray  # bool  [n]  draws a token from the logits of its last position; with drafts, of all
-    token_ids: np.ndarray  # int32 [sum q_lens]; -1: the token this row drew last, known only to the device so far
+    samples: np.ndarray  # bool  [n]  True: draws from the logits of the last position; with drafts, of each position
+    token_ids: np.ndarray  # int32 [sum q_lens]; -1: the row's last token, which only the device knows so far
     num_decodes: int
     # Changes to the persistent block table, applied before the step: table[row, column] = block.
     table_rows: np.ndarray  # int32 [m]
@@ -74,7 +74,7 @@ class StepPlan:
 
     @property
     def num_decoding(self) -> int:
-        """Entries that decode, with and without drafts; the prefill chunks follow them."""
+        """The number of decodes, with and without drafts; the prefill chunks follow them."""
         return self.num_decodes + self.num_drafted
 
     def drafts(self) -> Iterator[tuple[int, list[int]]]:
@@ -86,7 +86,7 @@ class StepPlan:
 
 
 class Scheduled(NamedTuple):
-    """A plan and the requests it was made for. Only the process of the scheduler holds it."""
+    """A plan and its requests. It stays in the scheduler's process; other ranks get the plan alone."""
 
     plan: StepPlan
     requests: tuple[Request, ...]  # by entry
@@ -110,8 +110,7 @@ class StepResult:
 
     ids: list[int]  # by entry; -1 for entries that do not sample and for those with drafts
     bad: list[int] = field(default_factory=list)  # entries whose logits were NaN or infinite
-    # By entry with drafts: the draw at each of its tokens, even behind a rejected draft; -1 where logits were NaN or
-    # infinite.
+    # By entry with drafts: the draw at each of its tokens, also after a rejected draft; -1: bad logits.
     checked: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by entry, one for each draw
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by entry, this chunk's positions
@@ -125,10 +124,10 @@ class StepResult:
 
 @dataclass(slots=True)
 class Emitted:
-    """What a commit has for one request: a token, the reason why the request ended, or both."""
+    """The output of a commit for one request: a token, the reason why the request ended, or both."""
 
     request: Request
-    token_id: int | None  # None: it drew none
-    finish_reason: str = ""  # empty: it goes on
+    token_id: int | None  # None: no token was drawn
+    finish_reason: str = ""  # empty: the request continues
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None

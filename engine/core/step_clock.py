@@ -25,7 +25,7 @@ class StepTimes:
     begun: float
     planned: float = 0.0
     launched: float = 0.0
-    arrived: float = 0.0  # its ids are on the host
+    arrived: float = 0.0  # the ids are on the host
 
 
 class StepClock:
@@ -42,7 +42,8 @@ class StepClock:
     def record(self, times: StepTimes, plan: StepPlan, result: StepResult, emitted: list[Emitted]) -> float:
         """Record a step that was just committed; return its wall time in seconds.
 
-        It begins with the step, or when the device has finished the step before; it ends when the ids arrive.
+        That time begins when the step begins, or when the step before has ended, if that is later. It ends when the
+        ids arrive.
         """
         wall_s = times.arrived - max(times.begun, self._device_free_at)
         self._device_free_at = times.arrived
@@ -64,7 +65,7 @@ class StepClock:
         return wall_s
 
     def _record_first_tokens(self, emitted: list[Emitted], sample_ms: float) -> None:
-        """Record the three parts of the time to first token, for each request that has just drawn it."""
+        """Record the three parts of the time to first token, for each request that has just drawn its first token."""
         for item in emitted:
             request = item.request
             if item.token_id is not None and not request.first_token_work:

@@ -166,10 +166,16 @@ def test_a_failed_step_takes_what_was_built_on_it_along() -> None:
     cache.grow(follower, 7)
     follower.planned = 7
     cache.publish_planned(follower, 6)
-    cache.check([leader, follower])
+    written = make_request(3, [1, 1, 2, 2, 8, 8, 8])
+    match = cache.look_up(written)
+    assert match is not None and cache.take(written, match) == 4
+    cache.grow(written, 7)
+    written.planned = 7
+    cache.publish_committed(written, 7)
+    cache.check([leader, follower, written])
     doomed, blocks = cache.tree.doomed_by(5)
-    assert blocks == set(leader.table[:3]) | set(follower.table[:3])
-    for request in (follower, leader):
+    assert blocks == set(leader.table[:3]) | set(follower.table[:3]) | set(written.table[:3])
+    for request in (written, follower, leader):
         cache.release(request, cache.log.append("finish", request.id, "error", 0))
     cache.tree.withdraw(5, doomed)
     cache.check([])
