@@ -1,6 +1,6 @@
 """Measures the time from a key to its echo on the screen while eight chats are answered.
 
-    python -m minitui.dev.latency [--chats 8] [--tokens 1500] [--seconds 60] [--json]
+    python -m minitui.dev.latency [--chats 8] [--tokens 1500] [--seconds 60] [--json] [-- OPTIONS OF MINITUI CHAT]
 
 It runs the real application in a pseudo-terminal with the bundled model, asks the same question in every chat with the
 end token ignored, and types characters that no answer contains, one at a time. When the answers end it asks again. It
@@ -9,16 +9,18 @@ also measures the application's share of a core, and the bytes per second that i
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import signal
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import typer
 
 from minitui.dev.pseudo_terminal import read, start_in_terminal
+from minitui.visible import json_text
 
 GLYPHS = "àáâãäåæçèéêëìíîïðñòóôõöøùúûüýþÿāăąćĉċčďđēĕėęěĝğġģĥħĩīĭįıĵķĺļľłńņňŋōŏőœŕŗřśŝşšţťŧũūŭůűųŵŷźżž"
 
@@ -151,26 +153,26 @@ def measure(chats: int, tokens: int, seconds: float, columns: int, rows: int, ar
         app.close()
 
 
-def main() -> None:
-    """Measures and prints."""
-    parser = argparse.ArgumentParser(prog="python -m minitui.dev.latency", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--chats", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=1500)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--columns", type=int, default=120)
-    parser.add_argument("--rows", type=int, default=36)
-    parser.add_argument("--json", action="store_true")
-    options, rest = parser.parse_known_args()
-    found = measure(options.chats, options.tokens, options.seconds, options.columns, options.rows, rest)
-    if options.json:
-        print(json.dumps(asdict(found)))
+def main(
+    options: Annotated[list[str] | None, typer.Argument(help="Options of minitui chat, after --.")] = None,
+    chats: Annotated[int, typer.Option(help="Number of chats.")] = 8,
+    tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 1500,
+    seconds: Annotated[float, typer.Option(help="How long to type.")] = 60.0,
+    columns: Annotated[int, typer.Option(help="Width of the terminal.")] = 120,
+    rows: Annotated[int, typer.Option(help="Height of the terminal.")] = 36,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure the time from a key to its echo while several chats are answered."""
+    found = measure(chats, tokens, seconds, columns, rows, options or [])
+    if json:
+        print(json_text(asdict(found)))
         return
     print(
-        f"{found.keys} keys over {found.answering:.0f} s of answering in {options.chats} chats: "
+        f"{found.keys} keys over {found.answering:.0f} s of answering in {chats} chats: "
         f"p50 {found.p50} ms, p95 {found.p95} ms, p99 {found.p99} ms, worst {found.worst} ms; "
         f"the application used {found.core:.0%} of a core and wrote {found.bytes_per_second / 1e3:,.0f} KB/s"
     )
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

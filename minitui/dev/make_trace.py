@@ -3,18 +3,19 @@
     python -m minitui.dev.make_trace --model Qwen/Qwen3-8B --dummy-weights --requests 64 --out h200.trace
     minitui replay h200.trace --speed 0.1
 
-Needs only the engine's dependencies. The prompts are random tokens; each conversation shares one of a few beginnings.
-So batches, chunks and hits are like those of real traffic, but the text means nothing. The trace says so, and readers
-do not show the text. The same seed gives the same arrival times and lengths.
+The prompts are random tokens; each conversation begins with one of a few shared prefixes. So batches, chunks and hits
+are like those of real traffic, but the text means nothing. The trace says so, and readers do not show the text. The
+same seed gives the same arrival times and lengths.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from engine.build import build_engine
 from engine.config import EngineConfig
@@ -118,34 +119,39 @@ def record_run(engine: Engine, info: dict[str, Any], due: list[Arrival], path: P
 
 
 def _span(text: str) -> tuple[int, int]:
-    """ "32-512" as (32, 512); argparse turns the ValueError into its message."""
+    """Returns (32, 512) for "32-512". Raises BadParameter."""
     low, _, high = text.partition("-")
-    span = (int(low), int(high or low))
+    try:
+        span = (int(low), int(high or low))
+    except ValueError:
+        span = (0, 0)
     if not 0 < span[0] <= span[1]:
-        raise ValueError(text)
+        raise typer.BadParameter(f"{text!r} is not a range such as 32-512")
     return span
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m minitui.dev.make_trace", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", required=True, help="as for minitui chat")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--dummy-weights", action="store_true")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--kv-blocks", type=int, default=None)
-    parser.add_argument("--max-num-seqs", type=int, default=None)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=None)
-    parser.add_argument("--requests", type=int, default=Traffic.requests)
-    parser.add_argument("--arrivals", type=float, default=Traffic.arrivals_s, help="seconds in which they come")
-    parser.add_argument("--prefix", type=int, default=Traffic.prefix, help="tokens of a shared beginning")
-    parser.add_argument("--prompt", type=_span, default=Traffic.prompt, help="tokens beyond it, as in 32-512")
-    parser.add_argument("--reply", type=_span, default=Traffic.reply, help="tokens of an answer, as in 32-256")
-    parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args(arguments)
+def main(
+    model: Annotated[str, typer.Option(help="As for minitui chat.")],
+    out: Annotated[Path, typer.Option(help="The trace file to write.")],
+    dummy_weights: Annotated[bool, typer.Option("--dummy-weights", help="Random weights.")] = False,
+    device: str = "auto",
+    kv_blocks: int | None = None,
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
+    requests: int = Traffic.requests,
+    arrivals_s: Annotated[
+        float, typer.Option("--arrivals", help="Seconds within which all requests arrive.")
+    ] = Traffic.arrivals_s,
+    prefix: Annotated[int, typer.Option(help="Tokens of a shared prefix.")] = Traffic.prefix,
+    prompt: Annotated[str, typer.Option(help="Tokens of a prompt after the prefix.")] = "32-512",
+    reply: Annotated[str, typer.Option(help="Tokens of an answer.")] = "32-256",
+    seed: int = 0,
+) -> None:
+    """Record a run of many requests without a screen."""
+    traffic = Traffic(requests, arrivals_s, prefix=prefix, prompt=_span(prompt), reply=_span(reply), seed=seed)
     config = EngineConfig(
-        model=chosen.model, dummy_weights=chosen.dummy_weights, device=chosen.device, num_blocks=chosen.kv_blocks,
-        max_num_seqs=chosen.max_num_seqs, max_num_batched_tokens=chosen.max_num_batched_tokens, load_tokenizer=False,
+        model=model, dummy_weights=dummy_weights, device=device, num_blocks=kv_blocks, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens, load_tokenizer=False,
     )  # fmt: skip
     built = build_engine(config)
     # The first steps on a device compile and warm up: they are not recorded.
@@ -156,15 +162,11 @@ def main(arguments: list[str] | None = None) -> None:
         built.engine.step()
     built.engine.clear_cache()
     built.engine.log.drain()
-    traffic = Traffic(
-        requests=chosen.requests, arrivals_s=chosen.arrivals, prefix=chosen.prefix, prompt=chosen.prompt,
-        reply=chosen.reply, seed=chosen.seed,
-    )  # fmt: skip
     due = arrivals(traffic, built.info["vocab_size"], built.info["max_model_len"])
-    recorder = record_run(built.engine, built.info, due, chosen.out)
-    size = chosen.out.stat().st_size
-    print(f"{chosen.out}: {recorder.records:,} records of {recorder.steps:,} steps, {size / 1e3:,.0f} kB")
+    recorder = record_run(built.engine, built.info, due, out)
+    size = out.stat().st_size
+    print(f"{out}: {recorder.records:,} records of {recorder.steps:,} steps, {size / 1e3:,.0f} kB")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

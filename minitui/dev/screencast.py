@@ -6,14 +6,15 @@ merged into a longer one. A headless Chromium draws them, Pillow writes them.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from engine.errors import EngineError
 from minitui.dev.screenshots import Scene, make, until
@@ -107,28 +108,28 @@ def _palette(pictures: list[Any]) -> Any:
     return sheet.quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE)
 
 
-def main() -> None:
-    """The command line."""
-    summary = (__doc__ or "").split("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m minitui.dev.screencast", description=summary)
-    parser.add_argument("file", nargs="?", default="screenshots/shared-prefix.gif", type=Path)
-    parser.add_argument("--demo", default="shared-prefix", choices=DEMOS)
-    parser.add_argument("--size", default="110x34", help="columns x rows of the terminal")
-    parser.add_argument("--beat", default=1.0, type=float, help="scales the pauses for reading")
-    parser.add_argument("--scale", default=0.75, type=float, help="device pixels to a unit of the SVG")
-    options = parser.parse_args()
+def main(
+    file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("screenshots/shared-prefix.gif"),
+    demo: Annotated[str, typer.Option(help=f"One of {', '.join(DEMOS)}.")] = "shared-prefix",
+    size: Annotated[str, typer.Option(help="Columns x rows of the terminal.")] = "110x34",
+    beat: Annotated[float, typer.Option(help="Scale of the reading pauses.")] = 1.0,
+    scale: Annotated[float, typer.Option(help="Device pixels per unit of the SVG.")] = 0.75,
+) -> None:
+    """Play a demo and write an animated GIF of it."""
+    if demo not in DEMOS:
+        raise typer.BadParameter(f"there is no demo {demo!r}: the demos are {', '.join(DEMOS)}")
     browser = find_browser()
     if browser is None:
         raise SystemExit(f"minitui.dev.screencast: {NO_BROWSER}")
-    columns, _, rows = options.size.partition("x")
+    columns, _, rows = size.partition("x")
     try:
-        frames = asyncio.run(film(options.demo, int(columns), int(rows), options.beat))
-        write_gif(frames, options.file, browser, options.scale)
+        frames = asyncio.run(film(demo, int(columns), int(rows), beat))
+        write_gif(frames, file, browser, scale)
     except EngineError as error:
         raise SystemExit(f"minitui.dev.screencast: {error}") from None
     seconds = sum(frame.seconds for frame in frames)
-    print(f"{options.file}: {len(frames)} frames, {seconds:.0f} s, {options.file.stat().st_size / 1e6:.2f} MB")
+    print(f"{file}: {len(frames)} frames, {seconds:.0f} s, {file.stat().st_size / 1e6:.2f} MB")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -6,7 +6,6 @@ installed Chromium also as PNG. Textual's SVG names a font from the web; these n
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import io
@@ -17,8 +16,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from textual import events
 
 from minitui import tutor
@@ -384,23 +384,23 @@ def shrink(png: Path) -> Path:
     return png
 
 
-def main() -> None:
-    """The command line."""
-    summary = (__doc__ or "").split("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m minitui.dev.screenshots", description=summary)
-    parser.add_argument("directory", nargs="?", default="screenshots", type=Path)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"scenes: {', '.join(SCENES)}; default: all")
-    options = parser.parse_args()
-    if unknown := set(options.names) - set(SCENES):
-        parser.error(f"there is no scene {', '.join(sorted(unknown))}")
-    options.directory.mkdir(parents=True, exist_ok=True)
+def main(
+    directory: Annotated[Path, typer.Argument(help="The directory for the pictures.")] = Path("screenshots"),
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME", help=f"Scenes: {', '.join(SCENES)}. Default: all.")
+    ] = None,
+) -> None:
+    """Take pictures of the real application on the real engine."""
+    if unknown := set(names or ()) - set(SCENES):
+        raise typer.BadParameter(f"there is no scene {', '.join(sorted(unknown))}")
+    directory.mkdir(parents=True, exist_ok=True)
     browser = find_browser()
-    for name in options.names or SCENES:
-        path = asyncio.run(take(name, options.directory))
+    for name in names or SCENES:
+        path = asyncio.run(take(name, directory))
         if browser is not None:
             path = shrink(write_png(path.read_text(encoding="utf-8"), path.with_suffix(".png"), browser))
         print(path)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -1,8 +1,7 @@
-"""Inspect and Lecture over simulated records: to look at, or with --measure to measure."""
+"""Shows Inspect and Lecture over simulated records, or with --measure measures their cost."""
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import math
@@ -15,8 +14,9 @@ import time
 from collections.abc import Callable
 from itertools import cycle, pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+import typer
 from textual.binding import Binding
 
 from minitui.chat.sessions import Chats
@@ -243,32 +243,34 @@ def loop_speed() -> float:
     return round(3.0 / (time.process_time() - begin), 1)
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m minitui.dev.simulator_app", description=__doc__)
-    parser.add_argument("--load", choices=sorted(LOADS), default="classroom")
-    parser.add_argument("--fps", type=float, default=20.0)
-    parser.add_argument("--size", default="160x48", help="columns x rows of the terminal to measure in")
-    parser.add_argument("--measure", action="store_true", help="measure in a terminal of its own and print the figures")
-    parser.add_argument("--seconds", type=float, default=10.0, help="how long to measure")
-    parser.add_argument("--settle", type=float, default=SETTLE_S, help="seconds before that")
-    parser.add_argument("--out", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.measure:
-        columns, rows = (int(n) for n in options.size.split("x"))
-        figures = measure(options.load, (columns, rows), options.fps, options.seconds, options.settle)
-        for name, value in figures.items():
+def main(
+    load: Annotated[str, typer.Option(help=f"One of {', '.join(sorted(LOADS))}.")] = "classroom",
+    fps: Annotated[float, typer.Option(help="Frames per second.")] = 20.0,
+    size: Annotated[str, typer.Option(help="With --measure: columns x rows of the terminal.")] = "160x48",
+    measured: Annotated[
+        bool, typer.Option("--measure", help="Measure in a pseudo-terminal and print the figures.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(help="How long to measure.")] = 10.0,
+    settle: Annotated[float, typer.Option(help="Seconds before the measurement.")] = SETTLE_S,
+    out: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Show Inspect and Lecture over simulated records."""
+    if load not in LOADS:
+        raise typer.BadParameter(f"there is no load {load!r}: the loads are {', '.join(sorted(LOADS))}")
+    if measured:
+        columns, rows = (int(n) for n in size.split("x"))
+        for name, value in measure(load, (columns, rows), fps, seconds, settle).items():
             print(f"{name:18}{value}")
         return
-    source = StressProcess(options.load, ahead=options.seconds + options.settle + 1.0 if options.out else 0.0)
+    source = StressProcess(load, ahead=seconds + settle + 1.0 if out else 0.0)
     try:
-        app = StressApp(source, options.fps, options.seconds if options.out else 0.0, settle=options.settle)
+        app = StressApp(source, fps, seconds if out else 0.0, settle=settle)
         app.run()
     finally:
         source.close()
-    if options.out:
-        Path(options.out).write_text(json.dumps(app.figures))
+    if out:
+        out.write_text(json.dumps(app.figures))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

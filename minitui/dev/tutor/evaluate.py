@@ -6,11 +6,13 @@ conversations hold, and, with --write, stores the questions answered right as kn
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from engine.llm import LLM
 from engine.params import SamplingParams
@@ -63,18 +65,21 @@ def hold_turns(items: dict[str, Item], answer: Answer, chats: int = CHATS, turns
     return right
 
 
-def main() -> None:
-    """Prints the measurements."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=model_dir(), help="checkpoint directory")
-    parser.add_argument("--quantization", default="none", help="none or int8")
-    parser.add_argument("--set", default="evaluation.jsonl", help="evaluation.jsonl or development.jsonl")
-    parser.add_argument("--wrong", action="store_true", help="also print each wrong answer")
-    parser.add_argument("--write", action="store_true", help="store the questions answered right beside the weights")
-    args = parser.parse_args()
+def main(
+    model: Annotated[Path, typer.Option(help="Directory of the checkpoint.")] = model_dir(),  # noqa: B008
+    quantization: Annotated[str, typer.Option(help="none or int8.")] = "none",
+    questions: Annotated[
+        str, typer.Option("--set", help="evaluation.jsonl or development.jsonl.")
+    ] = "evaluation.jsonl",
+    print_wrong: Annotated[bool, typer.Option("--wrong", help="Also print each wrong answer.")] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Store the questions answered right beside the weights.")
+    ] = False,
+) -> None:
+    """Measure the bundled model through the engine."""
     items = load_items()
-    answer = answers_of(args.model, args.quantization)
-    checks: list[Check] = load_checks(args.set)
+    answer = answers_of(model, quantization)
+    checks: list[Check] = load_checks(questions)
     for name, system in (("the default", DEFAULT_SYSTEM_PROMPT), ("a foreign", FOREIGN_SYSTEM_PROMPT), ("no", None)):
         verdicts = score(checks, answer, system)
         right = known(items, answer, system)
@@ -84,14 +89,14 @@ def main() -> None:
             known_ids = right
             wrong = [verdict for verdict in verdicts if verdict.verdict == "wrong"]
     print("\nright in turn 1 to 6: " + ", ".join(f"{share:.0%}" for share in hold_turns(items, answer)))
-    if args.wrong:
+    if print_wrong:
         for verdict in wrong:
             print(f"{verdict.check.tier} {verdict.check.id}: {verdict.check.question} -> {verdict.answer[:90]}")
-    if args.write:
-        questions = [items[name].question for name in known_ids if items[name].kind in ("engine", "app")]
-        (args.model / "known_questions.json").write_text(json.dumps(questions, indent=0, ensure_ascii=False) + "\n")
-        print(f"{len(questions)} known questions written")
+    if write:
+        right_ones = [items[name].question for name in known_ids if items[name].kind in ("engine", "app")]
+        (model / "known_questions.json").write_text(json.dumps(right_ones, indent=0, ensure_ascii=False) + "\n")
+        print(f"{len(right_ones)} known questions written")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

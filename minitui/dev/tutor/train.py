@@ -5,7 +5,6 @@ The network is Qwen3's, written out here with the names of its checkpoints, so t
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import multiprocessing
@@ -13,10 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+import typer
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -343,28 +343,24 @@ def changed(settings: Settings, name: str, value: str) -> Settings:
     return replace(settings, **{name: type(getattr(settings, name))(value)})
 
 
-def main() -> None:
-    """Trains, saves and prints the evaluation."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="directory for the checkpoint")
-    parser.add_argument(
-        "--start-from",
-        type=Path,
-        metavar="DIR",
-        help="go on from the checkpoint in DIR, with its tokenizer, instead of from random weights",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="override a field of the recipe, the shape or the damage, such as steps=500",
-    )
-    parser.add_argument("--workers", type=int, default=max(1, multiprocessing.cpu_count() - 1))
-    args = parser.parse_args()
+def main(
+    out: Annotated[Path, typer.Option(help="Directory for the checkpoint.")],
+    start_from: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Continue from this checkpoint, with its tokenizer. Default: random weights."),
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="Change a field of the recipe, the shape or the damage: steps=500."
+        ),
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Processes that make rows.")] = max(1, multiprocessing.cpu_count() - 1),
+) -> None:
+    """Train, save and print the evaluation."""
     shape, recipe, damage = Shape(), Recipe(), Damage()
-    for setting in args.set:
-        name, _, value = setting.partition("=")
+    for change in changes or ():
+        name, _, value = change.partition("=")
         if hasattr(shape, name):
             shape = changed(shape, name, value)
         elif hasattr(recipe, name):
@@ -372,35 +368,35 @@ def main() -> None:
         elif hasattr(damage, name):
             damage = changed(damage, name, value)
         else:
-            parser.error(f"--set {setting}: no field named {name!r} in the recipe, the shape or the damage")
+            raise typer.BadParameter(f"--set {change}: no field named {name!r} in the recipe, the shape or the damage")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(recipe.seed)
     items = load_items()
     network = Network(shape, recipe.dropout).to(device)
-    if args.start_from is None:
+    if start_from is None:
         tokenizer = train_tokenizer(tokenizer_texts(items, load_words()), shape.vocab_size)
     else:
-        tokenizer = Tokenizer.from_file(str(args.start_from / "tokenizer.json"))
-        old = load_file(args.start_from / "model.safetensors", device=device)
+        tokenizer = Tokenizer.from_file(str(start_from / "tokenizer.json"))
+        old = load_file(start_from / "model.safetensors", device=device)
         network.load_state_dict(old)
     size = sum(weight.numel() for weight in network.parameters())
     print(f"{size / 1e6:.2f} million parameters, {len(items)} answers, {recipe} {damage}", flush=True)
-    train(network, tokenizer, shape, recipe, damage, args.workers)
-    if args.start_from is not None:
+    train(network, tokenizer, shape, recipe, damage, workers)
+    if start_from is not None:
         mix(network, old, recipe.keep)
-    save(network, tokenizer, shape, args.out)
+    save(network, tokenizer, shape, out)
     with torch.no_grad():
         for weight in network.parameters():
             weight.copy_(weight.to(torch.bfloat16))
     if device == "cpu":
-        print(f"measure it with: python -m minitui.dev.tutor.evaluate --model {args.out}")
+        print(f"measure it with: python -m minitui.dev.tutor.evaluate --model {out}")
         return
     answer = functools.partial(answer_with, network, tokenizer)
     for name in ("development.jsonl", "evaluation.jsonl"):
         verdicts = score(load_checks(name), answer, DEFAULT_SYSTEM_PROMPT)
         print(name, table(verdicts), sep="\n", flush=True)
         report = [[v.check.tier, v.verdict, v.check.id, v.check.question, v.answer] for v in verdicts]
-        (args.out / name.replace(".jsonl", "_report.json")).write_text(json.dumps(report, indent=0))
+        (out / name.replace(".jsonl", "_report.json")).write_text(json.dumps(report, indent=0))
     for system in (DEFAULT_SYSTEM_PROMPT, None):
         right = known(items, answer, system)
         print(f"canonical questions word for word: {len(right)} of {len(items)}", flush=True)
@@ -408,4 +404,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
