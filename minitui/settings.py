@@ -89,6 +89,8 @@ def load(path: Path | None = None) -> Settings:
     """Reads the settings; a missing file gives the defaults. Raises SettingsError naming what is wrong."""
     path = path or config_path()
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is not a regular file")  # reading a FIFO or a device might not end
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return Settings()

@@ -91,7 +91,12 @@ def run_verify(model: str, dtype: str = "auto", device: str = "auto", as_json: b
     name = str(limits.dtype).removeprefix("torch.")
     _print(f"{directory.name}: {name} on {limits.device}", as_json)
     started = time.perf_counter()
-    reference = run_reference(directory, limits.dtype, limits.device)
+    try:
+        reference = run_reference(directory, limits.dtype, limits.device)
+    except EngineError:
+        raise
+    except Exception as error:  # whatever transformers raises, for a model that it cannot load or run
+        raise EngineError(f"transformers cannot run {directory.name}: {type(error).__name__}: {error}") from error
     _print(f"transformers answered after {time.perf_counter() - started:.1f} s", as_json)
     checks = compare(directory, reference, name, str(limits.device))
     _report(directory.name, checks, as_json)
@@ -114,7 +119,10 @@ def run_reference(directory: Path, dtype: Any, device: Any) -> Reference:
     experts = "eager"  # its fast path for mixtures of experts does not support float64
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, experts_implementation=experts)
     model = model.to(device).eval()
-    room = model.config.max_position_embeddings - NEW_TOKENS - 1  # teacher forcing samples one token more
+    positions = model.config.max_position_embeddings
+    room = positions - NEW_TOKENS - 1  # teacher forcing samples one token more
+    if room < 1:
+        raise EngineError(f"{directory.name} has {positions} positions; verify needs at least {NEW_TOKENS + 2}")
     prompts = [ids[:room] for ids in prompts]
     replies, logprobs = [], []
     with torch.inference_mode():

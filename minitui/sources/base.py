@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ class Source(ABC):
         self.error: str | None = None  # why there is no engine, as a sentence
         self._ready = asyncio.Event()  # set when `start` has succeeded or failed
         self._on_death: list[Callable[[str], None]] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     # ---- life
 
@@ -49,8 +50,19 @@ class Source(ABC):
         await self._stop()
         await self.start(on_progress)
 
-    async def _stop(self) -> None:  # noqa: B027  (some sources have no tasks)
-        """End the tasks that `start` began, so that it can be called again."""
+    def keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` as a task that is cancelled when this source closes or starts again."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _stop(self) -> None:
+        """End the tasks, so that `start` can be called again."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     @abstractmethod
     async def close(self) -> None:

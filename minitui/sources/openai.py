@@ -95,7 +95,7 @@ class OpenAIStream(Stream):
         self._usage: dict[str, Any] = {}
         self._thinking = False
         self._limit = AnswerLimit(source.url)
-        self._task = asyncio.create_task(self._read(body))
+        self._task = source.keep(self._read(body))
 
     async def _read(self, body: dict[str, Any]) -> None:
         reason, path, bounds = "", "/v1/chat/completions", ANSWER.extension()
@@ -182,7 +182,6 @@ class OpenAISource(Source):
         self.poller = MetricsPoller(self.http)
         self._model = model
         self._answers = 0
-        self._polling: asyncio.Task[None] | None = None
 
     async def start(self, on_progress: Progress) -> None:
         """Ask for the list of models. Raises EngineError with a sentence."""
@@ -200,7 +199,7 @@ class OpenAISource(Source):
             raise
         model = self._model or names[0]
         self.info = {"model": model, "device": self.url, "generation": {}, "log_file": "at the server"}
-        self._polling = asyncio.create_task(self.poller.run())
+        self.keep(self.poller.run())
         self._ready.set()
 
     async def list_models(self) -> list[str]:
@@ -260,8 +259,3 @@ class OpenAISource(Source):
     async def close(self) -> None:
         await self._stop()
         await close_client(self.http)
-
-    async def _stop(self) -> None:
-        if self._polling is not None:
-            self._polling.cancel()
-            await asyncio.gather(self._polling, return_exceptions=True)

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +114,6 @@ class RemoteSource(Source):
         self.records = RemoteRecords(self.http, self.url, give_up_s, self._died)
         self._cache = cache or data_dir() / "tokenizers"
         self._watching = watching
-        self._tasks: set[asyncio.Task[Any]] = set()
 
     # ---- life
 
@@ -160,10 +158,7 @@ class RemoteSource(Source):
         await close_client(self.http)
 
     async def _stop(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(self.unwatch(), *tasks, return_exceptions=True)
+        await asyncio.gather(self.unwatch(), super()._stop())
 
     # ---- records
 
@@ -215,10 +210,3 @@ class RemoteSource(Source):
                 await work
 
         self.keep(run())
-
-    def keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` as a task that is cancelled when this source closes."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task

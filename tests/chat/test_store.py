@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -129,6 +131,14 @@ def test_wrong_settings_are_refused_by_name(tmp_path, text, named):
     path.write_text(text)
     with pytest.raises(SettingsError, match=named):
         settings_file.load(path)
+
+
+def test_settings_are_only_read_from_a_regular_file(tmp_path):
+    fifo = tmp_path / "settings.toml"
+    os.mkfifo(fifo)
+    for path in (fifo, Path("/dev/zero"), tmp_path):
+        with pytest.raises(SettingsError, match="it is not a regular file"):
+            settings_file.load(path)
 
 
 def test_a_file_that_cannot_be_written_is_told_in_a_sentence_and_nothing_is_half_in_it(tmp_path):

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.errors import EngineError
 from minitui import tutor
-from minitui.cli.verify import Reference, _same_tokens, run_verify
+from minitui.cli.verify import NEW_TOKENS, Reference, _same_tokens, run_verify
 
 PROMPT, SAME = [5, 6], [1, 2, 3]
 
@@ -62,3 +63,27 @@ def test_a_weight_that_is_no_number_is_different(bad: float | None, tmp_path: Pa
     assert [check["passed"] for check in checks] == [bad is None] * len(checks) or (bad and not checks[0]["passed"])
     if bad is not None:
         assert not any(check["passed"] for check in checks if "transformers" in check["name"]), checks
+
+
+def test_a_model_that_transformers_cannot_run_is_one_sentence(tmp_path: Path, monkeypatch: Any) -> None:
+    directory = tmp_path / "m"
+    shutil.copytree(tutor.model_dir(), directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": NEW_TOKENS + 1}))
+    with pytest.raises(EngineError, match="m has 21 positions; verify needs at least 22"):
+        run_verify(str(directory), "float32", "cpu", as_json=True)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise KeyError("rope_type")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
+    with pytest.raises(EngineError, match="transformers cannot run m: KeyError: 'rope_type'"):
+        run_verify(str(directory), "float32", "cpu", as_json=True)
+
+
+def test_a_model_of_few_positions_is_compared(tmp_path: Path, capsys: Any) -> None:
+    directory = tmp_path / "m"
+    shutil.copytree(tutor.model_dir(), directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": NEW_TOKENS + 2}))
+    assert run_verify(str(directory), "float32", "cpu", as_json=True) == 0, capsys.readouterr().out

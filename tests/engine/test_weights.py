@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -268,3 +269,28 @@ def test_an_index_names_files_beside_it_and_nothing_else(name: Any, tmp_path: Pa
     index.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=r"index\.json names .* not a safetensors file in its directory"):
         load(directory)
+
+
+def test_a_damaged_header_is_one_sentence(checkpoint: Path) -> None:
+    """Random damage is refused with a sentence, or loaded where it does not matter."""
+    path = checkpoint / "model.safetensors"
+    whole = path.read_bytes()
+    [length] = struct.unpack("<Q", whole[:8])
+    random = Random(0)
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for _ in range(random.choice((1, 1, 2, 8))):
+            at = random.randrange(8, 8 + length)
+            signs = random.choices(b'0123456789-{}[]",:e', k=random.randrange(9))
+            damaged[at : at + random.randrange(1, 9)] = bytes(signs)
+        if random.random() < 0.2:
+            damaged[random.randrange(8)] ^= 1 << random.randrange(8)
+        if random.random() < 0.2:
+            del damaged[random.randrange(len(damaged)) :]
+        path.write_bytes(damaged)
+        try:
+            load(checkpoint)
+        except CheckpointError:
+            refused += 1
+    assert refused > 250

@@ -184,7 +184,8 @@ async def test_comments_alone_are_no_answer() -> None:
                 pass
 
 
-async def test_a_flood_leaves_the_loop_its_turns_and_can_be_left() -> None:
+@pytest.mark.parametrize("cancel", [True, False])
+async def test_a_flood_leaves_the_loop_its_turns_and_can_be_left(cancel: bool) -> None:
     from minitui.sources.openai import OpenAISource
 
     async with hostile(post=endless(OK, chunk(CONTENT % b"a" * 1000))) as url:
@@ -194,9 +195,12 @@ async def test_a_flood_leaves_the_loop_its_turns_and_can_be_left() -> None:
         await stream.started()
         for _ in range(50):  # the application must stay responsive meanwhile
             await asyncio.wait_for(asyncio.sleep(0.001), 5)
-        stream.cancel()
+        if cancel:
+            stream.cancel()
         await asyncio.wait_for(source.close(), 5)
         assert stream._task.done()
+        async with asyncio.timeout(5):
+            assert [delta.finish_reason async for delta in stream][-1] == "abort"
 
 
 async def test_bench_takes_no_flood_for_an_answer() -> None:
