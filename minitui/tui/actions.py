@@ -1,20 +1,19 @@
 """Every action of the application: its key outside the prompt, its slash command, and one sentence about it.
 
-Bindings, slash commands, the palette and the help are made from this table; the table [keys] of settings.toml changes
-the key of an `id`.
+Bindings, slash commands, the palette and the help are made from ACTIONS. The table [keys] of settings.toml gives an
+action, named by its `id`, another key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Action:
-    """`key` has Textual's names, separated by commas. `slash` has no slash; `takes` is its argument, for the help.
-
-    `footer` is the word in the status bar; actions without it are not shown there.
+    """`key` has Textual's names, separated by commas. `slash` is the slash command without its slash; `takes` names its
+    argument in the help. `footer` is the word in the status bar; an action without it is not shown there.
     """
 
     id: str
@@ -23,118 +22,110 @@ class Action:
     key: str = ""
     slash: str = ""
     takes: str = ""
-    group: str = "Application"
     footer: str = ""
+    group: str = ""
 
 
-ACTIONS = (
-    # chats
-    Action("write", "Write", key="i,enter", group="Chats", footer="write",
-        help="Go to the prompt."),
-    Action("keys", "Leave the prompt", key="ctrl+g", slash="keys", group="Chats",
-        help="Leave the prompt, so that letters are keys. The answer continues (esc would cancel it). "
-             "This key acts in the prompt."),
-    Action("new", "New chat", key="o", slash="new", takes="[title]", group="Chats", footer="new",
-        help="Open an empty chat with the default system prompt."),
-    Action("fork", "Fork this chat", key="f", slash="fork", group="Chats", footer="fork",
-        help="Open a copy of this chat. Ask in both (A): they share KV blocks up to the first token that differs."),
-    Action("replay", "Replay the system prompt", key="r", slash="replay", group="Chats", footer="replay",
-        help="Ask the first question again in a new chat with the same system prompt, and show how much of the "
-             "prompt came from the cache."),
-    Action("all", "Send to all", key="A", slash="all", takes="text", group="Chats",
-        help="Send one prompt to every chat at once."),
-    Action("cancel", "Cancel the answer", slash="cancel", group="Chats",
-        help="End the answer that is being written; its text stays."),
-    Action("retry", "Ask again", key="R", slash="retry", group="Chats",
-        help="Ask the last question again."),
-    Action("edit", "Edit and ask again", key="E", slash="edit", takes="[text]", group="Chats",
-        help="Change the last question of this chat and ask it again; the new answer replaces the old one."),
-    Action("next", "Next chat", key="right_square_bracket,l", slash="next", group="Chats", footer="chats",
-        help="Show the next chat."),
-    Action("previous", "Previous chat", key="left_square_bracket,h", slash="prev", group="Chats",
-        help="Show the previous chat."),
-    Action("go", "Go to a chat", slash="go", takes="N", group="Chats",
-        help="Show chat N (also /1, /2, …)."),
-    Action("rename", "Rename this chat", key="e", slash="rename", takes="[title]", group="Chats",
-        help="Give this chat a title."),
-    Action("close", "Close this chat", key="x", slash="close", group="Chats",
-        help="Close this chat; it stays in the chat file."),
-    Action("system", "System prompt", key="s", slash="system", takes="[text]", group="Chats",
-        help="Show or change the system prompt of this chat. A changed prompt differs from its first tokens on, so "
-             "the next turn finds nothing in the cache."),
-    Action("ask", "Known questions", key="a", slash="ask", takes="[word]", group="Chats",
-        help="List the questions that the bundled model answers correctly."),
-    Action("set", "Sampling", slash="set", takes="name value", group="Chats",
-        help="Set temperature, top_p, top_k, max_tokens, seed or ignore_eos for this chat."),
-    Action("think", "Show thinking", key="t", slash="think", group="Chats",
-        help="Show or hide the thinking that comes before an answer."),
-    Action("copy", "Copy the answer", key="y", slash="copy", group="Chats",
-        help="Copy the last answer to the clipboard; /copy code copies its last code block, /copy chat the whole "
-             "chat."),
-    Action("pick", "Copy…", key="Y", slash="pick", group="Chats",
-        help="Choose a message or a code block of this chat and copy it."),
-    Action("export", "Export the chat", slash="export", takes="[file]", group="Chats",
-        help="Write this chat to a file: JSON if its name ends in .json, else Markdown."),
-    Action("attach", "Attach a text file", slash="attach", takes="file", group="Chats",
-        help="Put the text of a file into the prompt."),
-    Action("search", "Search the chats", key="F", slash="search", takes="[words]", group="Chats",
-        help="Find a kept chat by its words, and open it. A chat open in another minitui opens here as a copy."),
-    # several servers
-    Action("replicas", "Replicas", key="4", slash="replicas", group="Replicas", footer="replicas",
-        help="The servers behind the chats: which are up, how busy they are, and their cache hits."),
-    Action("pin", "Pin to a replica", key="P", slash="pin", takes="[N|URL]", group="Replicas",
-        help="Let only one replica answer this chat."),
-    Action("unpin", "Unpin", key="U", slash="unpin", group="Replicas",
-        help="Let every replica answer this chat; a replica with its beginning in the cache comes first."),
-    # the engine
-    Action("freeze", "Freeze the view", key="space", slash="freeze", group="Engine", footer="freeze",
-        help="Stop the picture. The engine keeps running; the top bar says how far behind the picture is."),
-    Action("gate", "Pause the engine", key="p", slash="pause", group="Engine", footer="pause",
-        help="Pause the engine between two steps, or let it run again."),
-    Action("step", "One step", key="n", slash="step", takes="[count]", group="Engine", footer="step",
-        help="Let the engine take one step, then pause (N: ten steps)."),
-    Action("step10", "Ten steps", key="N", group="Engine",
-        help="Let the engine take ten steps, then pause."),
-    Action("until", "Run until…", key="u", slash="until", takes="[event]", group="Engine", footer="until",
-        help="Run until an admission, a hit, an eviction, a preemption, …, then pause."),
-    Action("slower", "Slower", key="less_than_sign", group="Engine", footer="slow motion",
-        help="Slow motion: stretch every step in proportion to its real duration. The figures stay real."),
-    Action("faster", "Faster", key="greater_than_sign", group="Engine",
-        help="Less slow motion, down to real time."),
-    Action("slow", "Slow motion", slash="slow", takes="factor", group="Engine",
-        help="Stretch every step by a factor from 1 (real time) to 200."),
-    Action("back", "Back in time", key="comma", group="Engine",
-        help="Show the engine one step earlier (inspect)."),
-    Action("forward", "Forward in time", key="full_stop", group="Engine",
-        help="Show the engine one step later, up to now (inspect)."),
-    Action("now", "Back to now", key="end", slash="now", group="Engine",
-        help="Return from the past to the present. A new question, or a key that runs the engine, does so too."),
-    Action("clear", "Clear the cache", slash="clear-cache", group="Engine",
-        help="Empty the radix tree; the next prompt is computed from its first token."),
-    Action("reset", "Start over", key="X", slash="reset", group="Engine",
-        help="Cancel the answers, empty the cache, return to real time and clear the history; chats stay. A demo "
-             "starts again."),
-    Action("restart", "Restart the engine", slash="restart", group="Engine",
-        help="Start the engine process again after it has ended."),
-    # the application
-    Action("chat", "Chat", key="1", slash="chat",
-        help="Show the chats."),
-    Action("inspect", "Inspect", key="2", slash="inspect", footer="inspect",
-        help="Show the engine: step, blocks, tree, batches, timings, events."),
-    Action("lecture", "Lecture", key="3", slash="lecture",
-        help="Show one sentence for each step: what it did and why."),
-    Action("theme", "Theme", key="T", slash="theme", takes="[name]",
-        help="Change the theme: dark, light or projector."),
-    Action("help", "Help", key="question_mark", slash="help", footer="help",
-        help="Explain this screen, and list every key."),
-    Action("palette", "Commands", key="colon", slash="commands", footer="commands",
-        help="Search all commands."),
-    Action("slash", "Slash command", key="slash",
-        help="Begin a slash command in the prompt."),
-    Action("quit", "Quit", key="q", slash="quit",
-        help="Quit; unfinished answers are kept with the text they have."),
-)  # fmt: skip
+_TABLE = {
+    "Chats": (
+        Action("write", "Write", key="i,enter", footer="write", help="Go to the prompt."),
+        Action("keys", "Leave the prompt", key="ctrl+g", slash="keys",
+            help="Leave the prompt, so that letters are keys. The answer continues (esc would cancel it). This key "
+                 "acts in the prompt."),
+        Action("new", "New chat", key="o", slash="new", takes="[title]", footer="new",
+            help="Open an empty chat with the default system prompt."),
+        Action("fork", "Fork this chat", key="f", slash="fork", footer="fork",
+            help="Open a copy of this chat. Ask in both (A): they share KV blocks up to the first token that differs."),
+        Action("replay", "Replay the system prompt", key="r", slash="replay", footer="replay",
+            help="Ask the first question again in a new chat with the same system prompt, and show how much of the "
+                 "prompt came from the cache."),
+        Action("all", "Send to all", key="A", slash="all", takes="text", help="Send one prompt to every chat at once."),
+        Action("cancel", "Cancel the answer", slash="cancel",
+            help="End the answer that is being written; its text stays."),
+        Action("retry", "Ask again", key="R", slash="retry", help="Ask the last question again."),
+        Action("edit", "Edit and ask again", key="E", slash="edit", takes="[text]",
+            help="Change the last question of this chat and ask it again; the new answer replaces the old one."),
+        Action("next", "Next chat", key="right_square_bracket,l", slash="next", footer="chats",
+            help="Show the next chat."),
+        Action("previous", "Previous chat", key="left_square_bracket,h", slash="prev", help="Show the previous chat."),
+        Action("go", "Go to a chat", slash="go", takes="N", help="Show chat N (also /1, /2, …)."),
+        Action("rename", "Rename this chat", key="e", slash="rename", takes="[title]", help="Give this chat a title."),
+        Action("close", "Close this chat", key="x", slash="close", help="Close this chat; it stays in the chat file."),
+        Action("system", "System prompt", key="s", slash="system", takes="[text]",
+            help="Show or change the system prompt of this chat. A changed prompt differs from its first tokens on, "
+                 "so the next turn finds nothing in the cache."),
+        Action("ask", "Known questions", key="a", slash="ask", takes="[word]",
+            help="List the questions that the bundled model answers correctly."),
+        Action("set", "Sampling", slash="set", takes="name value",
+            help="Set temperature, top_p, top_k, max_tokens, seed or ignore_eos for this chat."),
+        Action("think", "Show thinking", key="t", slash="think",
+            help="Show or hide the thinking that comes before an answer."),
+        Action("copy", "Copy the answer", key="y", slash="copy",
+            help="Copy the last answer to the clipboard; /copy code copies its last code block, /copy chat the whole "
+                 "chat."),
+        Action("pick", "Copy…", key="Y", slash="pick",
+            help="Choose a message or a code block of this chat and copy it."),
+        Action("export", "Export the chat", slash="export", takes="[file]",
+            help="Write this chat to a file: JSON if its name ends in .json, else Markdown."),
+        Action("attach", "Attach a text file", slash="attach", takes="file",
+            help="Put the text of a file into the prompt."),
+        Action("search", "Search the chats", key="F", slash="search", takes="[words]",
+            help="Find a kept chat by its words, and open it. A chat open in another minitui opens here as a copy."),
+    ),
+    "Replicas": (
+        Action("replicas", "Replicas", key="4", slash="replicas", footer="replicas",
+            help="The servers behind the chats: which are up, how busy they are, and their cache hits."),
+        Action("pin", "Pin to a replica", key="P", slash="pin", takes="[N|URL]",
+            help="Let only one replica answer this chat."),
+        Action("unpin", "Unpin", key="U", slash="unpin",
+            help="Let every replica answer this chat; a replica with its beginning in the cache comes first."),
+    ),
+    "Engine": (
+        Action("freeze", "Freeze the view", key="space", slash="freeze", footer="freeze",
+            help="Stop the picture. The engine keeps running; the top bar says how far behind the picture is."),
+        Action("gate", "Pause the engine", key="p", slash="pause", footer="pause",
+            help="Pause the engine between two steps, or let it run again."),
+        Action("step", "One step", key="n", slash="step", takes="[count]", footer="step",
+            help="Let the engine take one step, then pause (N: ten steps)."),
+        Action("step10", "Ten steps", key="N", help="Let the engine take ten steps, then pause."),
+        Action("until", "Run until…", key="u", slash="until", takes="[event]", footer="until",
+            help="Run until an admission, a hit, an eviction, a preemption, …, then pause."),
+        Action("slower", "Slower", key="less_than_sign", footer="slow motion",
+            help="Slow motion: stretch every step in proportion to its real duration. The figures stay real."),
+        Action("faster", "Faster", key="greater_than_sign", help="Less slow motion, down to real time."),
+        Action("slow", "Slow motion", slash="slow", takes="factor",
+            help="Stretch every step by a factor from 1 (real time) to 200."),
+        Action("back", "Back in time", key="comma", help="Show the engine one step earlier (inspect)."),
+        Action("forward", "Forward in time", key="full_stop",
+            help="Show the engine one step later, up to now (inspect)."),
+        Action("now", "Back to now", key="end", slash="now",
+            help="Return from the past to the present. A new question, or a key that runs the engine, does so too."),
+        Action("clear", "Clear the cache", slash="clear-cache",
+            help="Empty the radix tree; the next prompt is computed from its first token."),
+        Action("reset", "Start over", key="X", slash="reset",
+            help="Cancel the answers, empty the cache, return to real time and clear the history; chats stay. A demo "
+                 "starts again."),
+        Action("restart", "Restart the engine", slash="restart",
+            help="Start the engine process again after it has ended."),
+    ),
+    "Application": (
+        Action("chat", "Chat", key="1", slash="chat", help="Show the chats."),
+        Action("inspect", "Inspect", key="2", slash="inspect", footer="inspect",
+            help="Show the engine: step, blocks, tree, batches, timings, events."),
+        Action("lecture", "Lecture", key="3", slash="lecture",
+            help="Show one sentence for each step: what it did and why."),
+        Action("theme", "Theme", key="T", slash="theme", takes="[name]",
+            help="Change the theme: dark, light or projector."),
+        Action("help", "Help", key="question_mark", slash="help", footer="help",
+            help="Explain this screen, and list every key."),
+        Action("palette", "Commands", key="colon", slash="commands", footer="commands", help="Search all commands."),
+        Action("slash", "Slash command", key="slash", help="Begin a slash command in the prompt."),
+        Action("quit", "Quit", key="q", slash="quit",
+            help="Quit; unfinished answers are kept with the text they have."),
+    ),
+}  # fmt: skip
 
+ACTIONS = tuple(replace(action, group=group) for group, actions in _TABLE.items() for action in actions)
 BY_ID = {action.id: action for action in ACTIONS}
 BY_SLASH = {action.slash: action for action in ACTIONS if action.slash}
 

@@ -1,4 +1,4 @@
-"""The application: screens, start and end, the timer that draws, the engine's health. Its state is in app_base.py."""
+"""The application: its screens, start and end, the drawing timer, the engine's health. Its state is in app_base.py."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ QUIT_WITHIN_S = 2.0  # between two presses of ctrl+c
 
 
 class MinituiApp(AppBase):
-    """`load_codec` makes the tokenizer from the source's info, in a thread. `script` runs once the engine has started.
+    """`load_codec` makes the tokenizer from the source's info, in a thread. `script` runs after the engine's start.
 
-    `guard`: the application has a terminal, to be restored at the end.
+    `guard` restores the terminal at the end; None if there is no terminal to restore.
     """
 
-    HELP_FIRST: ClassVar[tuple[tuple[str, str], ...]] = ()  # (title, text) shown before the help of the screen
+    HELP_FIRST: ClassVar[tuple[tuple[str, str], ...]] = ()  # (title, text) pairs before the help of the screen
     MODES: ClassVar[dict[str, Any]] = {"chat": ChatScreen, "inspect": InspectScreen, "lecture": LectureScreen}
     DEFAULT_MODE = "chat"
     CSS = """
@@ -59,38 +59,13 @@ class MinituiApp(AppBase):
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(a.key, f"do('{a.id}')", a.title, id=a.id, tooltip=a.help, show=False) for a in ACTIONS if a.key),
         Binding("escape", "escape", "Back", id="escape", tooltip="Cancel the answer of this chat", show=False),
-        Binding(
-            "ctrl+z",
-            "suspend_process",
-            "Suspend",
-            id="suspend",
-            tooltip="Return to the shell; fg continues",
-            show=False,
-            priority=True,
-        ),
-        Binding(
-            "ctrl+c",
-            "interrupt",
-            "Copy or quit",
-            id="interrupt",
-            tooltip="Copy the selection; pressed twice, quit",
-            show=False,
-            priority=True,
-        ),
-        *(
-            Binding(
-                letter,
-                f"guess({i})",
-                f"Guess {letter}",
-                id=f"guess.{letter}",
-                show=False,
-                priority=True,
-                system=True,
-                tooltip="While a demo asks for a prediction",
-            )
-            for i, letter in enumerate(LETTERS)
-        ),
-    ]
+        Binding("ctrl+z", "suspend_process", "Suspend", id="suspend", show=False, priority=True,
+                tooltip="Return to the shell; fg continues"),
+        Binding("ctrl+c", "interrupt", "Copy or quit", id="interrupt", show=False, priority=True,
+                tooltip="Copy the selection; pressed twice, quit"),
+        *(Binding(a, f"guess({i})", f"Guess {a}", id=f"guess.{a}", show=False, priority=True, system=True,
+                  tooltip="While a demo asks for a prediction") for i, a in enumerate(LETTERS)),
+    ]  # fmt: skip
 
     def __init__(
         self,
@@ -98,14 +73,13 @@ class MinituiApp(AppBase):
         chats: Chats,
         settings: Settings,
         *,
-        system: str,
-        known_questions: list[str] | None = None,
-        speaker: str = "model",
         load_codec: Callable[[dict[str, Any]], Codec],
         guard: TerminalGuard | None = None,
         script: Script | None = None,
+        **shown: Any,
     ) -> None:
-        super().__init__(source, chats, settings, system=system, known_questions=known_questions, speaker=speaker)
+        """`shown`: as in AppBase."""
+        super().__init__(source, chats, settings, **shown)
         self.commands = Commands(self)
         self.play_again: Callable[[], Coroutine[Any, Any, None]] | None = None  # set by a demo
         self._load_codec, self._guard, self._script = load_codec, guard, script
@@ -121,7 +95,7 @@ class MinituiApp(AppBase):
     # ---- start and end
 
     def on_mount(self) -> None:
-        sys.setswitchinterval(0.001)  # the thread that reads from the engine must not hold up the event loop
+        sys.setswitchinterval(0.001)  # so that the thread that reads from the engine does not delay the event loop
         self.set_interval(1 / self.settings.fps, self._frame)
         # Draw the first frame before the engine starts: its process competes for the same cores.
         self.call_after_refresh(self.run_worker, self._start, group="start")
@@ -159,7 +133,7 @@ class MinituiApp(AppBase):
             self.chats.store.close()
 
     def _handle_exception(self, error: Exception) -> None:
-        """A bug. In a terminal the command line reports it in one sentence and a log file, not as a traceback."""
+        """Handle an unexpected exception. With a guard, do not print it: the command line reports and logs it."""
         super()._handle_exception(error)
         if self._guard:
             self._exit_renderables.clear()
@@ -316,7 +290,7 @@ class MinituiApp(AppBase):
     # ---- actions of the bindings
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Letters are guesses only while a demo asks for one, outside dialogs and the prompt."""
+        """Allow the guess keys only while a demo asks for a prediction, outside dialogs and the prompt."""
         if action != "guess":
             return super().check_action(action, parameters)
         free = len(self.screen_stack) == 1 and not isinstance(self.focused, TextArea)
@@ -324,22 +298,22 @@ class MinituiApp(AppBase):
         return free and choices > int(str(parameters[0]))
 
     def action_guess(self, choice: int) -> None:
-        """Give the demo the reader's prediction."""
+        """Pass the prediction to the demo."""
         if self.asking is not None:
             self.asking.guess(choice)
 
     def action_do(self, action: str) -> None:
-        """Run an action of the table. In a dialog do nothing: a key pressed twice may have just opened it."""
+        """Run one of ACTIONS. In a dialog do nothing: the first press of a key pressed twice may have opened it."""
         if not isinstance(self.screen, ModalScreen):
             self.commands.run(action)
 
     def action_escape(self) -> None:
-        """Outside the prompt, Escape cancels the answer of the current chat."""
+        """Cancel the answer of the current chat."""
         if self.chats.cancel(self.session):
             self.say("the answer is cancelled")
 
     def action_interrupt(self) -> None:
-        """Ctrl+C copies a selection; without one, pressed twice, it quits."""
+        """Copy the selection; without one, quit at the second press."""
         selected = self.screen.get_selected_text()
         if selected:
             self.copy_to_clipboard(selected)

@@ -1,6 +1,6 @@
-"""What screens, widgets and commands may ask of the application.
+"""The part of the application that screens, widgets and commands use.
 
-They import this file; the application (app.py) imports them. So no import goes in a circle.
+They import this file, and the application (app.py) imports them: there is no import circle.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ MAX_NOTICE = 400  # characters
 
 
 class AppBase(App[int]):
-    """The state that outlives a screen. Methods that raise NotImplementedError are written in MinituiApp."""
+    """The state that all screens share. MinituiApp implements the methods that raise NotImplementedError."""
 
     TITLE = "minitui"
     ENABLE_COMMAND_PALETTE = False  # the palette is a list of our own actions
-    GROUPS: ClassVar[tuple[str, ...]] = ("Chats", "Engine", "Application")  # of the actions that are offered
+    GROUPS: ClassVar[tuple[str, ...]] = ("Chats", "Engine", "Application")  # of actions; others are not offered
     TABS: ClassVar[tuple[tuple[str, str], ...]] = (
         ("chat", "1 Chat"), ("inspect", "2 Inspect"), ("lecture", "3 Lecture"),
     )  # fmt: skip
@@ -63,7 +63,7 @@ class AppBase(App[int]):
         self.session.note = chats.left_out or self.session.note
         self.progress: dict[str, Any] | None = {"text": "starting the engine"}  # None: the engine has started
         self.replays: list[str] = []  # ids of the chats that report their cache hit when their answer ends
-        self.asking: Stage | None = None  # of the demo that plays: it drives the engine and asks for predictions
+        self.asking: Stage | None = None  # of the running demo, which drives the engine and asks for predictions
         self.story = ""  # text of a demo or a recording, shown under the top bar
         for theme in THEMES:
             self.register_theme(theme)
@@ -77,12 +77,12 @@ class AppBase(App[int]):
 
     @property
     def actions(self) -> list[Action]:
-        """The actions that this application offers, in the order of the table."""
+        """The actions that this application offers, in the order of ACTIONS."""
         return [action for action in ACTIONS if action.group in self.GROUPS]
 
     @property
     def has_chats(self) -> bool:
-        """Can questions be asked here? A recording has no chats."""
+        """True if the user can ask questions; a recording has no chats."""
         return "Chats" in self.GROUPS
 
     def key_of(self, action: str) -> str:
@@ -90,19 +90,19 @@ class AppBase(App[int]):
         return key_label(self.settings.keys.get(action, BY_ID[action].key))
 
     def run_command(self, action: str, argument: str = "") -> None:
-        """Run an action of the table; an error is shown as a sentence."""
+        """Run one of ACTIONS; an error is shown as a sentence."""
         raise NotImplementedError
 
     # ---- the engine
 
     @property
     def condition(self) -> Condition:
-        """How the engine's process is; an empty Condition if the process is not ours."""
+        """The condition of the engine's process; empty if minitui did not start the process."""
         return self.source.condition
 
     @property
     def pace(self) -> float:
-        """The factor by which slow motion stretches a step now; 1 is real time."""
+        """The factor by which slow motion stretches a step; 1 is real time."""
         return self.view.live.state.pace
 
     def pace_of(self, session: Session) -> float:
@@ -111,20 +111,20 @@ class AppBase(App[int]):
 
     @property
     def gated(self) -> bool:
-        """Is the engine paused between two steps?"""
+        """True if the engine is paused between two steps."""
         return self.view.live.state.gate == "closed"
 
     @property
     def idle(self) -> bool:
-        """Is there nothing for a step to compute?"""
+        """True if a step would have nothing to compute."""
         return not self.view.live.state.requests and not any(session.busy for session in self.chats.sessions)
 
     async def start_over(self) -> None:
-        """Empty the cache, return to real time and begin the history anew; a demo plays again."""
+        """Empty the cache, return to real time and clear the history; a demo starts again."""
         raise NotImplementedError
 
     def restart_engine(self) -> None:
-        """Start the engine process again; chats stay."""
+        """Start the engine's process again; chats stay."""
         raise NotImplementedError
 
     # ---- chats
@@ -140,13 +140,13 @@ class AppBase(App[int]):
         return self.chats.names
 
     def queue_place(self, session: Session) -> int | None:
-        """Its place in the waiting queue, from 1; 0 if it does not wait, None if unknown."""
+        """The chat's place in the waiting queue, from 1; 0 if it does not wait, None if unknown."""
         state = self.view.live.state
         groups = [state.requests[request].group for request in state.queue]
         return groups.index(session.id) + 1 if session.id in groups else 0
 
     def submit(self, text: str) -> None:
-        """A text from the prompt: a slash command, or a question for the current chat."""
+        """Run a text from the prompt: a slash command, or a question for the current chat."""
         raise NotImplementedError
 
     def ask_question(self, text: str) -> None:
@@ -180,7 +180,7 @@ class AppBase(App[int]):
         raise NotImplementedError
 
     def leave_prompt(self) -> None:
-        """Move the focus out of the prompt, so that letters are keys; an answer continues."""
+        """Move the focus out of the prompt, so that letters are keys. The answer continues."""
         raise NotImplementedError
 
     def open_mode(self, mode: str) -> None:
@@ -188,11 +188,11 @@ class AppBase(App[int]):
         raise NotImplementedError
 
     def ask_text(self, title: str, text: str, then: Callable[[str], None], lines: bool = False) -> None:
-        """Ask for a text (with `lines`: of several lines); `then` is called unless Escape is pressed."""
+        """Ask for a text, with `lines` of several lines. After Escape, `then` is not called."""
         raise NotImplementedError
 
     def choose(self, title: str, choices: list[tuple[str, str]], then: Callable[[str], None]) -> None:
-        """Show (choice, explanation) pairs; `then` is called with the choice unless Escape is pressed."""
+        """Show (choice, explanation) pairs, and call `then` with the choice. After Escape, it is not called."""
         raise NotImplementedError
 
     def show_help(self) -> None:
@@ -208,7 +208,7 @@ class AppBase(App[int]):
         self.notify(text, severity="error" if error else "information", timeout=seconds, markup=False)
 
     def copy_to_clipboard(self, text: str) -> None:
-        """Copy plain text: pasted into a shell, an escape sequence could end the paste and begin a command."""
+        """Copy visible characters only: in a shell, an escape sequence could end the paste and run a command."""
         super().copy_to_clipboard(visible(text))
 
     def set_theme(self, name: str) -> None:
@@ -222,11 +222,11 @@ class AppBase(App[int]):
             self.say(f"the theme could not be saved: {error}", error=True)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Textual's filters and ours: every line holds only visible characters, with `--ascii` only ASCII."""
+        """Textual's filters, then those of line_filters.py."""
         return [*super().get_line_filters(), *self._line_filters]
 
     async def on_event(self, event: events.Event) -> None:
-        """Handle an event; a key comes before records that wait to be folded."""
+        """Handle an event. A key interrupts the folding of records: its effect is shown first."""
         if isinstance(event, events.Key):
             self.feed.give_way()
         await super().on_event(event)

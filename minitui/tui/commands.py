@@ -1,4 +1,4 @@
-"""What each action does. Keys, slash commands and the palette all end in `Commands.run`."""
+"""The code of each action. Keys, slash commands and the palette all call `Commands.run`."""
 
 from __future__ import annotations
 
@@ -25,18 +25,22 @@ NOT_OFFERED = {  # group of actions -> why an application may lack it
     "Chats": "this is a recording: it has no chats; `minitui chat` starts an engine",
     "Replicas": "there is one engine here; minitui chat --connect URL --connect URL has several",
 }
+MODES = {"chat", "inspect", "lecture", "replicas"}  # actions that show the screen of this name
 DRIVING = {"step", "step10", "until", "slow", "slower", "faster"}  # refused while a demo drives the engine
 NOT_IN_PALETTE = {"palette", "slash", "write", "go"}
 
 
 class Commands(ChatCommands):
-    """One method per action id, named `do_<id>`; its argument is the text after the slash command."""
+    """One method per action, named `do_<id>`; its argument is the text after the slash command."""
 
     def run(self, action: str, argument: str = "") -> None:
         """Run an action; an error becomes a sentence on the screen."""
         try:
             self._check(action)
-            getattr(self, f"do_{action}")(argument.strip())
+            if action in MODES:
+                self.app.open_mode(action)
+            else:
+                getattr(self, f"do_{action}")(argument.strip())
         except EngineError as error:
             self.app.say(str(error), error=True)
 
@@ -48,7 +52,7 @@ class Commands(ChatCommands):
             raise EngineError("the demo drives the engine: space pauses it; when it ends, these keys work")
 
     def run_slash(self, text: str) -> None:
-        """Run "/fork" or "/rename paging"; the shortest unambiguous beginning of a name is enough."""
+        """Run "/fork" or "/rename paging". A command can be shortened as long as only one begins like it."""
         name, _, argument = text[1:].partition(" ")
         if whole_number(name) is not None:
             self.run("go", name)
@@ -64,9 +68,6 @@ class Commands(ChatCommands):
             self.app.say(f"There is no command /{name}: / and a letter lists them, ? explains them.", error=True)
 
     # --- several servers
-
-    def do_replicas(self, _: str) -> None:
-        self.app.open_mode("replicas")
 
     def do_pin(self, which: str) -> None:
         self.app.pin(which)
@@ -156,7 +157,7 @@ class Commands(ChatCommands):
     def _control(self, call: Coroutine[Any, Any, Any]) -> None:
         """Send a command to the engine: now, or as soon as it has started."""
         if not self.app.source.info and self.app.source.error is None:
-            self.app.say("the engine is starting: this is done as soon as it is up")
+            self.app.say("the engine is starting: the command is sent when it has started")
 
         async def guarded() -> None:
             try:
@@ -165,20 +166,11 @@ class Commands(ChatCommands):
             except EngineError as error:
                 self.app.say(str(error), error=True)
             finally:
-                call.close()  # unused if the engine never came up
+                call.close()  # it was never awaited if the engine did not start
 
         self.app.run_worker(guarded(), group="control")
 
     # --- the application
-
-    def do_chat(self, _: str) -> None:
-        self.app.open_mode("chat")
-
-    def do_inspect(self, _: str) -> None:
-        self.app.open_mode("inspect")
-
-    def do_lecture(self, _: str) -> None:
-        self.app.open_mode("lecture")
 
     def do_theme(self, name: str) -> None:
         ours = [t for t in self.app.available_themes if t.startswith("minitui-")]

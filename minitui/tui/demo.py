@@ -10,13 +10,13 @@ from minitui.tui.glyphs import glyphs
 
 
 async def play_in_app(demo: Demo, app: MinituiApp, restart: Restart | None, beat: float = 1.0) -> None:
-    """Play the scenario step by step; `beat` is the length of its pauses, 1 as written."""
+    """Play the demo; its pauses are `beat` times as long as written."""
 
     def say(text: str) -> None:
         app.story = text
 
     async def again() -> None:
-        """Play again with no chats and an engine with its first options."""
+        """Play the demo again, with one empty chat and an engine with its first options."""
         say("The demo starts again.")
         app.chats.sessions.clear()
         app.select_session(app.chats.new(app.system))

@@ -1,7 +1,7 @@
 """Skips every second frame while the application uses too much of a core, because the engine needs the cores.
 
-With half the frames the application uses a third less (Inspect over 64 decoding requests, 160 × 48: 24 % of a core
-became 16 %), and the difference is hardly visible. Keys echo as fast as before: the prompt draws itself.
+With half the frames the application uses a third less: 16 % of a core instead of 24 % (Inspect over 64 decoding
+requests, 160 × 48). The difference is hardly visible. Keys echo as fast as before, because the prompt draws itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FrameLimiter:
         self._odd = False
 
     def draws(self) -> bool:
-        """Draw this frame?"""
+        """Returns True if this frame is to be drawn."""
         now, spent = self._clock(), self._spent()
         began, spent_before = self._since
         if now - began >= WINDOW_S:

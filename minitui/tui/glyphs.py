@@ -2,78 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+def _glyph(unicode: str, ascii: str) -> Any:
+    return field(default=unicode, metadata={"ascii": ascii})
 
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
     """One glyph for each meaning. The ASCII set is for terminals and fonts that lack the others."""
 
-    free: str = "·"
-    cached: str = "░"
-    shared: str = "▓"
-    active: str = "█"
-    filling: str = "▄"
-    unused: str = "╱"  # unused budget
-    spark: str = "▁▂▃▄▅▆▇█"
-    rule: str = "─"
-    decode: str = "─"
-    gaining: str = "═"  # decoding, several tokens in a step
-    prefill: str = "█"
-    queued: str = "·"
-    preempted: str = "×"
-    finished: str = "■"
-    in_use: str = "●"
-    evictable: str = "○"
-    pending: str = "◌"
-    branch: str = "├"
-    last_branch: str = "└"
-    peak: str = "▲"
-    arrow: str = "→"
-    right: str = "✓"
-    dots: str = "…"
-    dash: str = "–"
-    times: str = "×"
-    middot: str = "·"
-    busy: str = "█"
-    prompt: str = "▒"  # beside `busy`, where a bar is of both
-    folded: str = "▸"
-    unfolded: str = "▾"
+    free: str = _glyph("·", ".")
+    cached: str = _glyph("░", "o")
+    shared: str = _glyph("▓", "S")
+    active: str = _glyph("█", "#")
+    filling: str = _glyph("▄", "+")
+    unused: str = _glyph("╱", "/")  # unused budget
+    spark: str = _glyph("▁▂▃▄▅▆▇█", "_.:-=+*#")
+    rule: str = _glyph("─", "-")
+    decode: str = _glyph("─", "-")
+    gaining: str = _glyph("═", "=")  # decoding, several tokens in a step
+    prefill: str = _glyph("█", "#")
+    queued: str = _glyph("·", ".")
+    preempted: str = _glyph("×", "x")
+    finished: str = _glyph("■", "*")
+    in_use: str = _glyph("●", "*")
+    evictable: str = _glyph("○", "o")
+    pending: str = _glyph("◌", "?")
+    branch: str = _glyph("├", "|")
+    last_branch: str = _glyph("└", "`")
+    peak: str = _glyph("▲", "^")
+    arrow: str = _glyph("→", "->")
+    right: str = _glyph("✓", "ok")
+    dots: str = _glyph("…", "~")
+    dash: str = _glyph("–", "-")
+    times: str = _glyph("×", "x")
+    middot: str = _glyph("·", "|")
+    busy: str = _glyph("█", "#")
+    prompt: str = _glyph("▒", "=")  # beside `busy`, where a bar is of both
+    folded: str = _glyph("▸", ">")
+    unfolded: str = _glyph("▾", "v")
 
 
 UNICODE = Glyphs()
-ASCII = Glyphs(
-    free=".",
-    cached="o",
-    shared="S",
-    active="#",
-    filling="+",
-    unused="/",
-    spark="_.:-=+*#",
-    rule="-",
-    decode="-",
-    gaining="=",
-    prefill="#",
-    queued=".",
-    preempted="x",
-    finished="*",
-    in_use="*",
-    evictable="o",
-    pending="?",
-    branch="|",
-    last_branch="`",
-    peak="^",
-    arrow="->",
-    right="ok",
-    dots="~",
-    dash="-",
-    times="x",
-    middot="|",
-    busy="#",
-    prompt="=",
-    folded=">",
-    unfolded="v",
-)
+ASCII = Glyphs(**{glyph.name: glyph.metadata["ascii"] for glyph in fields(Glyphs)})
 
 _ascii = False
 

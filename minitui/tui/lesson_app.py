@@ -37,7 +37,7 @@ class LessonApp(MinituiApp):
             self.source, self.chats, self.feed, self.system, lambda text: None, self.select_session, lambda mode: None,
             self.restart, bar=glyphs().active, held=lambda: self.feed.frozen,
         )  # fmt: skip
-        # Not _open: the reader may have turned pages meanwhile. The screen takes the stage at its next paint.
+        # The screen begins the lesson at its next paint. Not `_open`: the reader may have turned pages meanwhile.
 
     async def _open(self, lesson: Lesson) -> None:
         assert self.stage is not None

@@ -1,9 +1,9 @@
 """Markdown as lines of styled text for a terminal.
 
-`render(text, width)` returns lines; a line is a list of spans `(text, tone)`. The tone is the kind of a span (TONES); a
-theme gives it a colour. Raw HTML and unknown markup are shown as written.
+`render(text, width)` returns lines; a line is a list of spans `(text, tone)`. The tone is the kind of the span (TONES);
+the transcript gives it a colour. Raw HTML and unknown markup are shown as written.
 
-Lines instead of widgets: with a widget for each block, every append lays out all of them (300 ms for 30 blocks).
+It makes lines, not widgets: with a widget for each block, every append lays out all blocks (300 ms for 30 of them).
 `Streamed` keeps the lines of complete blocks, so an append costs a few milliseconds.
 """
 
@@ -29,7 +29,7 @@ TONES = ("text", "strong", "em", "code", "link", "heading", "bullet", "quote", "
 BULLETS = "•◦▪"
 LONG_BLOCK = 1_500  # characters; an unfinished block beyond this is shown as plain text
 _RUNS = re.compile(r"\s+|\S+").findall
-_LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+$").findall  # line ends of the parser; str.splitlines has more
+_LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+$").findall  # the parser's line ends; str.splitlines knows more
 
 
 @lru_cache(maxsize=1)
@@ -61,8 +61,9 @@ def plain(text: str, width: int, tone: str = "text") -> list[Line]:
 class Streamed:
     """The lines of a text that grows at its end; the cost of an update does not grow with the text.
 
-    Complete blocks keep their lines; only the last block is rendered again, beyond LONG_BLOCK as plain text. `finish`
-    renders the whole text as one document, so the final lines do not depend on the pieces in which the text arrived.
+    Complete blocks keep their lines; only the last block is rendered again, as plain text if it is longer than
+    LONG_BLOCK. `finish` renders the whole text as one document: the final lines do not depend on the pieces in which
+    the text arrived.
     """
 
     def __init__(self, width: int) -> None:

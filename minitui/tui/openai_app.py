@@ -1,4 +1,4 @@
-"""The application over an OpenAI-compatible server of another make: chats, and the server's metrics beside them."""
+"""The application over an OpenAI-compatible server that is not minitui's: chats beside the server's metrics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ForeignChatScreen(ChatScreen):
 
 
 class ForeignApp(MinituiApp):
-    """Without room for the rail, the server's figures are in a line under the top bar."""
+    """The figures of the server are in the rail; on a narrow terminal, in a line under the top bar."""
 
     TABS = (("chat", "1 Chat"),)
     MODES: ClassVar[dict[str, Any]] = {**MinituiApp.MODES, "chat": ForeignChatScreen}
@@ -53,7 +53,7 @@ class ForeignApp(MinituiApp):
         return self._foreign.url, self._foreign.poller
 
     def switch_mode(self, mode: str) -> Any:
-        """Only the chats: there is no engine to inspect."""
+        """Refuse all screens but the chats: there is no engine to inspect."""
         if mode != "chat":
             self.say("only a minitui server reports what its engine does; this server does not", error=True)
             mode = "chat"

@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, ClassVar, NoReturn, cast
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
 from engine.errors import EngineError, InvalidRequest
+from minitui.chat.sessions import Chats
+from minitui.settings import Settings
 from minitui.sources.replay import MAX_SPEED, MIN_SPEED, ReplaySource
 from minitui.trace.reader import TraceReader
 from minitui.tui.actions import Action
 from minitui.tui.app import MinituiApp
+from minitui.tui.commands import NOT_OFFERED
 from minitui.tui.glyphs import glyphs
 from minitui.tui.screens.base import BaseScreen
 from minitui.tui.screens.inspect import InspectScreen
@@ -29,11 +31,12 @@ from minitui.viewmodel.narrate import narrate
 NEED_AN_ENGINE = {"chat", "clear", "restart"}
 SPEEDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 JUMP = 0.05  # of the recording
+NO_CHATS = NOT_OFFERED["Chats"]
 REST = " … (press 3 for more)"
 
 
 def shortened(text: str, width: int, lines: int) -> str:
-    """The whole sentences that fit into `lines` lines of `width`, and a note if others are left out."""
+    """The sentences that fit into `lines` lines of `width`; a note replaces the others."""
     if len(textwrap.wrap(text, width)) <= lines:
         return text
     sentences = re.split(r"(?<=\.) (?=\S)", text)
@@ -43,7 +46,7 @@ def shortened(text: str, width: int, lines: int) -> str:
 
 
 class TraceCodec:
-    """The part of a tokenizer that a recording has: the text of its tokens."""
+    """A tokenizer that can only decode: a recording has the text of its tokens."""
 
     special_ids: frozenset[int] = frozenset()
 
@@ -51,12 +54,12 @@ class TraceCodec:
         self._reader = reader
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of ids; tokens that are not in the trace have none."""
+        """The text of the ids; ids that are not in the trace have no text."""
         return self._reader.decode(ids)
 
     def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> NoReturn:
-        """A recording has no template."""
-        raise InvalidRequest("this is a recording: it has no chats; `minitui chat` starts an engine")
+        """Refuse: a recording has no template."""
+        raise InvalidRequest(NO_CHATS)
 
 
 REPLAY_HELP = """\
@@ -72,7 +75,7 @@ This is a recording. These keys move its playhead.
 
 
 class ReplayBar(Bar):
-    """The playhead: its place, its speed, and the bookmarks."""
+    """The playhead: its position, its speed, and the bookmarks."""
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         source = cast("ReplayApp", self.app).replay
@@ -110,7 +113,7 @@ class ReplayBar(Bar):
 
 
 class PlayheadScreen(BaseScreen[None]):
-    """Keys that move the playhead. A subclass names its other screen first, whose CSS then has priority."""
+    """Keys that move the playhead. A subclass names its other base class first: the CSS of the first has priority."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("less_than_sign", "speed(-1)", "slower", show=False, id="replay.slower"),
@@ -223,7 +226,7 @@ class ReplayApp(MinituiApp):
         return self.replay.trace.names if self.replay.reader is not None else {}
 
     def _narrate(self) -> str:
-        """The story of the current step while the recording is paused; running, it is too fast to read."""
+        """The sentences about the current step while the recording is paused: they would change too fast otherwise."""
         if not self.view.exact:
             return self._about()
         if self.current_mode == "lecture":
@@ -244,7 +247,7 @@ class ReplayApp(MinituiApp):
     def switch_mode(self, mode: str) -> Any:
         """Refuse the chats, which are not recorded."""
         if mode == "chat":
-            raise InvalidRequest("this is a recording: it has no chats; `minitui chat` starts an engine")
+            raise InvalidRequest(NO_CHATS)
         return super().switch_mode(mode)
 
     async def start_over(self) -> None:
@@ -261,9 +264,6 @@ class ReplayApp(MinituiApp):
 
 
 def replay_app(path: str, speed: float = 1.0) -> ReplayApp:
-    """An application over a trace, for scripts that take screenshots."""
-    from minitui.chat.sessions import Chats
-    from minitui.settings import Settings
-
+    """An application over a trace, to run without a terminal."""
     source = ReplaySource(path, speed)
-    return ReplayApp(source, Chats(source), Settings(), system="", speaker="model", load_codec=partial(TraceCodec))
+    return ReplayApp(source, Chats(source), Settings(), system="")

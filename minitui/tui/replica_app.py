@@ -1,4 +1,4 @@
-"""The application over several servers: their table, and chats that one or any of them answers."""
+"""The application over several servers: a table of them, and chats that any of them can answer."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class ReplicaApp(MinituiApp):
         """The replica that writes the current chat's answer; else that of its last answer; else of the next one."""
         session, source = self.session, self.replicas
         writing = getattr(session._stream, "replica", None)
-        if writing is not None or not source.info:
+        if writing is not None or not source.info:  # without info, no replica has answered yet
             return writing
         url = source.pins.get(session.id, "") or opening_of(session).last
         known = next((replica for replica in source.replicas if replica.url == url), None)
@@ -112,10 +112,10 @@ class ReplicaApp(MinituiApp):
         """Replicas that are not in the panels are assumed to run in real time."""
         return 1.0 if self._elsewhere(session) else self.pace
 
-    # ---- what screens and commands ask for
+    # ---- what screens and commands call
 
     def pin(self, which: str) -> None:
-        """Let one replica (number or address) answer the current chat; without `which`, the one chosen in the table."""
+        """Let only the replica `which` (number or address) answer the current chat; "": the one chosen in the table."""
         screen = self.screen
         if which:
             replica = self.replicas.find(which)
@@ -142,7 +142,7 @@ class ReplicaApp(MinituiApp):
             self.say(f"every replica may answer chat {number}")
 
     def on_replicas_chosen(self, message: Replicas.Chosen) -> None:
-        """Show this replica in the panels; if they show it already, let them follow the current chat again."""
+        """Keep this replica in the panels; if it is kept there already, let them follow the current chat again."""
         self._held = not (self._held and message.replica is self.replicas.shown)
         if self._held:
             self.run_worker(self.follow(message.replica), group="follow", exclusive=False)
@@ -169,7 +169,7 @@ class ReplicaApp(MinituiApp):
         await super()._start(again)
         self._followed = self._shown_telemetry
         if self.replicas.codec is not None and self.replicas.shown is not None:
-            await self.follow(self.replicas.shown)  # for its engine's codec: the chats' codec has no tokens
+            await self.follow(self.replicas.shown)  # which loads its engine's codec: the chats' codec has no tokens
 
     @property
     def _shown_telemetry(self) -> RemoteSource | None:
@@ -178,8 +178,8 @@ class ReplicaApp(MinituiApp):
     async def _check_replicas(self) -> None:
         """Report replicas that went down or came back, and choose the replica for the panels.
 
-        The panels show the replica of the current chat, unless they are held. They are synchronised again when a new
-        server runs at the address of their replica.
+        The panels show the replica of the current chat, unless they are held. They start again when a new server runs
+        at the address of their replica.
         """
         for replica in self.replicas.replicas:
             now, before = self.replicas.reason_against(replica), self._reasons.get(replica.number)
@@ -229,7 +229,7 @@ class BlindReplicaApp(ReplicaApp):
         return (f"{replica.number} {replica.url}", replica.poller) if replica is not None else ("no replica", None)
 
     def switch_mode(self, mode: str) -> Any:
-        """Only the chats and the table."""
+        """Refuse all screens but the chats and the table."""
         if mode not in ("chat", "replicas"):
             self.say("only minitui servers report what their engines do; these servers do not", error=True)
             mode = "chat"

@@ -1,4 +1,4 @@
-"""Restores the terminal however the application ends.
+"""Restores the terminal at every end of the application.
 
 Textual restores it after a normal exit and after an exception; this file handles signals. A signal that ends a process
 (CLOSE) asks the application to close. After GRACE seconds, or at a second signal, the terminal is restored here and the
@@ -55,8 +55,8 @@ class NoTerminal(EngineError):
 def has_terminal() -> bool:
     """Can the application run here?
 
-    It reads keys from stdin and draws on stderr. If stdout is a pipe, the user wants text. The driver for browsers
-    (TEXTUAL_DRIVER, set by textual-serve) has its own terminal.
+    It reads keys from stdin and draws on stderr. If stdout is a pipe, the user wants text instead. The driver for
+    browsers (TEXTUAL_DRIVER, set by textual-serve) has its own terminal.
     """
     return bool(os.environ.get("TEXTUAL_DRIVER")) or all(map(_is_terminal, (sys.stdin, sys.stdout, sys.stderr)))
 
@@ -66,15 +66,15 @@ def _is_terminal(stream: Any) -> bool:
 
 
 def need_terminal(what: str, instead: str) -> None:
-    """Raise NoTerminal if there is no terminal. `what` is the command, `instead` the one to run in a pipe."""
+    """Raise NoTerminal if there is no terminal. `what` is the command, `instead` the command to run in a pipe."""
     if not has_terminal():
         raise NoTerminal(f"{what} needs a terminal for stdin, stdout and stderr; in a pipe or a script use {instead}")
 
 
 def takes_unicode(stream: Any) -> bool:
-    """Can the stream's encoding write our glyphs? If not (a locale without UTF-8), the stream is changed to write "?".
+    """Can the stream's encoding write our glyphs? If not (a locale without UTF-8), it writes "?" for them from now on.
 
-    A "?" takes one cell; the default, an escaped number, takes four to ten and breaks the layout.
+    A "?" takes one cell. The default, an escaped number, takes four to ten and breaks the layout.
     """
     if stream is None:  # the driver for browsers has its own stream
         return True
@@ -109,7 +109,7 @@ class TerminalGuard:
     """
 
     def __init__(self) -> None:
-        self.signal: int | None = None  # the one that ended the application
+        self.signal: int | None = None  # the signal that ended the application
         self._app: App[int] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._away = False  # application mode is off: the shell has the terminal
@@ -144,7 +144,7 @@ class TerminalGuard:
         return before | {number: signal.signal(number, self._end) for number in CLOSE}
 
     def _in_loop(self, call: Callable[[], object]) -> None:
-        # A signal handler runs between any two bytecodes; the interrupted code may hold a lock of Textual's queues.
+        # Not at once: a signal handler can interrupt code that holds a lock of Textual's queues.
         if self._loop is not None:
             self._loop.call_soon_threadsafe(call)
 
@@ -195,13 +195,13 @@ class TerminalGuard:
             self._away = True
             driver.suspend_application_mode()
             os.kill(os.getpid(), signal.SIGSTOP)
-            self._continue()  # at once: Textual's writer thread has ended, and drawing would wait for it
+            self._continue()  # before any drawing, which would wait for Textual's writer thread: that has ended
 
     def _continue(self) -> None:
         """Take the terminal back.
 
-        After SIGSTOP application mode is still on. It is switched off first: a second key reader thread would outlive
-        the application.
+        After SIGSTOP application mode is still on. It is switched off first: otherwise a second key reader thread
+        would start and outlive the application.
         """
         driver = self._driver()
         if driver is None or not self._stopped:
@@ -209,7 +209,7 @@ class TerminalGuard:
         self._stopped = False
         if not self._away:
             driver.suspend_application_mode()
-        for _ in range(ATTEMPTS):  # in the background each attempt stops the process until it is continued
+        for _ in range(ATTEMPTS):  # in the background, each attempt stops the process until the next SIGCONT
             driver.start_application_mode()
             if driver._key_thread is not None and driver._key_thread.is_alive():
                 break

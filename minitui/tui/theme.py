@@ -17,149 +17,60 @@ from textual.theme import Theme
 
 from minitui.visible import visible_line
 
-DARK = {
-    "ground": "#0e1116",
-    "ink": "#e4e8ee",
-    "dim": "#8b949e",
-    "faint": "#49515c",  # decoration only: dots of free blocks, rules, hatching; never text
-    "frame": "#2b323b",
-    "select": "#15283a",  # background of the selection
-    "accent": "#f0e442",  # the focus and the selection
-    "decode": "#34b58c",
-    "prefill": "#f0803c",
-    "prefill-2": "#d97a3a",  # every second chunk of the step bar
-    "running": "#f2b134",
-    "waiting": "#b9a36b",
-    "hit": "#6cc0f5",
-    "pool": "#e59ac4",
-    "step": "#c9d1d9",
-    "bad": "#ff7b72",
-    "good": "#34b58c",
-    "on-fill": "#0b0d11",  # text on the colours above
+# name: (in the dark theme, in the light one, in the one for projectors)
+_COLOURS = {
+    "ground": ("#0e1116", "#fbfaf8", "#000000"),
+    "ink": ("#e4e8ee", "#1b1f24", "#ffffff"),
+    "dim": ("#8b949e", "#5b636d", "#c6ccd4"),
+    "faint": ("#49515c", "#b3b8bf", "#7f8894"),  # decoration only: dots of free blocks, rules, hatching; never text
+    "frame": ("#2b323b", "#d3d6da", "#7f8894"),
+    "select": ("#15283a", "#e2eff9", "#003f7a"),  # background of the selection
+    "accent": ("#f0e442", "#0b62a8", "#fff04d"),  # the focus and the selection
+    "decode": ("#34b58c", "#00795a", "#2fe0a4"),
+    "prefill": ("#f0803c", "#b04a00", "#ff8b3d"),
+    "prefill-2": ("#d97a3a", "#8a3a00", "#ffb380"),  # every second chunk of the step bar
+    "running": ("#f2b134", "#8a5a00", "#ffc53d"),
+    "waiting": ("#b9a36b", "#75622c", "#e6d59a"),
+    "hit": ("#6cc0f5", "#0a6aa8", "#7fd0ff"),
+    "pool": ("#e59ac4", "#a2457c", "#ffa8da"),
+    "step": ("#c9d1d9", "#4a525c", "#ffffff"),
+    "bad": ("#ff7b72", "#b3261e", "#ff9a93"),
+    "good": ("#34b58c", "#00795a", "#2fe0a4"),
+    "on-fill": ("#0b0d11", "#ffffff", "#000000"),  # text on the colours above
     # blocks: steady, glowing, fading
-    "free": "#49515c",
-    "free-glow": "#c9d1d9",
-    "free-warm": "#8b949e",
-    "cached": "#2f6d9d",
-    "cached-glow": "#7cccff",
-    "cached-warm": "#4a97cb",
-    "shared": "#9c5a88",
-    "shared-glow": "#ffa6d8",
-    "shared-warm": "#c97bab",
-    "active": "#976c10",
-    "active-glow": "#ffc04a",
-    "active-warm": "#cc9428",
+    "free": ("#49515c", "#a6abb2", "#6f7884"),
+    "free-glow": ("#c9d1d9", "#1b1f24", "#ffffff"),
+    "free-warm": ("#8b949e", "#6c747e", "#c6ccd4"),
+    "cached": ("#2f6d9d", "#5496c4", "#3d93d1"),
+    "cached-glow": ("#7cccff", "#005a8f", "#a5deff"),
+    "cached-warm": ("#4a97cb", "#2f86bd", "#6cb8ec"),
+    "shared": ("#9c5a88", "#b95a93", "#d583b5"),
+    "shared-glow": ("#ffa6d8", "#8f1f66", "#ffc2e5"),
+    "shared-warm": ("#c97bab", "#b3508c", "#e89ac8"),
+    "active": ("#976c10", "#bd8214", "#c98f1b"),
+    "active-glow": ("#ffc04a", "#8a5a00", "#ffd67a"),
+    "active-warm": ("#cc9428", "#a87210", "#efb23f"),
     # backgrounds of text: chips of the block table
-    "cached-chip": "#1c4463",
-    "shared-chip": "#5d3a51",
-    "active-chip": "#59410f",
-    "empty-chip": "#1d232b",
+    "cached-chip": ("#1c4463", "#d8eaf7", "#0e3f66"),
+    "shared-chip": ("#5d3a51", "#f6dfec", "#632f50"),
+    "active-chip": ("#59410f", "#fae8c2", "#5c4000"),
+    "empty-chip": ("#1d232b", "#eceae6", "#22272e"),
     # eight owners
-    "owner-0": "#56b4e9",
-    "owner-1": "#e69f00",
-    "owner-2": "#2fb48a",
-    "owner-3": "#d886b4",
-    "owner-4": "#f0e442",
-    "owner-5": "#ef7f3d",
-    "owner-6": "#7c9cf0",
-    "owner-7": "#b8c0ca",
-}
-
-LIGHT = {
-    "ground": "#fbfaf8",
-    "ink": "#1b1f24",
-    "dim": "#5b636d",
-    "faint": "#b3b8bf",
-    "frame": "#d3d6da",
-    "select": "#e2eff9",
-    "accent": "#0b62a8",
-    "decode": "#00795a",
-    "prefill": "#b04a00",
-    "prefill-2": "#8a3a00",
-    "running": "#8a5a00",
-    "waiting": "#75622c",
-    "hit": "#0a6aa8",
-    "pool": "#a2457c",
-    "step": "#4a525c",
-    "bad": "#b3261e",
-    "good": "#00795a",
-    "on-fill": "#ffffff",
-    "free": "#a6abb2",
-    "free-glow": "#1b1f24",
-    "free-warm": "#6c747e",
-    "cached": "#5496c4",
-    "cached-glow": "#005a8f",
-    "cached-warm": "#2f86bd",
-    "shared": "#b95a93",
-    "shared-glow": "#8f1f66",
-    "shared-warm": "#b3508c",
-    "active": "#bd8214",
-    "active-glow": "#8a5a00",
-    "active-warm": "#a87210",
-    "cached-chip": "#d8eaf7",
-    "shared-chip": "#f6dfec",
-    "active-chip": "#fae8c2",
-    "empty-chip": "#eceae6",
-    "owner-0": "#0a6aa8",
-    "owner-1": "#8a5a00",
-    "owner-2": "#00795a",
-    "owner-3": "#a2457c",
-    "owner-4": "#6b6300",
-    "owner-5": "#b04a00",
-    "owner-6": "#3f52b5",
-    "owner-7": "#4a525c",
-}
-
-PROJECTOR = {
-    "ground": "#000000",
-    "ink": "#ffffff",
-    "dim": "#c6ccd4",
-    "faint": "#7f8894",
-    "frame": "#7f8894",
-    "select": "#003f7a",
-    "accent": "#fff04d",
-    "decode": "#2fe0a4",
-    "prefill": "#ff8b3d",
-    "prefill-2": "#ffb380",
-    "running": "#ffc53d",
-    "waiting": "#e6d59a",
-    "hit": "#7fd0ff",
-    "pool": "#ffa8da",
-    "step": "#ffffff",
-    "bad": "#ff9a93",
-    "good": "#2fe0a4",
-    "on-fill": "#000000",
-    "free": "#6f7884",
-    "free-glow": "#ffffff",
-    "free-warm": "#c6ccd4",
-    "cached": "#3d93d1",
-    "cached-glow": "#a5deff",
-    "cached-warm": "#6cb8ec",
-    "shared": "#d583b5",
-    "shared-glow": "#ffc2e5",
-    "shared-warm": "#e89ac8",
-    "active": "#c98f1b",
-    "active-glow": "#ffd67a",
-    "active-warm": "#efb23f",
-    "cached-chip": "#0e3f66",
-    "shared-chip": "#632f50",
-    "active-chip": "#5c4000",
-    "empty-chip": "#22272e",
-    "owner-0": "#6fc6ff",
-    "owner-1": "#ffb52e",
-    "owner-2": "#2fe0a4",
-    "owner-3": "#ffa8da",
-    "owner-4": "#fff04d",
-    "owner-5": "#ff8b3d",
-    "owner-6": "#a4b8ff",
-    "owner-7": "#ffffff",
+    "owner-0": ("#56b4e9", "#0a6aa8", "#6fc6ff"),
+    "owner-1": ("#e69f00", "#8a5a00", "#ffb52e"),
+    "owner-2": ("#2fb48a", "#00795a", "#2fe0a4"),
+    "owner-3": ("#d886b4", "#a2457c", "#ffa8da"),
+    "owner-4": ("#f0e442", "#6b6300", "#fff04d"),
+    "owner-5": ("#ef7f3d", "#b04a00", "#ff8b3d"),
+    "owner-6": ("#7c9cf0", "#3f52b5", "#a4b8ff"),
+    "owner-7": ("#b8c0ca", "#4a525c", "#ffffff"),
 }
 
 OWNER_COLOURS = 8
 SEGMENTS_KEPT = 8192
 
 
-def _theme(name: str, colours: dict[str, str], dark: bool) -> Theme:
+def _theme(name: str, colours: dict[str, str]) -> Theme:
     return Theme(
         name=name,
         primary=colours["hit"],
@@ -172,17 +83,16 @@ def _theme(name: str, colours: dict[str, str], dark: bool) -> Theme:
         background=colours["ground"],
         surface=colours["ground"],
         panel=colours["empty-chip"],
-        dark=dark,
+        dark=name != "minitui-light",
         variables=dict(colours),
     )
 
 
-THEMES: list[Theme] = [
-    _theme("minitui-dark", DARK, dark=True),
-    _theme("minitui-light", LIGHT, dark=False),
-    _theme("minitui-projector", PROJECTOR, dark=True),
-]
-COLOURS: dict[str, dict[str, str]] = {theme.name: dict(theme.variables) for theme in THEMES}
+COLOURS: dict[str, dict[str, str]] = {
+    f"minitui-{theme}": {name: colours[column] for name, colours in _COLOURS.items()}
+    for column, theme in enumerate(("dark", "light", "projector"))
+}
+THEMES = [_theme(name, colours) for name, colours in COLOURS.items()]
 
 
 class Palette:

@@ -130,7 +130,7 @@ async def test_a_widget_that_does_not_care_is_plain_too():
 
     app = hostile_app()
     async with app.run_test(size=(200, 30)) as pilot:
-        await app.screen.mount(Static(EVIL, markup=False), Careless(classes="careless"), Input(EVIL + SURROGATE))
+        await app.screen.mount(Static(EVIL, markup=False), Careless(id="careless"), Input(EVIL + SURROGATE))
         app.screen.query_one(Careless).styles.height = 4
         app.screen.query_one(Careless).paint(app.view)
         app.screen.query_one(Static).border_title = Content(EVIL)

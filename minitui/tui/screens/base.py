@@ -1,4 +1,4 @@
-"""What all screens share: their size is the terminal's, and each has hints for the status bar."""
+"""The base class of all screens: it has the terminal's size, and hints for the status bar."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ Hint = tuple[str, str]  # a key, and what it does
 
 
 class BaseScreen(Screen[Result]):
-    """Laid out in the size of the application.
+    """A screen whose layout has the size of the application.
 
-    Textual 8 lays a screen out in the size of a Resize message, and each change of size sends the screen another one.
-    Two such messages in flight, with another message between them, answer each other for ever: neither replaces the
-    other (in a batch of updates each layout sends one), a core is busy and no key is read.
+    Textual 8 lays a screen out in the size of a Resize message, and each change of size posts another Resize message.
+    Two such messages with different sizes can follow each other for ever: then a core is busy and no key is read.
     """
 
     app = getters.app(AppBase)
-    FIGURES: ClassVar[bool] = False  # show steps per frame and dropped records even while the picture keeps up
+    FIGURES: ClassVar[bool] = False  # always show steps per frame and dropped records, not only when there is a backlog
 
     def hints(self) -> list[Hint]:
         """The hints for the status bar, the most important first."""

@@ -1,4 +1,4 @@
-"""Keys beside those of the ACTIONS: of a panel, of a screen, of one application. Help and palette list them."""
+"""The keys that are not in ACTIONS: of a panel, of a screen, of one application. Help and palette list them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CURSOR_KEYS = {"up", "down", "left", "right", "pageup", "pagedown", "tab", "shif
 
 @dataclass(frozen=True)
 class BindingGroup:
-    """The bindings of one node; `name` is the node's name for the reader."""
+    """The bindings of one node; `name` is the node's title in the help."""
 
     name: str
     node: DOMNode
@@ -34,7 +34,7 @@ def bindings_here(app: App[Any]) -> list[BindingGroup]:
 
 
 def _bindings(node: DOMNode) -> tuple[Binding, ...]:
-    """The bindings that our own classes declare, without ACTIONS and system keys."""
+    """The bindings that minitui's classes declare, without ACTIONS and system keys."""
     ours = [kind for kind in type(node).__mro__ if kind.__module__.startswith("minitui")]
     declared = {b.id: b for kind in ours for b in vars(kind).get("BINDINGS", ()) if b.id not in BY_ID and not b.system}
     return tuple(declared.values())

@@ -35,7 +35,7 @@ TEXT_EVERY = 0.1  # seconds between two updates of the transcript
 
 
 class ChatScreen(BaseScreen[None]):
-    """Arranges the widgets and passes messages on; the chats are in `app.chats`, the engine's state in the view."""
+    """Arranges the widgets and handles their messages; the chats are in `app.chats`, the engine's state in the view."""
 
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (RAIL_FROM, "-wide")]  # noqa: RUF012 (Textual declares it so)
     VERTICAL_BREAKPOINTS = [(0, "-low"), (32, "-high")]  # noqa: RUF012
@@ -95,7 +95,7 @@ class ChatScreen(BaseScreen[None]):
 
     def on_mount(self) -> None:
         # Query once: a query walks the tree, and paint is called twenty times a second.
-        self._bars = [*self.query(Bar), self.query_one(Loading)]
+        self._bars = list(self.query(Bar))
         self._rail = list(self.query("#rail LinePanel").results(LinePanel))
         self._glance = list(self.query("#glance LinePanel").results(LinePanel))
         self.prompt.complete = self.complete
@@ -112,10 +112,10 @@ class ChatScreen(BaseScreen[None]):
         return complete_question(text, self.app.known_questions)
 
     def hints(self) -> list[Hint]:
-        """Few fit on a small terminal, so inspect and help come before the rarer actions."""
+        """As in BaseScreen, but inspect and help come before the rarer actions: few hints fit on a small terminal."""
         hints = super().hints()
-        ways = [hint for hint in hints if hint[1] in ("inspect", "help")]
-        return [*hints[:4], *ways, *(hint for hint in hints[4:] if hint not in ways)]
+        first = [*hints[:4], *(hint for hint in hints if hint[1] in ("inspect", "help"))]
+        return [*first, *(hint for hint in hints if hint not in first)]
 
     # ---- painting
 
@@ -126,8 +126,8 @@ class ChatScreen(BaseScreen[None]):
         if now - self._text_at >= TEXT_EVERY or self.transcript.session is not app.session:
             self._text_at = now
             self.transcript.show(app.session)
-        # Each frame paints every second panel, so that a key never waits for all of them. While the picture does
-        # not change, all panels are painted at once.
+        # Each frame paints every second panel, so that a key never waits for all of them. When the picture has just
+        # stopped (frozen, paused, in the past), all panels are painted at once.
         self._odd_frame = not self._odd_frame
         moment = (view.version, view.home, view.travel_text, view.shown.state.seq) if view.still else None
         at_once = moment is not None and moment != self._painted_moment
@@ -160,7 +160,7 @@ class ChatScreen(BaseScreen[None]):
             add(what, "dim", f"esc {key}  ")
         return rows
 
-    # ---- routing
+    # ---- messages
 
     def on_prompt_offered(self, message: Prompt.Offered) -> None:
         self.completions.completions = message.completions

@@ -1,4 +1,4 @@
-"""The code dialog: a piece of the installed source."""
+"""The code dialog: a function, a class or a file of the installed source."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class CodePanel(LinePanel):
         Binding("pagedown,space", "scroll(20)", "page down", show=False, id="code.page_down"),
     ]
 
+    top = 0  # the first line shown
+
     def __init__(self, code: Code) -> None:
         super().__init__()
         self.code = code
-        self.top = 0
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         rows: list[Runs] = []
@@ -59,7 +60,7 @@ class CodePanel(LinePanel):
 
 
 def broken(line: str, width: int) -> list[str]:
-    """A line of code in pieces of at most `width` cells; the later pieces are indented by eight more."""
+    """A line of code in pieces of at most `width` cells; all but the first are indented by eight more cells."""
     hang = len(line) - len(line.lstrip()) + 8
     if len(line) <= width or width - hang < MIN_CODE:
         return [line]
@@ -84,14 +85,11 @@ def code_styles(lines: list[str]) -> list[str]:
 
 
 class CodeScreen(Overlay[None]):
-    """A dialog with a piece of the installed source."""
+    """The code in a dialog."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,v", "dismiss", "close", show=False, id="code.close")]
     DEFAULT_CSS = """
-    CodeScreen {
-        align: center middle;
-        & CodePanel { width: 96%; max-width: 132; height: 94%; }
-    }
+    CodeScreen { align: center middle; & CodePanel { width: 96%; max-width: 132; height: 94%; } }
     """
 
     def __init__(self, code: Code) -> None:

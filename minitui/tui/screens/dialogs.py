@@ -21,7 +21,7 @@ from minitui.visible import visible, visible_line
 Result = TypeVar("Result")
 MAX_ROWS = 18  # of a list
 FRAME_ROWS, FRAME_COLUMNS = 8, 7  # around a list: border, padding, filter, hint; border, padding, scrollbar
-MIN_EXPLANATION = 20  # columns; a narrower explanation is cut off, not wrapped
+MIN_EXPLANATION = 20  # columns; a narrower explanation is not wrapped but cut off
 FRAME_CSS = """
     align: center middle;
     & > Vertical {
@@ -33,14 +33,14 @@ FRAME_CSS = """
 
 
 class Overlay(ModalScreen[Result], BaseScreen[Result]):
-    """A dialog that closes once. A key pressed twice arrives twice, the second time when another screen is shown."""
+    """A dialog. It closes only once: at the second press of a key, another screen may be shown already."""
 
     def dismiss(self, result: Result | None = None) -> AwaitComplete:
         return super().dismiss(result) if self.is_current else AwaitComplete()
 
 
 class TextDialog(Overlay[str | None]):
-    """Asks for a text (with `lines`: of several lines). The result is None after Escape."""
+    """Asks for a text, with `lines` of several lines. The result is None after Escape."""
 
     DEFAULT_CSS = "TextDialog {" + FRAME_CSS + "}"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "Cancel", id="dialog.cancel", show=False)]
@@ -144,7 +144,7 @@ class ChoiceDialog(Overlay[str | None]):
             self.dismiss(self._shown[at])
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        # By its id: typing may have changed the list while this message was queued.
+        # By id, not by row: typing may have changed the list while this message was queued.
         self.dismiss(self._choices[int(event.option_id or 0)][0])
 
 
@@ -159,7 +159,7 @@ class EngineDownDialog(Overlay[str | None]):
     ]
 
     def __init__(self, title: str, error: str, log: str, hang: bool = False) -> None:
-        """`hang`: the process exists but does not answer; the dialog closes when it answers again."""
+        """`hang`: the process runs but does not answer; the dialog closes when it answers again."""
         super().__init__()
         self._title, self._error, self._log, self.hang = title, error, log, hang
 

@@ -25,8 +25,8 @@ ABOUT = {
     "lesson": """\
 A lesson has pages of text beside a real engine. The figures of an experiment are counted while it runs.
 
-  right, left    the next page, the previous page (also page down, page up: a presenter's remote)
-  a b c d        predict, before an experiment is run
+  right, left    the next page, the previous page; so do page down and page up, the keys of a presenter's remote
+  a b c d        predict the result, before the experiment has run
   enter, r       run the experiment, or run it again; on the last page, answer the question
   tab            on the last page: the next question, and the panel that shows its answer
   v              the code of this page, as it is installed
@@ -34,7 +34,7 @@ A lesson has pages of text beside a real engine. The figures of an experiment ar
   0 1 2          the lesson, the chats of its experiment, the inspector""",
     "chat": f"""\
 One engine answers all chats here at the same time. Each step computes one token for every chat that is being answered.
-The rest of the step's token budget goes to the prompts that wait.
+The rest of the step's token budget goes to prompts that are not computed yet.
 
 A prompt is divided into blocks of 16 tokens. Attention needs the keys and values of these tokens (the KV cache); they
 are kept in a pool of blocks. A radix tree records the text of each block, so a second prompt with the same beginning
@@ -69,38 +69,37 @@ One sentence says what the step did and why. Below it are the step, the blocks a
 
   n, page down    the next step, then the engine pauses; in the past, one step forward
   comma, page up  one step back in time; the engine does not move
-  d               predict: before an arrival, an eviction or a preemption is shown, you are asked about it
+  d               predict: you are asked about an arrival, an eviction or a preemption before it is shown
   u               run until an admission, a hit, an eviction, a preemption, a finish, or a slow step
   < and >         slow motion, to watch without pausing
 
-A presenter's remote is safe here: its other keys have no effect.""",
+The other keys of a presenter's remote have no effect here.""",
     "replicas": """\
-Several servers answer these chats. The first question of a chat goes to its home replica, which a hash of the system
-prompt selects (without one, a hash of the question). So chats with the same beginning share one cache. Later questions
-go to the replica that wrote the last answer, because its cache holds the conversation. A replica with at least four
-requests and more than 1.25 times the mean is skipped; the next one by the hash takes the question.
+Several servers answer these chats. The first question of a chat goes to its home replica. A hash of the system prompt
+selects it; a chat without system prompt uses a hash of the question. So chats with the same beginning share one cache.
+Later questions go to the replica that wrote the last answer, because its cache holds the conversation. A replica is
+skipped if it has at least four requests and more than 1.25 times the mean; the next one by the hash gets the question.
 
   up, down   choose a replica; the lines under the table describe it
-  enter      let the panels of the other screens show this replica; pressed again, they follow the current chat
+  enter      show this replica in the panels of the other screens; pressed again, the panels follow the current chat
              (only minitui servers report to the panels)
   P, U       pin the current chat to this replica; let every replica answer it again
 
 A dash is a figure that the server does not report; "ours" counts the requests of this application. A replica that is
-down is tried again at growing intervals. Its requests go to the next replica; if an answer had begun, it ends with an
-error.""",
+down is tried again at growing intervals. Its requests go to the next replica, except those whose answer had begun: they
+end with an error.""",
 }
 
 
 def _signs() -> str:
     """The meaning of the signs in the tabs of the chats."""
     g = glyphs()
-    done = (g.right, "answered"), (g.preempted, "cancelled"), ("!", "failed")
-    signs = (g.folded, "is being answered"), (g.middot, "waits"), *done
-    return "In the tabs:  " + "   ".join(f"{sign} {word}" for sign, word in signs)
+    signs = f"{g.folded} is being answered   {g.middot} waits   {g.right} answered   {g.preempted} cancelled   ! failed"
+    return f"In the tabs:  {signs}"
 
 
 def panel_help(widget: object) -> list[tuple[str, str]]:
-    """(title, text) of the panel with the focus; empty if it has no help text."""
+    """A (title, text) pair for the panel with the focus; empty if it has no help text."""
     text = getattr(widget, "help_text", "")
     return [(f"The panel with the focus: {getattr(widget, 'TITLE', '')}", text)] if text else []
 
@@ -144,12 +143,7 @@ class HelpScreen(Overlay[None]):
         Binding("escape,q,question_mark", "dismiss", "Close", id="help.close", show=False)
     ]
 
-    def __init__(
-        self,
-        about: str,
-        before: Sequence[tuple[str, str]] = (),
-        here: Sequence[BindingGroup] = (),
-    ) -> None:
+    def __init__(self, about: str, before: Sequence[tuple[str, str]], here: Sequence[BindingGroup]) -> None:
         super().__init__()
         self._about, self._before, self._here = about, before, here
         self._texts: list[tuple[Static, Callable[[int], Content]]] = []

@@ -28,9 +28,9 @@ from minitui.viewmodel.model import View
 
 WIDE, TALL = 100, 32  # a smaller terminal shows one panel at a time
 TIMINGS_HEIGHT = 10
-# Panel -> (a paint every n frames, on which of the n); the offsets spread the work over the frames. Panels that change
-# with every step are painted often, panels of figures less often. After a selection, and while the picture does not
-# change (frozen, paused, in the past), all are painted at once.
+# Panel -> (n, k): it is painted in the k-th of every n frames, which spreads the work over the frames. Panels that
+# change with every step are painted often, panels of figures less often. After a selection, and while the picture does
+# not change (frozen, paused, in the past), all are painted at once.
 EVERY = {
     "step": (1, 0), "occupancy": (1, 0), "map": (2, 0), "table": (2, 1), "lanes": (4, 1), "events": (4, 3),
     "tree": (5, 1), "vitals": (5, 2), "timings": (10, 4), "experts": (5, 3),
@@ -38,7 +38,7 @@ EVERY = {
 
 
 class InspectScreen(BaseScreen[None]):
-    """Arranges the panels and passes messages on; the panels draw the view."""
+    """Arranges the panels and handles their messages; the panels draw the view."""
 
     BINDINGS: ClassVar = [
         Binding("tab", "panel(1)", "next panel", show=False, id="inspect.next"),
@@ -51,8 +51,7 @@ class InspectScreen(BaseScreen[None]):
     InspectScreen {
         layout: vertical; background: $ground; layers: base above;
         & #columns { height: 1fr; }
-        & #left { width: 1fr; }
-        & #right { width: 1fr; }
+        & #left, & #right { width: 1fr; }
         & #lanes, & #tree, & #events { height: 1fr; }
         & #experts { display: none; }
         & #glance { height: auto; }
@@ -73,7 +72,7 @@ class InspectScreen(BaseScreen[None]):
         self.maximised = False
         self._frames = 0
         self._painted_moment: object = None
-        self._above = 1  # rows of the top bar, which holds the story of a demo
+        self._above = 1  # rows of the top bar with the story of a demo
 
     def compose(self) -> ComposeResult:
         yield TopBar()
@@ -114,7 +113,7 @@ class InspectScreen(BaseScreen[None]):
 
     @property
     def single(self) -> bool:
-        """Is one panel shown at a time, because the terminal is small or the panel is maximised?"""
+        """True if only one panel is shown, because the terminal is small or the panel is maximised."""
         return self.maximised or self.size.width < WIDE or self.size.height < TALL
 
     def on_resize(self, event: events.Resize) -> None:
@@ -167,19 +166,17 @@ class InspectScreen(BaseScreen[None]):
             bar.paint(view)
         for name, (every, offset) in EVERY.items():
             panel = self._panels[name]
-            if panel.display and (at_once or panel.view is None or self._frames % every == offset):
+            if panel.display and (at_once or not panel.painted or self._frames % every == offset):
                 panel.paint(view)
         if self._details.display:
             self._details.paint(view)
 
-    # ---- routing
+    # ---- messages and actions
 
     def on_opened(self, message: Opened) -> None:
-        """Show the story of the item that a panel has opened."""
+        """Show the details of the thing that a panel has opened."""
         message.stop()
-        panel = self._panels[self.current]
-        if panel.view is not None:
-            self._details.show(panel.view, message.kind, message.id, panel)
+        self._details.show(self.app.view, message.kind, message.id, self._panels[self.current])
 
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
         """The panel with the focus is the current one."""
@@ -206,20 +203,16 @@ class InspectScreen(BaseScreen[None]):
 
     def action_colour(self) -> None:
         """Colour the blocks by another property."""
-        panel = self._panels["map"]
-        assert isinstance(panel, BlockMap)
-        panel.action_colour()
+        self.query_one(BlockMap).action_colour()
 
     def action_back(self) -> None:
-        """Close the first that is open: popover, zoom of the map, selection, maximised panel."""
-        block_map = self._panels["map"]
-        view = block_map.view
-        assert isinstance(block_map, BlockMap)
+        """Undo one of these, the first that is set: popover, zoom of the map, selection, maximised panel."""
+        block_map = self.query_one(BlockMap)
         if self._details.display:
             self._details.action_close()
         elif block_map.zoomed_at is not None:
             block_map.action_unzoom()
-        elif view is not None and view.selection is not None:
-            view.select(None)
+        elif self.app.view.selection is not None:
+            self.app.view.select(None)
         elif self.maximised:
             self.action_maximise()

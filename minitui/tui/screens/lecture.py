@@ -1,7 +1,7 @@
 """The lecture screen: one sentence says what the step did and why; below it the step, the blocks and the tree.
 
-Complete at 80×24, because presenters enlarge their font. A presenter's remote sends Page Down, Page Up, F5, Escape and
-`.`: the first two step forward and back, the others have no effect on the engine.
+It is complete at 80×24, because presenters enlarge their font. A presenter's remote sends Page Down, Page Up, F5,
+Escape and `.`: the first two step forward and back, the others have no effect on the engine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROOMY = (100, 34)  # columns, rows; from this size on, the block table and the f
 
 
 class LectureScreen(BaseScreen[None]):
-    """Arranges the panels and passes messages on; the actions `step` and `back` are the application's."""
+    """Arranges the panels and handles their messages; asks for a prediction before a step, if wanted."""
 
     BINDINGS: ClassVar = [
         Binding("pagedown,n", "next", "next step", show=False, id="lecture.next", tooltip="one step, or the answer"),
@@ -56,8 +56,8 @@ class LectureScreen(BaseScreen[None]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._asked_from = -1  # the step that the picture shows while a prediction is open; -1: none is open
-        self._stepping_from = -1  # the step before the one to predict, until that one has come; -1: no such step
+        self._asked_from = -1  # the step in the picture while a prediction is open; -1: none is open
+        self._stepping_from = -1  # the last step before the one to predict, until that one has ended; -1: none
 
     def compose(self) -> ComposeResult:
         yield TopBar()
@@ -116,7 +116,7 @@ class LectureScreen(BaseScreen[None]):
             self._details.paint(view)
 
     def _hold_back(self, view: View) -> None:
-        """When the step to predict has come, keep the picture at the step before it and ask."""
+        """When the step to predict has ended, keep the picture at the step before it and ask."""
         if view.steps.last < max(self._stepping_from, self._asked_from):  # the history was cleared
             self._stepping_from = self._asked_from = -1
             self._why.question = None
@@ -141,20 +141,17 @@ class LectureScreen(BaseScreen[None]):
         self._why.question, self._asked_from = None, -1
         view.present()
 
-    # ---- routing
+    # ---- messages and actions
 
     def on_opened(self, message: Opened) -> None:
-        """Show the story of the item that a panel has opened."""
+        """Show the details of the thing that a panel has opened."""
         message.stop()
-        focused = self.focused
-        if self._map.view is not None and isinstance(focused, LinePanel):
-            self._details.show(self._map.view, message.kind, message.id, focused)
+        if isinstance(self.focused, LinePanel):
+            self._details.show(self.app.view, message.kind, message.id, self.focused)
 
     def action_next(self) -> None:
         """Show the answer of an open prediction; in the past, go one step forward; else let the engine take a step."""
-        view = self._map.view
-        if view is None:
-            return
+        view = self.app.view
         if self._asked_from >= 0:
             self._reveal(view)
         elif view.travel_text:
@@ -168,18 +165,16 @@ class LectureScreen(BaseScreen[None]):
 
     def action_back(self) -> None:
         """Go one step back in time."""
-        view = self._map.view
-        if view is not None:
-            self._why.question, self._asked_from = None, -1
-            view.travel(-1)
-            self.paint(view)
+        view = self.app.view
+        self._why.question, self._asked_from = None, -1
+        view.travel(-1)
+        self.paint(view)
 
     def action_predict(self) -> None:
         """Ask for a prediction before each step, or stop asking."""
         predicting = self._why.predicting = not self._why.predicting
-        view = self._map.view
-        if not predicting and view is not None and self._asked_from >= 0:
-            self._reveal(view)
+        if not predicting and self._asked_from >= 0:
+            self._reveal(self.app.view)
         asks = "if a step has something to predict, you are asked first; n then shows the step"
         notice = asks if predicting else "steps are shown at once"
         self.notify(notice, timeout=3, markup=False)
@@ -188,14 +183,13 @@ class LectureScreen(BaseScreen[None]):
         self._map.action_colour()
 
     def action_close(self) -> None:
-        """Close the first that is open: popover, zoom of the map, selection."""
-        view = self._map.view
+        """Undo one of these, the first that is set: popover, zoom of the map, selection."""
         if self._details.display:
             self._details.action_close()
         elif self._map.zoomed_at is not None:
             self._map.action_unzoom()
-        elif view is not None:
-            view.select(None)
+        else:
+            self.app.view.select(None)
 
     def action_nothing(self) -> None:
-        """A key that a presenter's remote sends, without effect here."""
+        """Do nothing: a presenter's remote sends this key."""

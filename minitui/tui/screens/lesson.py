@@ -1,4 +1,4 @@
-"""The lesson screen: a page of text, the panels it is about, and the engine of its experiments."""
+"""The lesson screen: a page of text beside panels that show the engine of its experiments."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PARTNERS = {"step": "lanes", "occupancy": "map"}  # a second panel, shown beside
 
 
 class HasLesson(Protocol):
-    """What this screen asks of its application (LessonApp)."""
+    """The part of the application (LessonApp) that this screen uses."""
 
     lesson: Lesson
     stage: Stage | None  # None until the engine has started
@@ -118,7 +118,7 @@ class LessonScreen(BaseScreen[None]):
     # ---- painting
 
     def begin(self, lesson: Lesson, stage: Stage) -> None:
-        """Called when the engine runs with this lesson's options. A new lesson opens at its first page."""
+        """Start the lesson: the engine runs with its options. Another lesson opens at its first page."""
         if self.reading is None or self.reading.ready or self.reading.lesson is not lesson:
             self.reading = self.text.reading = Reading(lesson)
         self.stage, self.reading.ready = stage, True
@@ -147,7 +147,7 @@ class LessonScreen(BaseScreen[None]):
         return [name, PARTNERS[name]] if name in PARTNERS else [name]
 
     def _rows_below(self) -> int:
-        """The height of the panel below the text. While the panel has nothing to show, the text takes all it needs."""
+        """The height of the panel below the text. A panel with nothing to show gets only rows that the text leaves."""
         assert self.reading is not None
         rows = HEIGHTS.get(self.reading.panel, PANEL_ROWS)
         if self.reading.shows:
@@ -196,7 +196,7 @@ class LessonScreen(BaseScreen[None]):
             self.reading.question = (self.reading.question + step) % len(self.reading.lesson.checks)
 
     def action_predict(self, choice: int) -> None:
-        """Predict the result, before the experiment runs."""
+        """Predict the result; only before the experiment has run."""
         reading = self.reading
         if reading is None or reading.page is None or reading.page.predict is None or reading.at in reading.seen:
             return
@@ -205,7 +205,7 @@ class LessonScreen(BaseScreen[None]):
             self.text.follow()
 
     def action_go(self) -> None:
-        """Run the experiment, also again; on the last page, answer the question."""
+        """Run the experiment, or run it again; on the last page, answer the question."""
         reading, stage = self.reading, self.stage
         if reading is None or stage is None or reading.running:
             return  # the page says why

@@ -17,9 +17,7 @@ from minitui.viewmodel.model import View
 class ReplicaScreen(BaseScreen[None]):
     """Arranges the widgets; the replicas are in the application's source."""
 
-    DEFAULT_CSS = """
-    ReplicaScreen { layout: vertical; background: $ground; & Replicas { height: 1fr; } }
-    """
+    DEFAULT_CSS = "ReplicaScreen { layout: vertical; background: $ground; & Replicas { height: 1fr; } }"
     table = getters.query_one(Replicas)
 
     def compose(self) -> ComposeResult:

@@ -1,4 +1,4 @@
-"""A bar of one line, without a frame."""
+"""The base class of the bars: a panel without a frame and without focus, across the screen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from minitui.tui.widgets.base import LinePanel
 
 
 class Bar(LinePanel, can_focus=False):
-    """One line across the screen."""
+    """A bar of one line, unless its CSS says otherwise."""
 
     app = getters.app(AppBase)
     FRAME = "none"

@@ -8,7 +8,7 @@ rather than by CSS: a row of the picture is a row of the widget, and coordinates
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from textual import events
 from textual.containers import Horizontal, Vertical
@@ -22,17 +22,19 @@ from minitui.tui.glyphs import ASCII, Glyphs, glyphs, to_ascii
 from minitui.tui.line_filters import VisibleLines
 from minitui.tui.theme import Palette, palette
 from minitui.tui.widgets.rows import Line, Row, Run, Runs, cells, clip, plain, runs_width
-
-if TYPE_CHECKING:
-    from minitui.viewmodel.model import View
-
+from minitui.viewmodel.model import View
 
 NARROWEST = 8  # cells: narrower panels stay blank
 
 
 def paragraphs(text: str) -> str:
-    """Returns prose without line breaks inside its paragraphs, which blank lines separate."""
+    """Returns the text with one line for each paragraph. Blank lines separate paragraphs."""
     return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n")) + "\n"
+
+
+def selected(view: View, kind: str) -> Any:
+    """Returns the id of the selection if it is of this kind ("block", "node", …), else None."""
+    return view.selection.id if view.selection is not None and view.selection.kind == kind else None
 
 
 @dataclass(slots=True)
@@ -45,19 +47,18 @@ class Picture:
     legend: list[Run] = field(default_factory=list)  # bottom right
 
 
+@dataclass
 class Opened(Message):
     """Request to show the details of a thing. kind, id: as in View.select."""
 
-    def __init__(self, kind: str, id: Any) -> None:
-        super().__init__()
-        self.kind = kind
-        self.id = id
+    kind: str
+    id: Any
 
 
 class Column(Vertical):
-    """Panels one below the other. BLANK: they cover it, so it draws nothing itself."""
+    """Panels one below the other."""
 
-    BLANK = True
+    BLANK = True  # Textual draws nothing: the panels cover it
 
 
 class Columns(Horizontal):
@@ -71,15 +72,13 @@ class LinePanel(Widget, can_focus=True):
 
     FRAME: ClassVar[str] = "box"
     TITLE: ClassVar[str] = ""
-    DEFAULT_CSS = """
-    LinePanel { background: $ground; color: $ink; }
-    """
+    DEFAULT_CSS = "LinePanel { background: $ground; color: $ink; }"
+    view: View  # the one that was painted last; missing before the first paint
 
-    def __init__(self, *, id: str | None = None, classes: str | None = None, frame: str | None = None) -> None:
-        super().__init__(id=id, classes=classes)
+    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
+        super().__init__(id=id)
         self.frame = frame or self.FRAME
-        self.view: View | None = None
-        self._rows: list[Runs] = []
+        self.drawn_rows: list[Runs] = []
         self._strips: list[Strip | None] = []
         self._width = 0
         self._drawn_with: tuple[Palette, Glyphs] | None = None
@@ -91,13 +90,18 @@ class LinePanel(Widget, can_focus=True):
         raise NotImplementedError
 
     def own_key(self, keys: str) -> list[Run]:
-        """Returns a note with keys that act on this panel only while it has the focus."""
+        """Returns a note with the panel's own keys if it has the focus: they act only then."""
         return [(f" · {keys}", "dim")] if self.has_focus else []
 
     def clicked(self, view: View, column: int, row: int) -> None:
         """Handle a click on the body, in body coordinates."""
 
     # ---- painting
+
+    @property
+    def painted(self) -> bool:
+        """True after the first paint."""
+        return hasattr(self, "view")
 
     def paint(self, view: View) -> int:
         """Draw the view's present state. Returns the number of changed rows."""
@@ -108,24 +112,24 @@ class LinePanel(Widget, can_focus=True):
         self._width = width
         look = (palette(self.app), glyphs())
         rows = self.drawn(view, width, height)
-        if self._drawn_with != look or len(rows) != len(self._rows):
+        if self._drawn_with != look or len(rows) != len(self.drawn_rows):
             self._drawn_with = look
-            self._rows, self._strips = rows, [None] * len(rows)
+            self.drawn_rows, self._strips = rows, [None] * len(rows)
             self.refresh()
             return len(rows)
         regions = []
         for y, row in enumerate(rows):
-            if row != self._rows[y]:
-                left, right = _difference(self._rows[y], row)
+            if row != self.drawn_rows[y]:
+                left, right = _difference(self.drawn_rows[y], row)
                 regions.append(Region(left, y, max(1, width - left - right), 1))
                 self._strips[y] = None
         if regions:
-            self._rows = rows
+            self.drawn_rows = rows
             self.refresh(*regions)
         return len(regions)
 
     def drawn(self, view: View, width: int, height: int) -> list[Runs]:
-        """Returns the rows for the screen: `framed`, in plain ASCII if the theme says so."""
+        """Returns the rows for the screen: `framed`, in ASCII with `--ascii`."""
         if width < NARROWEST:
             return [_exact((), width)] * height
         rows = self.framed(view, width, height)
@@ -170,24 +174,24 @@ class LinePanel(Widget, can_focus=True):
     # ---- Textual
 
     def render_line(self, y: int) -> Strip:
-        if y >= len(self._rows):
+        if y >= len(self.drawn_rows):
             return Strip.blank(self.size.width, palette(self.app).style("ink"))
         strip = self._strips[y]
         if strip is None:
-            strip = self._strips[y] = self._make_strip(self._rows[y])
+            strip = self._strips[y] = self._make_strip(self.drawn_rows[y])
         return strip
 
     def _make_strip(self, row: Runs) -> Strip:
         look = palette(self.app)
         strip = Strip([look.segment(run) for run in row], self._width)
-        for line_filter in self.app.get_line_filters():  # NO_COLOR
-            if not isinstance(line_filter, (ANSIToTruecolor, VisibleLines)):  # the palette's segments need neither
+        for line_filter in self.app.get_line_filters():  # for example that of NO_COLOR
+            if not isinstance(line_filter, (ANSIToTruecolor, VisibleLines)):  # the palette has done their work
                 strip = strip.apply_filter(line_filter, self.background_colors[1])
         return strip
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        self._dirty_regions.clear()  # only Textual's own rendering clears them; otherwise they grow without end
-        # Textual would style, pad and filter each line again; these lines are finished.
+        self._dirty_regions.clear()  # they would grow without end: only Textual's own rendering clears them
+        # Not Textual's own rendering: it would style, pad and filter these finished lines again.
         if self.styles.gutter:
             return super().render_lines(crop)
         strips = [self.render_line(y) for y in range(crop.y, crop.bottom)]
@@ -197,8 +201,12 @@ class LinePanel(Widget, can_focus=True):
 
     def repaint(self) -> None:
         """Paint the same view again, after a key, a resize or a change of focus."""
-        if self.view is not None and self.is_mounted:
+        if self.painted and self.is_mounted:
             self.paint(self.view)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Actions use the view: before the first paint a key does nothing."""
+        return self.painted
 
     def on_resize(self) -> None:
         self.repaint()
@@ -210,34 +218,25 @@ class LinePanel(Widget, can_focus=True):
         self.repaint()
 
     def on_click(self, event: events.Click) -> None:
-        if self.view is None:
-            return
         column, row = (event.x, event.y) if self.frame == "none" else (event.x - 2, event.y - 1)
-        if row >= 0 and column >= 0:
+        if self.painted and row >= 0 and column >= 0:
             self.clicked(self.view, column, row)
             self.repaint()
 
     @property
     def text(self) -> str:
         """The panel's rows as text."""
-        return "\n".join(plain(row).rstrip() for row in self._rows)
-
-    @property
-    def drawn_rows(self) -> list[Runs]:
-        """The rows on the screen, for tests."""
-        return self._rows
+        return "\n".join(plain(row).rstrip() for row in self.drawn_rows)
 
 
 def _exact(row: Runs, width: int) -> Runs:
     if type(row) is Line or runs_width(row) == width:
         return row
-    builder = Row()
-    builder.extend(row)
-    return builder.done(width)
+    return Row().extend(row).done(width)
 
 
 def _difference(before: Runs, after: Runs) -> tuple[int, int]:
-    """Returns the number of equal cells at the left and at the right of two rows, in whole runs."""
+    """Returns how many cells of two rows are equal: (at the left, at the right). Only whole runs are compared."""
     left = right = 0
     for old, new in zip(before, after, strict=False):
         if old != new:

@@ -1,32 +1,31 @@
-"""Block map: how full is the pool, who holds the blocks, what has just changed?
+"""Block map: how full is the pool, which requests hold the blocks, what has just changed?
 
 An exact bar at the top; below it one cell per block, in order of block numbers. If there are more blocks than cells, a
-cell stands for k blocks and shows the most frequent state; the title names k. Changed cells are highlighted. Four
-colourings: by state, owner, age, or reference count; each has its own glyphs.
+cell shows k blocks, in their most frequent state; the title names k. Changed cells are highlighted. Four colourings:
+by state, owner, age, or reference count; each has its own glyphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 from textual.binding import Binding
-from textual.message import Message
 
 from engine.trace.state import ACTIVE, CACHED, FREE, SHARED
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import OWNER_COLOURS
 from minitui.tui.widgets import occupancy
-from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
+from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
 from minitui.tui.widgets.rows import Line, Row, Run, Runs, runs_width
+from minitui.viewmodel.annotated_state import STATE_NAMES
 from minitui.viewmodel.model import View
 
 FILLING = 4
 MODES = {"state": "state", "owner": "owner", "age": "age", "refs": "refcount"}  # key and name of each colouring
 CELL_SHAPES = ((2, 2), (2, 1), (1, 1), (1, 0))  # (width of a cell, gap), widest first
-USED_WIDTH = 0.75  # a shape fits if rows of 8, 16, 24 … of its cells use at least this share of the width
+USED_WIDTH = 0.75  # a shape is used if rows of 8, 16, 24 … of its cells take at least this share of the width
 GLOW_SHARE = 0.25  # a cell is highlighted if this share of its blocks changed
 AGES = (1.0, 5.0, 15.0, 60.0, 300.0)  # seconds; a block's digit counts the limits below its age
 DIGITS = "0123456789"
@@ -34,7 +33,7 @@ DIGITS = "0123456789"
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The layout of blocks in cells: cell i shows blocks first + i*k … first + (i+1)*k - 1."""
+    """The layout of blocks in cells: cell i shows the blocks from first + i*k to first + (i+1)*k - 1."""
 
     first: int
     blocks: int
@@ -50,7 +49,8 @@ class Grid:
 
 
 def grid(blocks: int, width: int, height: int, first: int = 1, one_each: bool = False) -> Grid:
-    """Returns the grid with the widest cells for `blocks` blocks, numbered from `first`."""
+    """Returns the grid with the widest cells for `blocks` blocks, numbered from `first`; `one_each`: with k = 1, for
+    as many blocks as fit."""
     width, height = max(1, width), max(1, height)
     if one_each:
         blocks = min(blocks, width * height)
@@ -97,13 +97,6 @@ changed.""")
         Binding("c", "colour", "colours", show=False, id="map.colour", tooltip="by state, owner, age or holders"),
     ]
 
-    class Coloured(Message):
-        """The colouring has changed. mode: one of MODES."""
-
-        def __init__(self, mode: str) -> None:
-            super().__init__()
-            self.mode = mode
-
     def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
         super().__init__(id=id, frame=frame)
         self.mode = "state"
@@ -119,7 +112,9 @@ changed.""")
         shown = view.shown
         whole = occupancy.lead(shown)
         head = [whole.extend(occupancy.bar(shown, max(0, width - whole.width))).done(width)]
-        layer = self._layer(view) if self.mode != "state" else None
+        layer = None
+        if self.mode != "state":
+            layer = {"owner": self._by_owner, "age": self._by_age, "refs": self._by_refs}[self.mode](view)
         entries = layer.legend if layer is not None else occupancy.entries(shown)
         above, legend = _lay_out(entries, width, 0 if self.frame == "none" else width - 4)
         if above:
@@ -159,8 +154,8 @@ changed.""")
         return grid(total - first + 1, width, height, first=first, one_each=True)
 
     def _used_part(self, view: View, room: int) -> int:
-        """Returns how many blocks to show of a pool with more blocks than cells: if all used ones fit, the first 2^n
-        blocks that contain them (the title says that the others are free); otherwise all."""
+        """Returns how many blocks of a pool with more blocks than cells to show. If the used ones fit, these are the
+        first 64, 128, 256, … that contain them (the title says that the others are free); otherwise all."""
         in_use = np.flatnonzero(view.shown.codes)
         last = int(in_use[-1]) if len(in_use) else 0
         shown = 64
@@ -212,20 +207,13 @@ changed.""")
 
     # ---- layers
 
-    def _layer(self, view: View) -> _Layer:
-        makers: dict[str, Callable[[View], _Layer]] = {
-            "owner": self._by_owner, "age": self._by_age, "refs": self._by_refs,
-        }  # fmt: skip
-        return makers[self.mode](view)
-
     def _by_state(self, view: View) -> _Layer:
         codes = view.shown.codes
         if self.grid.k == 1:
             codes = codes.copy()
-            filling = view.shown.filling()
-            if filling:
+            if filling := view.shown.filling():
                 codes[[block for block in filling if codes[block] == ACTIVE]] = FILLING
-        looks = [(occupancy.glyph(code), occupancy.STYLES[code]) for code in (FREE, ACTIVE, SHARED, CACHED)]
+        looks = [(occupancy.glyph(code), STATE_NAMES[code]) for code in (FREE, ACTIVE, SHARED, CACHED)]
         looks.append((glyphs().filling, "active"))
         return _Layer(codes, looks, [], glows=True)  # occupancy.entries is its legend
 
@@ -279,9 +267,10 @@ changed.""")
 
     def cursor_cell(self, view: View) -> int | None:
         """Returns the cell of the selected block, or None."""
-        if view.selection is None or view.selection.kind != "block":
+        block = selected(view, "block")
+        if block is None:
             return None
-        cell = (view.selection.id - self.grid.first) // self.grid.k
+        cell = (block - self.grid.first) // self.grid.k
         return cell if 0 <= cell < self.grid.cells else None
 
     def block_at(self, column: int, row: int) -> int | None:
@@ -308,18 +297,14 @@ changed.""")
         return body - self.grid.rows
 
     def action_move(self, dx: int, dy: int) -> None:
-        view = self.view
-        if view is None:
-            return
-        g = self.grid
-        cell = self.cursor_cell(view)
-        if cell is None:
+        view, g = self.view, self.grid
+        if self.cursor_cell(view) is None:
             cell = 0
             if view.links.blocks:  # start at the selection of another panel
                 cell = max(0, min(g.cells - 1, (min(view.links.blocks) - g.first) // g.k))
             block = g.first + cell * g.k
         else:
-            block = view.selection.id + (dx + dy * g.per_row) * g.k if view.selection is not None else g.first
+            block = selected(view, "block") + (dx + dy * g.per_row) * g.k
         block = max(1, min(view.shown.total, block))
         if self.zoomed_at is not None and not g.first <= block < g.first + g.blocks:
             self.zoomed_at = max(1, self.zoomed_at + (dx or dy * g.per_row))
@@ -327,18 +312,15 @@ changed.""")
         self.repaint()
 
     def action_open(self) -> None:
-        view = self.view
-        if view is None:
-            return
-        selected = view.selection.id if view.selection is not None and view.selection.kind == "block" else None
+        block = selected(self.view, "block")
         if self.grid.k > 1:
-            start = selected or self.grid.first
+            start = block or self.grid.first
             room = self.grid.per_row * self.grid.rows
             self.zoomed_at = max(1, start - room // 2)
-            view.select("block", start)
+            self.view.select("block", start)
             self.repaint()
-        elif selected is not None:
-            self.post_message(Opened("block", selected))
+        elif block is not None:
+            self.post_message(Opened("block", block))
 
     def action_unzoom(self) -> None:
         self.zoomed_at = None
@@ -347,12 +329,12 @@ changed.""")
     def action_colour(self) -> None:
         modes = list(MODES)
         self.mode = modes[(modes.index(self.mode) + 1) % len(modes)]
-        self.post_message(self.Coloured(self.mode))
         self.repaint()
 
 
 def _runs(cells: np.ndarray, looks: list[tuple[str, str]], g: Grid, width: int) -> Runs:
-    """Returns one line of cells, equal neighbours joined. A cell is code*8 + glow*2 + marked; glow 3 is the cursor."""
+    """Returns one line of cells; equal neighbours become one run. A cell is code*8 + glow*2 + marked; glow 3 marks the
+    cursor."""
     runs: list[Run] = []
     ends = [*(np.flatnonzero(cells[1:] != cells[:-1]) + 1).tolist(), len(cells)]
     start = used = 0
@@ -400,8 +382,9 @@ def _free() -> list[Run]:
 
 
 def _lay_out(entries: list[list[Run]], width: int, frame: int) -> tuple[list[Run], list[Run]]:
-    """Returns the entries of a legend, split: (row above the map, frame). The frame has room for `frame` cells. If not
-    all entries fit there, the row above takes as many as fit, the frame the rest; "+n more" counts those left out."""
+    """Returns a legend in two parts: (for the row above the map, for the frame). The frame has room for `frame` cells.
+    If all entries fit there, the row is empty. Otherwise the row takes as many as fit and the frame the others; "+n
+    more" counts the entries left out."""
 
     def taken(some: list[list[Run]], room: int) -> tuple[list[Run], list[list[Run]]]:
         runs: list[Run] = []
@@ -420,7 +403,7 @@ def _lay_out(entries: list[list[Run]], width: int, frame: int) -> tuple[list[Run
     if left:
         if frame:
             below, left = taken(rest, frame - 10)
-            below = [*below, (f"  +{len(left)} more" if below else f"+{len(left)} more", "dim")]
+            below = [*below, (f"{'  ' if below else ''}+{len(left)} more", "dim")]
         else:
             above, left = taken(entries, width - 10)
             above = [*above, (f"  +{len(left)} more", "dim")]

@@ -5,15 +5,14 @@ This shows paging: the request sees consecutive positions; the pool provides any
 
 from __future__ import annotations
 
-import textwrap
 from typing import ClassVar
 
 from textual.binding import Binding
 
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
-from minitui.tui.widgets.rows import Row, Run, Runs, cells, clip
+from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
+from minitui.tui.widgets.rows import Row, Run, Runs, cells, clip, legend, wrapped
 from minitui.viewmodel.model import View
 
 CHIP = 6  # cells per chip: five for the block number, one space; more for longer numbers
@@ -62,12 +61,12 @@ four requests have this block in their tables and read it. Only the last block i
         elif view.selection.kind == "request" and lane is not None:
             note = [("selected", "accent")]
         rows = [*head, *self._chips(view, request.table, computed, size, width, height - len(head))]
-        g = glyphs()
-        legend: list[Run] = [
-            ("number", "ink on shared-chip"), (f" held by {g.times}n  ", "dim"), ("number", "ink on active-chip"),
-            (" private  ", "dim"), ("9/16", "ink"), (" tokens in the last block", "dim"),
-        ]  # fmt: skip
-        return Picture(rows, title=title, note=note, legend=legend)
+        key = legend(
+            ("number", "ink on shared-chip", f"held by {glyphs().times}n"),
+            ("number", "ink on active-chip", "private"),
+            ("9/16", "ink", "tokens in the last block"),
+        )
+        return Picture(rows, title=title, note=note, legend=key)
 
     def _nothing(self, view: View, id: int | None, width: int, height: int) -> Picture:
         lane = view.lanes.lanes.get(id) if id is not None else None
@@ -79,7 +78,7 @@ four requests have this block in their tables and read it. Only the last block i
                 text = f"r{lane.id} is waiting: it holds no blocks yet"
                 if lane.finish_reason:
                     text = f"r{lane.id} finished ({lane.finish_reason}) and released its blocks"
-            return Picture([Row(line, "dim").done(width) for line in textwrap.wrap(text, width)], title="Block table")
+            return Picture(wrapped(text, "dim", width), title="Block table")
         fates = [view.shown.fate(block, last.seq) for block in last.table]
         kept = sum(fate in ("cached", "held") for fate in fates)
         line, name = Row(f"r{lane.id}", "bold ink"), view.group_name(lane.group)
@@ -89,18 +88,19 @@ four requests have this block in their tables and read it. Only the last block i
         head = _head(line, name, Row(text, "dim"), width, height)
         size = view.shown.state.block_size
         rows = [*head, *self._chips(view, last.table, last.computed, size, width, height - len(head), fates)]
-        legend: list[Run] = [
-            ("number", "ink on cached-chip"), (" cached  ", "dim"), ("number", "ink on shared-chip"),
-            (" in use  ", "dim"), ("number", "dim"), (" freed", "dim"),
-        ]  # fmt: skip
-        return Picture(rows, title="Block table · at finish", legend=legend)
+        key = legend(
+            ("number", "ink on cached-chip", "cached"), ("number", "ink on shared-chip", "in use"),
+            ("number", "dim", "freed"),
+        )  # fmt: skip
+        return Picture(rows, title="Block table · at finish", legend=key)
 
     def _chips(
         self, view: View, table: list[int], computed: int, size: int, width: int, height: int,
         fates: list[str] | None = None,
     ) -> list[Runs]:  # fmt: skip
-        """Returns lines of chips: in threes (logical number, physical block, holders), in twos (the first logical
-        number before the chips), or chips alone, whichever fits. `fates`: the uses of a finished request's blocks."""
+        """Returns lines of chips. A chip takes three lines (logical number, physical block, holders), two (the first
+        logical number is before the chips) or one, whichever fits. `fates`: the `fate` of each block of a finished
+        request."""
         if height < 1:
             return []
         chip = max(CHIP, len(str(view.shown.state.num_blocks - 1)) + 2)
@@ -113,8 +113,8 @@ four requests have this block in their tables and read it. Only the last block i
         if left:
             across = short
         rows: list[Runs] = []
-        selected = view.selection.id if view.selection is not None and view.selection.kind == "block" else 0
-        at = table.index(selected) if selected in table else None
+        chosen = selected(view, "block")
+        at = table.index(chosen) if chosen in table else None
         items = _with_ends(len(table), max(1, height // tall) * across, across, at)
         for start in range(0, len(items), across):
             logical, chips, holders = Row(), Row(), Row()
@@ -134,9 +134,9 @@ four requests have this block in their tables and read it. Only the last block i
                     style = {"cached": "ink on cached-chip", "held": "ink on shared-chip"}.get(fates[index], "dim")
                 elif view.glow_of(float(view.shown.changed[block])) == 2:
                     style = "bold " + style
-                chosen = view.selection is not None and view.selection.kind == "block" and view.selection.id == block
-                logical.to(at).add(str(index).rjust(chip - 2), "accent" if chosen else "dim")
-                chips.to(at).add(f"{block} ".rjust(chip - 1), "on-fill on accent" if chosen else style)
+                here = block == chosen
+                logical.to(at).add(str(index).rjust(chip - 2), "accent" if here else "dim")
+                chips.to(at).add(f"{block} ".rjust(chip - 1), "on-fill on accent" if here else style)
                 filled = min(size, max(0, computed - index * size))
                 if filled < size:
                     holders.to(at).add(f"{filled}/{size}".rjust(chip - 2), "ink")
@@ -152,44 +152,34 @@ four requests have this block in their tables and read it. Only the last block i
     # ---- moving about
 
     def action_move(self, by: int) -> None:
-        view = self.view
-        id = view.subject() if view is not None else None
-        request = view.shown.state.requests.get(id) if view is not None and id is not None else None
-        if view is None or request is None or not request.table:
+        id = self.view.subject()
+        request = self.view.shown.state.requests.get(id) if id is not None else None
+        if request is None or not request.table:
             return
-        table = request.table
-        selection = view.selection
-        index = len(table) - 1
-        if selection is not None and selection.kind == "block" and selection.id in table:
-            index = max(0, min(len(table) - 1, table.index(selection.id) + by))
-        view.select("block", table[index])
+        table, chosen = request.table, selected(self.view, "block")
+        at = max(0, min(len(table) - 1, table.index(chosen) + by)) if chosen in table else -1
+        self.view.select("block", table[at])
         self.repaint()
 
     def action_turn(self, by: int) -> None:
         """Select the next newer or older request."""
-        view = self.view
-        if view is None:
-            return
-        ids = sorted(view.shown.state.requests)
+        ids = sorted(self.view.shown.state.requests)
         if not ids:
             return
-        now = view.subject()
+        now = self.view.subject()
         at = ids.index(now) + by if now in ids else -1
-        view.select("request", ids[max(0, min(len(ids) - 1, at))])
+        self.view.select("request", ids[max(0, min(len(ids) - 1, at))])
         self.repaint()
 
     def action_open(self) -> None:
-        if self.view is None:
-            return
-        selection = self.view.selection
-        if selection is not None and selection.kind == "block":
-            self.post_message(Opened("block", selection.id))
+        if (block := selected(self.view, "block")) is not None:
+            self.post_message(Opened("block", block))
         elif (id := self.view.subject()) is not None:
             self.post_message(Opened("request", id))
 
 
 def _head(line: Row, name: str, about: Row, width: int, height: int) -> list[Runs]:
-    """Returns the heading: in one row, or in two if it is too long and the panel has room."""
+    """Returns the heading in one row, or in two if it is too long and the panel has room for both."""
     whole = cells(name) + 1 if name else 0
     fits = line.width + whole + about.width <= width
     if not fits and height >= TWO_ROWS_FROM:
@@ -200,8 +190,9 @@ def _head(line: Row, name: str, about: Row, width: int, height: int) -> list[Run
 
 
 def _with_ends(n: int, room: int, across: int, at: int | None = None) -> list[int]:
-    """Returns which of `n` logical blocks to show in `room` places: all, or the first ones (often shared) and the last
-    ones (the next token), and always block `at`. A negative number counts the blocks left out at its place."""
+    """Returns the logical blocks of `n` to show in `room` places: all, or the first ones (often shared) and the last
+    ones (they receive the next token). Block `at` is always shown. A negative number counts the blocks left out at its
+    place."""
     shown = _both_ends(n, room, across)
     if at is None or at in shown:
         return shown

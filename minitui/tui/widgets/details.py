@@ -18,21 +18,17 @@ LABEL = 13
 class Details(LinePanel):
     """`show` opens it above the panels; Escape or Enter closes it."""
 
-    DEFAULT_CSS = """
-    Details { layer: above; position: absolute; display: none; }
-    """
+    DEFAULT_CSS = "Details { layer: above; position: absolute; display: none; }"
     BINDINGS: ClassVar = [
         Binding("escape,enter", "close", "close", show=False, id="details.close"),
         Binding("up", "scroll(-1)", "up", show=False, id="details.up"),
         Binding("down", "scroll(1)", "down", show=False, id="details.down"),
     ]
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.kind = ""
-        self.subject: Any = None
-        self.top = 0
-        self._back: LinePanel | None = None
+    kind = ""
+    subject: Any = None
+    top = 0  # the first line shown
+    _back: LinePanel | None = None
 
     def show(self, view: View, kind: str, subject: Any, back: LinePanel | None) -> None:
         """Open with the details of a thing; `back` gets the focus when it closes."""

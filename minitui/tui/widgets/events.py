@@ -1,9 +1,9 @@
-"""Events: each decision with the engine's reason, the newest at the top; never merged."""
+"""Events: each decision of the engine with its reason, the newest at the top. Events are never merged."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from textual.binding import Binding
@@ -56,37 +56,33 @@ which request was preempted; how each request finished. Choosing an event select
         Binding("enter", "open", "details", show=False, id="events.open"),
     ]
 
-    def __init__(self, *, id: str | None = None, frame: str | None = None, compact: bool = False) -> None:
-        super().__init__(id=id, frame=frame)
-        self.filter = 0
-        self.chosen: int | None = None  # seq of the event under the cursor
-        self.skip = 0
-        self.shown: list[Event] = []
-        self._at: list[Event] = []  # the event of each row
-        self.compact = compact
+    filter = 0  # index in FILTERS
+    chosen: int | None = None  # seq of the event under the cursor
+    skip = 0  # newer events above the first row
+    shown: Sequence[Event] = ()
+    _at: Sequence[Event] = ()  # the event of each row
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         name = FILTERS[self.filter][0]
         seq = view.shown.state.seq
         digits = len(f"{max(1, view.horizon):,}") + 1
         rows: list[Runs] = []
-        self.shown, self._at = [], []
+        shown, at = [], []
         for event in view.events.tail(height, seq, self._wanted(view), self.skip):
             lines = self._lines(view, event, width, digits, height - len(rows))
             if not lines:
                 break
             rows += lines
-            self.shown.append(event)
-            self._at += [event] * len(lines)
+            shown.append(event)
+            at += [event] * len(lines)
+        self.shown, self._at = shown, at
         if not rows:
             rows = [Row("no events yet" if name == "all" else f"no events of this kind: {name}", "dim").done(width)]
-        note: list[Run] = []
-        if not self.compact:
-            note = [("show ", "dim"), (name, "ink"), *self.own_key("f")]
+        note = [("show ", "dim"), (name, "ink"), *self.own_key("f")]
         legend: list[Run] = [(f"step, event, reason · {view.events.count:,} so far", "dim")]
         if self.skip:
             legend = [(f"{self.skip:,} newer above · Home", "accent")]
-        return Picture(rows, title="Recent events" if self.compact else "Events", note=note, legend=legend)
+        return Picture(rows, note=note, legend=legend)
 
     def _wanted(self, view: View) -> Callable[[Event], bool]:
         name, kinds = FILTERS[self.filter]
@@ -98,7 +94,7 @@ which request was preempted; how each request finished. Choosing an event select
         return lambda event: True
 
     def _lines(self, view: View, event: Event, width: int, digits: int, most: int) -> list[Runs]:
-        """Returns the event's rows: as many as its text needs, but at most `most`."""
+        """Returns at most `most` rows with the event's text."""
         lit = event.request in view.links.requests or event.node in view.links.nodes
         here = event.seq == self.chosen
         ground = " on select" if lit else ""
@@ -135,7 +131,7 @@ which request was preempted; how each request finished. Choosing an event select
 
     def action_move(self, by: int) -> None:
         view = self.view
-        if view is None or not self.shown:
+        if not self.shown:
             return
         seqs = [event.seq for event in self.shown]
         at = seqs.index(self.chosen) + by if self.chosen in seqs else 0
@@ -158,13 +154,12 @@ which request was preempted; how each request finished. Choosing an event select
         self.repaint()
 
     def action_open(self) -> None:
-        view = self.view
         event = next((event for event in self.shown if event.seq == self.chosen), None)
-        if view is None or event is None:
+        if event is None:
             return
         if event.request >= 0:
             self.post_message(Opened("request", event.request))
-        elif event.node in view.shown.state.nodes:
+        elif event.node in self.view.shown.state.nodes:
             self.post_message(Opened("node", event.node))
         else:
             self.post_message(Opened("step", event.step))

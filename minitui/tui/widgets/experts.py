@@ -1,4 +1,4 @@
-"""Experts: which ones are hot? A row per layer with experts, a cell per expert."""
+"""Experts: which ones compute the most tokens? A row per layer with experts, a cell per expert."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from textual.binding import Binding
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
-from minitui.tui.widgets.rows import Row, Run, Runs
+from minitui.tui.widgets.rows import Row, Run, Runs, legend
 from minitui.viewmodel.experts import ExpertLoad
 from minitui.viewmodel.model import View
 
-LABEL = 5
+LABEL = 5  # cells
 FIGURE = 6  # cells for the hottest expert's load, in multiples of the mean
 MEAN = 3  # the bar level of the layer's mean; twice the load is two levels higher
-COLD, HOT = 0.5, 2.0
+COLD, HOT = 0.5, 2.0  # multiples of the mean, from which on a cell is dim or bright
 TOP = 4  # experts named in the last row
 
 
@@ -27,8 +27,8 @@ class ExpertMap(LinePanel):
     TITLE = "Experts"
     help_text = paragraphs("""\
 A mixture-of-experts model has many small MLPs per layer in place of one, and a router sends each token to a few of
-them. Each row is a layer, each cell an expert; the height is its recent load. The middle height is the layer's mean,
-two levels higher is twice the mean, a dot is no token. The figure at the right is the hottest expert's load, in
+them. Each row is a layer, each cell an expert; the height is its recent load. The middle height is the layer's mean;
+two levels higher is twice the mean; a dot means no token. The figure at the right is the hottest expert's load, in
 multiples of the mean.
 
 A decode step reads the weights of every expert that some token of the batch uses, so a skewed router makes small
@@ -38,11 +38,10 @@ batches cheap. On several GPUs, or in a large prefill, all experts wait for the 
         Binding("down", "layer(1)", "layer after", show=False, id="experts.down"),
     ]
 
-    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
-        super().__init__(id=id, frame=frame)
-        self.chosen = 0  # index of the chosen layer
-        self._first = 0  # index of the first layer shown
-        self._shown = self._last = 0
+    chosen = 0  # index of the chosen layer
+    _first = 0  # index of the first layer shown
+    _shown = 0  # layers shown
+    _last = 0  # index of the last layer
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         load = view.experts.at(view.horizon)
@@ -76,10 +75,10 @@ batches cheap. On several GPUs, or in a large prefill, all experts wait for the 
 
     def _legend(self) -> list[Run]:
         g = glyphs()
-        return [
-            (g.free, "faint"), (" none  ", "dim"), (g.spark[MEAN - 2], "dim"), (" half  ", "dim"),
-            (g.spark[MEAN], "hit"), (" the mean  ", "dim"), (g.spark[MEAN + 2], "prefill"), (" twice", "dim"),
-        ]  # fmt: skip
+        return legend(
+            (g.free, "faint", "none"), (g.spark[MEAN - 2], "dim", "half"), (g.spark[MEAN], "hit", "the mean"),
+            (g.spark[MEAN + 2], "prefill", "twice"),
+        )  # fmt: skip
 
     def _layer(self, layer: int, relative: np.ndarray, each: int, width: int, chosen: bool) -> Runs:
         """Returns a layer's row; a cell stands for `each` experts and shows the hottest one."""

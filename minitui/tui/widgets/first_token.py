@@ -5,7 +5,7 @@ from __future__ import annotations
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
-from minitui.tui.widgets.rows import Row, Run, Runs
+from minitui.tui.widgets.rows import Row, Runs, legend
 from minitui.viewmodel.model import View
 
 PARTS = (("queue", "queued", "waiting"), ("prefill", "prefill", "prefill"), ("sample", "filling", "hit"))
@@ -25,9 +25,7 @@ class FirstTokens(LinePanel, can_focus=False):
         rows: list[Runs] = []
         for item in items:
             lane = view.lanes.lanes.get(item.request)
-            cached = ""
-            if lane is not None:
-                cached = f"{lane.cached_tokens:,} of {lane.prompt_tokens:,} cached"
+            cached = f"{lane.cached_tokens:,} of {lane.prompt_tokens:,} cached" if lane is not None else ""
             room = max(6, width - name - 8 - 22)
             row = Row(f"r{item.request}", "ink").to(name)
             for value, (_, glyph, style) in zip((item.queue_ms, item.prefill_ms, item.sample_ms), PARTS, strict=True):
@@ -37,7 +35,5 @@ class FirstTokens(LinePanel, can_focus=False):
             if width - row.width > len(cached):
                 row.add(" ").add(cached, "hit" if lane is not None and lane.cached_tokens else "dim")
             rows.append(row.done(width))
-        legend: list[Run] = []
-        for word, glyph, style in PARTS:
-            legend += [(" " if legend else "", "dim"), (getattr(glyphs(), glyph), style), (f" {word}", "dim")]
-        return Picture(rows, legend=legend)
+        parts = ((getattr(glyphs(), glyph), style, word) for word, glyph, style in PARTS)
+        return Picture(rows, legend=legend(*parts, gap=" "))

@@ -1,7 +1,7 @@
 """Batch lanes: which requests waited, which ran? A row per request, a column per k steps, the newest at the right.
 
-A column shows its rarest phase: preempted, finished, prefill, decode, waiting, in this order. The row above shows the
-slowest step of each column.
+A cell shows one phase: the first in the order preempted, finished, prefill, decode, waiting that occurs in the
+column's steps. The row above shows the slowest step of each column.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from textual.binding import Binding
 
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
-from minitui.tui.widgets.rows import Row, Run, Runs, fit, runs_width
+from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
+from minitui.tui.widgets.rows import Row, Run, Runs, fit, legend, runs_width
+from minitui.tui.widgets.vitals import spark
 from minitui.viewmodel.lanes import DECODING, FINISHED, GAINING, NOTHING, PREEMPTED, PREFILLING, QUEUED, Lane
 from minitui.viewmodel.model import View
 
@@ -23,6 +24,9 @@ STEPS_PER_COLUMN = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 STYLES = {
     NOTHING: "ink", QUEUED: "dim", DECODING: "decode", GAINING: "hit", PREFILLING: "prefill", FINISHED: "good",
     PREEMPTED: "bad",
+}  # fmt: skip
+WORDS = {
+    PREFILLING: "prefill", DECODING: "decode", QUEUED: "waits", PREEMPTED: "preempted", FINISHED: "done",
 }  # fmt: skip
 
 
@@ -35,7 +39,7 @@ Continuous batching. Each row is a request, each column one or more steps. A req
 prefilled (many tokens per step), then it decodes one token in every step until it finishes. Requests join and leave
 between any two steps; none waits for the slowest of a batch. × means preempted: the pool was full and the request
 released its blocks. With more requests than rows, a row is reused when its request has finished: "r9 +2" is the row
-of r9 after two other requests. Select one of these and the row shows its name.""")
+of r9 after two other requests. If you select one of these two, the row shows its name.""")
     BINDINGS: ClassVar = [
         Binding("up", "choose(-1)", "request above", show=False, id="lanes.up"),
         Binding("down", "choose(1)", "request below", show=False, id="lanes.down"),
@@ -56,9 +60,9 @@ of r9 after two other requests. Select one of these and the row shows its name."
         self.back = 0  # columns scrolled back
         self.first_step = 0  # the first step of the leftmost column
         self.columns = 0
-        self.label = 5
+        self.label = 5  # cells of the names at the left
         self.slots: list[list[int]] = []  # the requests of each row, in order; the last one names it
-        self._placed_for: object = None
+        self._placed_for: object = None  # the layout for which the rows were assigned
         self._seen = -1  # the newest request considered for a row
 
     def picture(self, view: View, width: int, height: int) -> Picture:
@@ -76,12 +80,13 @@ of r9 after two other requests. Select one of these and the row shows its name."
         rows: list[Runs] = [self._scale(view, width, horizon), self._slowest(view, width, horizon)]
         rows += [self._row(view, slot, width, horizon, named) for slot in self.slots]
         rows.append(self._rest(view, width, end))
-        legend = self._legend(view, width)
-        return Picture(rows, title="Batch lanes · requests over steps", note=self._note(), legend=legend)
+        steps = "1 column = 1 step" if self.k == 1 else f"1 column = {self.k} steps"
+        note = [(steps, "ink"), *self.own_key("[ ]")]
+        return Picture(rows, title="Batch lanes · requests over steps", note=note, legend=self._legend(view, width))
 
     def _place(self, view: View, room: int, end: int) -> None:
-        """Assign each request a row, which it keeps. If there are fewer rows than requests, a new request takes over
-        the row of a finished one."""
+        """Assign each request a row, which it keeps. With more requests than rows, a new request takes over the row of
+        a finished one."""
         lanes = view.lanes.lanes
         start = self.first_step
         anew = (view.lanes, room, self.back, self.k)
@@ -103,24 +108,21 @@ of r9 after two other requests. Select one of these and the row shows its name."
             if free is not None:
                 free.append(lane.id)
             self._seen = max(self._seen, lane.id)
-        selected = view.selection.id if view.selection is not None and view.selection.kind == "request" else None
-        placed = any(selected in slot for slot in self.slots)
-        if selected in lanes and not placed and self.slots and lanes[selected].finish_step >= start:
-            self.slots[-1] = [selected]  # the selected request is always shown
+        chosen = selected(view, "request")
+        placed = any(chosen in slot for slot in self.slots)
+        if chosen in lanes and not placed and self.slots and lanes[chosen].finish_step >= start:
+            self.slots[-1] = [chosen]  # the selected request is always shown
 
     def _legend(self, view: View, width: int) -> list[Run]:
-        runs = _marks_named()
+        marks = _marks()
+        entries = [(marks[code], STYLES[code], word) for code, word in WORDS.items()]
         if any(lane.gains for lane in view.lanes.active.values()):
-            runs += [("  ", "dim"), (glyphs().gaining, "hit"), (" drafts accepted", "dim")]
+            entries.append((glyphs().gaining, "hit", "drafts accepted"))
         if any(len(slot) > 1 for slot in self.slots):
-            several: list[Run] = [("+2", "ink"), (" and 2 finished before", "dim")]
-            if runs_width([*runs, *several]) + 2 <= width - 4:
-                return [*several, ("  ", "dim"), *runs]
-        return runs
-
-    def _note(self) -> list[Run]:
-        steps = "1 column = 1 step" if self.k == 1 else f"1 column = {self.k} steps"
-        return [(steps, "ink"), *self.own_key("[ ]")]
+            several = legend(("+2", "ink", "and 2 finished before"), *entries)
+            if runs_width(several) <= width - 4:
+                return several
+        return legend(*entries)
 
     def _choose_k(self, view: View, horizon: int) -> None:
         if self.fixed_k is not None:
@@ -170,17 +172,11 @@ of r9 after two other requests. Select one of these and the row shows its name."
         column = (steps.column("step")[at] - self.first_step) // self.k
         worst = np.zeros(self.columns)
         np.maximum.at(worst, column, wall)
-        top = worst.max()
-        if top <= 0:
-            return row.done(width)
-        levels = glyphs().spark
-        most = len(levels) - 1
-        text = "".join(" " if v <= 0 else levels[int(v / top * most + 0.5)] for v in worst)
-        return row.add(text, "step").done(width)
+        return row.add(spark(worst), "step").done(width)
 
     def _row(self, view: View, slot: list[int], width: int, horizon: int, named: bool) -> Runs:
-        """Returns one row: its requests in sequence, under the name of the last or the selected one and the number of
-        the others. Each other request is named after its end, if there is room."""
+        """Returns one row with the phases of its requests. The label names the selected request, or else the last one,
+        and the number of the others. The name of each other request follows its end, if there is room."""
         lanes = view.lanes.lanes
         seen = [lanes[id] for id in slot if lanes[id].submitted_step <= horizon + 1]
         if not seen:
@@ -221,7 +217,7 @@ of r9 after two other requests. Select one of these and the row shows its name."
         return row.done(width)
 
     def _names(self, cells: list[tuple[int, bool]], ended: list[Lane]) -> dict[int, str]:
-        """Returns the names of finished requests in a row named after another: {column after its end: name}."""
+        """Returns {column after its end: name} for the finished requests in a row whose label names another one."""
         words = {}
         for lane in ended:
             at, name = (lane.finish_step - self.first_step) // self.k + 1, f"r{lane.id}"
@@ -269,28 +265,22 @@ of r9 after two other requests. Select one of these and the row shows its name."
 
     def action_choose(self, by: int) -> None:
         """Select the request in the row above or below."""
-        view = self.view
         rows = [slot for slot in self.slots if slot]
-        if view is None or not rows:
+        if not rows:
             return
-        selection = view.selection
-        at = len(rows) - 1 if by < 0 else 0
-        if selection is not None and selection.kind == "request":
-            found = [i for i, slot in enumerate(rows) if selection.id in slot]
-            at = max(0, min(len(rows) - 1, found[0] + by)) if found else at
-        view.select("request", rows[at][-1])
+        chosen = selected(self.view, "request")
+        found = [i for i, slot in enumerate(rows) if chosen in slot]
+        if found:
+            at = max(0, min(len(rows) - 1, found[0] + by))
+        else:
+            at = len(rows) - 1 if by < 0 else 0
+        self.view.select("request", rows[at][-1])
         self.repaint()
 
     def action_step(self, by: int) -> None:
-        view = self.view
-        if view is None:
-            return
-        selection = view.selection
-        if selection is not None and selection.kind == "step":
-            step = selection.id + by * self.k
-        else:
-            step = view.horizon
-        self._select_step(view, step)
+        chosen = selected(self.view, "step")
+        step = self.view.horizon if chosen is None else chosen + by * self.k
+        self._select_step(self.view, step)
         self.repaint()
 
     def _select_step(self, view: View, step: int) -> None:
@@ -300,10 +290,8 @@ of r9 after two other requests. Select one of these and the row shows its name."
 
     def action_scroll(self, by: int) -> None:
         self.back = max(0, self.back - by * max(1, self.columns // 2))
-        view = self.view
-        if view is not None:
-            kept = (view.horizon - max(view.steps.first, 0)) // self.k
-            self.back = min(self.back, max(0, kept - self.columns // 2))
+        kept = (self.view.horizon - max(self.view.steps.first, 0)) // self.k
+        self.back = min(self.back, max(0, kept - self.columns // 2))
         self.repaint()
 
     def action_zoom(self, by: int) -> None:
@@ -316,7 +304,7 @@ of r9 after two other requests. Select one of these and the row shows its name."
         self.repaint()
 
     def action_open(self) -> None:
-        if self.view is not None and self.view.selection is not None:
+        if self.view.selection is not None:
             self.post_message(Opened(self.view.selection.kind, self.view.selection.id))
 
 
@@ -326,14 +314,3 @@ def _marks() -> dict[int, str]:
         NOTHING: " ", QUEUED: g.queued, DECODING: g.decode, GAINING: g.gaining, PREFILLING: g.prefill,
         FINISHED: g.finished, PREEMPTED: g.preempted,
     }  # fmt: skip
-
-
-def _marks_named() -> list[Run]:
-    marks = _marks()
-    runs: list[Run] = []
-    for code, word in (
-        (PREFILLING, "prefill"), (DECODING, "decode"), (QUEUED, "waits"), (PREEMPTED, "preempted"), (FINISHED, "done"),
-    ):  # fmt: skip
-        runs += [(marks[code], STYLES[code]), (f" {word}  ", "dim")]
-    runs[-1] = (runs[-1][0].rstrip(), "dim")
-    return runs

@@ -9,14 +9,14 @@ from textual.binding import Binding, BindingType
 from minitui.teaching.lessons.page import LETTERS, Check, Lesson, Page, Seen, paragraphs
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
-from minitui.tui.widgets.rows import Row, Runs
+from minitui.tui.widgets.rows import Row
 from minitui.viewmodel.model import View
 
 MAX_TEXT_WIDTH = 100  # columns; longer lines are hard to read
 
 
 class Reading:
-    """The reader's page in a lesson, and the results so far. The last page has the closing questions."""
+    """The current page of a lesson, and the results so far. The last page has the closing questions."""
 
     def __init__(self, lesson: Lesson) -> None:
         self.lesson = lesson
@@ -41,7 +41,7 @@ class Reading:
 
     @property
     def shows(self) -> bool:
-        """Has the panel something to show: an experiment of this page, or the subject of a closing question?"""
+        """True if the panel has something to show: an experiment of this page, or the subject of a closing question."""
         return self.page is None or self.running or self.at in self.seen or self.at in self.failed
 
     @property
@@ -63,23 +63,21 @@ class LessonText(LinePanel):
     ]
 
     TITLE = "Text"
-
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.reading: Reading | None = None
-        self.top = 0
-        self._follow = False
-        self._height = 0  # at the last paint
+    reading: Reading | None = None
+    top = 0  # the first line shown
+    _follow = False
+    _height = 0  # at the last paint
 
     def follow(self) -> None:
-        """Scroll to the end, where new lines are."""
+        """Scroll to the end at the next paint: new lines are there."""
         self._follow = True
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         reading = self.reading
         if reading is None:
             return Picture([], "Lesson")
-        rows = [_line(text, style, width) for text, style in page_lines(reading, min(width, MAX_TEXT_WIDTH))]
+        lines = page_lines(reading, min(width, MAX_TEXT_WIDTH))
+        rows = [Row(text, style).done(width) for text, style in lines]
         most = max(0, len(rows) - height)
         if self._follow or (height < self._height and reading.shows):
             self.top, self._follow = most, False
@@ -96,10 +94,6 @@ class LessonText(LinePanel):
         """Scroll by lines; down is positive."""
         self.top = max(0, self.top + lines)
         self.repaint()
-
-
-def _line(text: str, style: str, width: int) -> Runs:
-    return Row(text, style).done(width)
 
 
 def _keys(reading: Reading) -> str:
@@ -119,7 +113,7 @@ def _keys(reading: Reading) -> str:
 
 
 def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
-    """(text, style) lines of the page that is read, or of the closing questions."""
+    """The (text, style) lines of the current page."""
     page = reading.page
     if page is None:
         return _closing(reading, width)

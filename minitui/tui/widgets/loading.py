@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from textual import getters
-
-from minitui.tui.app_base import AppBase
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.base import LinePanel, Picture
+from minitui.tui.widgets.bar import Bar
+from minitui.tui.widgets.base import Picture
 from minitui.tui.widgets.rows import Row, fit
 from minitui.viewmodel.model import View
 
 
-class Loading(LinePanel, can_focus=False):
+class Loading(Bar):
     """Two lines while `app.progress` is set, else nothing."""
 
-    app = getters.app(AppBase)
-    FRAME = "none"
     DEFAULT_CSS = "Loading { height: 3; padding: 1 2 0 2; }"
 
     def paint(self, view: View) -> int:

@@ -6,22 +6,21 @@ from engine.trace.state import ACTIVE, CACHED, FREE, SHARED
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Run
-from minitui.viewmodel.annotated_state import AnnotatedState
+from minitui.viewmodel.annotated_state import STATE_NAMES, AnnotatedState
 from minitui.viewmodel.model import View
 
 ORDER = (ACTIVE, SHARED, CACHED, FREE)
-STYLES = {ACTIVE: "active", SHARED: "shared", CACHED: "cached", FREE: "free"}
-WORDS = {ACTIVE: "active", SHARED: "shared", CACHED: "cached", FREE: "free"}
+MIN_BAR = 8  # cells
 
 
 def glyph(code: int) -> str:
     """Returns the glyph of a block state."""
-    g = glyphs()
-    return {ACTIVE: g.active, SHARED: g.shared, CACHED: g.cached, FREE: g.free}[code]
+    return getattr(glyphs(), STATE_NAMES[code])
 
 
 def shares(counts: tuple[int, int, int, int], width: int) -> dict[int, int]:
-    """Returns the cells for each state: in proportion, at least one for a state that occurs, `width` in total."""
+    """Returns the cells of the bar for each state, `width` in total: in proportion, but at least one for a state that
+    occurs."""
     total = sum(counts)
     if total == 0 or width < 4:
         return {FREE: width, ACTIVE: 0, SHARED: 0, CACHED: 0}
@@ -40,13 +39,14 @@ def shares(counts: tuple[int, int, int, int], width: int) -> dict[int, int]:
 def bar(shown: AnnotatedState, width: int) -> list[Run]:
     """Returns the stacked bar: active, shared, cached, free."""
     cells = shares(shown.counts, width)
-    return [(glyph(code) * cells[code], STYLES[code]) for code in ORDER if cells[code]]
+    return [(glyph(code) * cells[code], STATE_NAMES[code]) for code in ORDER if cells[code]]
 
 
 def entries(shown: AnnotatedState) -> list[list[Run]]:
     """Returns glyph, name and count of each state."""
     return [
-        [(glyph(code), STYLES[code]), (f" {WORDS[code]} ", "dim"), (f"{shown.counts[code]:,}", "ink")] for code in ORDER
+        [(glyph(code), STATE_NAMES[code]), (f" {STATE_NAMES[code]} ", "dim"), (f"{shown.counts[code]:,}", "ink")]
+        for code in ORDER
     ]
 
 
@@ -62,9 +62,6 @@ def lead(shown: AnnotatedState) -> Row:
     return Row("KV pool ", "dim").add(f"{percent} % ", "bold ink")
 
 
-LEAST_BAR = 8  # cells
-
-
 class Occupancy(LinePanel, can_focus=False):
     """Bar and counts in one line, for small screens."""
 
@@ -78,12 +75,12 @@ class Occupancy(LinePanel, can_focus=False):
         words = Row(" ").extend(legend(shown)).add(f"of {shown.total:,}", "dim")
         head = lead(shown)
         room = width - head.width - words.width
-        if room < LEAST_BAR:  # the total can be left out, the names cannot
+        if room < MIN_BAR:  # without the total
             words = Row(" ").extend(legend(shown))
             room = width - head.width - words.width
-        if room < LEAST_BAR:
+        if room < MIN_BAR:  # without the names
             words = Row(" ")
             for code in ORDER:
-                words.add(glyph(code), STYLES[code]).add(f" {shown.counts[code]:,} ")
+                words.add(glyph(code), STATE_NAMES[code]).add(f" {shown.counts[code]:,} ")
             room = max(4, width - head.width - words.width)
         return Picture([head.extend(bar(shown, room)).extend(words.runs).done(width)])

@@ -23,7 +23,7 @@ class PromptOrigin(LinePanel, can_focus=False):
         if lane is None:
             return Picture([Row("no request yet", "dim").done(width)])
         prompt = max(1, lane.prompt_tokens)
-        # A preempted request computes its prompt again: the bar shows the first time.
+        # A preempted request computes its prompt again: the bar shows only the first time.
         cached = lane.cached_tokens
         computed = min(lane.computed_tokens, prompt - cached)
         waiting = prompt - cached - computed

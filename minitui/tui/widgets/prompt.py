@@ -61,30 +61,27 @@ class Prompt(TextArea):
         Binding("pagedown", "scroll_transcript(1)", "Scroll down", id="prompt.pagedown", show=False),
     ]
 
+    @dataclass
     class Sent(Message):
         """Enter was pressed, and the text is not empty."""
 
-        def __init__(self, text: str) -> None:
-            super().__init__()
-            self.text = text
+        text: str
 
     class Left(Message):
         """Escape was pressed while no list was open."""
 
+    @dataclass
     class Scroll(Message):
         """A page key was pressed; it scrolls the transcript."""
 
-        def __init__(self, pages: int) -> None:
-            super().__init__()
-            self.pages = pages
+        pages: int
 
+    @dataclass
     class Offered(Message):
         """The completions have changed; `chosen` is the index of the highlighted one, -1 for none."""
 
-        def __init__(self, completions: list[Completion], chosen: int) -> None:
-            super().__init__()
-            self.completions = completions
-            self.chosen = chosen
+        completions: list[Completion]
+        chosen: int
 
     def __init__(self, *, id: str | None = None, placeholder: str = "") -> None:
         super().__init__(id=id, placeholder=placeholder, soft_wrap=True, show_line_numbers=False, tab_behavior="focus")
@@ -94,10 +91,10 @@ class Prompt(TextArea):
         self._unsent = ""  # the text before the recall
         self._offers: list[Completion] = []
         self._chosen = -1
-        self._quiet = False  # the text was set by us: offer no list
+        self._quiet = False  # `put` sets the text: offer no list
 
     def render_line(self, y: int) -> Strip:
-        """A blank line at width 0, at which Textual fails; a shrinking terminal causes it for one layout."""
+        """At width 0, a blank line: Textual fails there. A shrinking terminal causes this width for one layout."""
         return super().render_line(y) if self.content_size.width > 0 else Strip.blank(0)
 
     # ---- completion
@@ -202,17 +199,15 @@ class CompletionList(LinePanel, can_focus=False):
     FRAME = "none"
     DEFAULT_CSS = "CompletionList { height: auto; max-height: 6; display: none; }"
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.completions: list[Completion] = []
-        self.chosen = -1
+    completions: Sequence[Completion] = ()
+    chosen = -1
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         rows = []
         for number, completion in enumerate(self.completions[:height]):
             ground = " on select" if number == self.chosen else " on empty-chip"
             room = width - 2
-            text = completion.text if not completion.hint else completion.text.ljust(14)
+            text = completion.text.ljust(14) if completion.hint else completion.text
             row = Row(" ", "ink" + ground).add(fit(text, min(len(text), room)), "ink" + ground)
             if completion.hint:
                 row.add(fit("  " + completion.hint, room - row.width), "dim" + ground)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import textwrap
+from dataclasses import dataclass
 from typing import ClassVar, Protocol, cast
 
 from textual.binding import Binding
@@ -15,7 +15,7 @@ from minitui.sources.replicas import UNDECIDED, ReplicaSource
 from minitui.text import duration, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
-from minitui.tui.widgets.rows import Row, Run, Runs, clean
+from minitui.tui.widgets.rows import Row, Run, Runs, clean, legend, wrapped
 from minitui.viewmodel.model import View
 
 # (name, width in cells) of the columns on the right. The address and the model share the rest.
@@ -25,7 +25,7 @@ WITH_MODEL = 92  # columns; a narrower table has no column for the model
 
 
 class HasReplicas(Protocol):
-    """What this panel asks of its application (ReplicaApp)."""
+    """The part of the application (ReplicaApp) that this panel uses."""
 
     replicas: ReplicaSource
     chats: Chats
@@ -45,16 +45,13 @@ class Replicas(LinePanel):
         Binding("enter", "show", "show its panels", show=False, id="replicas.show"),
     ]
 
+    @dataclass
     class Chosen(Message):
-        """The user wants this replica in the panels."""
+        """Request to show this replica in the panels."""
 
-        def __init__(self, replica: Replica) -> None:
-            super().__init__()
-            self.replica = replica
+        replica: Replica
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.at = 0
+    at = 0  # index of the chosen replica
 
     @property
     def _app(self) -> HasReplicas:
@@ -62,7 +59,7 @@ class Replicas(LinePanel):
 
     @property
     def chosen(self) -> Replica:
-        """The selected replica."""
+        """The chosen replica."""
         return self._app.replicas.replicas[self.at]
 
     def picture(self, view: View, width: int, height: int) -> Picture:
@@ -73,12 +70,12 @@ class Replicas(LinePanel):
         rows += self._about(source, self.chosen, width)
         rows.append(Row().done(width))
         rows += self._chats(source, width)
-        legend: list[Run] = [
-            (glyphs().active, "hit"), (" shown in the panels  ", "dim"), ("ours", "ink"),
-            (" answers for this app  ", "dim"), (glyphs().dash, "ink"), (" not reported", "dim"),
-        ]  # fmt: skip
+        key = legend(
+            (glyphs().active, "hit", "shown in the panels"), ("ours", "ink", "answers for this app"),
+            (glyphs().dash, "ink", "not reported"),
+        )  # fmt: skip
         note: list[Run] = [(f"{len(source.usable)} of {len(source.replicas)} can answer", "dim")]
-        return Picture(rows, note=note, legend=legend)
+        return Picture(rows, note=note, legend=key)
 
     def _head(self, width: int) -> Runs:
         row = Row(" " * LEAD + "replica", "dim")
@@ -139,7 +136,7 @@ class Replicas(LinePanel):
         against = source.reason_against(replica)
         if replica.trouble not in ("", UNKNOWN):
             against += f". Next try in {replica.retry_in:.0f} s."
-        rows += [Row(line, "bad").done(width) for line in textwrap.wrap(clean(against), width)]
+        rows += wrapped(against, "bad", width)
         if replica.telemetry is None and not replica.trouble:
             rows.append(Row("It does not report what its engine does: the panels cannot show it.", "dim").done(width))
         return rows

@@ -1,4 +1,4 @@
-"""Rows of styled text, of which all panels are made: a row is a tuple of runs `(text, style in words)`.
+"""Rows of styled text. All panels are made of them: a row is a tuple of runs `(text, style in words)`.
 
 Rows are plain data: they can be compared (only changed rows are drawn), joined to text (snapshots), and searched for
 a style (tests). Widths are in terminal cells.
@@ -7,6 +7,7 @@ a style (tests). Widths are in terminal cells.
 from __future__ import annotations
 
 import re
+import textwrap
 
 from rich.cells import cell_len, set_cell_size
 
@@ -116,6 +117,20 @@ class Row:
             runs.append((text, style))
             room -= length
         return Line(runs)
+
+
+def legend(*entries: tuple[str, str, str], gap: str = "  ") -> list[Run]:
+    """Returns a legend of (sign, style, meaning) entries."""
+    runs: list[Run] = []
+    for sign, style, meaning in entries:
+        runs += [(gap, "dim")] if runs else []
+        runs += [(sign, style), (f" {meaning}", "dim")]
+    return runs
+
+
+def wrapped(text: str, style: str, width: int) -> list[Runs]:
+    """Returns untrusted text as rows of `width` cells, broken between words."""
+    return [Row(line, style).done(width) for line in textwrap.wrap(clean(text), width)]
 
 
 def plain(row: Runs) -> str:

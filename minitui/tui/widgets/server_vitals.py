@@ -1,15 +1,14 @@
-"""Server: the figures of a server's Prometheus page. A figure that the page lacks is shown as unknown."""
+"""Server: the figures of a server's Prometheus page. Figures that the page lacks are shown as unknown."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable
 from typing import Protocol, cast
 
 from minitui.sources.server_metrics import POLL_S, MetricsPoller
 from minitui.text import duration
 from minitui.tui.widgets.base import LinePanel, Picture
-from minitui.tui.widgets.rows import Row, Runs, clean
+from minitui.tui.widgets.rows import Row, Runs, wrapped
 from minitui.tui.widgets.vitals import spark
 from minitui.viewmodel.model import View
 
@@ -35,7 +34,7 @@ FIGURES: tuple[Figure, ...] = (
 
 
 class HasServer(Protocol):
-    """What this panel asks of its application (ForeignApp, BlindReplicaApp)."""
+    """The part of the application (ForeignApp, BlindReplicaApp) that this panel uses."""
 
     def current_server(self) -> tuple[str, MetricsPoller | None]:
         """(Name, metrics) of the server that answers the current chat."""
@@ -52,7 +51,7 @@ class ServerVitals(LinePanel, can_focus=False):
         notice, tone = ("it has not answered yet" if poller is None else poller.trouble), "bad"
         if not notice and poller is not None and poller.no_metrics:
             notice, tone = f"{poller.no_metrics}: no metrics (SGLang needs --enable-metrics)", "dim"
-        rows += [Row(line, tone).done(width) for line in textwrap.wrap(clean(notice), width)]
+        rows += wrapped(notice, tone, width)
         history = list(poller.history)[-width:] if poller is not None else []
         tall = height >= len(rows) + 2 * len(FIGURES)
         for field, label, figure, unit, style, top in FIGURES:

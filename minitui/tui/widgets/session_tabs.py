@@ -10,7 +10,7 @@ from minitui.tui.widgets.base import Picture
 from minitui.tui.widgets.rows import Row, Run, cells, clip, runs_width
 from minitui.viewmodel.model import View
 
-MIN_LETTERS = 10  # of a chat's title; fewer say nothing
+MIN_LETTERS = 10  # of a chat's title; a shorter one says nothing
 CURRENT_MIN_LETTERS = 18  # of the current chat's title
 NEW_CELLS = 8  # for "+ new"
 MORE_CELLS = 20  # for "N more" at both ends
@@ -33,7 +33,7 @@ class SessionTabs(Bar):
         room = width - NEW_CELLS - (0 if sum(sizes) <= width - NEW_CELLS else MORE_CELLS)
         used = sizes[current] if sizes else 0
         last = current + 1
-        while True:  # widen to both sides, to the left first, so that chats keep their places
+        while True:  # add tabs on both sides, at the left first, so that tabs keep their places
             if first > 0 and used + sizes[first - 1] <= room:
                 first -= 1
                 used += sizes[first]
@@ -60,8 +60,8 @@ class SessionTabs(Bar):
     def _entries(self, sessions: list[Session], states: list[tuple[str, str]], room: int) -> list[list[Run]]:
         """Returns the runs of each tab. All titles are cut to the same number of letters, as many as fit in `room`.
 
-        Below MIN_LETTERS the state of the other chats becomes one sign. If that is not enough, titles are given to the
-        current chat and then to its neighbours; the other tabs are number and sign.
+        If fewer than MIN_LETTERS fit, the state of the other chats becomes one sign. If there is still no room, only
+        the current chat and its neighbours have titles; the other tabs are number and sign.
         """
         titles = [cells(session.title) for session in sessions]
         numbers = sum(len(str(i + 1)) + 3 for i in range(len(sessions)))  # with the spaces around them
@@ -126,5 +126,5 @@ class SessionTabs(Bar):
 
 
 def _sign(state: str, tone: str) -> str:
-    """The state in one sign, without its speed or its place in the queue."""
+    """The state in one sign, without the chat's speed or its place in the queue."""
     return glyphs().middot if tone == "waiting" and len(state) > 1 else state[:1]

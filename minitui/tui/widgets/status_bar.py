@@ -1,4 +1,4 @@
-"""The status bar: whether letters are text or keys, what the keys do here, and whether the picture keeps up."""
+"""The status bar: are letters text or keys, what do the keys do here, and is the picture up to date?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minitui.viewmodel.model import View
 
 
 class StatusBar(Bar):
-    """The last line of a screen. The hints are the screen's own; while one types, they are the prompt's."""
+    """The last line of a screen, with the screen's hints. While the prompt has the focus, with the prompt's hints."""
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         screen, feed = self.screen, self.app.feed

@@ -1,4 +1,4 @@
-"""Step bar: what is in this step? The token budget as a bar: decodes, a slice per prefill chunk, the unused rest.
+"""Step bar: what does this step compute? The token budget as a bar: decodes, a slice per prefill chunk, unused rest.
 
 While the engine runs, the bar shows the mean of the steps since the last frame and marks the largest. Paused, in the
 past, in slow motion or with a step selected, it shows exactly that step.
@@ -11,13 +11,13 @@ from textual.geometry import Size
 from minitui.text import count, ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
-from minitui.tui.widgets.rows import Row, Run, Runs, cells
+from minitui.tui.widgets.rows import Row, Runs, cells, legend
 from minitui.viewmodel.model import StepRow, View
 from minitui.viewmodel.timing import why_slow
 
 
 def contents(row: StepRow, most: int = 4) -> str:
-    """Returns a step in few words: "61 decodes + r88 prefill 512 + r89 prefill 40"."""
+    """Returns what a step computes: "61 decodes + r88 prefill 512 + r89 prefill 40". Names at most `most` chunks."""
     parts = []
     if row.decodes:
         parts.append(count(row.decodes, "decode"))
@@ -29,15 +29,11 @@ def contents(row: StepRow, most: int = 4) -> str:
     return " + ".join(parts)
 
 
-class StepBar(LinePanel):
+class StepBar(LinePanel, can_focus=False):
     """With a frame, or without one in one or two lines."""
 
     TITLE = "Step"
     DEFAULT_CSS = "StepBar { height: auto; }"
-
-    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
-        super().__init__(id=id, frame=frame)
-        self.can_focus = False
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         return 2 if self.frame == "none" else 4
@@ -57,15 +53,12 @@ class StepBar(LinePanel):
             text = Row(words, "dim").done(width)
             bar = Row(glyphs().unused * width, "faint").done(width)
             title = "Step"
-        legend: list[Run] = [
-            (glyphs().active, "decode"), (" decode ", "dim"), (glyphs().active, "prefill"), (" prefill ", "dim"),
-            (glyphs().unused, "faint"), (" unused budget", "dim"),
-        ]  # fmt: skip
+        full, unused = glyphs().active, glyphs().unused
+        entries = [(full, "decode", "decode"), (full, "prefill", "prefill"), (unused, "faint", "unused budget")]
         if row.drafted if row is not None else view.last_frame.drafted:
-            legend += [(" ", "dim"), (glyphs().active, "hit"), (" accepted", "dim")]
-            legend += [(" ", "dim"), (glyphs().active, "waiting"), (" rejected drafts", "dim")]
+            entries += [(full, "hit", "accepted"), (full, "waiting", "rejected drafts")]
         rows = [bar] if height == 1 else [text, bar]
-        return Picture(rows, title=title, legend=legend)
+        return Picture(rows, title=title, legend=legend(*entries, gap=" "))
 
     def _exact(self, view: View, row: StepRow, width: int, budget: int) -> Runs:
         line = Row()
@@ -80,9 +73,7 @@ class StepBar(LinePanel):
         took = f"{ms(row.wall_ms)} ms" if row.wall_ms is not None else ""
         if took and line.width + 2 + len(took) <= width:
             line.add("  ").add(took, "bold ink")
-            why = why_slow(row, view.timings)
-            if why and line.width + len(why) + 3 <= width:
-                line.add(f" ({why})", "dim")
+            _add_cause(line, view, row, width)
         return line.done(width)
 
     def _mean(self, view: View, width: int) -> Runs:
@@ -94,10 +85,15 @@ class StepBar(LinePanel):
             line.add("  last: ", "dim").add(f"step {last.step:,}").add(" = ", "dim").add(contents(last))
             if last.wall_ms is not None:
                 line.add(f" in {ms(last.wall_ms)} ms")
-                why = why_slow(last, view.timings)
-                if why and line.width + len(why) + 3 <= width:
-                    line.add(f" ({why})", "dim")
+                _add_cause(line, view, last, width)
         return line.done(width)
+
+
+def _add_cause(line: Row, view: View, row: StepRow, width: int) -> None:
+    """Add the cause of a slow step, if it fits."""
+    why = why_slow(row, view.timings)
+    if why and line.width + len(why) + 3 <= width:
+        line.add(f" ({why})", "dim")
 
 
 def _bar(row: StepRow, width: int, budget: int, view: View) -> Runs:
@@ -143,7 +139,8 @@ def _mean_bar(view: View, width: int, budget: int) -> Runs:
 
 
 def _slices(slices: list[tuple[float, list[str], str]], tokens: float, width: int, budget: int) -> Runs:
-    """Returns the bar: widths in proportion to tokens, but at least one cell each and room for the decodes' label."""
+    """Returns the bar. The width of a slice (tokens, labels, style) is in proportion to its tokens, but at least one
+    cell; the decodes have room for their label."""
     scale = width / max(budget, tokens)
     widths = [max(1, round(n * scale)) for n, _, _ in slices]
     if slices and slices[0][2] == "decode":

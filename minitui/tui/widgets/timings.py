@@ -10,7 +10,7 @@ from textual.binding import Binding
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
-from minitui.tui.widgets.rows import Row, Run, Runs
+from minitui.tui.widgets.rows import Row, Run, Runs, legend
 from minitui.viewmodel.model import StepRow, View
 from minitui.viewmodel.timing import KindStats, Timings, why_slow
 
@@ -48,16 +48,12 @@ The tracks show host and device in the last steps: while the device computes, th
         if tracks:
             rows += self._tracks(t, width)
         title = f"Timings · ms, {t.steps:,} steps in {t.seconds:.1f} s" if t.steps else "Timings · ms"
-        return Picture(rows[:height], title=title, legend=self._legend(t) if tracks else [])
-
-    def _legend(self, t: Timings) -> list[Run]:
         g = glyphs()
-        if t.device_ms is None:
-            return []
-        return [
-            (g.busy, "hit"), (" plan, launch, commit  ", "dim"), (g.busy, "decode"), (" decode  ", "dim"),
-            (g.prompt, "prefill"), (" with prefill", "dim"),
-        ]  # fmt: skip
+        key = legend(
+            (g.busy, "hit", "plan, launch, commit"), (g.busy, "decode", "decode"),
+            (g.prompt, "prefill", "with prefill"),
+        )  # fmt: skip
+        return Picture(rows[:height], title=title, legend=key if tracks and t.device_ms is not None else [])
 
     def _head(self, width: int) -> Runs:
         row = Row("kind of step", "dim").to(LABEL)
@@ -88,7 +84,7 @@ The tracks show host and device in the last steps: while the device computes, th
             return row.add("no step timed yet", "dim").done(width)
         why, took, step = why_slow(t.slowest, t), f"{ms(t.slowest.wall_ms)} ms", f" step {t.slowest.step:,} "
         style = "prefill" if t.slowest.chunks else "ink"
-        if row.width + len(took) + 1 + len(why) > width:  # the cause is shown whole before anything else
+        if row.width + len(took) + 1 + len(why) > width:  # shorten other texts before the cause
             row = Row("slowest ", "dim")
             if row.width + len(took) + 1 + len(why) > width:
                 why = why.partition(": ")[2] or why
@@ -160,10 +156,10 @@ The tracks show host and device in the last steps: while the device computes, th
             view.select("step", view.timings.slowest.step)
 
     def action_open(self) -> None:
-        view = self.view
-        if view is not None and view.timings.slowest is not None:
-            view.select("step", view.timings.slowest.step)
-            self.post_message(Opened("step", view.timings.slowest.step))
+        slowest = self.view.timings.slowest
+        if slowest is not None:
+            self.view.select("step", slowest.step)
+            self.post_message(Opened("step", slowest.step))
 
 
 def _briefly(milliseconds: float) -> str:

@@ -1,4 +1,4 @@
-"""The top bar: the screens, the model, and flags for a picture that is not of the engine running freely now."""
+"""The top bar: the screens, the model, and flags: frozen, in the past, paused, slow motion, no connection."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TopBar(Bar):
         return [piece for line in lines for piece in textwrap.wrap(line, max(20, width - 4)) or [""] if line]
 
     def paint(self, view: View) -> int:
-        """Paint; ask for another layout if the story has another height now."""
+        """Paint; if the height of the story has changed, ask Textual for a new layout."""
         if self.size.width and self.size.height != 1 + len(self._story(self.size.width)):
             self.refresh(layout=True)
         return super().paint(view)
@@ -47,9 +47,8 @@ class TopBar(Bar):
         row.to(width - sum(len(text) for text, _ in flags) - 1)
         rows = [row.extend(flags).done(width)]
         for line in self._story(width):
-            rows.append(
-                Row("  ", "ink on select").add(line, "bold ink on select").to(width, " ", "ink on select").done(width)
-            )
+            story = Row("  ", "ink on select").add(line, "bold ink on select")
+            rows.append(story.to(width, " ", "ink on select").done(width))
         return Picture(rows)
 
     def _flags(self, view: View) -> list[Run]:

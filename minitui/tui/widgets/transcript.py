@@ -24,13 +24,10 @@ from minitui.tui.widgets.rows import Run, plain
 LABEL = 9  # cells of the column with the speaker
 WIDEST = 96  # cells of text at most: longer lines are hard to read
 
-TONE_WORDS = {
+TONE_STYLES = {  # of markdown.TONES
     "text": "ink", "strong": "bold ink", "em": "ink", "code": "hit", "link": "underline hit", "heading": "bold hit",
-    "bullet": "running", "quote": "dim", "rule": "dim", "fence": "hit on empty-chip", "strike": "dim",
-    "dim": "dim", "hit": "hit", "bad": "bad", "user": "bold ink",
+    "bullet": "running", "quote": "dim", "rule": "dim", "fence": "hit on empty-chip", "strike": "dim", "dim": "dim",
 }  # fmt: skip
-FOOTER_TONES = {"dim": "dim", "hit": "hit", "bad": "bad"}
-
 
 _plain = lru_cache(maxsize=8)(markdown.plain)
 
@@ -45,7 +42,7 @@ class _Block:
 
 
 class Transcript(ScrollView, can_focus=True):
-    """Shows `session`. Call `sync` at 8 to 10 Hz. It follows the end of the text until the user scrolls up."""
+    """Shows the chat `session`, in rows that `sync` updates. Follows the end of the text until the user scrolls up."""
 
     ALLOW_SELECT = True
     DEFAULT_CSS = """
@@ -105,14 +102,8 @@ class Transcript(ScrollView, can_focus=True):
         assert session is not None
         last = session.messages[-1] if session.messages else None
         versions = sum(m.version for m in session.messages)
-        return (
-            len(session.messages),
-            versions,
-            last and last.state,
-            last and len(last.text),
-            session.system,
-            session.note,
-        )
+        end = (last.state, len(last.text)) if last is not None else None
+        return len(session.messages), versions, end, session.system, session.note
 
     def _show_rows(self, rows: list[list[Run]]) -> None:
         first = next(
@@ -163,28 +154,20 @@ class Transcript(ScrollView, can_focus=True):
             words = f"{len(thinking.split()):,} words"
             mark = g.unfolded if message.unfolded else g.folded
             state = "thinking" if open_ and message.busy else "thought for"
-            rows.append(
-                self._runs(
-                    [(f"{mark} {state} {words} {g.middot} t {'folds' if message.unfolded else 'unfolds'}", "dim")]
-                )
-            )
+            action = "folds" if message.unfolded else "unfolds"
+            rows.append(self._runs([(f"{mark} {state} {words} {g.middot} t {action}", "dim")]))
             if message.unfolded:
-                rows += [
-                    self._runs([("  " + t, "dim") for t, _ in line]) for line in markdown.plain(thinking, width - 2)
-                ]
+                lines = markdown.plain(thinking, width - 2)
+                rows += [self._runs([("  " + text, "dim") for text, _ in line]) for line in lines]
             if answer:
                 rows.append([])
         if message.busy:
             block.streamed = block.streamed or markdown.Streamed(width)
-            lines = [list(line) for line in block.streamed.update(answer)]
-            lines = lines or [[]]
-            waiting = not message.text
-            lines[-1] = (
-                [*lines[-1], (self._waiting_text(message), "dim")] if waiting else [*lines[-1], (g.active[0], "bullet")]
-            )
+            lines = [list(line) for line in block.streamed.update(answer)] or [[]]
+            lines[-1].append((g.active, "bullet") if message.text else (self._waiting_text(message), "dim"))
         else:
             lines, block.streamed = markdown.render(answer, width), None
-        rows += [self._runs([(t, TONE_WORDS.get(tone, "ink")) for t, tone in line]) for line in lines]
+        rows += [self._runs([(text, TONE_STYLES.get(tone, "ink")) for text, tone in line]) for line in lines]
         if not message.busy and (footer := describe_answer(message)):
             if lines:
                 rows.append([])
@@ -212,7 +195,7 @@ class Transcript(ScrollView, can_focus=True):
                 if number:
                     rows.append(self._runs(line))
                     line, used = [], 0
-                line.append((plain(tuple(piece)), FOOTER_TONES[tone]))
+                line.append((plain(tuple(piece)), tone))
                 used += len(plain(tuple(piece)))
         return [*rows, self._runs(line)]
 

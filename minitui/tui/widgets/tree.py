@@ -1,12 +1,11 @@
 """Radix tree: what is shared, by which requests, and what is evicted next?
 
 A row per node: its role, its text from the point where it diverges from its siblings, its tokens, the requests that
-use it, the prompt tokens it saved, and its place in the eviction order. Nodes that save most come first.
+use it, the prompt tokens it saved, and its place in the eviction order. The nodes that saved most come first.
 """
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -15,8 +14,8 @@ from textual.binding import Binding
 
 from minitui.text import count, short
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
-from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit
+from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
+from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, legend, wrapped
 from minitui.viewmodel.model import View
 from minitui.viewmodel.tree import TreeRow
 
@@ -25,7 +24,7 @@ COLUMNS = (("tokens", 7), ("users", 6), ("saved", 6), ("evict #", 8))
 
 
 def _last_children(rows: Sequence[TreeRow]) -> list[bool]:
-    """Returns for each row whether no sibling follows it."""
+    """Returns for each row True if no sibling follows it."""
     last, depths = [False] * len(rows), set[int]()  # the depths at which a sibling follows
     for i in range(len(rows) - 1, -1, -1):
         depth = rows[i].depth
@@ -55,24 +54,22 @@ evicted; evict # is their order, the least recently used leaf first.""")
         Binding("enter", "open", "details", show=False, id="tree.open"),
     ]
 
-    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
-        super().__init__(id=id, frame=frame)
-        self.everything = False
-        self.search = ""
-        self.typing = False
-        self.top = 0
-        self.nodes: list[int] = []  # the node of each row
+    everything = False  # show every node
+    search = ""
+    typing = False  # a search is being typed
+    top = 0  # the first row shown
+    nodes: Sequence[int] = ()  # the node of each row
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         room = max(1, height - 2)
         shown = view.shown
-        selected = self._selected(view)
+        chosen = selected(view, "node")
         pinned = set(view.links.nodes)
         picture = view.tree.picture(shown, view.decode, room, pinned, self.search, self.everything)
         self.nodes = [row.node for row in picture.rows]
         self.top = max(0, min(self.top, len(picture.rows) - room))
-        if selected in self.nodes:
-            at = self.nodes.index(selected)
+        if chosen in self.nodes:
+            at = self.nodes.index(chosen)
             if not self.top <= at < self.top + room:
                 self.top = max(0, min(at - room // 2, len(picture.rows) - room))
         visible = picture.rows[self.top : self.top + room]
@@ -81,19 +78,17 @@ evicted; evict # is their order, the least recently used leaf first.""")
         rows += [self._line(view, row, width, ends) for row, ends in zip(visible, last, strict=True)]
         if not picture.nodes:
             why = "no prompt has filled a block yet" if view.caching else "prefix caching is off"
-            rows += [Row(line, "dim").done(width) for line in textwrap.wrap(f"empty: {why}", width)[:room]]
+            rows += wrapped(f"empty: {why}", "dim", width)[:room]
         rows += [Row().done(width)] * (room + 1 - len(rows))
         hidden = picture.hidden_nodes + len(picture.rows) - len(visible)
         rows.append(self._foot(hidden, picture.evictable_tokens, width))
         g = glyphs()
-        legend: list[Run] = [
-            (g.in_use, "running"), (" in use  ", "dim"), (g.evictable, "hit"), (" cached, evictable", "dim"),
-        ]  # fmt: skip
+        key = legend((g.in_use, "running", "in use"), (g.evictable, "hit", "cached, evictable"))
         note: list[Run] = []
         if self.typing or self.search:
             note = [("/" + self.search + ("▏" if self.typing else ""), "accent")]
         title = f"Radix tree · {count(picture.nodes, 'node')}, {count(picture.tokens, 'token')}"
-        return Picture(rows[:height], title=title, note=note, legend=legend)
+        return Picture(rows[:height], title=title, note=note, legend=key)
 
     def _head(self, width: int) -> Runs:
         at = width - sum(w for _, w in self._columns(width))
@@ -109,7 +104,7 @@ evicted; evict # is their order, the least recently used leaf first.""")
     def _line(self, view: View, node: TreeRow, width: int, last: bool) -> Runs:
         g = glyphs()
         lit = node.node in view.links.nodes
-        here = node.node == self._selected(view)
+        here = node.node == selected(view, "node")
         glow = view.glow_of(view.shown.node_changed.get(node.node, -1e9))
         ground = " on select" if lit else ""
         row = Row()
@@ -149,11 +144,6 @@ evicted; evict # is their order, the least recently used leaf first.""")
         row.add(words + " in total" if row.width + len(words) + 9 <= width else words, "dim")
         return row.done(width)
 
-    def _selected(self, view: View) -> int | None:
-        if view.selection is not None and view.selection.kind == "node":
-            return int(view.selection.id)
-        return None
-
     # ---- moving about
 
     def clicked(self, view: View, column: int, row: int) -> None:
@@ -162,29 +152,23 @@ evicted; evict # is their order, the least recently used leaf first.""")
             view.select("node", self.nodes[index])
 
     def action_move(self, by: int) -> None:
-        view = self.view
-        if view is None or not self.nodes:
+        if not self.nodes:
             return
-        selected = self._selected(view)
-        at = self.nodes.index(selected) + by if selected in self.nodes else 0
-        view.select("node", self.nodes[max(0, min(len(self.nodes) - 1, at))])
+        chosen = selected(self.view, "node")
+        at = self.nodes.index(chosen) + by if chosen in self.nodes else 0
+        self.view.select("node", self.nodes[max(0, min(len(self.nodes) - 1, at))])
         self.repaint()
 
     def action_parent(self) -> None:
-        view = self.view
-        selected = self._selected(view) if view is not None else None
-        if view is None or selected not in view.shown.state.nodes:
-            return
-        parent = view.shown.state.nodes[selected].parent if selected is not None else 0
-        if parent > 0:
-            view.select("node", parent)
+        node = self.view.shown.state.nodes.get(selected(self.view, "node"))
+        if node is not None and node.parent > 0:
+            self.view.select("node", node.parent)
             self.repaint()
 
     def action_fold(self) -> None:
-        view = self.view
-        selected = self._selected(view) if view is not None else None
-        if view is not None and selected is not None:
-            view.tree.folded.symmetric_difference_update({selected})
+        chosen = selected(self.view, "node")
+        if chosen is not None:
+            self.view.tree.folded.symmetric_difference_update({chosen})
             self.repaint()
 
     def action_everything(self) -> None:
@@ -196,32 +180,25 @@ evicted; evict # is their order, the least recently used leaf first.""")
         self.repaint()
 
     def action_open(self) -> None:
-        view = self.view
-        selected = self._selected(view) if view is not None else None
-        if selected is not None:
-            self.post_message(Opened("node", selected))
+        chosen = selected(self.view, "node")
+        if chosen is not None:
+            self.post_message(Opened("node", chosen))
 
     def on_key(self, event: events.Key) -> None:
         """Pass keys to the search while it is being typed."""
-        if not self.typing:
-            if event.key == "escape" and self.search:
-                self.search = ""
-                event.stop()
-                event.prevent_default()
-                self.repaint()
+        if event.key == "escape" and (self.typing or self.search):
+            self.typing, self.search = False, ""
+        elif not self.typing:
             return
-        if event.key in ("enter", "escape"):
+        elif event.key == "enter":
             self.typing = False
-            if event.key == "escape":
-                self.search = ""
         elif event.key == "backspace":
             self.search = self.search[:-1]
         elif event.is_printable and event.character:
             self.search += event.character
         else:
             return
-        event.stop()
-        event.prevent_default()
+        event.prevent_default().stop()
         self.repaint()
 
     def check_consume_key(self, key: str, character: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""Vitals: is the engine healthy? Six figures, each with its recent history as a sparkline."""
+"""Vitals: is the engine healthy? Six figures, each with a sparkline of its recent history."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Vital:
 def vitals(view: View, n: int) -> list[Vital]:
     """Returns the six figures, each with `n` buckets of history."""
     rates = view.rates
-    # When paused or slowed, show the bucket being filled too.
+    # When paused or slowed, show also the last bucket, which is not full yet.
     end = view.bucket + (view.exact or view.shown.state.pace != 1)
     shown = view.shown
     cached = rates.series("cached", n + 20, end)
@@ -73,7 +73,7 @@ def _step_units(view: View) -> tuple[str, ...]:
 
 
 def _rolling(cached: np.ndarray, computed: np.ndarray, n: int) -> list[float]:
-    """Returns the hit rate of the five seconds up to each bucket; without prompts, the rate before."""
+    """Returns for each bucket the hit rate of the five seconds before its end; without prompts, the previous rate."""
     values: list[float] = []
     sums = np.cumsum(cached), np.cumsum(cached + computed)
     before = 0.0
@@ -96,7 +96,7 @@ def spark(values: Sequence[float] | np.ndarray, top: float = 0.0) -> str:
 
 
 class Vitals(LinePanel, can_focus=False):
-    """Six columns of two lines; a framed column if it is at least five rows high."""
+    """The figures side by side in two lines; at least five rows high, one below the other in a frame."""
 
     TITLE = "Engine"
     FRAME = "none"

@@ -20,11 +20,9 @@ class Why(LinePanel, can_focus=False):
 
     TITLE = "Why"
 
-    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
-        super().__init__(id=id, frame=frame)
-        self.question: Question | None = None
-        self.predicting = False  # ask questions before steps
-        self._last = (-1, "")  # while running: the step shown and its sentences
+    question: Question | None = None
+    predicting = False  # ask questions before steps
+    _last = (-1, "")  # while running: the step shown and its sentences
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         if self.question is not None:
