@@ -27,7 +27,7 @@ logger = logging.getLogger("engine")
 
 FLASH_4_TILE = 64  # keys in FlashAttention-4's smallest tile; it reads a block of that size as a whole
 MEASURED_HEAD_DIM = 128
-FLASH_2_BLOCK = 256  # FlashAttention-2 needs blocks of a multiple of so many tokens
+FLASH_2_BLOCK = 256  # tokens; FlashAttention-2 needs blocks of a multiple of this size
 
 
 class FlashAttention:
@@ -143,7 +143,7 @@ def _flash_4(block_size: int) -> Call:
             f"{not_installed('attention_backend flash', error, 'flash')} (FlashAttention-4), or leave it at auto, "
             "which uses Triton"
         ) from None
-    except Exception as error:  # its own libraries may not fit this machine's
+    except Exception as error:  # its dependencies may not fit this machine
         raise EngineError(
             f"attention_backend flash: FlashAttention-4 is installed, but its import failed "
             f"({type(error).__name__}: {error}): install it again ({how_to_install('flash')}), or leave it at auto, "

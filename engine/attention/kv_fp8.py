@@ -5,7 +5,7 @@ weights alone (engine/model/kv_scales.py).
 
 Attention always uses the rounded keys and values, also in the step that computes them.
 
-Attention over normal numbers is off by 3.8 % (engine/kernels/MEASURED.md).
+The result of attention over normally distributed numbers has an error of 3.8 % (engine/kernels/MEASURED.md).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from engine.kernels.prefill_attention import PrefillWorkspace, prefill_attention
 
 
 class TritonAttention:
-    """One kernel for sequences that decode, another for chunks. The device plans what they share."""
+    """One kernel for sequences that decode, another for chunks. They read lengths and block tables on the device."""
 
     name = "triton"
 
@@ -42,8 +42,8 @@ class TritonAttention:
     def plan(self, meta: ForwardMeta, padded: bool = False, splits: int | None = None) -> None:
         """See AttentionBackend.plan.
 
-        `padded`: q may have rows of padding; their output is finite then, and undefined otherwise. `splits`: programs
-        that share the keys of a chunk, for captured steps, which may have empty sequences; None: chosen from the batch.
+        `padded`: the output of rows of padding is finite; otherwise it is undefined. `splits`: the number of programs
+        that share the keys of a chunk, fixed in captured steps; None: chosen from the batch.
         """
         self._meta, self._padded, self._splits = meta, padded, splits
 

@@ -301,12 +301,7 @@ class Form(NamedTuple):
 
 
 def form_for(n: int, kv_heads: int, longest: int) -> Form:
-    """The form that was fastest for n sequences, in whole steps of Qwen3-8B at the clock that the card sustains.
-
-    At full clock, programs of one warp with tiles of 32 in 4 splits took 0.87 to 0.93 of the time at 96 to 192
-    sequences. In steps that run for seconds the clock falls by a quarter: there they gained 2 % at contexts of 256
-    tokens and lost 2 to 4 % at 300 to 1,500.
-    """
+    """The form that was fastest for n sequences, in whole steps of Qwen3-8B at the clock that the card sustains."""
     pairs, splits = n * kv_heads, num_splits(n, kv_heads, longest)
     if pairs <= 64:  # latency matters: load the first tile before the previous kernel has ended
         return Form(64, 4, 3, 64, splits, True)

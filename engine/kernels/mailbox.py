@@ -8,9 +8,9 @@ one-shot: every rank receives everything and adds it up in the order of the rank
 
     mailbox   int64 [2][lanes][ranks][words]
 
-The calls of a lane alternate between the two halves. When a rank is in call k + 1 of a lane, all others have begun k +
-1, so they have finished k, and its half may be written again in k + 2: one exchange is enough. Every rank must launch
-the same kernels over the same lanes in the same order.
+The calls of a lane alternate between the two halves. A rank that has finished call k + 1 has received the words of all
+others for k + 1. So all others have finished call k, and its half may be overwritten in call k + 2. Every rank must
+launch the same kernels over the same lanes in the same order.
 
 A waiting program regularly checks a flag in the host's memory. The host sets it when a rank is gone; then the wait ends
 and the results are meaningless.
@@ -159,9 +159,7 @@ def _sum_kernel(
     tl.store(out + at, word, mask=live)
 
 
-def sum_ranks(
-    x: torch.Tensor, box: Box, norm: tuple[torch.Tensor, torch.Tensor, float] | None = None
-) -> torch.Tensor:
+def sum_ranks(x: torch.Tensor, box: Box, norm: tuple[torch.Tensor, torch.Tensor, float] | None = None) -> torch.Tensor:
     """The sum over all ranks of x [T, H], T at most box.lanes, in half precision; added up in fp32.
 
     With `norm` = (residual [T, H], weight [H], eps): adds the sum to the residual in place and returns its RMS norm, as

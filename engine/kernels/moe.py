@@ -184,9 +184,7 @@ def _down_kernel(
     first = tl.program_id(0)
     if PERSISTENT:  # loads the next tile while it stores this one
         for work in tl.range(first, works, tl.num_programs(0), flatten=True):
-            _down_tile(
-                inner, w, out, order, tiles, weights, work, H, INNER, BLOCK_M, BLOCK_N, BLOCK_K, NARROW, STAGES
-            )
+            _down_tile(inner, w, out, order, tiles, weights, work, H, INNER, BLOCK_M, BLOCK_N, BLOCK_K, NARROW, STAGES)
     elif first < works:
         _down_tile(inner, w, out, order, tiles, weights, first, H, INNER, BLOCK_M, BLOCK_N, BLOCK_K, NARROW, STAGES)
 
@@ -235,9 +233,7 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def products(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routes: Routes, tiles: Tiles
-) -> torch.Tensor:
+def products(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routes: Routes, tiles: Tiles) -> torch.Tensor:
     """x [T, H] -> [T, K, H]: the weighted output of each token's experts.
 
     Rows of tokens without experts are not written.

@@ -19,7 +19,7 @@ class Architecture:
     qk_norm: bool = False
     mlp_bias: bool = False  # True: the field mlp_bias decides
     head_dim: int | None = None  # if config.json has none; None: hidden_size / num_attention_heads
-    kv_heads: int | None = None  # if config.json has no such field (a null there means: as many as heads)
+    kv_heads: int | None = None  # if config.json has no such field; null means num_attention_heads
     # "always": `sliding_window` in the layers of layer_types, or in all. "layers": only with use_sliding_window, in the
     # layers of layer_types or max_window_layers. "used": only with use_sliding_window, in all layers.
     window: str = "none"
@@ -46,7 +46,7 @@ MODEL_TYPES = {
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions: θ and how they are stretched. The fields are those of Hugging Face's `rope_parameters`."""
+    """Rotary positions: θ, and the stretching to a longer context. The fields are named as in `rope_parameters`."""
 
     kind: str = "default"
     theta: float = 10_000.0
@@ -117,11 +117,11 @@ class ModelConfig:
 
     @property
     def active_parameters(self) -> int:
-        """The parameters that one token uses: all except the experts that it is not sent to."""
+        """The parameters that one token uses: of the experts, only those that it is sent to."""
         return self._parameters(self.experts.per_token if self.experts else 0)
 
     def _parameters(self, experts: int) -> int:
-        """Scalars with so many experts in each mixture; the router is always complete."""
+        """Scalars, with `experts` experts counted in each mixture, and the whole router."""
         h, d = self.hidden_size, self.head_dim
         qkv = (self.num_heads + 2 * self.num_kv_heads) * d
         attention = h * qkv + self.num_heads * d * h + self.qkv_bias * qkv + self.output_bias * h

@@ -48,7 +48,7 @@ class DenseMLP:
             self.down_bias = torch.empty(hidden, dtype=dtype, device=device)
 
     def __call__(self, x: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, H] -> [T, H]. `live` int32 [1]: the tokens before the padding; not used here."""
+        """x [T, H] -> [T, H]. `live` int32 [1], the number of tokens before the padding, is not used."""
         inner = self._ops.silu_mul(linear(x, self.gate_up, self.gate_up_bias))
         return linear(inner, self.down, self.down_bias)
 
@@ -123,9 +123,9 @@ class Decoder:
         quantised: Quantised = None,
         group: Group = ALONE,
     ) -> None:
-        """`max_positions`: as many have cos and sin; `ops`: the small operations;
-        `quantised`: what matrices are made of, everything else is of `dtype`; `group`: the ranks that share the model,
-        of which `config` describes this one's shard (engine/parallel/)."""
+        """`max_positions`: rows of the table of cos and sin. `ops`: the small operations. `quantised`: the class of the
+        matrices; all other parameters have `dtype`. `group`: the ranks that share the model; then `config` describes
+        this rank's shard (engine/parallel/)."""
         self.config = config
         self._ops = ops
         self._group = group
@@ -179,7 +179,7 @@ class Decoder:
     def take_expert_load(self) -> tuple[list[int], torch.Tensor]:
         """The layers with experts, and the tokens of each expert since the last call, int64 [layers, E].
 
-        There must be such a layer. The last layer counts only tokens whose logits were needed.
+        The model must have such a layer. The last layer counts only tokens whose logits were needed.
         """
         loads = {i: layer.mlp.load for i, layer in enumerate(self.layers) if isinstance(layer.mlp, Experts)}
         taken = torch.stack(list(loads.values()))
@@ -193,7 +193,7 @@ class Decoder:
 
     @property
     def nbytes_per_token(self) -> int:
-        """Bytes of the weights that one token uses: without the embedding and without experts it is not sent to."""
+        """Bytes of the weights that one token reads: without the embedding, and only the experts that it is sent to."""
         experts = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
         idle = sum(mlp.nbytes * (mlp.config.count - mlp.config.per_token) // mlp.config.count for mlp in experts)
         return self.nbytes - self.embedding.nbytes - idle

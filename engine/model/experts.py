@@ -53,7 +53,7 @@ class Experts:
         self.load = torch.zeros(config.count, dtype=torch.int64, device=device)
 
     def __call__(self, x: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, H] -> [T, H]. `live` int32 [1]: the tokens before the padding; the padding's rows become zeros."""
+        """x [T, H] -> [T, H]. `live` int32 [1]: the number of tokens before the padding, whose rows become zeros."""
         return self._ops.experts(x, self, live)
 
     def one_by_one(self, x: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,7 @@ NAMED: dict[str, tuple[Any, ...]] = {
 
 
 def neutral_values(hidden: int, head_dim: int, layers: int) -> dict[str, tuple[Any, ...]]:
-    """Every foreign key, and its values besides null that change nothing in a model of this size."""
+    """By foreign key, the values besides null that change nothing in a model of this size."""
     return {
         **dict.fromkeys(SWITCHES.split(), OFF),
         **dict.fromkeys(FACTORS.split(), (1,)),

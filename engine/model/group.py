@@ -36,7 +36,7 @@ class Group:
         return slots
 
     def join(self, hidden: int, dtype: torch.dtype) -> str:
-        """Meet the other ranks, when this rank's weights are loaded. A sentence for the user, or ""."""
+        """Meet the other ranks, after this rank's weights are loaded. Returns a sentence for the user, or ""."""
         return ""
 
     def close(self) -> None:
@@ -53,7 +53,7 @@ class Group:
         return ops.add_rms_norm(self.sum(x), residual, weight, eps)
 
     def direct(self, rows: int) -> bool:
-        """True if add_norm of so many rows also accepts x as fp32 [parts, T, H], provided that its ops do."""
+        """True if add_norm over `rows` rows accepts x as fp32 [parts, T, H] too; its `ops` must also accept that."""
         return True
 
     def embed(self, token_ids: torch.Tensor, table: Matrix) -> torch.Tensor:
@@ -74,7 +74,7 @@ class Group:
 
     @property
     def piece(self) -> tuple[int, int]:
-        """The first id and the end of this rank's piece of the vocabulary; zeros if draws are not made by piece."""
+        """(first id, end) of the piece of the vocabulary from which this rank draws; (0, 0): from all of it."""
         return 0, 0
 
     def elect(
@@ -83,11 +83,11 @@ class Group:
     ) -> None:  # fmt: skip
         """Choose the best draw of all ranks' pieces, on all ranks: see engine.kernels.mailbox.elect."""
 
-    def replayed(self, layers: int, rows: int) -> None:
-        """Note the launch of a graph with the sums of so many layers over so many rows."""
+    def count_step(self, layers: int, rows: int) -> None:
+        """Count the time of the sums in a launched graph: those of `layers` layers, over `rows` rows."""
 
-    def redrew(self, rows: int, gathered: bool) -> None:
-        """Note the launch of a graph that draws for so many rows, from gathered logits or by piece."""
+    def count_draw(self, rows: int, gathered: bool) -> None:
+        """Count the time of the collectives in a launched sampling graph. `gathered`: it does not draw by piece."""
 
     def take(self) -> Spent | None:
         """The time in collectives since the last call; None: there are none."""
@@ -98,7 +98,7 @@ ALONE = Group()
 
 
 class Spent:
-    """Milliseconds in collectives, counted by the host or between events of a GPU before the end of the step.
+    """Milliseconds that a step spends in collectives, measured by the host or between events of a GPU.
 
     For graphs it is the time that the same collectives took alone when the group was made (engine/parallel/timing.py).
     """

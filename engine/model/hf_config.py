@@ -29,13 +29,8 @@ DEFAULT_WINDOW = 4096  # of all families with windows
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 ROPE_COMMON = {
-    "rope_type",
-    "type",
-    "rope_theta",
-    "partial_rotary_factor",
-    "original_max_position_embeddings",
-    "finetuned",
-}
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned",
+}  # fmt: skip
 ROPE_KEYS = {
     "default": set[str](),
     "linear": {"factor"},
@@ -53,21 +48,22 @@ class ConfigReader:
         self._raw = fields.raw
         self._path = fields.path
 
+    def _error(self, fault: str) -> CheckpointError:
+        return CheckpointError(f"{self._path} {fault}")
+
     def model_config(self) -> ModelConfig:
         """The configuration; CheckpointError names the file and the field."""
         fields = self._fields
         name = self._architecture()
         arch = ARCHITECTURES[name]
         if self._raw.get("quantization_config"):
-            raise CheckpointError(
-                f"{self._path} has a quantization_config: quantised checkpoints are not supported; use the plain one"
-            )
+            raise self._error("has a quantization_config: quantised checkpoints are not supported; use the plain one")
         hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
         layers = fields.count("num_hidden_layers", most=MOST_LAYERS)
         kv_heads = self._kv_heads(arch, heads)
         head_dim = fields.count("head_dim", arch.head_dim or hidden // heads)
         if head_dim % 2:
-            raise CheckpointError(f"{self._path} has head_dim {head_dim}: rotary positions need an even number")
+            raise self._error(f"has head_dim {head_dim}: rotary positions need an even number")
         bias = arch.qkv_bias is None and fields.flag("attention_bias")
         config = ModelConfig(
             architecture=name,
@@ -91,8 +87,8 @@ class ConfigReader:
             dtype=self._dtype(),
         )
         if config.max_context > MOST_POSITIONS:
-            raise CheckpointError(
-                f"{self._path} asks for {config.max_context:,} positions, its rope scaling included: at most "
+            raise self._error(
+                f"asks for {config.max_context:,} positions, its rope scaling included: at most "
                 f"{MOST_POSITIONS:,} are supported; correct max_position_embeddings, or the factor"
             )
         self._refuse_foreign(arch, config)
@@ -109,10 +105,10 @@ class ConfigReader:
         name = next((each for each in named if isinstance(each, str) and each in ARCHITECTURES), None)
         if name is None:
             what = ", ".join(str(each) for each in named if each) or kind or "no architecture"
-            raise CheckpointError(f"{self._path} names {shown(what)[1:-1]}: supported are {', '.join(ARCHITECTURES)}")
+            raise self._error(f"names {shown(what)[1:-1]}: supported are {', '.join(ARCHITECTURES)}")
         if of_kind is not None and ARCHITECTURES[of_kind] != ARCHITECTURES[name]:
-            raise CheckpointError(
-                f"{self._path} has the architecture {name} and the model_type {kind!r}, which belong to different "
+            raise self._error(
+                f"has the architecture {name} and the model_type {kind!r}, which belong to different "
                 "families: correct the wrong one"
             )
         return name
@@ -121,8 +117,8 @@ class ConfigReader:
         default = heads if "num_key_value_heads" in self._raw else arch.kv_heads or heads
         kv_heads = self._fields.count("num_key_value_heads", default)
         if heads % kv_heads:
-            raise CheckpointError(
-                f"{self._path} has {heads} attention heads and {kv_heads} key/value heads: the first must be a "
+            raise self._error(
+                f"has {heads} attention heads and {kv_heads} key/value heads: the first must be a "
                 "multiple of the second; correct num_key_value_heads"
             )
         return kv_heads
@@ -130,7 +126,7 @@ class ConfigReader:
     def _dtype(self) -> str:
         value = str(self._raw.get("dtype") or self._raw.get("torch_dtype") or "float32").removeprefix("torch.")
         if value not in DTYPES:
-            raise CheckpointError(f"{self._path} has dtype {shown(value)}: supported are {', '.join(DTYPES)}")
+            raise self._error(f"has dtype {shown(value)}: supported are {', '.join(DTYPES)}")
         return value
 
     def _rope(self, head_dim: int) -> RopeConfig:
@@ -140,25 +136,24 @@ class ConfigReader:
         named = [raw[key] for key in ("rope_type", "type") if raw.get(key) is not None]
         kind = named[0] if named else "default"
         if kind not in ROPE_KINDS or any(other != kind for other in named):
-            raise CheckpointError(
-                f"{self._path} asks for rope type {' and '.join(map(shown, named))}: supported are "
-                f"{', '.join(ROPE_KINDS)}"
+            raise self._error(
+                f"asks for rope type {' and '.join(map(shown, named))}: supported are {', '.join(ROPE_KINDS)}"
             )
         for key in raw.keys() - ROPE_COMMON - ROPE_KEYS[kind]:
             if raw[key] is not None and not (key.endswith("factor") and raw[key] == 1):
-                raise CheckpointError(
-                    f"{self._path} has {shown(key)[1:-1]} = {shown(raw[key])} in its rope parameters, which is not "
+                raise self._error(
+                    f"has {shown(key)[1:-1]} = {shown(raw[key])} in its rope parameters, which is not "
                     f"supported with rope type {kind!r}: use another model, or remove it if it has no effect"
                 )
         if raw.get("partial_rotary_factor", self._raw.get("partial_rotary_factor") or 1.0) not in (None, 1):
-            raise CheckpointError(f"{self._path} has a partial_rotary_factor: only whole heads can be rotated")
+            raise self._error("has a partial_rotary_factor: only whole heads can be rotated")
         theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0, 1.0, True), 1.0, True)
         if kind == "default":
             return RopeConfig(theta=theta)
         context, original = fields.count("max_position_embeddings", most=MOST_POSITIONS), self._original_context(rope)
         if kind == "dynamic" and (original != context or head_dim == 2):
-            raise CheckpointError(
-                f"{self._path} has rope type 'dynamic' with {context:,} positions, {original:,} before stretching, and "
+            raise self._error(
+                f"has rope type 'dynamic' with {context:,} positions, {original:,} before stretching, and "
                 f"head_dim {head_dim}: the two numbers of positions must be equal, and head_dim above 2"
             )
         low = high = 1.0
@@ -184,7 +179,7 @@ class ConfigReader:
         )
 
     def _turns(self, rope: Fields, key: str, default: float | None = None) -> float:
-        """How often a dimension turns within the original context, as the limit of a band; 0 is the default, if any."""
+        """The limit of a band, in turns of a dimension within the original context. 0 means the default, if any."""
         if default is not None and not rope.number(key, default, most=MOST_TURNS):
             return default
         return rope.number(key, default, LEAST_TURNS, most=MOST_TURNS)
@@ -194,19 +189,17 @@ class ConfigReader:
         for key in ("rope_parameters", "rope_scaling"):
             value = self._raw.get(key)
             if value is not None and not isinstance(value, dict):
-                raise CheckpointError(f"{self._path} has rope parameters {shown(value)}: they must be an object")
+                raise self._error(f"has rope parameters {shown(value)}: they must be an object")
             if value:
                 tables.append(value)
         if len(tables) == 2 and tables[0] != tables[1]:
-            raise CheckpointError(
-                f"{self._path} has rope_parameters and rope_scaling, which differ: remove the wrong one"
-            )
+            raise self._error("has rope_parameters and rope_scaling, which differ: remove the wrong one")
         table = tables[0] if tables else {}
         nested = [key for key, value in table.items() if isinstance(value, dict)]
         if nested:
-            raise CheckpointError(
-                f"{self._path} has rope parameters of their own for {shown(', '.join(nested))}: they must be the same "
-                "for all layers, in one object"
+            raise self._error(
+                f"has separate rope parameters for {shown(', '.join(nested))}: they must be the same for all layers, "
+                "in one object"
             )
         return table
 
@@ -215,24 +208,20 @@ class ConfigReader:
         outer = self._fields.count(key, self._fields.count("max_position_embeddings"), most=MOST_POSITIONS)
         original = rope.count(key, outer, most=MOST_POSITIONS)
         if self._raw.get(key) is not None and original != outer:
-            raise CheckpointError(
-                f"{self._path} has {key} {outer:,}, and {original:,} in its rope parameters: correct the wrong one"
-            )
+            raise self._error(f"has {key} {outer:,}, and {original:,} in its rope parameters: correct the wrong one")
         return original
 
     def _experts(self, layers: int) -> ExpertsConfig | None:
         fields = self._fields
         counts = {fields.count(k, most=MOST_EXPERTS) for k in ("num_experts", "num_local_experts") if k in self._raw}
         if len(counts) == 2:
-            raise CheckpointError(
-                f"{self._path} has num_experts and num_local_experts, which differ: remove the wrong one"
-            )
+            raise self._error("has num_experts and num_local_experts, which differ: remove the wrong one")
         count = counts.pop() if counts else fields.count("num_experts")
         per_token = fields.count("num_experts_per_tok")
         if per_token > count:
-            raise CheckpointError(
-                f"{self._path} sends each token to {per_token} of {count} experts: correct num_experts_per_tok, which "
-                "can be at most their number"
+            raise self._error(
+                f"sends each token to {per_token} of {count} experts: correct num_experts_per_tok, which must be at "
+                "most the number of experts"
             )
         step, dense = fields.count("decoder_sparse_step", 1), self._raw.get("mlp_only_layers") or []
         if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
@@ -263,30 +252,32 @@ class ConfigReader:
         if kinds is None:
             kinds = [SLIDING if window and i >= first else FULL for i in range(layers)]
         if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (SLIDING, FULL) for kind in kinds):
-            raise CheckpointError(
-                f"{self._path} has layer_types {shown(kinds)}: it must name '{SLIDING}' or '{FULL}' for each of the "
-                f"{layers} layers"
+            raise self._error(
+                f"has layer_types {shown(kinds)}: it must name '{SLIDING}' or '{FULL}' for each of the {layers} layers"
             )
         if SLIDING in kinds and not window:
-            raise CheckpointError(
-                f"{self._path} has {SLIDING} in layer_types, but no sliding_window in use: set sliding_window"
+            raise self._error(
+                f"has {SLIDING} in layer_types, but no sliding_window in use: set sliding_window"
                 + ("" if arch.window == "always" else ", and use_sliding_window to true")
             )
         if arch.window == "used" and window and FULL in kinds:
-            raise CheckpointError(
-                f"{self._path} has {FULL} in layer_types and a sliding_window of {window} in use: this architecture "
+            raise self._error(
+                f"has {FULL} in layer_types and a sliding_window of {window} in use: this architecture "
                 "has the window in every layer or in none"
             )
         return tuple(window if kind == SLIDING else 0 for kind in kinds) if SLIDING in kinds else ()
 
     def _refuse_foreign(self, arch: Architecture, config: ModelConfig) -> None:
         """Refuse settings of other families that this architecture does not support."""
-        own: set[str] = set()
-        own |= {"layer_types", "use_sliding_window"} if arch.window in ("layers", "used") else set()
-        own |= {"layer_types"} if arch.window == "always" else set()
-        own |= {"attention_bias"} if arch.qkv_bias is not False else set()  # if it is fixed, the tensors are checked
-        own |= {"mlp_bias"} if arch.mlp_bias else set()
-        own |= {"use_qk_norm", "qk_norm"} if arch.qk_norm else set()
+        supported = {
+            "layer_types": arch.window != "none",
+            "use_sliding_window": arch.window in ("layers", "used"),
+            "attention_bias": arch.qkv_bias is not False,  # if it is fixed, the tensors are checked
+            "mlp_bias": arch.mlp_bias,
+            "use_qk_norm": arch.qk_norm,
+            "qk_norm": arch.qk_norm,
+        }
+        own = {key for key, is_supported in supported.items() if is_supported}
         neutral = neutral_values(config.hidden_size, config.head_dim, config.num_layers)
         if arch.window == "none":
             neutral["sliding_window"] = ()
@@ -303,8 +294,8 @@ class ConfigReader:
             if value is None or value in neutral[key]:
                 continue
             only = " or ".join(map(shown, (None, *neutral[key])))
-            raise CheckpointError(
-                f"{self._path} has {key} = {shown(value)}, which is not supported for {config.architecture} "
+            raise self._error(
+                f"has {key} = {shown(value)}, which is not supported for {config.architecture} "
                 f"(allowed: {only}): use another model, or remove the field if the model was trained without it"
             )
 

@@ -3,9 +3,9 @@
 By the inequality of Cauchy and Schwarz, no entry of RMSNorm(x) W is larger than the norm of its row of W times
 sqrt(hidden size). A normed key is at most sqrt(head dimension) times its weight. With these bounds no value is cut off,
 and no prompts are needed for calibration. A token's keys do not depend on other tokens, so a cached prefix, other
-chunks or a preemption change nothing. Large bounds do no harm to floating-point numbers, which have 4 significant bits
-over 15 octaves and lose bits gradually over 3 more. Scales are powers of two, so x / scale and the conversion back to
-16 bits are exact; only the rounding to 4 bits loses precision.
+chunks or a preemption change nothing. A bound that is too large does little harm: these floating-point numbers have 4
+significant bits over 15 octaves, and lose them gradually over 3 more. Scales are powers of two, so x / scale and the
+conversion back to 16 bits are exact; only the rounding to 4 bits loses precision.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from engine.attention.kv_fp8 import E4M3_MAX
 from engine.model.decoder import Decoder, Layer
 
-SLACK = 1.15  # for rounding before this point, which is to 8 bits with 8-bit weights
+SLACK = 1.15  # for earlier rounding, which is to 8 bits if the weights have 8 bits
 LEAST = 2.0**-14  # the smallest scale: the smallest float16 with full precision
 
 

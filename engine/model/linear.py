@@ -77,7 +77,7 @@ class ByteWeight:
         self.values.copy_(values)
 
     def normal_(self, mean: float, std: float, generator: torch.Generator | None = None) -> None:
-        """Fill with rounded normal numbers, those that a float32 tensor would draw."""
+        """Fill with the normal numbers that a float32 tensor would draw, rounded."""
         self.copy_(torch.empty(self.shape, device=self.device).normal_(mean, std, generator=generator))
 
 
@@ -129,7 +129,7 @@ Matrix = Any  # torch.Tensor or ByteWeight; not their union, because GPU kernels
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [n, K] of any floating type -> int8 [n, K] and scale float32 [n]; values · scale is nearest to x.
 
-    The scale of a row with NaN or infinity is not finite either, so that results show it.
+    The scale of a row with NaN or infinity is not finite either, so neither are the results.
     """
     scale = torch.linalg.vector_norm(x, torch.inf, 1, dtype=torch.float32) / INT8_MAX
     inverse = 1 / scale.clamp_min(torch.finfo(torch.float32).tiny)

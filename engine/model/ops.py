@@ -75,7 +75,7 @@ def qk_norm_rope_store(
     halves = qk.unflatten(-1, (2, dim // 2))
     rotated = torch.addcmul(halves * cos, halves.flip(2), sin).to(qkv.dtype).flatten(2)
     k = rotated[:, -kv_heads:]
-    if kv_scales is not None:  # copied as bytes: torch can only convert 8-bit floating-point numbers
+    if kv_scales is not None:  # as bytes: torch cannot copy 8-bit floating-point numbers by index
         k, v = (kv_fp8.quantise(x, scale).view(torch.uint8) for x, scale in zip((k, v), kv_scales, strict=True))
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     k_cache.view(-1, kv_heads, dim).index_copy_(0, slot_mapping, k)

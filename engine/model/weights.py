@@ -39,7 +39,7 @@ class Slot:
     name: str
     view: Matrix
     repeated: bool = False  # the checkpoint has one row, and every row of the view is a copy of it
-    parts: tuple[Slot, ...] = ()  # several tensors that the checkpoint may have instead, which fill the view together
+    parts: tuple[Slot, ...] = ()  # tensors that the checkpoint may have instead; together they fill the view
     cut: Cut | None = None  # the part of the tensor for the view (engine/parallel/shards.py); None: all
 
     @property
@@ -101,12 +101,12 @@ def dummy_weights(slots: Iterable[Slot], seed: int) -> None:
             slot.view.fill_(1)
         elif slot.cut is None:
             slot.view.normal_(0, 0.02, generator=generator)
-        else:  # part of the whole tensor's numbers, so that they do not depend on the number of ranks
+        else:  # draws the whole tensor: the numbers must not depend on the number of ranks
             slot.view.copy_(slot.take(slot.view.new_empty(slot.shape).normal_(0, 0.02, generator=generator)))
 
 
 def _wanted(slots: Iterable[Slot], files: list[Path]) -> dict[str, Slot]:
-    """The slots by name. A slot with parts is whole if the files have it so; otherwise its parts take its place."""
+    """The slots by name. A slot whose tensor the files lack is replaced by its parts, if it has any."""
     held: set[str] = set()
     for path in files:
         with _opened(path) as file:
@@ -167,7 +167,7 @@ def _check_tied(embedding: Slot, files: list[Path]) -> None:
 
 
 def _equal(tensor: torch.Tensor, parameter: Matrix) -> bool:
-    """Whether the parameter has the values that loading the tensor gives."""
+    """True if loading the tensor would not change the parameter."""
     if isinstance(parameter, ByteWeight):
         values = parameter.rounded(tensor.to(parameter.device))[0]
         return torch.equal(values.view(torch.uint8), parameter.values.view(torch.uint8))

@@ -31,7 +31,7 @@ from engine.parallel.shards import shard_config, shard_slots
 from engine.parallel.timing import Timings, measure
 
 Norm = tuple[torch.Tensor, torch.Tensor, float]  # residual, weight, eps
-TIMEOUT_S = 60.0  # for a rank that lives but does not answer; processes.py notices a dead one sooner
+TIMEOUT_S = 60.0  # for a rank that runs but does not answer; processes.py detects a dead one sooner
 
 
 def joined(parts: Sequence[torch.Tensor], vocab_size: int) -> torch.Tensor:
@@ -64,7 +64,7 @@ class Ranks(Group):
         self._spent = Spent(size)
         self._connected = False
         self.box: Mailbox | None = None
-        self._direct_rows = 0  # sums of up to so many rows use the mailbox
+        self._direct_rows = 0  # sums of up to this many rows use the mailbox
         self.timings: Timings | None = None
 
     @property
@@ -143,11 +143,11 @@ class Ranks(Group):
         assert self.box is not None
         elect(scores, outcome, rows, seq_lens, last_token, self.box)
 
-    def replayed(self, layers: int, rows: int) -> None:
+    def count_step(self, layers: int, rows: int) -> None:
         if self.timings is not None:
             self._spent.add((2 * layers + 1) * self.timings.sum_us(rows) / 1e3)
 
-    def redrew(self, rows: int, gathered: bool) -> None:
+    def count_draw(self, rows: int, gathered: bool) -> None:
         if self.timings is not None:
             self._spent.add(self.timings.draw_us(rows, gathered or self.piece == (0, 0)) / 1e3)
 

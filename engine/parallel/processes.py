@@ -31,7 +31,7 @@ from engine.model.config import ModelConfig
 
 CLOSE_S = 3.0  # a rank that takes longer to end is killed
 CAUSE_S = 2.0  # after a failed collective, the wait for a rank's failure that explains it
-HEARSAY_S = 0.3  # a rank may report an error only because another died; that death is the better reason
+DEATH_S = 0.3  # after a rank reports an error, the wait for the death of another rank that explains it
 
 
 def device_of(device: torch.device, rank: int, size: int) -> torch.device:
@@ -149,7 +149,7 @@ class Workers:
             while True:
                 kind, sentence = pickle.loads(connection.recv_bytes())
                 if kind == "failed":
-                    self._failed.wait(HEARSAY_S)
+                    self._failed.wait(DEATH_S)
                     self._lost(sentence)
                 self._news.put(kind)
         status = process.wait()

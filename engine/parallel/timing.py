@@ -35,7 +35,7 @@ class Timings:
 
     @property
     def direct_rows(self) -> int:
-        """The mailboxes are faster up to so many rows; 0: never."""
+        """The number of rows up to which the mailboxes are faster; 0: they never are."""
         faster = [ours < theirs for ours, theirs in zip(self.boxed, self.nccl, strict=False)]
         count = faster.index(False) if False in faster else len(faster)
         return 1 << (count - 1) if count else 0
@@ -44,7 +44,7 @@ class Timings:
         return between(self.nccl, rows)
 
     def sum_us(self, rows: int) -> float:
-        """A sum of so many rows, by the faster path."""
+        """A sum of `rows` rows, by the faster path."""
         return between(self.boxed if rows <= self.direct_rows else self.nccl, rows)
 
     def note(self, why_not: str) -> str:
@@ -60,7 +60,7 @@ class Timings:
         )
 
     def draw_us(self, rows: int, gathered: bool) -> float:
-        """The exchange between ranks that a draw for so many rows needs."""
+        """The exchange between ranks that a draw for `rows` rows needs."""
         return between(self.gathers, rows) if gathered else self.elect
 
 

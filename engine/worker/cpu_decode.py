@@ -1,8 +1,8 @@
 """Decode steps of few sequences on a CPU in float32: the computation of Decoder in fewer and cheaper calls.
 
-Two things make small steps slow on a CPU. First, a call costs more than its arithmetic, most of all when the weights
-just read have evicted code and data from the caches. So the small operations use numpy, whose calls are cheaper than
-torch's, and write into buffers that are kept. Second, MKL multiplies weight · columns up to twice as fast as
+Two things make small steps slow on a CPU. First, a call costs more than its arithmetic: reading the weights evicts code
+and data from the caches. So the small operations use numpy, whose calls are cheaper than torch's, and write into
+buffers that are kept. Second, MKL multiplies weight · columns up to twice as fast as
 rows · weightᵀ. So activations are columns here, [features, n] for n sequences, from the embedding to the logits.
 """
 
@@ -21,7 +21,7 @@ from engine.model.decoder import Decoder, DenseMLP
 from engine.model.linear import INT8_MAX, Int8Weight, Matrix
 
 TINY = float(np.finfo(np.float32).tiny)
-KEPT_SIZES = 8  # buffers are kept for so many different numbers of sequences
+KEPT_SIZES = 8  # buffers are kept for this many different numbers of sequences
 
 
 class Columns:
@@ -82,7 +82,7 @@ class CPUDecode:
     def supports(decoder: Decoder, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
         return dtype == kv_dtype == torch.float32 and all(isinstance(layer.mlp, DenseMLP) for layer in decoder.layers)
 
-    @np.errstate(invalid="ignore")  # rounding NaN to an integer: its scale is NaN, too, so the product shows it
+    @np.errstate(invalid="ignore")  # NaN is rounded to some integer, but its scale is NaN, and so is the product
     def logits(
         self, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray, attention: AttentionBackend
     ) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 Each form of step is captured at a ladder of sizes, and replayed with padding up to the next size:
 
-    decode   one token per sequence, by number of sequences: from the numbers sent by the host to the logits
-    extend   chunks of few sequences, by number of tokens; the first token of a cached prompt is such a step
+    decode   one token per sequence; sized by sequences
+    extend   chunks of few sequences, also one token after a cached prompt; sized by tokens
     verify   a few tokens of each sequence, with drafts (engine/worker/verify_graphs.py), only with speculation
     sample   from logits to tokens (engine/worker/sampling_graphs.py)
 
@@ -44,10 +44,10 @@ from engine.worker.verify_graphs import VerifyGraphs, verify_sizes
 CHANGES = 1024  # changes to the block table that travel with a decode step; more are sent ahead of it
 EXTEND_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048, 2304, 2560, 3072)
 WARM_UP_TOKENS = (1, 24, 100, 256, 700, 1024, 2047)
-# The host's time to launch one layer kernel by kernel. Of Qwen3-30B-A3B a chunk of 700 tokens behind 1,024 cached takes
-# 14 ms as a graph, and 20 ms kernel by kernel.
+# The host's time to launch one layer kernel by kernel. For Qwen3-30B-A3B, a chunk of 700 tokens after 1,024 cached ones
+# takes 14 ms as a graph and 20 ms kernel by kernel.
 LAUNCH_SECONDS = 2e-4
-MATMUL_RATE = 5e14  # operations per second at which a step becomes longer than its launches, and padding costs more
+MATMUL_RATE = 5e14  # operations per second of a step that is large enough to be bound by the GPU
 EXTEND_SEQUENCES = 8
 
 
@@ -60,12 +60,12 @@ class CudaGraphs:
         self.parts: list[StepGraphs] = []
         self._sampling: SamplingGraphs | None = None
         self.num_graphs = 0
-        attention.flash_from = launch_bound(loaded)  # below, the host's time counts, and flash takes more of it
+        attention.flash_from = launch_bound(loaded)  # shorter steps are host-bound, and flash costs the host more
         if not loaded.config.enforce_eager:
             self._capture(loaded, attention, on_progress)
         attention.warm_up(loaded.pool, loaded.dtype)
         warm_up_forms(loaded, on_progress)
-        # Later collections skip what exists by now: walking it would stop a step for 60 ms now and then.
+        # Later garbage collections skip the objects that exist now: walking them stops a step for 60 ms.
         gc.collect()
         gc.freeze()
 
@@ -247,7 +247,7 @@ def launch_bound(loaded: LoadedModel) -> int:
 def warm_up_forms(loaded: LoadedModel, on_progress: Progress | None) -> None:
     """Run steps of every form that is not captured, so that their kernels are compiled before the first request.
 
-    Compiled on arrival, the first prompt of each of seven sizes took a mixture of experts up to 1.3 s instead of 0.14.
+    Without this, a mixture of experts took up to 1.3 s for the first prompt of each size, instead of 0.14 s.
     """
     most, experts = loaded.max_num_batched_tokens, loaded.model_config.experts
     sizes = {min(size, most) for size in WARM_UP_TOKENS}
@@ -261,6 +261,6 @@ def warm_up_forms(loaded: LoadedModel, on_progress: Progress | None) -> None:
 
 
 def ladder(most: int) -> list[int]:
-    """Batch sizes captured, ascending, the largest `most`: close together where a step is cheap and padding is not."""
+    """The batch sizes to capture, up to `most`, ascending. Small sizes are close together: padding costs them most."""
     sizes = [1, 2, 4, 8, *range(16, 129, 16), *range(160, most + 32, 32)]
     return sorted({min(size, most) for size in sizes if size <= most} | {most})

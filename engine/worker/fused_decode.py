@@ -32,12 +32,12 @@ from engine.model.group import Group
 from engine.model.linear import Fp8Weight, Matrix, linear
 from engine.worker import fused_ops
 
-SPLIT_TOKENS = 64  # up to so many, reading the weights dominates a projection
+SPLIT_TOKENS = 64  # up to this number, reading the weights dominates a projection
 Attend = Callable[[int, Layer, torch.Tensor], torch.Tensor]  # (index of the layer, the layer, qkv) -> attention
 
 
 class DecodeLayers:
-    """The layers with their cache and block table. `logits` works for any number of sequences up to the rows."""
+    """The layers with their cache and block table."""
 
     def __init__(
         self, model: Decoder, attention: TritonAttention, pool: KVPool, block_table: torch.Tensor, group: Group
@@ -112,18 +112,18 @@ class DecodeLayers:
         """
         model, eps, group = self._model, self._model.config.rms_norm_eps, self._group
         layers = model.layers
-        apart = group.direct(len(residual))
+        in_parts = group.direct(len(residual))
         x = norms.rms_norm(residual, layers[0].input_norm, eps)
         for i, layer in enumerate(layers):
             attended = attend(i, layer, _linear(x, layer.qkv, layer.qkv_bias))
             if wanted is not None and i + 1 == len(layers):  # nothing after this depends on other tokens
                 attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
                 live = live_wanted
-            x = _back_to_hidden(attended, layer.output, layer.output_bias, apart)
+            x = _back_to_hidden(attended, layer.output, layer.output_bias, in_parts)
             x = group.add_norm(fused_ops, x, residual, layer.post_norm, eps)
             mlp = layer.mlp
             if isinstance(mlp, DenseMLP):
-                x = _mlp(x, mlp, apart)
+                x = _mlp(x, mlp, in_parts)
             else:
                 x = mlp(x, live)
             following = layers[i + 1].input_norm if i + 1 < len(layers) else model.norm
@@ -167,20 +167,20 @@ def _inner(x: torch.Tensor, mlp: DenseMLP) -> torch.Tensor:
     return norms.silu_mul(_linear(x, mlp.gate_up, mlp.gate_up_bias))
 
 
-def _mlp(x: torch.Tensor, mlp: DenseMLP, apart: bool) -> torch.Tensor:
+def _mlp(x: torch.Tensor, mlp: DenseMLP, in_parts: bool) -> torch.Tensor:
     """x [T, H] -> the MLP's output, in the shape of _back_to_hidden."""
     if isinstance(mlp.down, Fp8Weight) and len(x) > 1 and mlp.down_bias is None:
         return fp8.back_to_hidden(linear(x, mlp.gate_up, mlp.gate_up_bias), mlp.down, silu=True)
-    return _back_to_hidden(_inner(x, mlp), mlp.down, mlp.down_bias, apart)
+    return _back_to_hidden(_inner(x, mlp), mlp.down, mlp.down_bias, in_parts)
 
 
-def _back_to_hidden(x: torch.Tensor, w: Matrix, bias: torch.Tensor | None, apart: bool) -> torch.Tensor:
-    """x [T, K] -> [T, H]. If `apart`, it may be fp32 [parts, T, H] instead, which the next norm sums."""
+def _back_to_hidden(x: torch.Tensor, w: Matrix, bias: torch.Tensor | None, in_parts: bool) -> torch.Tensor:
+    """x [T, K] -> [T, H]. If `in_parts`, it may be fp32 [parts, T, H] instead, which the next norm sums."""
     if bias is None and len(x) == 1:
         return gemv(x, w)
     if isinstance(w, Fp8Weight):
         return fp8.back_to_hidden(x, w) if bias is None else linear(x, w, bias)
-    form = form_for(len(x), *w.shape) if bias is None and apart else None
+    form = form_for(len(x), *w.shape) if bias is None and in_parts else None
     return F.linear(x, w, bias) if form is None or form.parts == 1 else split_linear(x, w, form)
 
 

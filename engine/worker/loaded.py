@@ -39,7 +39,7 @@ from engine.worker.upload import to_host
 
 CPU_KV_BYTES = 1 << 30  # the pool's default size on a CPU, or 16 sequences of full length if that is less
 CPU_KV_SEQUENCES = 16
-EXPERT_LOAD_SECONDS = 0.25  # between two reports of the experts' load, which people look at
+EXPERT_LOAD_SECONDS = 0.25  # between two reports of the experts' load, which is only displayed
 
 
 class DrawFailed(Exception):
@@ -229,12 +229,12 @@ class LoadedModel:
         return max(1, self._measure_blocks(per_block) - -(-self._reserved_bytes // per_block))
 
     def _measure_blocks(self, per_block: int) -> int:
-        """What `gpu_memory_utilization` leaves after weights, other processes and the largest step's activations."""
+        """The blocks that `gpu_memory_utilization` leaves after weights, other processes and the largest step."""
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         logits = self.warm_up(self.max_num_batched_tokens)
-        logits.float().sort(descending=True).values.softmax(-1).cumsum(-1)  # for top-p: the most of any way to sample
+        logits.float().sort(descending=True).values.softmax(-1).cumsum(-1)  # top-p: the most memory of all sampling
         del logits
         torch.cuda.synchronize(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
@@ -252,7 +252,7 @@ class LoadedModel:
         return room // per_block
 
     def warm_up(self, tokens: int) -> torch.Tensor:
-        """A step of so many prompt tokens, in a null block of its own: the logits of as many as can be drawn."""
+        """Run a step of `tokens` prompt tokens on a separate null block. Returns as many logits as a step can need."""
         pool, n = self._make_pool(1), min(self.batch.max_rows, tokens)
         lengths = np.full(n, tokens // n)
         lengths[0] += tokens - int(lengths.sum())

@@ -14,7 +14,7 @@ from engine.worker.limits import Limits
 def check_memory(model: ModelConfig, config: EngineConfig, limits: Limits, total: int | None = None) -> None:
     """Raise EngineError, with the sizes, if what `config` asks for exceeds the device's memory.
 
-    `total`: bytes of that memory; None: the system is asked. Counts weights, KV cache and tables, no activations.
+    `total`: bytes of that memory; None: as the system reports it. Counts weights, KV cache and tables, no activations.
     """
     blocks = config.num_blocks or -(-(config.kv_tokens or 1) // config.block_size)
     if max(blocks * config.block_size, limits.max_model_len) > INT32_MAX:

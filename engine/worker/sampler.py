@@ -30,7 +30,7 @@ from engine.worker.upload import to_host
 
 Upload = Callable[[np.ndarray], torch.Tensor]
 
-MIN_TEMPERATURE = 1e-5  # below, logits would overflow; a draw is an argmax long before
+MIN_TEMPERATURE = 1e-5  # below, logits would overflow; here a draw already equals an argmax
 SMALLEST = float(np.finfo(np.float32).tiny)  # settings that must stay above 0 are not rounded to 0
 IN_PROMPT = 1 << 30  # flag in the token counts; the bits below count occurrences in the reply
 INT_KEYS = 2
@@ -167,8 +167,9 @@ class Sampler:
             wants |= Wants.BIAS
             ids = self._upload(np.fromiter(params.logit_bias.keys(), np.int64))
             self._bias.claim(row)[ids] = self._upload(np.fromiter(params.logit_bias.values(), np.float32))
+        # An id outside the vocabulary would address another request's row.
         stop_ids = [token for token in sorted(asked.stop_ids) if 0 <= token < self.vocab_size]
-        if params.min_tokens > 0 and stop_ids:  # an id beyond the row would address another request's row
+        if params.min_tokens > 0 and stop_ids:
             wants |= Wants.MIN_TOKENS
             self._min_until[row] = asked.prompt_len + params.min_tokens
             self._stop_ids[row] = np.array(stop_ids, dtype=np.int64)

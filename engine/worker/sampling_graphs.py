@@ -66,7 +66,7 @@ class SamplingGraphs:
         form = 2 if asked & ~Wants.NOISE else 1 if asked else 0
         self._graphs[bucket, form].replay()
         loaded = self._loaded
-        loaded.group.redrew(bucket, gathered=form > 1)
+        loaded.group.count_draw(bucket, gathered=form > 1)
         slot = self._outcome_slot
         self._outcome_slot = (slot + 1) % STAGING_RING
         self._outcome_host[slot][:num_draws].copy_(self._outcome[:num_draws], non_blocking=True)
@@ -103,13 +103,13 @@ class SamplingGraphs:
         group, last_token = self._loaded.group, self._batch.last_token
         rows, lengths, outcome, scores = self.rows[:n], self.lengths[:n], self._outcome[:n], self._scores[:n]
         first, end = group.piece
-        apart = end > first and form < 2
-        logits = self.logits[:n, : end - first] if apart else group.gather(self.logits[:n])
+        by_piece = end > first and form < 2
+        logits = self.logits[:n, : end - first] if by_piece else group.gather(self.logits[:n])
         draw(
             logits, rows, lengths, self._settings, self._top_k, self._keys, outcome, last_token, self._workspace,
-            noisy=form > 0, truncated=form > 1, piece=(first, scores) if apart else None,
+            noisy=form > 0, truncated=form > 1, piece=(first, scores) if by_piece else None,
         )  # fmt: skip
-        if apart:
+        if by_piece:
             group.elect(scores, outcome, rows, lengths, last_token)
 
     def close(self) -> None:

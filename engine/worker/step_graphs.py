@@ -1,4 +1,4 @@
-"""What the captured forms of a step have in common (engine/worker/cuda_graphs.py, engine/worker/verify_graphs.py)."""
+"""The common base of the captured forms of a step (engine/worker/cuda_graphs.py and verify_graphs.py)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StepGraphs:
 
     def _replay(self, size: int) -> None:
         self.graphs[size].replay()
-        self._loaded.group.replayed(self._loaded.shard.num_layers, size)
+        self._loaded.group.count_step(self._loaded.shard.num_layers, size)
 
     def _sample_eagerly(
         self, plan: StepPlan, grammars: Mapping[int, Grammar], entries: np.ndarray, positions: np.ndarray,

@@ -1,4 +1,4 @@
-"""Copies of small arrays to the device and back, without waiting and without overwriting a source that is read."""
+"""Copies of small arrays to the device and back. The host does not wait, and no buffer changes while it is copied."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ On an H200, Qwen3-0.6B, drafts of 8 behind contexts of 300 tokens: one row takes
 rows 1.75 ms (0.93), 28 rows 1.94 ms (1.24); kernel by kernel each takes 6.3 ms or more.
 
 A graph for 16 tokens uses other matrix kernels than a graph for one token, which round differently in half precision,
-as decode steps of different batch sizes do. So the tokens are those of the same model without speculation wherever its
-two best are further apart than the rounding. In float32, where nothing is captured, and wherever logits are bit-equal,
-they are the same (tests/engine/gpu/test_speculation.py).
+as decode steps of different batch sizes do. So a token equals that of the same model without speculation if the two
+best scores differ by more than the rounding. In float32 nothing is captured, and all tokens are equal
+(tests/engine/gpu/test_speculation.py).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from engine.worker.sampling_graphs import DRAWABLE, SamplingGraphs
 from engine.worker.step_graphs import StepGraphs
 from engine.worker.upload import Staging
 
-SIZES = (4, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # tokens; from 16 on as in `ladder`, whose sampling graphs serve
-PROGRAMS = 256  # as many keep a GPU busy reading keys
+SIZES = (4, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # tokens; from 16 on as in `ladder`, for its sampling graphs
+PROGRAMS = 256  # this many keep a GPU busy reading keys
 MOST_SPLITS = 8
 
 
@@ -119,12 +119,12 @@ class VerifyGraphs(StepGraphs):
 
 
 def verify_sizes(loaded: LoadedModel) -> tuple[int, ...]:
-    """Sizes up to one for every row with a whole draft, or all sizes."""
+    """The sizes to capture: up to the first that holds a whole draft for every row."""
     enough = loaded.batch.max_rows * (1 + loaded.config.speculative_tokens)
     largest = next((t for t in SIZES if t >= enough), SIZES[-1])
     return tuple(t for t in SIZES if t <= largest)
 
 
 def _sequences(tokens: int) -> int:
-    """Sequences that a graph for so many tokens has room for, the padding included."""
+    """The sequences that a graph for `tokens` tokens can hold, the padding included."""
     return tokens // 2 + 1

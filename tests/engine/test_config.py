@@ -221,7 +221,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (MOE | {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
         (MOE | {"num_local_experts": 4}, "num_experts and num_local_experts, which differ"),
         (MOE | {"use_sliding_window": True, "layer_types": ["full_attention"] * 28}, "in every layer or in none"),
-        ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "own for 'full_attention'"),
+        ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "separate rope parameters"),
         ({"rope_scaling": YARN | {"attention_factor": "1.0"}}, "attention_factor = '1.0' in its rope parameters"),
         ({"rope_scaling": YARN | {"beta_fast": "32"}}, "beta_fast = '32'"),
         ({"rope_scaling": YARN | {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta = 0.1 in its rope parameters"),

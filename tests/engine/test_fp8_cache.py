@@ -17,7 +17,8 @@ from engine.model.hf_config import read_model_config
 from engine.model.kv_scales import kv_scales
 from engine.params import SamplingParams
 from minitui import tutor
-from tests.support.models import Driver, eager, make_request, make_runner, reference, save
+from tests.support.models import Driver, make_request, make_runner, prompt, reference, save
+from tests.support.parity import step_logits
 
 OPTIONS = {"kv_cache_dtype": "fp8"}
 HALF_STEP = 2.0**-4  # of a normal number with four significant bits
@@ -29,17 +30,10 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return save(reference(request.param), tmp_path_factory.mktemp(request.param))
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    return torch.randint(3, 190, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 def logits_of(runner: Any, prompts: list[list[int]]) -> torch.Tensor:
     driver = Driver(runner)
     plan = driver.plan([(make_request(ids, row), len(ids), True) for row, ids in enumerate(prompts)])
-    with torch.inference_mode():
-        runner.loaded.batch.apply(plan)
-        steps = eager(runner)
-        return steps.forward(plan, steps.build_inputs(plan))[0].log_softmax(-1)
+    return step_logits(runner, plan).log_softmax(-1)
 
 
 def test_what_is_stored_is_the_nearest_of_its_numbers(checkpoint: Path) -> None:

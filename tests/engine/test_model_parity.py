@@ -17,8 +17,18 @@ from engine.model import ops
 from engine.model.config import RopeConfig
 from engine.model.hf_config import read_model_config
 from engine.model.rope import attention_factor, inverse_frequencies, rope_table
-from engine.worker.cpu import CPUDecodeSteps
-from tests.support.models import SMALL, SMALL_EXPERTS, VOCAB, Driver, eager, make_request, make_runner, reference, save
+from tests.support.models import SMALL, SMALL_EXPERTS, Driver, make_request, make_runner, prompt, reference, save
+from tests.support.parity import (
+    PROMPT,
+    Checkpoints,
+    assert_close,
+    assert_parity,
+    checkpoints_of,
+    decodes_on_a_cpu,
+    our_logits,
+    their_logits,
+    their_tokens,
+)
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 LLAMA3 = {
@@ -53,76 +63,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-sliding-window": ("mistral", {"sliding_window": 11}),
 }
-PROMPT, REPLY = 37, 14
+REPLY = 14
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """name -> (transformers model, directory), each made once."""
-    made: dict[str, tuple[Any, Path]] = {}
-
-    def get(name: str) -> tuple[Any, Path]:
-        if name not in made:
-            kind, overrides = MODELS[name]
-            model = reference(kind, **overrides)
-            made[name] = model, save(model, tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return get
-
-
-def prompt(seed: int = 0, length: int = PROMPT) -> list[int]:
-    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def their_logits(model: Any, ids: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        return model(torch.tensor([ids])).logits[0]
-
-
-def our_logits(driver: Driver, request: Any, chunks: list[int]) -> torch.Tensor:
-    """Logits of every position, the prompt computed in chunks."""
-    rows = []
-    for count in chunks:
-        plan = driver.plan([(request, count, True)])
-        runner = driver.runner
-        with torch.inference_mode():
-            runner.loaded.batch.apply(plan)
-            inputs = eager(runner).build_inputs(plan)
-            inputs.meta.logit_rows = None
-            loaded = runner.loaded
-            loaded.attention.plan(inputs.meta)
-            hidden = loaded.model.forward(inputs.token_ids, inputs.meta, loaded.attention, loaded.pool)
-            rows.append(loaded.model.logits(hidden))
-    return torch.cat(rows)
-
-
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return checkpoints_of(MODELS, tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_those_of_transformers_whole_and_in_chunks(name: str, checkpoints: Any) -> None:
+def test_logits_equal_those_of_transformers_whole_and_in_chunks(name: str, checkpoints: Checkpoints) -> None:
     model, directory = checkpoints(name)
-    driver = Driver(make_runner(directory))
-    ids = prompt()
-    theirs = their_logits(model, ids)
-    assert_close(our_logits(driver, make_request(ids, 0), [PROMPT]), theirs)
-    assert_close(our_logits(driver, make_request(ids, 1), [1, 9, 4, 17, 5, 1]), theirs)
+    assert_parity(model, Driver(make_runner(directory)))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_tokens_equal_those_of_transformers_in_float64(name: str, checkpoints: Any) -> None:
+def test_greedy_tokens_equal_those_of_transformers_in_float64(name: str, checkpoints: Checkpoints) -> None:
     model, directory = checkpoints(name)
-    ids = prompt(1)
+    ids = prompt(1, PROMPT)
     driver = Driver(make_runner(directory, "float64"))
     ours = driver.generate(make_request(ids, 0), REPLY, chunk=10)
-    theirs = list(ids)
-    exact = type(model)(model.config).double().eval()
-    exact.load_state_dict(model.state_dict())
-    for _ in range(REPLY):
-        theirs.append(int(their_logits(exact, theirs)[-1].argmax()))
-    assert ours == theirs[PROMPT:]
+    assert ours == their_tokens(model, ids, REPLY)
 
 
 def _random_config(random: Any) -> dict[str, Any]:
@@ -169,14 +130,14 @@ def test_any_config_computes_what_transformers_does_beyond_the_window(seed: int,
             parameter.add_(torch.randn_like(parameter) * (0.2 if "norm" in name else 0.1 if "bias" in name else 0.05))
     theirs.save_pretrained(tmp_path, save_original_format=True)
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    ids = prompt(seed)
+    ids = prompt(seed, PROMPT)
     ours = our_logits(Driver(make_runner(tmp_path, "float64")), make_request(ids, 0), [PROMPT])
     expected = their_logits(theirs, ids).log_softmax(-1)
     torch.testing.assert_close(ours.log_softmax(-1), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2-some-layers-windowed", "mistral-sliding-window", "llama3-rope"])
-def test_a_batch_of_mixed_lengths_gives_each_request_what_it_gets_alone(name: str, checkpoints: Any) -> None:
+def test_a_batch_of_mixed_lengths_gives_each_request_what_it_gets_alone(name: str, checkpoints: Checkpoints) -> None:
     _, directory = checkpoints(name)
     prompts = [prompt(seed, length) for seed, length in enumerate((3, 37, 1, 20))]
     alone = []
@@ -193,11 +154,11 @@ def test_a_batch_of_mixed_lengths_gives_each_request_what_it_gets_alone(name: st
 
 
 @pytest.mark.parametrize("cut", [1, 4, 7, 9])
-def test_a_cached_prefix_does_not_change_the_answer_wherever_it_is_cut(cut: int, checkpoints: Any) -> None:
+def test_a_cached_prefix_does_not_change_the_answer_wherever_it_is_cut(cut: int, checkpoints: Checkpoints) -> None:
     """The suffix of a cached prefix is causal: it sees the prefix and itself up to each token, and no more."""
     _, directory = checkpoints("qwen3")
     driver = Driver(make_runner(directory, "float64"))
-    ids = prompt(3)
+    ids = prompt(3, PROMPT)
     leader = make_request(ids, 0)
     expected = driver.generate(leader, 8)
     follower = make_request(ids, 1)
@@ -206,9 +167,9 @@ def test_a_cached_prefix_does_not_change_the_answer_wherever_it_is_cut(cut: int,
     assert driver.generate(follower, 8) == expected
 
 
-def test_a_token_the_host_has_not_seen_is_taken_from_the_device(checkpoints: Any) -> None:
+def test_a_token_the_host_has_not_seen_is_taken_from_the_device(checkpoints: Checkpoints) -> None:
     _, directory = checkpoints("qwen3")
-    ids = prompt(4)
+    ids = prompt(4, PROMPT)
     expected = Driver(make_runner(directory)).generate(make_request(ids, 0), 6)
     driver = Driver(make_runner(directory))
     request = make_request(ids, 0)
@@ -235,7 +196,7 @@ def test_checkpoints_in_the_layouts_of_transformers_4_and_5_load(layout: int, sh
     keys = json.loads((directory / "config.json").read_text())
     assert ("rope_parameters" in keys, "rope_scaling" in keys) == ((False, True) if layout == 4 else (True, False))
     assert len(list(directory.glob("*.safetensors"))) > 1 if shards else (directory / "model.safetensors").is_file()
-    ids = prompt()
+    ids = prompt(0, PROMPT)
     ours = our_logits(Driver(make_runner(directory)), make_request(ids, 0), [PROMPT])
     assert_close(ours, their_logits(model, ids))
 
@@ -318,7 +279,7 @@ def test_rms_norm_is_that_of_transformers_to_the_bit(dtype: torch.dtype, shape: 
         assert torch.equal(ops.rms_norm(x, norm.weight, 1e-6), norm(x))
 
 
-def test_logits_are_computed_for_sampled_rows_only(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_computed_for_sampled_rows_only(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     _, directory = checkpoints("qwen3")
     runner = make_runner(directory)
     seen = []
@@ -326,14 +287,14 @@ def test_logits_are_computed_for_sampled_rows_only(checkpoints: Any, monkeypatch
     original = sampler.sample
     monkeypatch.setattr(sampler, "sample", lambda rows, *rest: seen.append(len(rows)) or original(rows, *rest))
     driver = Driver(runner)
-    requests = [make_request(prompt(seed), seed) for seed in range(3)]
+    requests = [make_request(prompt(seed, PROMPT), seed) for seed in range(3)]
     driver.run([(requests[0], PROMPT, True), (requests[1], 10, False)])
     driver.run([(requests[0], 1, True), (requests[1], PROMPT - 10, True), (requests[2], PROMPT, True)])
     driver.run([(request, 1, True) for request in requests])
     assert seen == [1, 3, 3]
 
 
-def test_the_configuration_counts_parameters_as_the_model_has_them(checkpoints: Any) -> None:
+def test_the_configuration_counts_parameters_as_the_model_has_them(checkpoints: Checkpoints) -> None:
     for name in ("qwen3", "qwen3-tied", "qwen2", "llama-biases"):
         model, directory = checkpoints(name)
         assert read_model_config(directory).num_parameters == sum(p.numel() for p in model.parameters())
@@ -341,22 +302,8 @@ def test_the_configuration_counts_parameters_as_the_model_has_them(checkpoints: 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2-some-layers-windowed", "llama-biases", "mistral-sliding-window"])
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_decode_steps_on_a_cpu_compute_what_the_decoder_does(name: str, count: int, checkpoints: Any) -> None:
+def test_decode_steps_on_a_cpu_compute_what_the_decoder_does(name: str, count: int, checkpoints: Checkpoints) -> None:
     """CPUDecode has its own arithmetic, in columns: the same logits, and the same keys and values."""
     _, directory = checkpoints(name)
-    found = []
-    for plain in (False, True):
-        driver = Driver(make_runner(directory))
-        runner = driver.runner
-        fast, slow = runner.executors[0], eager(runner)
-        assert isinstance(fast, CPUDecodeSteps)
-        requests = [make_request(prompt(row, 5 + 9 * row), row) for row in range(count)]
-        for request in requests:
-            driver.run([(request, len(request.ids), True)])
-        plan = driver.plan([(request, 1, True) for request in requests])
-        with torch.inference_mode():
-            runner.loaded.batch.apply(plan)
-            logits = slow.forward(plan, slow.build_inputs(plan))[0] if plain else fast.decode(plan)[0]
-        found.append((logits, torch.stack(runner.loaded.pool.keys), torch.stack(runner.loaded.pool.values)))
-    for ours, plainly in zip(*found, strict=True):
+    for ours, plainly in zip(*decodes_on_a_cpu(directory, count), strict=True):
         torch.testing.assert_close(ours, plainly, rtol=0, atol=1e-5 * float(plainly.abs().max()))

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from engine.build import choose_parts
 from engine.config import EngineConfig
@@ -26,10 +25,29 @@ from engine.model.config import ExpertsConfig
 from engine.model.decoder import Decoder, DenseMLP
 from engine.model.experts import Experts
 from engine.model.hf_config import read_model_config
-from engine.model.weights import dummy_weights, load_weights
+from engine.model.weights import dummy_weights
 from engine.params import SamplingParams
-from tests.engine.test_model_parity import PROMPT, assert_close, our_logits, prompt, their_logits
-from tests.support.models import VOCAB, Driver, make_request, make_runner, reference, save
+from tests.support.models import (
+    VOCAB,
+    Driver,
+    load_decoder,
+    make_request,
+    make_runner,
+    prompt,
+    reference,
+    rewrite,
+    save,
+)
+from tests.support.parity import (
+    PROMPT,
+    Checkpoints,
+    assert_close,
+    assert_parity,
+    checkpoints_of,
+    our_logits,
+    their_logits,
+    their_tokens,
+)
 from tests.support.paths import QWEN3
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -46,79 +64,44 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """name -> (transformers model, directory), each made once."""
-    made: dict[str, tuple[Any, Path]] = {}
-
-    def get(name: str) -> tuple[Any, Path]:
-        if name not in made:
-            model = reference("qwen3_moe", **MODELS[name])
-            made[name] = model, save(model, tmp_path_factory.mktemp("moe"))
-        return made[name]
-
-    return get
-
-
-def loaded(directory: Path) -> Decoder:
-    config = read_model_config(directory)
-    model = Decoder(config, torch.float32, CPU, 16)
-    for slot in model.slots():
-        slot.view.fill_(torch.nan)
-    load_weights(model.slots(), directory, config.tie_word_embeddings)
-    return model
-
-
-def rewrite(directory: Path, change: Any) -> None:
-    """Change the tensors of a one-file checkpoint."""
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return checkpoints_of({name: ("qwen3_moe", fields) for name, fields in MODELS.items()}, tmp_path_factory)
 
 
 # ---- the model
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_those_of_transformers_whole_and_in_chunks(name: str, checkpoints: Any) -> None:
+def test_logits_equal_those_of_transformers_whole_and_in_chunks(name: str, checkpoints: Checkpoints) -> None:
     model, directory = checkpoints(name)
     driver = Driver(make_runner(directory))
     layers = driver.runner.loaded.model.layers
     sparse = [i for i, layer in enumerate(layers) if isinstance(layer.mlp, Experts)]
     assert sparse == SPARSE_LAYERS.get(name, list(range(len(layers))))
-    ids = prompt()
-    theirs = their_logits(model, ids)
-    assert_close(our_logits(driver, make_request(ids, 0), [PROMPT]), theirs)
-    assert_close(our_logits(driver, make_request(ids, 1), [1, 9, 4, 17, 5, 1]), theirs)
+    assert_parity(model, driver)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_tokens_equal_those_of_transformers_in_float64(name: str, checkpoints: Any) -> None:
+def test_greedy_tokens_equal_those_of_transformers_in_float64(name: str, checkpoints: Checkpoints) -> None:
     model, directory = checkpoints(name)
-    ids = prompt(1)
+    ids = prompt(1, PROMPT)
     ours = Driver(make_runner(directory, "float64")).generate(make_request(ids, 0), 10, chunk=10)
-    theirs = list(ids)
-    exact = type(model)(model.config).double().eval()
-    exact.set_experts_implementation("eager")  # their fast one has no float64
-    exact.load_state_dict(model.state_dict())
-    for _ in range(10):
-        theirs.append(int(their_logits(exact, theirs)[-1].argmax()))
-    assert ours == theirs[PROMPT:]
+    assert ours == their_tokens(model, ids, 10)
 
 
-def test_in_bfloat16_logits_are_those_of_transformers_but_for_rounding(checkpoints: Any) -> None:
+def test_in_bfloat16_logits_are_those_of_transformers_but_for_rounding(checkpoints: Checkpoints) -> None:
     """With all experts of each token: with fewer, rounding may choose others."""
     model, directory = checkpoints("all experts")
-    exact = their_logits(model, prompt())
+    exact = their_logits(model, prompt(0, PROMPT))
     driver = Driver(make_runner(directory, "bfloat16"))
-    ours = our_logits(driver, make_request(prompt(), 0), [PROMPT]).float()
+    ours = our_logits(driver, make_request(prompt(0, PROMPT), 0), [PROMPT]).float()
     half = type(model)(model.config).bfloat16().eval()
     half.load_state_dict(model.state_dict())
-    theirs = their_logits(half, prompt()).float()
+    theirs = their_logits(half, prompt(0, PROMPT)).float()
     assert float((ours - exact).norm()) < 1.2 * float((theirs - exact).norm())
 
 
-def test_a_batch_of_mixed_lengths_gives_each_request_what_it_gets_alone(checkpoints: Any) -> None:
+def test_a_batch_of_mixed_lengths_gives_each_request_what_it_gets_alone(checkpoints: Checkpoints) -> None:
     _, directory = checkpoints("every second layer")
     prompts = [prompt(seed, length) for seed, length in enumerate((3, 37, 1, 20))]
     alone = [Driver(make_runner(directory, "float64")).generate(make_request(ids, 0), 6) for ids in prompts]
@@ -219,7 +202,7 @@ def test_a_token_that_is_not_a_number_spoils_no_other() -> None:
     assert found[1].isnan().all()
 
 
-def test_the_load_of_the_experts_can_be_read_after_each_step(checkpoints: Any) -> None:
+def test_the_load_of_the_experts_can_be_read_after_each_step(checkpoints: Checkpoints) -> None:
     _, directory = checkpoints("some layers dense")
     driver = Driver(make_runner(directory))
     requests = [make_request(prompt(row, 9), row) for row in range(2)]
@@ -244,7 +227,7 @@ def test_the_load_of_the_experts_can_be_read_after_each_step(checkpoints: Any) -
 @pytest.mark.parametrize("stacked", [False, True])
 def test_experts_load_one_by_one_and_stacked(stacked: bool, shards: bool, tmp_path: Path) -> None:
     model = reference("qwen3_moe", mlp_only_layers=[1])
-    ours = loaded(save(model, tmp_path, shards, stacked=stacked))
+    ours = load_decoder(save(model, tmp_path, shards, stacked=stacked))
     theirs = model.state_dict()
     assert {slot.name for slot in ours.slots()} == set(theirs)
     for slot in ours.slots():
@@ -268,13 +251,13 @@ def test_missing_experts_are_named(tmp_path: Path) -> None:
     directory = save(reference("qwen3_moe"), tmp_path)
     rewrite(directory, lambda tensors: tensors.pop("model.layers.1.mlp.experts.4.up_proj.weight"))
     with pytest.raises(CheckpointError, match=r"lacks model\.layers\.1\.mlp\.experts\.4\.up_proj\.weight: use config"):
-        loaded(directory)
+        load_decoder(directory)
 
 
 def test_more_experts_than_the_config_says_are_named(tmp_path: Path) -> None:
     directory = save(reference("qwen3_moe"), tmp_path, edit={"num_local_experts": 5})
     with pytest.raises(CheckpointError, match=r"has .*experts\.5\.down_proj\.weight.*, unknown") as caught:
-        loaded(directory)
+        load_decoder(directory)
     assert "mlp.gate.weight is [6, 64] and should be [5, 64]" in str(caught.value)
 
 
@@ -283,10 +266,10 @@ def test_misshapen_experts_are_named_with_both_shapes(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.2.down_proj.weight"
     rewrite(directory, lambda tensors: tensors.update({name: torch.zeros(64, 39)}))
     with pytest.raises(CheckpointError, match=r"experts\.2\.down_proj\.weight is \[64, 39\] and should be \[64, 40\]"):
-        loaded(directory)
+        load_decoder(directory)
     directory = save(reference("qwen3_moe"), tmp_path / "stacked", edit={"num_local_experts": 5}, stacked=True)
     with pytest.raises(CheckpointError, match=r"gate_up_proj is \[6, 80, 64\] and should be \[5, 80, 64\]"):
-        loaded(directory)
+        load_decoder(directory)
 
 
 def test_an_expert_given_twice_is_named(tmp_path: Path) -> None:
@@ -295,10 +278,10 @@ def test_an_expert_given_twice_is_named(tmp_path: Path) -> None:
     extra = {"model.layers.0.mlp.experts.0.down_proj.weight": torch.zeros(64, 40)}
     rewrite(directory, lambda tensors: tensors.update(extra))
     with pytest.raises(CheckpointError, match=r"has model\.layers\.0\.mlp\.experts\.0\.down_proj\.weight, unknown"):
-        loaded(directory)
+        load_decoder(directory)
 
 
-def test_dummy_weights_fill_every_expert(checkpoints: Any) -> None:
+def test_dummy_weights_fill_every_expert(checkpoints: Checkpoints) -> None:
     _, directory = checkpoints("some layers dense")
     model = Decoder(read_model_config(directory), torch.float32, CPU, 16)
     for slot in model.slots():
@@ -316,7 +299,7 @@ def test_dummy_weights_fill_every_expert(checkpoints: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_parameters_are_counted_as_the_model_has_them(name: str, checkpoints: Any) -> None:
+def test_parameters_are_counted_as_the_model_has_them(name: str, checkpoints: Checkpoints) -> None:
     model, directory = checkpoints(name)
     config = read_model_config(directory)
     assert config.num_parameters == sum(p.numel() for p in model.parameters())
@@ -336,7 +319,7 @@ def test_a_config_without_a_sparse_layer_is_a_dense_model(tmp_path: Path) -> Non
     model = reference("qwen3_moe", mlp_only_layers=[0, 1])
     directory = save(model, tmp_path)
     assert read_model_config(directory).experts is None
-    ids = prompt()
+    ids = prompt(0, PROMPT)
     assert_close(our_logits(Driver(make_runner(directory)), make_request(ids, 0), [PROMPT]), their_logits(model, ids))
 
 
@@ -368,7 +351,7 @@ def test_the_published_30b_a3b_has_the_parameters_its_name_says(tmp_path: Path) 
 
 
 def test_a_shape_that_the_copy_engine_cannot_read_runs_without_graphs(
-    checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernels read rows that begin at multiples of 16 bytes; what does not fit takes the readable form."""
     from engine.worker.eager import Eager

@@ -19,9 +19,9 @@ from engine.model.linear import Fp8Weight, Int8Weight, embed, linear, quantise_r
 from engine.model.weights import dummy_weights, load_weights
 from engine.params import SamplingParams
 from engine.worker import quantised
-from engine.worker.cpu import CPUDecodeSteps
 from minitui import tutor
-from tests.support.models import Driver, eager, make_request, make_runner, reference, save
+from tests.support.models import Driver, make_request, make_runner, prompt, reference, save
+from tests.support.parity import decodes_on_a_cpu, step_logits
 
 CPU = torch.device("cpu")
 OPTIONS = {"quantization": "int8"}
@@ -30,10 +30,6 @@ OPTIONS = {"quantization": "int8"}
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(reference("qwen3", tie_word_embeddings=True), tmp_path_factory.mktemp("qwen3"))
-
-
-def prompt(seed: int, length: int = 20) -> list[int]:
-    return torch.randint(3, 190, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def test_a_rounded_row_is_nowhere_further_off_than_half_a_step() -> None:
@@ -120,20 +116,8 @@ def test_random_weights_are_those_of_the_other_types_rounded(directory: Path) ->
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_decode_steps_compute_what_the_decoder_does(count: int, directory: Path) -> None:
     """CPUDecode works in columns, Decoder in rows. A difference of 1e-7 may round to the next of 127 steps."""
-    found = []
-    for plain in (False, True):
-        driver = Driver(make_runner(directory, **OPTIONS))
-        runner = driver.runner
-        fast, slow = runner.executors[0], eager(runner)
-        assert isinstance(fast, CPUDecodeSteps)
-        requests = [make_request(prompt(row, 5 + 9 * row), row) for row in range(count)]
-        for request in requests:
-            driver.run([(request, len(request.ids), True)])
-        plan = driver.plan([(request, 1, True) for request in requests])
-        with torch.inference_mode():
-            runner.loaded.batch.apply(plan)
-            found.append(slow.forward(plan, slow.build_inputs(plan))[0] if plain else fast.decode(plan)[0])
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0.01 * float(found[1].abs().max()))
+    (fast, *_), (plain, *_) = decodes_on_a_cpu(directory, count, **OPTIONS)
+    torch.testing.assert_close(fast, plain, rtol=0, atol=0.01 * float(plain.abs().max()))
 
 
 def test_log_probabilities_stay_near_those_of_float32(directory: Path) -> None:
@@ -141,11 +125,7 @@ def test_log_probabilities_stay_near_those_of_float32(directory: Path) -> None:
     for options in ({}, OPTIONS):
         driver = Driver(make_runner(directory, **options))
         plan = driver.plan([(make_request(prompt(row, 30), row), 30, True) for row in range(8)])
-        with torch.inference_mode():
-            driver.runner.loaded.batch.apply(plan)
-            steps = eager(driver.runner)
-            logits, _ = steps.forward(plan, steps.build_inputs(plan))
-        found.append(logits.log_softmax(-1))
+        found.append(step_logits(driver.runner, plan).log_softmax(-1))
     error = (found[0] - found[1]).abs()
     assert 0 < error.mean() < 0.05
     assert error.max() < 0.5, "spread of the log-probabilities: about 10"

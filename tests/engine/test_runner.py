@@ -12,7 +12,8 @@ import torch
 from engine.config import EngineConfig
 from engine.worker.loaded import CPU_KV_BYTES
 from engine.worker.runner import Runner
-from tests.support.models import VOCAB, Driver, eager, held, make_request, make_runner, reference, save
+from tests.support.models import VOCAB, Driver, eager, held, make_request, make_runner, prompt, reference, save
+from tests.support.parity import step_logits
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +24,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def driver(directory: Path) -> Driver:
     return Driver(make_runner(directory))
-
-
-def prompt(seed: int, length: int = 20) -> list[int]:
-    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def test_only_entries_that_sample_draw(driver: Driver) -> None:
@@ -225,10 +222,7 @@ def test_half_precision_runs_on_a_cpu_close_to_fp32(directory: Path, dtype: str)
     logits = []
     for driver in (exact, half):
         plan = driver.plan([(make_request(ids, 0), 20, True)])
-        with torch.inference_mode():
-            driver.runner.loaded.batch.apply(plan)
-            steps = eager(driver.runner)
-            logits.append(steps.forward(plan, steps.build_inputs(plan))[0].float())
+        logits.append(step_logits(driver.runner, plan).float())
     error = (logits[0] - logits[1]).abs().max() / logits[0].abs().max()
     assert error < (0.05 if dtype == "bfloat16" else 0.01)
     assert len(half.generate(make_request(ids, 1), 5)) == 5

@@ -19,8 +19,8 @@ from engine.config import EngineConfig
 from engine.errors import CheckpointError, EngineError
 from engine.model.decoder import Decoder
 from engine.model.hf_config import read_model_config
-from engine.model.weights import dummy_weights, load_weights
-from tests.support.models import Driver, make_request, make_runner, plain_runner, reference, save
+from engine.model.weights import dummy_weights
+from tests.support.models import Driver, load_decoder, make_request, make_runner, plain_runner, reference, rewrite, save
 
 CPU = torch.device("cpu")
 
@@ -30,29 +30,12 @@ def checkpoint(tmp_path: Path) -> Path:
     return save(reference("qwen3"), tmp_path)
 
 
-def load(directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
-    config = read_model_config(directory)
-    model = Decoder(config, dtype, CPU, 16)
-    for slot in model.slots():
-        slot.view.fill_(torch.nan)
-    load_weights(model.slots(), directory, config.tie_word_embeddings, **options)
-    return model
-
-
-def rewrite(directory: Path, change: Any) -> None:
-    """Change the tensors of a one-file checkpoint."""
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-
-
 @pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "mistral"])
 def test_every_parameter_is_filled_from_its_own_tensor(kind: str, shards: bool, tmp_path: Path) -> None:
     biases = {"attention_bias": True, "mlp_bias": True} if kind == "llama" else {}
     model = reference(kind, **biases, **({"head_dim": 16} if kind == "qwen2" else {}))
-    ours = load(save(model, tmp_path, shards))
+    ours = load_decoder(save(model, tmp_path, shards))
     theirs = model.state_dict()
     assert {slot.name for slot in ours.slots()} == set(theirs)
     for slot in ours.slots():
@@ -60,15 +43,15 @@ def test_every_parameter_is_filled_from_its_own_tensor(kind: str, shards: bool, 
 
 
 def test_weights_are_cast_to_the_models_dtype(checkpoint: Path) -> None:
-    exact = load(checkpoint)
-    half = load(checkpoint, torch.bfloat16)
+    exact = load_decoder(checkpoint)
+    half = load_decoder(checkpoint, torch.bfloat16)
     for one, other in zip(exact.slots(), half.slots(), strict=True):
         assert torch.equal(one.view.bfloat16(), other.view)
 
 
 def test_progress_counts_every_byte(checkpoint: Path) -> None:
     told: list[dict[str, Any]] = []
-    model = load(checkpoint, on_progress=told.append)
+    model = load_decoder(checkpoint, on_progress=told.append)
     total = sum(slot.view[:1].nbytes if slot.repeated else slot.view.nbytes for slot in model.slots())
     assert told[-1]["done"] == told[-1]["total"] == total
     assert [news["done"] for news in told] == sorted(news["done"] for news in told)
@@ -78,20 +61,20 @@ def test_progress_counts_every_byte(checkpoint: Path) -> None:
 def test_missing_tensors_are_named(checkpoint: Path) -> None:
     rewrite(checkpoint, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1.mlp" in name])
     with pytest.raises(CheckpointError, match=r"model\.safetensors lacks model\.layers\.1\.mlp\.gate_proj\.weight, "):
-        load(checkpoint)
+        load_decoder(checkpoint)
 
 
 def test_unexpected_tensors_are_named(checkpoint: Path) -> None:
     rewrite(checkpoint, lambda tensors: tensors.update({"model.layers.0.self_attn.sinks": torch.zeros(4)}))
     with pytest.raises(CheckpointError, match=r"has model\.layers\.0\.self_attn\.sinks, unknown to this architecture"):
-        load(checkpoint)
+        load_decoder(checkpoint)
 
 
 def test_misshapen_tensors_are_named_with_both_shapes(checkpoint: Path) -> None:
     name = "model.layers.0.self_attn.k_proj.weight"
     rewrite(checkpoint, lambda tensors: tensors.update({name: torch.zeros(32, 64), "model.norm.weight": torch.ones(1)}))
     with pytest.raises(CheckpointError, match=r"k_proj\.weight is \[32, 64\] and should be \[64, 64\]") as caught:
-        load(checkpoint)
+        load_decoder(checkpoint)
     assert "model.norm.weight is [1] and should be [64]" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -99,7 +82,7 @@ def test_misshapen_tensors_are_named_with_both_shapes(checkpoint: Path) -> None:
 def test_tensors_of_another_kind_are_named(checkpoint: Path) -> None:
     rewrite(checkpoint, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}))
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight is of type I8"):
-        load(checkpoint)
+        load_decoder(checkpoint)
 
 
 def test_everything_that_is_wrong_is_told_at_once_and_shortened(checkpoint: Path) -> None:
@@ -109,21 +92,21 @@ def test_everything_that_is_wrong_is_told_at_once_and_shortened(checkpoint: Path
 
     rewrite(checkpoint, change)
     with pytest.raises(CheckpointError, match=r"lacks .* and \d+ more; it has .*blocks.* and \d+ more, unknown"):
-        load(checkpoint)
+        load_decoder(checkpoint)
 
 
 def test_a_truncated_file_is_named(checkpoint: Path) -> None:
     path = checkpoint / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(CheckpointError, match=r"model\.safetensors is not a complete safetensors file .*download it"):
-        load(checkpoint)
+        load_decoder(checkpoint)
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"\xff" * 100, struct.pack("<Q", 10) + b"not json!!"])
 def test_a_corrupt_file_is_named(content: bytes, checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors is not a complete safetensors file"):
-        load(checkpoint)
+        load_decoder(checkpoint)
 
 
 def test_a_lying_header_is_named(checkpoint: Path) -> None:
@@ -138,7 +121,7 @@ def test_a_lying_header_is_named(checkpoint: Path) -> None:
         encoded = json.dumps(header).encode()
         path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data[8 + size :])
         with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-            load(checkpoint)
+            load_decoder(checkpoint)
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
@@ -146,7 +129,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     second = sorted(tmp_path.glob("*.safetensors"))[1]
     second.unlink()
     with pytest.raises(CheckpointError, match=rf"of which {second.name} is missing: download the checkpoint again"):
-        load(tmp_path)
+        load_decoder(tmp_path)
 
 
 def test_an_index_that_names_tensors_its_files_lack_is_seen_through(tmp_path: Path) -> None:
@@ -157,40 +140,40 @@ def test_an_index_that_names_tensors_its_files_lack_is_seen_through(tmp_path: Pa
     tensors.pop(gone)
     save_file(tensors, first)
     with pytest.raises(CheckpointError, match=f"lacks {gone}"):
-        load(tmp_path)
+        load_decoder(tmp_path)
 
 
 def test_a_broken_index_is_named(tmp_path: Path) -> None:
     save(reference("qwen3"), tmp_path, shards=True)
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"index\.json has no weight_map"):
-        load(tmp_path)
+        load_decoder(tmp_path)
 
 
 def test_a_directory_without_safetensors_is_told_what_to_do(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"only pytorch_model\.bin: convert it to safetensors"):
-        load(checkpoint)
+        load_decoder(checkpoint)
     (checkpoint / "pytorch_model.bin").unlink()
     with pytest.raises(CheckpointError, match="download the checkpoint again"):
-        load(checkpoint)
+        load_decoder(checkpoint)
 
 
 def test_tied_embeddings_are_one_tensor(tmp_path: Path) -> None:
     directory = save(reference("qwen3", tie_word_embeddings=True), tmp_path)
-    model = load(directory)
+    model = load_decoder(directory)
     assert model.head is model.embedding
     rewrite(directory, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] * 1}))
-    load(directory)  # a copy does no harm
+    load_decoder(directory)  # a copy does no harm
     rewrite(directory, lambda tensors: tensors["lm_head.weight"].add_(1))
     with pytest.raises(CheckpointError, match=r"lm_head\.weight that differs .* tie_word_embeddings to false"):
-        load(directory)
+        load_decoder(directory)
 
 
 def test_rotary_frequencies_of_old_checkpoints_are_not_unexpected(checkpoint: Path) -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
     rewrite(checkpoint, lambda tensors: tensors.update(extra))
-    load(checkpoint)
+    load_decoder(checkpoint)
 
 
 def test_dummy_weights_are_random_with_norms_of_one(tmp_path: Path) -> None:
@@ -268,7 +251,7 @@ def test_an_index_names_files_beside_it_and_nothing_else(name: Any, tmp_path: Pa
     content["weight_map"]["model.norm.weight"] = name
     index.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=r"index\.json names .* not a safetensors file in its directory"):
-        load(directory)
+        load_decoder(directory)
 
 
 def test_a_damaged_header_is_one_sentence(checkpoint: Path) -> None:
@@ -290,7 +273,7 @@ def test_a_damaged_header_is_one_sentence(checkpoint: Path) -> None:
             del damaged[random.randrange(len(damaged)) :]
         path.write_bytes(damaged)
         try:
-            load(checkpoint)
+            load_decoder(checkpoint)
         except CheckpointError:
             refused += 1
     assert refused > 250

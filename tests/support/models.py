@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine import build
 from engine.config import EngineConfig
@@ -16,7 +17,9 @@ from engine.core.request import Request
 from engine.core.step import PromptTargets, RowSettings, StepPlan
 from engine.model import ops
 from engine.model.config import ModelConfig
+from engine.model.decoder import Decoder
 from engine.model.hf_config import read_model_config
+from engine.model.weights import load_weights
 from engine.params import SamplingParams
 from engine.worker.eager import Eager
 from engine.worker.runner import Parts, Runner
@@ -79,6 +82,28 @@ def save(
                 config[key] = value
         path.write_text(json.dumps(config))
     return directory
+
+
+def rewrite(directory: Path, change: Any) -> None:
+    """Change the tensors of a one-file checkpoint."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def load_decoder(directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
+    """A decoder on the CPU with the checkpoint's weights; a value that is not loaded is NaN."""
+    config = read_model_config(directory)
+    model = Decoder(config, dtype, torch.device("cpu"), 16)
+    for slot in model.slots():
+        slot.view.fill_(torch.nan)
+    load_weights(model.slots(), directory, config.tie_word_embeddings, **options)
+    return model
+
+
+def prompt(seed: int = 0, length: int = 20) -> list[int]:
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def make_runner(directory: Path, dtype: str = "float32", **options: Any) -> Any:

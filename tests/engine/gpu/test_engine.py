@@ -20,6 +20,7 @@ from engine.llm import LLM
 from engine.params import SamplingParams
 from engine.trace.records import FIELDS
 from engine.trace.state import State
+from tests.support.parity import below_best
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 if not torch.cuda.is_available():
@@ -72,17 +73,10 @@ def ids_of(outputs: list[Any]) -> list[list[int]]:
 
 
 def check_replies(llm: LLM, reference: LLM, count: int, longest: int) -> None:
-    """Teacher forcing: the reference reads each reply as a prompt and says how far each token was from its best."""
     asked = prompts(count, count, longest)
     replies = ids_of(llm.generate(asked, greedy(24), use_tqdm=False))
     llm.engine.check()
-    again = [prompt + reply for prompt, reply in zip(asked, replies, strict=True)]
-    judged = reference.generate(again, greedy(1, prompt_logprobs=1), use_tqdm=False)
-    short = []
-    for prompt, reply, output in zip(asked, replies, judged, strict=True):
-        for token, found in zip(reply, output.prompt_logprobs[len(prompt) - 1 :], strict=True):
-            assert found.token_id == token
-            short.append(found.top[0][1] - found.logprob)
+    short = below_best(reference, asked, replies)
     assert max(short) < TOLERANCE, f"a token was {max(short):.3f} below the reference's best"
     assert np.mean([s > 0 for s in short]) < 0.1, "ties aside, the tokens should be the reference's own"
 

@@ -29,9 +29,10 @@ from engine.kernels.gemv import gemv  # noqa: E402
 from engine.kernels.moe_one import one_token  # noqa: E402
 from engine.kernels.moe_route import Routes, route  # noqa: E402
 from engine.worker import fused_ops as ops  # noqa: E402
+from tests.engine.gpu.test_engine import OPTIONS, greedy, ids_of  # noqa: E402
+from tests.engine.gpu.test_kernels import DEVICE, DTYPE, error, normal  # noqa: E402
+from tests.support.parity import below_best  # noqa: E402
 
-DEVICE = torch.device("cuda")
-DTYPE = torch.bfloat16
 BOUND = 8e-3  # relative error in bfloat16: two roundings of the inner values, and one of each expert's output
 SHAPES = [(128, 8, 512, 192, True), (6, 3, 96, 40, False), (5, 1, 64, 64, True), (60, 4, 256, 88, False)]
 TOKENS = [1, 2, 7, 17, 64, 300, 2500]
@@ -43,16 +44,6 @@ def mixture(count: int, per_token: int, hidden: int, inner: int, normalised: boo
     experts.gate_up.normal_(0, hidden**-0.5)
     experts.down.normal_(0, inner**-0.5)
     return experts
-
-
-def normal(*shape: int) -> torch.Tensor:
-    return torch.empty(shape, device=DEVICE, dtype=DTYPE).normal_()
-
-
-def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """||got - wanted|| / ||wanted||; NaN is infinite."""
-    distance = ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()
-    return distance if distance == distance else float("inf")
 
 
 def sum_of(experts: Experts, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -174,10 +165,6 @@ SHAPE = {
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
 }  # fmt: skip
-OPTIONS: dict[str, Any] = {
-    "dummy_weights": True, "load_tokenizer": False, "max_model_len": 2048, "max_num_batched_tokens": 512,
-    "max_num_seqs": 48, "num_blocks": 1200,
-}  # fmt: skip
 PATHS: dict[str, dict[str, Any]] = {"graphs": {}, "kernel by kernel": {"enforce_eager": True}}
 TOLERANCE = 0.15  # of a log-probability: where two experts are as good as equal, rounding chooses
 
@@ -195,25 +182,14 @@ def prompts(count: int, longest: int) -> list[list[int]]:
     return [torch.randint(0, 5000, (length,), generator=generator).tolist() for length in lengths]
 
 
-def greedy(tokens: int, **more: Any) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, **more)
-
-
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("count,longest", [(1, 700), (5, 100), (40, 500)])
 def test_greedy_replies_are_those_of_the_readable_form(model: str, path: str, count: int, longest: int) -> None:
-    """Teacher forcing: the reference reads each reply as a prompt and says how far each token was from its best."""
     llm, reference = LLM(model, **OPTIONS, **PATHS[path]), LLM(model, attention_backend="torch", **OPTIONS)
     asked = prompts(count, longest)
-    replies = [output.outputs[0].token_ids for output in llm.generate(asked, greedy(16), use_tqdm=False)]
+    replies = ids_of(llm.generate(asked, greedy(16), use_tqdm=False))
     llm.engine.check()
-    again = [prompt + reply for prompt, reply in zip(asked, replies, strict=True)]
-    judged = reference.generate(again, greedy(1, prompt_logprobs=1), use_tqdm=False)
-    short = [
-        found.top[0][1] - found.logprob
-        for prompt, output in zip(asked, judged, strict=True)
-        for found in output.prompt_logprobs[len(prompt) - 1 :]
-    ]
+    short = below_best(reference, asked, replies)
     assert len(short) == 16 * count
     assert max(short) < TOLERANCE
     assert sum(value > 0 for value in short) < 0.15 * len(short)

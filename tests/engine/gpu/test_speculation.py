@@ -24,6 +24,7 @@ pytest.importorskip("triton")
 from engine.worker.launch import LaunchedStep  # noqa: E402
 from engine.worker.verify_graphs import VerifyGraphs  # noqa: E402
 from tests.engine.gpu.test_engine import OPTIONS, SHAPE, TOLERANCE, ids_of  # noqa: E402
+from tests.support.parity import below_best  # noqa: E402
 
 SPECULATION: dict[str, Any] = {"speculation": "prompt-lookup", "speculative_tokens": 6}
 
@@ -69,7 +70,7 @@ def test_in_float32_every_token_is_the_one_drawn_without_drafts(model: str) -> N
 
 @pytest.mark.parametrize("count", [1, 5, 30, 48])
 def test_graphs_draw_the_reference_s_own_tokens(model: str, count: int) -> None:
-    """Greedy, no bias: the reference reads each reply as a prompt and says how far each token was from its best."""
+    """Greedy, no bias."""
     llm, reference = LLM(model, **OPTIONS, **SPECULATION), LLM(model, attention_backend="torch", **OPTIONS)
     buckets: Counter[str] = Counter()
     runner: Any = llm.engine.runner
@@ -89,13 +90,7 @@ def test_graphs_draw_the_reference_s_own_tokens(model: str, count: int) -> None:
     outputs = ids_of(llm.generate(prompts, params, False))
     llm.engine.check()
     assert buckets, "no step with drafts went through a graph: the test says nothing"
-    again = [prompt + reply for prompt, reply in zip(prompts, outputs, strict=True)]
-    judged = reference.generate(again, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1), False)
-    short = []
-    for prompt, reply, output in zip(prompts, outputs, judged, strict=True):
-        for token, found in zip(reply, output.prompt_logprobs[len(prompt) - 1 :], strict=True):
-            assert found.token_id == token
-            short.append(found.top[0][1] - found.logprob)
+    short = below_best(reference, prompts, outputs)
     assert max(short) < TOLERANCE, f"a token was {max(short):.3f} below the reference's best"
     assert np.mean([s > 0 for s in short]) < 0.1, "ties aside, the tokens should be the reference's own"
 

@@ -1,0 +1,119 @@
+"""Compares logits: ours with those of transformers, and those of one executor with those of another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.core.step import StepPlan
+from engine.llm import LLM
+from engine.params import SamplingParams
+from engine.worker.cpu import CPUDecodeSteps
+from tests.support.models import Driver, eager, make_request, make_runner, prompt, reference, save
+
+PROMPT = 37  # tokens
+
+Checkpoints = Callable[[str], tuple[Any, Path]]
+
+
+def checkpoints_of(models: dict[str, tuple[str, dict[str, Any]]], factory: pytest.TempPathFactory) -> Checkpoints:
+    """name -> (transformers model, directory), each made once. `models`: by name, its kind and its fields."""
+    made: dict[str, tuple[Any, Path]] = {}
+
+    def get(name: str) -> tuple[Any, Path]:
+        if name not in made:
+            kind, overrides = models[name]
+            model = reference(kind, **overrides)
+            made[name] = model, save(model, factory.mktemp(kind))
+        return made[name]
+
+    return get
+
+
+def their_logits(model: Any, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0]
+
+
+def their_tokens(model: Any, ids: list[int], count: int) -> list[int]:
+    """Greedy tokens of transformers in float64."""
+    exact = type(model)(model.config).double().eval()
+    exact.set_experts_implementation("eager")  # their fast one has no float64
+    exact.load_state_dict(model.state_dict())
+    ids = list(ids)
+    for _ in range(count):
+        ids.append(int(their_logits(exact, ids)[-1].argmax()))
+    return ids[-count:]
+
+
+def our_logits(driver: Driver, request: Any, chunks: list[int]) -> torch.Tensor:
+    """Logits of every position, the prompt computed in chunks."""
+    rows = []
+    for count in chunks:
+        plan = driver.plan([(request, count, True)])
+        runner = driver.runner
+        with torch.inference_mode():
+            runner.loaded.batch.apply(plan)
+            inputs = eager(runner).build_inputs(plan)
+            inputs.meta.logit_rows = None
+            rows.append(eager(runner).forward(plan, inputs)[0])
+    return torch.cat(rows)
+
+
+def step_logits(runner: Any, plan: StepPlan) -> torch.Tensor:
+    """The logits that a step draws from, by the executor for any step."""
+    steps = eager(runner)
+    with torch.inference_mode():
+        runner.loaded.batch.apply(plan)
+        return steps.forward(plan, steps.build_inputs(plan))[0]
+
+
+def decodes_on_a_cpu(directory: Path, count: int, **options: Any) -> list[tuple[torch.Tensor, ...]]:
+    """(logits, keys, values) after a decode step of `count` requests: by CPUDecodeSteps, then by Eager."""
+    found = []
+    for plain in (False, True):
+        driver = Driver(make_runner(directory, **options))
+        runner = driver.runner
+        fast = runner.executors[0]
+        assert isinstance(fast, CPUDecodeSteps)
+        requests = [make_request(prompt(row, 5 + 9 * row), row) for row in range(count)]
+        for request in requests:
+            driver.run([(request, len(request.ids), True)])
+        plan = driver.plan([(request, 1, True) for request in requests])
+        with torch.inference_mode():
+            runner.loaded.batch.apply(plan)
+            logits = step_logits(runner, plan) if plain else fast.decode(plan)[0]
+        found.append((logits, torch.stack(runner.loaded.pool.keys), torch.stack(runner.loaded.pool.values)))
+    return found
+
+
+def below_best(reference: LLM, prompts: list[list[int]], replies: list[list[int]]) -> list[float]:
+    """How far the log-probability of each token of the replies is below the best one's.
+
+    Teacher forcing: the reference model reads each reply as a part of its prompt.
+    """
+    asked = [ids + reply for ids, reply in zip(prompts, replies, strict=True)]
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=1)
+    found = []
+    outputs = reference.generate(asked, params, use_tqdm=False)
+    for ids, reply, output in zip(prompts, replies, outputs, strict=True):
+        for token, entry in zip(reply, output.prompt_logprobs[len(ids) - 1 :], strict=True):
+            assert entry.token_id == token
+            found.append(entry.top[0][1] - entry.logprob)
+    return found
+
+
+def assert_parity(model: Any, driver: Driver) -> None:
+    """The logits equal those of transformers, whether a prompt is computed whole or in chunks."""
+    ids = prompt(0, PROMPT)
+    theirs = their_logits(model, ids)
+    assert_close(our_logits(driver, make_request(ids, 0), [PROMPT]), theirs)
+    assert_close(our_logits(driver, make_request(ids, 1), [1, 9, 4, 17, 5, 1]), theirs)
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
