@@ -87,9 +87,7 @@ def build_engine(
     speculation = None
     if config.speculation != "off":
         speculation = {"method": config.speculation, "tokens": config.speculative_tokens}
-        notes.append(
-            "speculation: steps are not overlapped, because each depends on the tokens of the step before"
-        )
+        notes.append("speculation: steps are not overlapped, because each depends on the tokens of the step before")
     if limits.device.type == "cuda" and (why_not := without_graphs(model, config)):
         notes.append(f"no CUDA graphs and few of our own kernels, which is several times slower: {why_not}")
     info = {

@@ -1,1 +1,1 @@
-"""The engine in a process of its own: the server in it, the client outside, the processes of ranks."""
+"""The engine in its own process: the server in it, the client outside, and the processes of other ranks."""

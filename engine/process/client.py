@@ -1,13 +1,13 @@
-"""EngineClient: the async client of an engine process. It submits and aborts requests, controls steps, reads records.
+"""EngineClient: the async client of an engine process. It submits and aborts requests, and reads text and records.
 
     client = await EngineClient.start(EngineConfig(model="Qwen/Qwen3-0.6B"))
     async for delta in client.submit(ids, SamplingParams(max_tokens=64)):
         print(delta.text, end="")
     await client.close()
 
-It loads neither torch nor a model: the process of a user interface stays small, and no step delays it. If the engine
-process ends, every open stream and call raises EngineDead at once, and `restart()` starts a new process. `condition`
-shows a hang or a long task (engine/process/heartbeat.py).
+The client loads neither torch nor a model: the process of a user interface stays small, and no step delays it. If the
+engine process ends, every open stream and call raises EngineDead at once, and `restart()` starts a new process.
+`condition` reports a hang or a long task (engine/process/heartbeat.py).
 """
 
 from __future__ import annotations
@@ -59,16 +59,13 @@ class EngineClient:
     """One engine process. Use it from the event loop in which it was made."""
 
     def __init__(self, config: EngineConfig, log_file: Path | None = None, on_progress: Progress | None = None) -> None:
-        """`log_file`: the process writes there, not to the terminal; None: a file in the temporary directory.
-
-        `launch` starts the process.
-        """
+        """`log_file`: of the process; None: a file in the temporary directory. `launch` starts the process."""
         self.config = config
         self.log_file = log_file or Path(tempfile.gettempdir()) / f"minitui-engine-{os.getpid()}.log"
         self.info: dict[str, Any] = {}
-        self.error: str | None = None  # why there is no engine, as a sentence; None: there is one
+        self.error: str | None = None  # why the engine has ended, as a sentence; None: it has not
         self._loop = asyncio.get_running_loop()
-        # These belong to the running process, the one started last; `_generation` counts the starts.
+        # The next fields belong to the process that was started last; `_generation` counts the starts.
         self._process: subprocess.Popen[bytes] | None = None
         self._outbox: Outbox | None = None
         self._watch: Watch | None = None
@@ -80,7 +77,7 @@ class EngineClient:
         self._generation = 0
         self._packets: deque[Packet] = deque()
         self._waiting = 0  # records in the packets
-        self._lock = threading.Lock()  # guards these two and _generation
+        self._lock = threading.Lock()  # guards _packets, _waiting and _generation
         self._tag = 0
         self._on_progress = on_progress
         self._on_death: list[Callable[[str], None]] = []
@@ -100,7 +97,7 @@ class EngineClient:
 
     @property
     def condition(self) -> Condition:
-        """The condition of the engine process: its task, its silence, a hang."""
+        """The task of the engine process, and whether the process seems to hang."""
         return self._watch.condition if self._watch is not None and self._outbox is not None else Condition()
 
     @property
@@ -162,14 +159,13 @@ class EngineClient:
 
     def _read(self, connection: Connection, process: subprocess.Popen[bytes], watch: Watch, generation: int) -> None:
         """The reader thread: reads the socket, keeps the records, and passes other messages to the event loop."""
-        last_words = ""
+        reason = ""
         try:
             while True:
                 message = pickle.loads(connection.recv_bytes())
                 watch.heard()
                 if message[0] in ("news", "packed"):
-                    few = message[0] == "news"
-                    self._keep(packets(message[2]) if few else [Packet(*packed) for packed in message[2]], generation)
+                    self._keep(packets(message[2]) if message[0] == "news" else message[2], generation)
                     if not message[1]:
                         continue
                     message = ("news", message[1])
@@ -177,25 +173,25 @@ class EngineClient:
                     watch.beat(*message[1:])
                     continue
                 elif message[0] == "died":
-                    last_words = message[1]
+                    reason = message[1]
                     continue
                 self._loop.call_soon_threadsafe(self._deliver, message, generation)
         except (EOFError, OSError):
             pass
         except Exception as error:  # later messages cannot be read either
-            last_words = f"what it sent could not be read ({type(error).__name__}: {error})"
+            reason = f"its message could not be read ({type(error).__name__}: {error})"
             process.kill()
         status = process.wait()
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._ended, status, last_words, generation)
+            self._loop.call_soon_threadsafe(self._ended, status, reason, generation)
 
-    def _keep(self, come: list[Packet], generation: int) -> None:
+    def _keep(self, new: list[Packet], generation: int) -> None:
         """Keep packets; drop the oldest if there are too many, which leaves a gap in the sequence numbers."""
         with self._lock:
             if generation != self._generation:
                 return
-            self._packets.extend(come)
-            self._waiting += sum(map(len, come))
+            self._packets.extend(new)
+            self._waiting += sum(map(len, new))
             while self._waiting > MAX_RECORDS:
                 self._waiting -= len(self._packets.popleft())
 
@@ -237,7 +233,7 @@ class EngineClient:
             elif kind == "failed":
                 self._ready.set_exception(EngineError(rest[0]))
 
-    def _ended(self, status: int, last_words: str, generation: int) -> None:
+    def _ended(self, status: int, reason: str, generation: int) -> None:
         """Report to all waiting streams and calls that the process has ended."""
         if generation != self._generation:
             return
@@ -246,8 +242,8 @@ class EngineClient:
             self.error = "the engine was closed"
         else:
             how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-            said = f": {last_words}" if last_words else ""
-            self.error = f"the engine process ended {how}{said}; its log is {self.log_file}"
+            why = f": {reason}" if reason else ""
+            self.error = f"the engine process ended {how}{why}; its log is {self.log_file}"
         self._fail_waiting(EngineDead(self.error))
         if not self._closing:
             for callback in self._on_death:
@@ -263,17 +259,20 @@ class EngineClient:
             self._ticks = None
 
     def _fail_waiting(self, error: EngineError) -> None:
-        """Raise `error` in everything that waits for the process."""
+        """Raise `error` in `launch` and in every open stream and call."""
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(error)
             self._ready.exception()  # read it once: the waiting task may have been cancelled
-        streams, self._streams = list(self._streams.values()), {}
-        for stream in streams:
-            stream.put(error)
+        self._end_streams(error)
         calls, self._calls = list(self._calls.values()), {}
         for future in calls:
             if not future.done():
                 future.set_exception(error)
+
+    def _end_streams(self, error: EngineError) -> None:
+        streams, self._streams = list(self._streams.values()), {}
+        for stream in streams:
+            stream.put(error)
 
     def _send(self, kind: str, tag: int, *arguments: Any) -> None:
         """Queue a command; returns at once. InvalidRequest if it cannot be packed or the queue is too long."""
@@ -300,27 +299,24 @@ class EngineClient:
         self._streams[self._tag] = stream
         return stream
 
-    async def call(self, action: str, **arguments: Any) -> Any:
-        """Let the engine perform `action` between two steps; return its answer."""
+    async def control(self, action: str, **arguments: Any) -> Any:
+        """Let the engine perform `action` between two steps; return its answer.
+
+        The actions: pause, resume, step n=, run_until predicate={"event", "ms"}, pace factor=, clear_cache, snapshot,
+        check, and records enabled=. Records that are switched off leave a gap in the sequence numbers; take a snapshot
+        after the gap.
+        """
         self._tag += 1
         self._send("call", self._tag, action, arguments)
         future = self._calls[self._tag] = self._loop.create_future()
         return await future
 
-    async def control(self, action: str, **arguments: Any) -> Any:
-        """Perform an action: pause, resume, step n=, run_until predicate={"event", "ms"}, pace factor=, clear_cache,
-        or records enabled=.
-
-        Records that are switched off leave a gap in the sequence numbers; take a snapshot after it.
-        """
-        return await self.call(action, **arguments)
-
     async def snapshot(self) -> dict[str, Any]:
-        """The engine's state at record `seq`. Records drained later may begin before it."""
-        return await self.call("snapshot")
+        """The engine's state at record `seq`. The next drain may return some records that are older."""
+        return await self.control("snapshot")
 
     def drain_records(self) -> list[Record]:
-        """The records since the last drain; cheap, for a frame timer."""
+        """The records since the last drain, without waiting."""
         return [record for packet in self.drain_packets() for record in packet.records()]
 
     def drain_packets(self) -> list[Packet]:
@@ -342,10 +338,7 @@ class EngineClient:
         Raises EngineError if the new engine cannot start.
         """
         self._send("start", 0, config)
-        gone = InvalidRequest("another engine replaced this one")
-        streams, self._streams = list(self._streams.values()), {}
-        for stream in streams:
-            stream.put(gone)
+        self._end_streams(InvalidRequest("another engine replaced this one"))
         self.config = config
         ready = self._ready = self._loop.create_future()
         self.info = {**await ready, "log_file": str(self.log_file)}

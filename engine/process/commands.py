@@ -12,15 +12,15 @@ MAX_UNSENT = 256 << 20  # bytes
 
 
 class Command(NamedTuple):
-    """A request of the client: submit, abort, call, start or close. The engine process itself makes "lost"."""
+    """A command of the client: submit, abort, call, start or close. The engine process itself makes "lost"."""
 
     kind: str
-    tag: int  # the client's name for the stream or the call
+    tag: int  # the client's number for the stream or the call
     arguments: tuple[Any, ...] = ()
     problem: BaseException | None = None  # why the arguments could not be read
 
     def packed(self) -> bytes:
-        """The command as bytes. The arguments are packed separately: if they are unreadable, kind and tag are not."""
+        """The command as bytes. The arguments are packed separately, so kind and tag are readable in any case."""
         return pickle.dumps((self.kind, self.tag, pickle.dumps(self.arguments, pickle.HIGHEST_PROTOCOL)))
 
     @classmethod
@@ -37,7 +37,7 @@ class Command(NamedTuple):
 
 
 class Outbox:
-    """Sends byte strings in order, from a thread, so that a process that does not read cannot block the event loop."""
+    """Sends byte strings in order, from a thread: a peer that does not read cannot block the event loop."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -56,7 +56,7 @@ class Outbox:
         return True
 
     def close(self) -> None:
-        """Stop after sending what is queued."""
+        """Stop after the queued messages are sent."""
         self._queue.put(None)
 
     def _run(self) -> None:

@@ -2,9 +2,9 @@
 
 Heartbeats alone do not distinguish a hang from a long call: a C function that holds Python's lock (the import of torch,
 the compilation of a kernel) stops the heartbeat thread, as SIGSTOP does. But such a call uses the processor or waits
-for the disk, which the client can see from outside. There are three cases:
+for the disk, and the operating system reports both to the client. There are three cases:
 
-    heartbeats, and one task goes on                  a long task: the client reports which, as information
+    heartbeats, and a task that lasts                 a long task: the client names it, as information
     no heartbeat, but the process uses the processor  a long call: the same
     no heartbeat and no sign of life for SILENCE_S    a hang: the client reports it, and the engine can be restarted
 """
@@ -25,7 +25,7 @@ BEAT_S = 1.0
 TICK_S = 0.5  # how often the client checks
 LONG_S = 5.0  # longer tasks are reported
 SILENCE_S = 5.0
-WORKING_S = 0.1  # processor time that is a sign of life; threads that wait for Python's lock use a tenth of it
+WORKING_S = 0.1  # so much processor time is a sign of life; threads that wait for Python's lock use a tenth of it
 STOPPED, ON_DISK = "Tt", "D"  # states of a process in /proc/PID/stat and in ps
 IDLE = ""
 
@@ -68,9 +68,9 @@ class Condition:
 
 
 class Watch:
-    """In the client: watches one process by its messages, and from outside while there are none.
+    """In the client: watches one process by its messages, and by its processor time while there are none.
 
-    Silence is counted in ticks of the client, so a suspended client does not report a hang when it continues.
+    Silence is counted in ticks of the client, so a client that was suspended does not report a hang when it continues.
     """
 
     def __init__(self, pid: int) -> None:
@@ -113,8 +113,8 @@ class Watch:
 
 
 class Usage(NamedTuple):
-    state: str  # its first letter in ps; empty if there is no such process
-    cpu_s: float  # of all its threads
+    state: str  # the first letter of the state in ps; empty if there is no such process
+    cpu_s: float  # of all threads
 
 
 def look_at(pid: int) -> Usage:

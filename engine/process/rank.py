@@ -1,6 +1,6 @@
 """The process of a rank other than 0: loads its shard, then runs every plan that rank 0 sends.
 
-reader thread   blocks on the socket; ends the process when rank 0 is gone, even in a step
+reader thread   queues the plans; ends the process when rank 0 is gone, even in a step
 main thread     owns the runner
 """
 
@@ -18,17 +18,15 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from engine.core.step import StepPlan
-from engine.process.startup import import_torch
+from engine.process.startup import import_torch, log_to_stderr
 
 logger = logging.getLogger("engine")
 
 
 def main(fd: int) -> int:
-    """Serve rank 0 at the other end of socket `fd`, whose first message says what to load. Returns the exit status."""
+    """Serve rank 0 at the other end of socket `fd`. The first message names what to load. Returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl+C and ends this process
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
+    log_to_stderr()
     connection = Connection(fd)
     model, config, directory, rank, port = pickle.loads(connection.recv_bytes())
     plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()

@@ -1,14 +1,14 @@
 """The engine process: it receives commands, runs steps, and sends text, records and answers.
 
-In the process of a user interface, garbage collections would delay steps, and steps would delay the interface. The
-parent holds the other end of a socket; when it closes, this process ends.
+The engine has its own process: in the process of a user interface, garbage collections would delay steps, and steps
+would delay the interface. The client has the other end of a socket; when it closes, this process ends.
 
-    reader thread   blocks on the socket and queues commands; ends the process when the parent is gone
-    main thread     owns the engine: takes commands, steps, detokenizes. A command that raises is refused with a
+    reader thread   blocks on the socket and queues commands; ends the process when the client is gone
+    main thread     owns the engine: runs commands and steps, and detokenizes. A command that raises is refused with a
                     sentence; only a lost device ends the engine
     heartbeat       sends the main thread's task and its duration every second (engine/process/heartbeat.py)
-    writer thread   packs and sends. A slow reader loses records, which leaves a gap in their numbers, but never text;
-                    it never delays a step
+    writer thread   packs and sends. If the client reads too slowly, records are dropped, which leaves a gap in their
+                    numbers. Text is never dropped, and steps are never delayed
 
 Without work the main thread blocks on its queue, so an idle engine uses no processor time.
 """
@@ -30,24 +30,24 @@ from engine.config import EngineConfig
 from engine.errors import DeviceLost, EngineError, InvalidRequest, loses_device
 from engine.process.commands import Command
 from engine.process.heartbeat import IDLE, Heart
-from engine.process.startup import import_torch
+from engine.process.startup import import_torch, log_to_stderr
 from engine.text.output import Delta, OutputProcessor
-from engine.trace.records import Record, pack
+from engine.trace.records import Record, packets
 
 logger = logging.getLogger("engine")
 
-FLUSH_S = 0.004  # the longest delay of news
-FEW = 12  # up to so many records are packed by the reader
+FLUSH_S = 0.004  # the longest delay of text and records
+FEW = 12  # up to so many records are sent unpacked; the client packs them
 MAX_UNSENT_RECORDS = 100_000
 MAX_WAITING = 4096  # requests in the queue; further ones are refused
-EXIT_GRACE_S = 2.0  # time for a step to end after the parent is gone
+EXIT_GRACE_S = 2.0  # time for a step to end after the client is gone
 MAX_SENTENCE = 1000  # characters of a refusal
 
 Message = tuple[Any, ...]  # to the client
 
 
 class Writer:
-    """Sends messages from a thread of its own, in order."""
+    """Sends messages in order, from its own thread."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -61,12 +61,12 @@ class Writer:
         self._queue.put(message)
 
     def send_beat(self, *beat: Any) -> None:
-        """Send a heartbeat, unless messages wait already: they would pile up if the client does not read."""
+        """Send a heartbeat if no message waits. Otherwise heartbeats would pile up while the client does not read."""
         if self._queue.empty():
             self._queue.put(beat)
 
     def send_news(self, deltas: list[tuple[Any, ...]], records: list[Record]) -> None:
-        """Send packed deltas always, and records only while the reader keeps up."""
+        """Send packed deltas, and records unless too many are unsent."""
         with self._lock:
             if self._unsent_records + len(records) > MAX_UNSENT_RECORDS:
                 records = []
@@ -81,7 +81,7 @@ class Writer:
 
     def _run(self) -> None:
         while (message := self._queue.get()) is not None:
-            with contextlib.suppress(OSError):  # the parent is gone: the reader ends this process
+            with contextlib.suppress(OSError):  # the client is gone: the reader ends this process
                 self._connection.send_bytes(_packed(message))
             if message[0] == "news":
                 with self._lock:
@@ -89,7 +89,7 @@ class Writer:
 
 
 def _packed(message: Message) -> bytes:
-    """A message as bytes; if it cannot be packed, the part that can."""
+    """A message as bytes. If it cannot be packed, a message without the part that failed."""
     try:
         return on_the_wire(message)
     except Exception as error:
@@ -101,13 +101,9 @@ def _packed(message: Message) -> bytes:
 
 
 def on_the_wire(message: Message) -> bytes:
-    """A message as bytes.
-
-    Many records are packed separately, so that the reader can keep them packed. A few are pickled, which takes less
-    time here; the reader packs them.
-    """
+    """A message as bytes. Many records become packets, which the client keeps packed. A few are faster to pickle."""
     if message[0] == "news" and len(message[2]) > FEW:
-        message = ("packed", message[1], pack(message[2]))
+        message = ("packed", message[1], packets(message[2]))
     return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
 
@@ -124,7 +120,7 @@ class EngineServer:
         self._tag_of: dict[int, int] = {}
         self._deltas: list[tuple[Any, ...]] = []  # packed
         self._next_flush = 0.0
-        self._successor: Command | None = None
+        self._successor: Command | None = None  # the command that asks for another engine
 
     def run(self) -> Command | None:
         """Serve until the client closes; return its command if it asks for another engine."""
@@ -148,7 +144,10 @@ class EngineServer:
                     self._flush()
 
     def _wait_slowly(self, seconds: float) -> bool:
-        """Slow motion: wait, and run commands meanwhile. A change of pace or gate ends the wait."""
+        """Wait for slow motion, and run commands meanwhile. A change of pace or gate ends the wait.
+
+        False if the engine must end.
+        """
         gate = self.engine.gate
         until, pace, state = time.perf_counter() + seconds, gate.pace, gate.state
         while (left := until - time.perf_counter()) > 0 and (gate.pace, gate.state) == (pace, state):
@@ -280,8 +279,6 @@ class EngineServer:
             return engine.clear_cache()
         elif action == "check":
             engine.check()
-        elif action == "ping":
-            return os.getpid()
         else:
             raise InvalidRequest(f"there is no action {action!r:.80}", "action")
         return None
@@ -324,13 +321,13 @@ def _text(error: BaseException) -> str:
 
 
 def _read(connection: Connection, commands: queue.SimpleQueue[Command]) -> None:
-    """The reader thread. When the parent is gone, it asks the main thread to end, then ends the process."""
+    """The reader thread. When the client is gone, it asks the main thread to end, then ends the process."""
     try:
         while True:
             commands.put(Command.read(connection.recv_bytes()))
     except (EOFError, OSError):
         logger.info("the client is gone")
-    except BaseException:  # after half a message, later ones cannot be found
+    except BaseException:  # the beginning of the next message is unknown
         logger.exception("the client's messages can no longer be read")
     commands.put(Command("close", 0))
     time.sleep(EXIT_GRACE_S)
@@ -339,9 +336,7 @@ def _read(connection: Connection, commands: queue.SimpleQueue[Command]) -> None:
 
 def main(fd: int) -> int:
     """Serve the client at the other end of socket `fd`; its first command is "start" with an EngineConfig."""
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
+    log_to_stderr()
     connection = Connection(fd)
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
     writer = Writer(connection)
@@ -360,26 +355,23 @@ def _serve(
     command: Command, commands: queue.SimpleQueue[Command], writer: Writer, heart: Heart
 ) -> tuple[int, Command | None]:
     """Build an engine and serve it; return the exit status and the command that asks for another engine, if any."""
-    try:
-        from engine.build import as_engine_error, build_engine
+    from engine.build import as_engine_error, build_engine
 
-        try:
-            if command.problem is not None:
-                raise command.problem
-            _check_config(*command.arguments)
-            built = build_engine(
-                command.arguments[0],
-                on_progress=lambda progress: writer.send("progress", progress),
-                on_lost=lambda sentence: _lost(sentence, commands, writer),
-                before_torch=import_torch,
-                max_waiting=MAX_WAITING,
-            )
-        except Exception as error:
-            if not isinstance(error, EngineError):
-                logger.exception("the engine could not start")
-            raise as_engine_error(error) from error
-    except EngineError as error:
-        writer.send("failed", str(error))
+    try:
+        if command.problem is not None:
+            raise command.problem
+        _check_config(*command.arguments)
+        built = build_engine(
+            command.arguments[0],
+            on_progress=lambda progress: writer.send("progress", progress),
+            on_lost=lambda sentence: _lost(sentence, commands, writer),
+            before_torch=import_torch,
+            max_waiting=MAX_WAITING,
+        )
+    except Exception as error:
+        if not isinstance(error, EngineError):
+            logger.exception("the engine could not start")
+        writer.send("failed", str(as_engine_error(error)))
         return 1, None
     writer.send("ready", built.info)
     try:
@@ -393,7 +385,7 @@ def _serve(
 
 
 def _lost(sentence: str, commands: queue.SimpleQueue[Command], writer: Writer) -> None:
-    """Called in a thread when a rank is gone: let the main thread end the engine; end it here if a collective hangs."""
+    """End the engine, because a rank is gone. The main thread does it; this thread, if the main thread hangs."""
     commands.put(Command("lost", 0, (sentence,)))
     time.sleep(EXIT_GRACE_S)
     writer.send("failed", sentence)

@@ -1,15 +1,22 @@
-"""A faster import of torch, which is most of the start of an engine process."""
+"""The start of an engine process: its log, and a faster import of torch, which takes most of the time."""
 
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 
 
-def import_torch() -> None:
-    """Import torch without garbage collections, and exclude its objects from later ones.
+def log_to_stderr() -> None:
+    """Write log messages to stderr, which the client directs to a file."""
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=form, force=True)
 
-    A full collection visits every object of torch: often during the import, and later between steps.
+
+def import_torch() -> None:
+    """Import torch without garbage collections, and exclude its objects from later collections.
+
+    Each full collection would visit every object of torch, during the import and later between steps.
     """
     if "torch" in sys.modules:
         return

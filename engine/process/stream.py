@@ -1,4 +1,4 @@
-"""The reader's end of one answer: a queue of deltas with an async iterator over it."""
+"""The answer to one request: a queue of deltas with an async iterator over it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from engine.text.output import Delta
 
 
 class Stream:
-    """One request's deltas, as an async iterator. `text`, `ids`, `finish_reason` and `metrics` collect what was read.
+    """One request's deltas, as an async iterator. `text`, `ids`, `finish_reason` and `metrics` collect the deltas read.
 
-    The writer calls `accept` once and `put` for every delta. An error that is put ends the iteration by being raised.
+    The writer calls `accept` once and `put` for every delta. The iteration raises an error that is put, and ends.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Stream:
         return item
 
     async def started(self) -> int:
-        """Returns the request's id once the request is accepted. Raises like the iteration if it is refused."""
+        """Waits until the request is accepted and returns its id. Raises like the iteration if it is refused."""
         await self._decided.wait()
         if self.request_id is None:
             raise next((item for item in self._unread if isinstance(item, EngineError)),
@@ -73,7 +73,7 @@ class Stream:
     # ---- for the writer
 
     def accept(self, request_id: int, seed: int | None = None) -> None:
-        """The request runs under this id."""
+        """Note that the engine has accepted the request."""
         self.request_id, self.seed = request_id, seed
         self._decided.set()
 

@@ -1,7 +1,7 @@
 """Renders a checkpoint's chat template in a separate process with limits of time, memory and output.
 
-The process (`engine/text/template_process.py`) starts with `start` or with the first rendering, and serves the later
-ones. A rendering takes about 0.1 ms longer than in this process. The process is killed when it exceeds a limit, and it
+The process (`engine/text/template_process.py`) starts with `start` or with the first rendering, and serves all later
+renderings. One takes about 0.1 ms longer than in this process. The process is killed when it exceeds a limit, and it
 ends with its parent.
 """
 
@@ -38,7 +38,7 @@ class ChatTemplate:
     """One template. Its methods may be called from any thread; one rendering runs at a time."""
 
     def __init__(self, source: str, directory: Path) -> None:
-        """`directory`: the checkpoint's, for error messages. The process is not started yet."""
+        """`directory`: the directory of the checkpoint, for error messages. The process is not started yet."""
         self.source = source
         self.directory = directory
         self._turn = threading.Lock()
@@ -70,8 +70,8 @@ class ChatTemplate:
                 process = self._running()
                 process.prepare(self.source)
                 kind, contents = process.ask(request)
-            except BaseException as error:  # it may still answer, and that answer would be taken for the next one
-                self._end()
+            except BaseException as error:
+                self._end()  # a late answer would be read as the answer to the next request
                 if isinstance(error, TimeoutError):
                     raise _refusal(f"did not end within {SECONDS:g} seconds") from None
                 if not isinstance(error, (OSError, EOFError)):
@@ -85,7 +85,7 @@ class ChatTemplate:
 
     def _failure(self, kind: str, name: str, sentence: str) -> EngineError:
         if name == "MemoryError":
-            self._end()  # it does not return the memory that it holds
+            self._end()  # Python may keep the memory that it has
             return _refusal(f"needs more than {MEMORY >> 20:,} MiB of memory")
         if name == "TooLong":
             return _refusal(f"writes more than {LONGEST >> 20} MiB")
@@ -187,7 +187,7 @@ class _Process:
         return bytes(parts)
 
     def _left(self) -> float:
-        # Never 0: after a pause of this process (ctrl+z) an answer may be there although the time is over.
+        # Never 0: after a pause of this process (ctrl+z) an answer may have come, although the time is over.
         return max(0.01, self._until - time.monotonic())
 
 

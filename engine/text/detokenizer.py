@@ -1,12 +1,12 @@
 """Stage 6: turns ids into text as they are drawn, for every decoder that a tokenizer.json can name.
 
-    byte-level BPE (GPT-2, Qwen, Llama 3)           the bytes of the tokens, end to end, decoded as UTF-8
-    all others (SentencePiece, Unigram, WordPiece)  the library decodes the last token and the new one; the text is
-                                                    what the new one adds
+    byte-level BPE (GPT-2, Qwen, Llama 3)           the bytes of the tokens are joined and decoded as UTF-8
+    all others (SentencePiece, Unigram, WordPiece)  the library decodes the last token alone, then with the new token;
+                                                    the difference is the new text
 
 Tokens of one byte (<0xE2>, the fallback of SentencePiece) are first joined to characters. A byte that is not part of
-a character becomes one replacement character, as in SentencePiece. The library `tokenizers` replaces all bytes of a
-run if one of them is wrong, so it could show text only after the end of the run.
+a character becomes one replacement character, as in SentencePiece. The library `tokenizers` cannot be used for them:
+it replaces all bytes of a run if one of them is wrong, so no text could be shown before the end of the run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Detokenizer(Protocol):
 class Decoding:
     """The decoder of one tokenizer, shared by its detokenizers.
 
-    byte_level      text is the bytes of the tokens
+    byte_level      the bytes of the tokens are the text
     byte_fallback   a character may be a sequence of one-byte tokens
     """
 
@@ -117,8 +117,8 @@ class _WindowDetokenizer:
         self._decoding = decoding
         self._skip = skip
         self._utf8 = codecs.getincrementaldecoder("utf-8")(_EACH_BYTE)
-        self._token: list[str] = []  # the last token that is no byte; the space before the next depends on it
-        self._before: list[str] = []  # `_token` and the last character made of bytes after it
+        self._token: list[str] = []  # the last token that is not a byte; the space before the next depends on it
+        self._before: list[str] = []  # `_token`, and the last character made of bytes after it, if any
         self._known = 0  # characters in the text of `_before`
 
     def push(self, ids: list[int]) -> str:
@@ -141,7 +141,7 @@ class _WindowDetokenizer:
                 yield [token]
 
     def rest(self) -> Iterator[list[str]]:
-        """The bytes held back; at this point they are not part of a character."""
+        """The bytes held back, as replacement characters: no further byte completes their character."""
         yield from map(_spelled, self._utf8.decode(b"", final=True))
 
     def _emit(self, part: list[str]) -> str:

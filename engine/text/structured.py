@@ -1,7 +1,8 @@
 """Constrains replies to a JSON schema, a regular expression or a list of choices, with the library llguidance.
 
-A request's grammar is compiled at submission, which refuses invalid grammars. It makes a mask over the vocabulary
-before each draw and advances by the token at commit. The library is in the extra "structured".
+A request's grammar is compiled when the request is submitted; an invalid grammar is refused then. The grammar makes a
+mask over the vocabulary before each draw, and advances by the drawn token at commit. The library is in the extra
+"structured".
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from engine.errors import InvalidRequest, not_installed
 from engine.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 
-MAX_SYMBOLS = 20_000  # in a grammar: about 0.3 s to compile, in which the engine runs no step
-
+MAX_SYMBOLS = 20_000  # in a grammar: they take about 0.3 s to compile, and the engine runs no step meanwhile
 MAX_REASON = 300  # characters
 
 
@@ -24,7 +24,7 @@ class Grammar:
     """The grammar of one reply. `failed`: why the grammar cannot continue, as a sentence; empty if it can."""
 
     def __init__(self, matcher: Any, tokens: np.ndarray) -> None:
-        """`tokens`: a mask of all ids that the model can draw."""
+        """`tokens`: the mask of all ids that the model can draw."""
         self.failed = ""
         self._matcher = matcher
         self._tokens = tokens
@@ -32,7 +32,8 @@ class Grammar:
     def mask(self) -> np.ndarray:
         """int32 [ceil(vocab_size / 32)]: bit t % 32 of word t // 32 is 1 if token t is allowed next.
 
-        If the grammar is found to be too costly here, it has `failed`, and the mask allows only the end of the reply.
+        The library may find here that the grammar is too costly. Then `failed` says so, and the mask allows only the
+        end of the reply.
         """
         mask = np.zeros_like(self._tokens)
         found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
@@ -47,10 +48,6 @@ class Grammar:
     def advance(self, token_id: int) -> bool:
         """Advance by a drawn token; return True if the reply is complete."""
         self._matcher.consume_token(token_id)
-        return self.finished
-
-    @property
-    def finished(self) -> bool:
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
 
@@ -77,7 +74,7 @@ class Grammars:
             matcher = llguidance.LLMatcher(vocabulary, source, log_level=0, limits=limits)
             grammar = Grammar(matcher, self._tokens(no_token))
             if not matcher.is_error():
-                grammar.mask()  # fails if nothing can satisfy the grammar
+                grammar.mask()  # sets `failed` if no reply can satisfy the grammar
         except (InvalidRequest, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in the library's Rust is not an Exception
@@ -94,9 +91,9 @@ class Grammars:
         return np.packbits(allowed, bitorder="little").view(np.int32)
 
     def _vocabulary_for(self, llguidance: Any, field: str) -> tuple[Any, int | None]:
-        """The tokenizer in the library's form, and a made-up end id if the model has no end token.
+        """The tokenizer in the library's form, and an invented end id if the model has no end token. Both are kept.
 
-        InvalidRequest if the library cannot read this kind of tokenizer. The result is kept.
+        InvalidRequest if the library cannot read this kind of tokenizer.
         """
         if self._vocabulary is None:
             try:

@@ -1,8 +1,8 @@
 """The process that runs a chat template: a script that `engine/text/chat_template.py` starts.
 
 A template is a program that comes with a checkpoint. No check inside the process can stop one call of C (`'a' *
-10**10`, a sort), so the kernel keeps the limits. RLIMIT_AS limits memory (macOS ignores it). A timer limits time: its
-signal ends this process. So does the signal of a pipe when the parent is gone.
+10**10`, a sort), so the kernel enforces the limits. RLIMIT_AS limits memory (macOS ignores it). A timer limits time:
+its signal ends this process. A pipe sends such a signal when the parent is gone.
 
     stdin, a socket    in: a frame with the template, then a frame with the values of each rendering, as JSON
                        out: READY, then a frame for each rendering
@@ -33,7 +33,7 @@ LONGEST_MESSAGE = 500  # characters of an error
 
 
 def main() -> None:
-    """Render until the parent closes its end."""
+    """Render until the parent closes the socket."""
     seconds, memory, most = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     limit(memory)
     end_with_parent(int(sys.argv[4]))
@@ -58,7 +58,7 @@ def main() -> None:
 
 def limit(memory: int) -> None:
     """Set the limits of this process."""
-    for number in (signal.SIGALRM, signal.SIGIO):  # these must end the process, even if the parent ignores them
+    for number in (signal.SIGALRM, signal.SIGIO):  # they must end this process, even if the parent ignores them
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for kind, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):

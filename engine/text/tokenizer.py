@@ -27,30 +27,28 @@ Message = dict[str, Any]
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 PRIVATE_USE = range(0xE000, 0xF900)  # characters without a meaning
-MARK_LENGTH = 8  # such characters, random for each chat: a mark that no message contains
+MARK_LENGTH = 8  # the mark of a chat has so many of these characters, at random: no message contains it
 LONG_TEXT = 4096  # characters
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-CHARACTERS = 8  # almost every text has fewer characters a token
-CUT_TOKENS = 16  # cutting a text may add so many tokens to a part
+CHARACTERS = 8  # per token; almost every text has fewer
+CUT_TOKENS = 16  # a cut may split so many tokens more into two
 
 
 class Tokenizer:
     """The tokenizer and the chat template of a checkpoint directory.
 
     eos_ids          ids that end a reply, from generation_config.json, config.json and tokenizer_config.json
-    special_ids      control tokens: decoding skips them, encoding a user's text never makes them
+    special_ids      control tokens: decoding skips them, and a user's text is never encoded as one
     generation       the sampling settings that generation_config.json recommends
     chat_template    its source, or None
-    context          the engine's longest context in tokens, or None. A longer chat is refused before it is fully
-                     encoded, because encoding a few MiB takes seconds
+    context          the engine's context in tokens, or None. A longer chat is refused before it is fully encoded,
+                     because encoding a few MiB takes seconds
     """
 
     def __init__(self, directory: str | Path) -> None:
         """Raises CheckpointError if tokenizer.json is missing or broken."""
         self.directory = directory = Path(directory)
         self._tokenizer = _load(directory / "tokenizer.json")
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
         self._config = self._fields("tokenizer_config.json").raw
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -88,9 +86,9 @@ class Tokenizer:
     ) -> list[int]:
         """The ids of a conversation, ready for the reply.
 
-        `template`: further arguments for the template (tools, enable_thinking, …). Only the template makes control
-        tokens: a message that spells one stays text. Raises InvalidRequest if the model has no template, or if the
-        template refuses the messages.
+        `template`: further arguments for the template (tools, enable_thinking, …). Only the template can make control
+        tokens; in a message they are plain text. Raises InvalidRequest if the model has no template, or if the template
+        refuses the messages.
         """
         values = {"messages": messages, **template}
         if not any(text in part for part in _strings(values) for text in self._control_ids):
@@ -143,8 +141,6 @@ class Tokenizer:
     def _literal(self) -> tokenizers.Tokenizer:
         """The same tokenizer, which treats control tokens as ordinary text."""
         copy = _load(self.directory / "tokenizer.json")
-        copy.no_padding()
-        copy.no_truncation()
         copy.encode_special_tokens = True
         return copy
 
@@ -159,7 +155,7 @@ class Tokenizer:
         return ChatTemplate(self.chat_template, self.directory)
 
     def _check_length(self, text: str) -> None:
-        """Raise InvalidRequest if `text` has more tokens than the context; encodes no more parts than necessary."""
+        """Raise PromptTooLong if `text` has more tokens than the context. Stops at the first part that is too much."""
         if self.context is None:
             return
         count, length = 0, max(LONG_TEXT, self.context * CHARACTERS)
@@ -172,9 +168,9 @@ class Tokenizer:
                 )
 
     def _encode_marked(self, rendered: str, mark: str) -> list[int]:
-        """Encode a rendered chat. Control tokens that are text have a mark before each character.
+        """Encode a rendered chat. Control tokens in messages have a mark before each character, and stay text.
 
-        The chat is split at the other control tokens, as the tokenizer does; each part between them is encoded.
+        The chat is split at the other control tokens, as by the tokenizer; each part between them is encoded.
         """
         ids: list[int] = []
         at = 0
@@ -191,7 +187,7 @@ class Tokenizer:
             return []
         if first or self._decoding.byte_level:
             return _encode(self._literal, text, False)
-        # Tokenizers like SentencePiece add a space before the first word: put a newline there and remove it.
+        # Tokenizers like SentencePiece add a space before the first word: begin with a newline and remove its ids.
         newline, ids = _encode(self._literal, "\n", False), _encode(self._literal, "\n" + text, False)
         if ids[: len(newline)] == newline:
             return ids[len(newline) :]
@@ -202,7 +198,7 @@ class Tokenizer:
         return Fields(path, read_json_if_there(path))
 
     def _special(self, name: str) -> str:
-        """A special token of tokenizer_config.json, where it is a string or an object."""
+        """A special token of tokenizer_config.json: its value is a string, or an object with the string as content."""
         token = self._config[name]
         content = token.get("content") if isinstance(token, dict) else token
         if not isinstance(content, str):
@@ -265,7 +261,7 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool
 
 
 def _load(path: Path) -> tokenizers.Tokenizer:
-    """The tokenizer in a tokenizer.json; CheckpointError if there is none or it is broken."""
+    """The tokenizer in a tokenizer.json, without padding and truncation; CheckpointError if it cannot be read."""
     try:
         data = read_bytes(path, TOKENIZER_BYTES)
     except FileNotFoundError:
@@ -274,11 +270,14 @@ def _load(path: Path) -> tokenizers.Tokenizer:
             "tokenizer.save_pretrained"
         ) from None
     try:
-        return tokenizers.Tokenizer.from_buffer(data)
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises Exception, and BaseException if it panics
         raise CheckpointError(f"{path} cannot be read ({error}): download it again") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def _strings(value: Any) -> Iterable[str]:

@@ -1,16 +1,16 @@
 """The record log: every change of scheduler, allocator, tree and queues, in order, with its reason.
 
 A record is a tuple `(seq, t, kind, *fields)`: `seq` counts up by one, `t` is in seconds since the log began, `kind` is
-a key of FIELDS, which names the fields. Plain tuples take under a microsecond to make. Decoding rows need no record
-per step: a step record lists only the requests that joined and left the decoding set (`joined`, `left`); each member
+a key of FIELDS, which names the fields. A plain tuple takes under a microsecond to make. A step has one record for all
+its decodes: it lists the requests that joined and left the decoding set (`joined`, `left`), and each member of the set
 advances by one token.
 
-A snapshot has the sequence number of its last record; snapshot + later records = state, exactly: engine/trace/state.py
-folds them. Timings are separate records that name their step: GPU times arrive later.
+A snapshot has the sequence number of its last record. Snapshot and later records give the exact state
+(engine/trace/state.py). Timings are separate records that name their step, because GPU times arrive later.
 
-Between processes, and in queues, records are packets of bytes. A full pool at a thousand steps per second writes
-54,000 records per second; unpacked on arrival, they would be cache-cold when folded, and every garbage collection would
-visit them.
+Between processes and in queues, records are packets of bytes. A full pool at a thousand steps per second writes 54,000
+records per second. Unpacked on arrival, they would be cache-cold when folded, and every garbage collection would visit
+them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 Record = tuple[Any, ...]
-PACKET = 512  # records in a packet at most: folding them takes a few milliseconds, the longest wait for a key
+PACKET = 512  # records in a packet at most: folding them takes a few milliseconds, in which no key is handled
 
 CLEARED = "cleared"  # reason of an eviction that a user requested
 
@@ -41,8 +41,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "finish": ("request", "reason", "output_tokens"),  # stop | length | abort | error: ...; releases row and blocks
     # --- blocks and the tree
     "alloc": ("request", "blocks"),  # appended to its table, private
-    "hold": ("request", "node", "dropped"),  # its table becomes the path to `node` followed by its private blocks; the
-    #   first `dropped` private blocks (copies of blocks it now shares) are freed
+    "hold": ("request", "node", "dropped"),  # its table becomes the path to `node`, then its private blocks without the
+    #   first `dropped`; these are freed, because they are copies of blocks that it now shares
     "insert": ("node", "parent", "request", "ids", "blocks", "step"),  # a new leaf made of the request's next private
     #   blocks, pending until `step` commits (-1: already written). The request now holds `node`
     "extend": ("node", "request", "ids", "blocks", "step"),  # the same, appended to a leaf that only it holds
@@ -90,52 +90,42 @@ class Packet(NamedTuple):
 
 def packets(records: list[Record]) -> list[Packet]:
     """Returns the records in packets; a packet never spans a gap."""
-    return [Packet(*packed) for packed in pack(records)]
-
-
-def pack(records: list[Record]) -> list[tuple[int, int, int, bytes]]:
-    """Returns the fields of these packets as plain tuples, which the engine's process sends."""
-    packed: list[tuple[int, int, int, bytes]] = []
+    packed: list[Packet] = []
     for start in range(0, len(records), PACKET):
         batch = records[start : start + PACKET] if len(records) > PACKET else records
         first, last = batch[0][0], batch[-1][0]
         if last - first + 1 != len(batch):
             cut = next(i for i, record in enumerate(batch) if record[0] != first + i)
-            packed += pack(batch[:cut])
-            packed += pack(batch[cut:])
+            packed += packets(batch[:cut]) + packets(batch[cut:])
             continue
-        step = -1
-        for record in reversed(batch):
-            if record[2] == "step":
-                step = record[3]
-                break
-        packed.append((first, last, step, marshal.dumps(batch)))
+        step = next((record[3] for record in reversed(batch) if record[2] == "step"), -1)
+        packed.append(Packet(first, last, step, marshal.dumps(batch)))
     return packed
 
 
 class RecordLog:
-    """Appends records and hands them to one listener, in batches.
+    """Collects records until its one reader drains them.
 
-    Without a listener at most `limit` records are kept: the oldest are dropped, which a reader sees as a gap in `seq`.
+    A drain returns at most the last `limit` records. The reader sees dropped records as a gap in `seq`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, limit: int = 50_000) -> None:
         self.seq = 0  # of the last record
         self.t = 0.0  # of the last record
-        self.held = 0.0  # seconds in which the gate or slow motion held back work
+        self.held = 0.0  # seconds in which there was work, but the gate or slow motion delayed it
         self._clock = clock
         self._origin = clock()
         self._records: list[Record] = []
-        self.watch: Callable[[Record], None] | None = None  # called with each record, even if not enabled
+        self.watch: Callable[[Record], None] | None = None  # called with each record, also while not enabled
         self._limit = limit
-        self.enabled = True
+        self.enabled = True  # False: records are counted but not collected
 
     def now(self) -> float:
         """Seconds since the log began."""
         return self._clock() - self._origin
 
     def worked(self) -> float:
-        """Seconds since the log began without those in `held`: the time base of durations."""
+        """Seconds since the log began, without those in `held`. Durations of work are measured with it."""
         return self.now() - self.held
 
     def append(self, kind: str, *fields: Any) -> int:
@@ -154,7 +144,7 @@ class RecordLog:
         return records[-self._limit :]
 
     def trim(self) -> None:
-        """Drop the oldest records beyond the limit; called once per step by an engine without a listener."""
+        """Drop the oldest records beyond the limit. Call this once per step if nothing drains the log."""
         if len(self._records) > 2 * self._limit:
             del self._records[: -self._limit]
 

@@ -1,7 +1,6 @@
-"""The engine's state, folded from its records: snapshot + later records = state, exactly.
+"""The engine's state, computed from a snapshot and the records after it. Panels, traces and servers read only this.
 
-`Engine.snapshot()` makes from live objects the same dictionary as `State.snapshot()` makes from the fold; a property
-test compares them. Readers (panels, traces, servers) need nothing else.
+`State.snapshot()` is equal to `Engine.snapshot()` at the same record; a property test compares them.
 """
 
 from __future__ import annotations
@@ -14,6 +13,12 @@ from typing import Any, ClassVar
 from engine.trace.records import Record
 
 FREE, ACTIVE, SHARED, CACHED = range(4)
+CONTROL = ("seq", "t", "step", "gate", "pace")  # fields of State and of a snapshot
+SIZES = ("num_blocks", "block_size", "budget", "max_num_seqs")
+REQUEST = (  # fields of RequestView and of a request in a snapshot
+    "group", "prompt_tokens", "max_total", "state", "row", "node", "shared_blocks", "cached_tokens", "preemptions",
+    "submitted", "admitted",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -29,7 +34,7 @@ class RequestView:
     table: list[int] = field(default_factory=list)
     node: int = 0
     shared_blocks: int = 0
-    base: int = 0
+    base: int = 0  # tokens with KV when it joined the decoding set, or now if it is not decoding
     joined_at: int = -1  # tick at which it joined the decoding set; -1: not decoding
     submitted: float = 0.0
     admitted: float = 0.0
@@ -40,7 +45,7 @@ class RequestView:
 
 @dataclass(slots=True)
 class NodeView:
-    """A node of the tree. `ids` are the tokens of its blocks in order, in an array, which is cheap to copy."""
+    """A node of the tree. `ids` are the tokens of its blocks, in order; an array is cheap to copy."""
 
     id: int
     parent: int
@@ -52,7 +57,7 @@ class NodeView:
 
 
 class State:
-    """The folded state. The number of blocks in each state is kept up to date, so reading it is O(1)."""
+    """The state after some record. The number of blocks in each state is kept up to date, so reading it is O(1)."""
 
     def __init__(self, num_blocks: int, block_size: int, budget: int, max_num_seqs: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size  # the null block included
@@ -60,7 +65,7 @@ class State:
         self.seq = 0
         self.t = 0.0
         self.step = -1
-        self.ticks = 0  # steps folded: members of the decoding set advance by one with each
+        self.ticks = 0  # steps applied: members of the decoding set advance by one with each
         self.requests: dict[int, RequestView] = {}
         self.queue: list[int] = []
         self.nodes: dict[int, NodeView] = {0: NodeView(0, -1, array("i"), [], 0, 0)}
@@ -91,25 +96,25 @@ class State:
             yield view
             node = view.parent
 
-    # ---- folding
+    # ---- applying records
 
     def apply(self, record: Record) -> None:
-        """Fold the next record; ValueError if it does not follow the last one without a gap."""
+        """Apply the next record; ValueError if there is a gap before it."""
         self.follow(record)
         change = self.CHANGES.get(record[2])
         if change is not None:
             change(self, *record[3:])
 
     def follow(self, record: Record) -> None:
-        """Take over the record's number and time without its changes; the caller applies its entry of CHANGES itself,
-        and so can look at the state before and after."""
+        """Take the record's number and time only. The caller applies its change from CHANGES, and can read the state
+        before and after."""
         if record[0] != self.seq + 1:
             raise ValueError(f"record {record[0]} does not follow {self.seq}: a snapshot is needed")
         self.seq = record[0]
         self.t = record[1]
 
     def apply_all(self, records: Iterable[Record]) -> None:
-        """Fold records in order; ValueError as in `apply`."""
+        """Apply records in order; ValueError as in `apply`."""
         for record in records:
             self.apply(record)
 
@@ -311,7 +316,7 @@ class State:
     def copy(self) -> State:
         """Returns an independent copy."""
         other = State(self.num_blocks, self.block_size, self.budget, self.max_num_seqs)
-        for name in ("seq", "t", "step", "ticks", "gate", "pace"):
+        for name in (*CONTROL, "ticks"):
             setattr(other, name, getattr(self, name))
         other.queue, other.pending, other.counts = list(self.queue), dict(self.pending), list(self.counts)
         other.holders, other.node_of = self.holders[:], self.node_of[:]
@@ -325,23 +330,13 @@ class State:
     def snapshot(self) -> dict[str, Any]:
         """Returns plain data, equal to `Engine.snapshot()` at the same sequence number."""
         return {
-            "seq": self.seq,
-            "t": self.t,
-            "step": self.step,
-            "num_blocks": self.num_blocks,
-            "block_size": self.block_size,
-            "budget": self.budget,
-            "max_num_seqs": self.max_num_seqs,
-            "gate": self.gate,
-            "pace": self.pace,
+            **{name: getattr(self, name) for name in CONTROL + SIZES},
             "queue": list(self.queue),
             "requests": {
                 r.id: {
-                    "group": r.group, "prompt_tokens": r.prompt_tokens, "max_total": r.max_total, "state": r.state,
-                    "row": r.row, "table": list(r.table), "node": r.node, "shared_blocks": r.shared_blocks,
+                    **{name: getattr(r, name) for name in REQUEST},
+                    "table": list(r.table), "match": list(r.match),
                     "computed": self.computed(r), "decoding": r.joined_at >= 0,
-                    "cached_tokens": r.cached_tokens, "match": list(r.match), "preemptions": r.preemptions,
-                    "submitted": r.submitted, "admitted": r.admitted,
                 }
                 for r in self.requests.values()
             },
@@ -358,9 +353,9 @@ class State:
     @classmethod
     def from_snapshot(cls, data: dict[str, Any]) -> State:
         """Returns the state of a snapshot; the next record to apply is the one after its `seq`."""
-        state = cls(data["num_blocks"], data["block_size"], data["budget"], data["max_num_seqs"])
-        state.seq, state.t, state.step = data["seq"], data["t"], data["step"]
-        state.gate, state.pace = data["gate"], data["pace"]
+        state = cls(**{name: data[name] for name in SIZES})
+        for name in CONTROL:
+            setattr(state, name, data[name])
         state.queue = list(data["queue"])
         state.pending = dict(data["pending"])
         for id, n in data["nodes"].items():
@@ -373,13 +368,10 @@ class State:
         for id in data["nodes"]:
             state.nodes[state.nodes[id].parent].children.append(id)
         for id, r in data["requests"].items():
-            view = RequestView(id, r["group"], r["prompt_tokens"], r["max_total"], r["state"], r["row"])
-            view.table, view.node, view.shared_blocks = list(r["table"]), r["node"], r["shared_blocks"]
-            view.base, view.joined_at = r["computed"], 0 if r["decoding"] else -1
-            view.cached_tokens, view.preemptions = r["cached_tokens"], r["preemptions"]
-            view.submitted, view.admitted = r["submitted"], r["admitted"]
             stop, at, detail = r["match"]
-            view.match = (stop, at, detail)
-            state.requests[id] = view
-            state._hold_blocks(view.table)
+            state.requests[id] = RequestView(
+                id, **{name: r[name] for name in REQUEST}, table=list(r["table"]), match=(stop, at, detail),
+                base=r["computed"], joined_at=0 if r["decoding"] else -1,
+            )  # fmt: skip
+            state._hold_blocks(r["table"])
         return state

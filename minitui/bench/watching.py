@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from engine.llm import LLM
-from engine.trace.records import RecordLog, pack
+from engine.trace.records import RecordLog, packets
 from minitui.bench.rows import greedy, random_prompts, seconds
 
 COUNT = 20_000
@@ -22,7 +22,7 @@ def record_cost() -> dict[str, float]:
     appended = time.perf_counter() - started
     records = log.drain()
     started = time.perf_counter()
-    pack(records)
+    packets(records)
     return {"append_us": appended / COUNT * 1e6, "pack_us": (time.perf_counter() - started) / COUNT * 1e6}
 
 

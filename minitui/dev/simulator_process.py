@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from engine.process.heartbeat import Condition
-from engine.trace.records import Packet, Record, pack
+from engine.trace.records import Packet, Record, packets
 from engine.trace.state import State
 from minitui.dev.simulator import LOADS, Load, Stress, spell
 
@@ -97,7 +97,7 @@ class StressProcess:
                 self._words += words
                 if names:
                     self.names = {**self.names, **names}
-                self._packets.extend(Packet(*packet) for packet in packed)
+                self._packets.extend(packed)
                 if packed:
                     self.made.append((self._packets[-1].last, sent))
 
@@ -178,7 +178,7 @@ def _go_on(connection: Connection, maker: Maker) -> None:
 
 def _packed(news: tuple[list[Record], list[str], dict[str, str]]) -> bytes:
     records, words, names = news
-    return pickle.dumps((pack(records), words, names), pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps((packets(records), words, names), pickle.HIGHEST_PROTOCOL)
 
 
 def _send(connection: Connection, news: bytes) -> None:

@@ -113,7 +113,7 @@ async def test_records_fold_to_what_the_engine_says_it_is(client: EngineClient) 
                 state.apply(record)
         await asyncio.sleep(0.01)
     assert state.snapshot() == snapshot
-    await client.call("check")
+    await client.control("check")
 
     await client.control("resume")
     for stream in streams[4:]:

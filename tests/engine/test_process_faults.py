@@ -131,7 +131,7 @@ async def test_what_cannot_be_obeyed_is_refused_with_a_sentence_and_the_engine_g
         await answers(client)
     for action, arguments in CALLS:
         with pytest.raises(InvalidRequest, match=" "):
-            await client.call(action, **arguments)
+            await client.control(action, **arguments)
         await answers(client)
     assert (await client.snapshot())["requests"] == {}
 
@@ -140,7 +140,7 @@ async def test_what_cannot_be_packed_is_refused_where_it_is_asked(client: Engine
     with pytest.raises(InvalidRequest, match="plain values"):
         client.submit(PROMPT, forged(regex=lambda: 0))
     with pytest.raises(InvalidRequest, match="plain values"):
-        await client.call("pace", factor=lambda: 0)
+        await client.control("pace", factor=lambda: 0)
     assert not client._streams and not client._calls
     await answers(client)
 
@@ -163,7 +163,7 @@ def hostile_message(random: random.Random) -> bytes:
     """What no client of ours would send."""
     tag = random.choice([random.randrange(-9999, -1), junk(random)])
     fields = list(SamplingParams.__dataclass_fields__)
-    actions = ["pause", "resume", "step", "run_until", "pace", "records", "clear_cache", "check", "snapshot", "ping"]
+    actions = ["pause", "resume", "step", "run_until", "pace", "records", "clear_cache", "check", "snapshot"]
     kind = random.choice(["submit", "submit", "call", "call", "arguments", "bytes", "pickle"])
     if kind == "submit":
         params = forged(**{random.choice(fields): junk(random) for _ in range(2)})
@@ -190,7 +190,7 @@ async def test_no_command_ends_the_engine(client: EngineClient, seed: int) -> No
         await client.control("resume")
         await answers(client)
     await until_idle(client)
-    await client.call("check")
+    await client.control("check")
 
 
 async def until_idle(client: EngineClient) -> None:
@@ -223,7 +223,7 @@ async def test_a_cancel_in_slow_motion_is_acknowledged_at_once(client: EngineCli
     client.drain_records()
     second = client.submit(PROMPT[:20], long())
     await second.started()
-    await client.call("ping")
+    await client.control("check")
     assert any(record[2] == "submit" for record in client.drain_records()), "the screen is told before the stretch ends"
     snapshot = await client.snapshot()
     second.cancel()
@@ -251,7 +251,7 @@ async def test_run_until_waits_for_what_happens_after_it_was_asked(client: Engin
                 pass
         assert len(stream.ids) == 40, "it stopped for a request that had finished before"
         waiting = client.submit(PROMPT, long(max_tokens=2))
-        await client.call("ping")
+        await client.control("check")
         assert (await client.snapshot())["gate"] == "closed" and waiting.drain() == []
         waiting.cancel()
         await client.control("resume")

@@ -53,7 +53,7 @@ def untouched(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def whole(server: Running) -> Iterator[None]:
     yield
-    server.call(server.service.client.call("check"))
+    server.call(server.service.client.control("check"))
 
 
 def refused(status: int, text: str, *statuses: int) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def test_overload_loses_no_request_without_a_sentence_and_bounds_the_wait(server
     assert figures["output_tokens"] == 24 * figures["answered"] and figures["answered"] >= places
     assert most <= places
     server.wait_idle()
-    server.call(service.client.call("check"))
+    server.call(service.client.control("check"))
     # An accepted request waits for at most as many others as there are places, however many were refused.
     bound = full["e2e_ms"]["max"]
     assert figures["e2e_ms"]["max"] < 3 * bound + 1000, f"{figures} though a full server takes {bound:.0f} ms"

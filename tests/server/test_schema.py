@@ -57,5 +57,5 @@ def test_every_answer_is_a_documented_one(server: Running) -> None:
 
 def test_afterwards_the_server_is_whole(server: Running) -> None:
     server.wait_idle()
-    server.call(server.service.client.call("check"))
+    server.call(server.service.client.control("check"))
     assert server.get("/health").json() == {"status": "ok", "open": 0}

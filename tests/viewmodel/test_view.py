@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from engine.process.server import FEW, on_the_wire
-from engine.trace.records import PACKET, Packet, packets
+from engine.trace.records import PACKET, packets
 from engine.trace.state import ACTIVE, CACHED, FREE, SHARED, State
 from minitui.dev.panel import stress_view
 from minitui.dev.simulator import CLASSROOM, SMALL, Load, Stress
@@ -659,10 +659,10 @@ def test_records_come_out_of_their_packets_as_they_went_in():
     steps = [[record[3] for record in packet.records() if record[2] == "step"] for packet in packed]
     assert [packet.step for packet in packed] == [some[-1] if some else -1 for some in steps]
     assert packed[1].last + 21 == packed[2].first and packets([]) == []
-    for some in (records[:FEW], records[: FEW + 1]):  # the reader packs a few itself
+    for some in (records[:FEW], records[: FEW + 1]):  # the client packs a few itself
         kind, _, sent = pickle.loads(on_the_wire(("news", [], some)))
         assert (kind, sent) == ("news", some) if len(some) == FEW else kind == "packed"
-        assert (sent if kind == "news" else [r for fields in sent for r in Packet(*fields).records()]) == some
+        assert (sent if kind == "news" else [r for packet in sent for r in packet.records()]) == some
 
 
 @pytest.mark.parametrize("load", [SMALL, TIGHT])
