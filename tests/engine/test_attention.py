@@ -23,7 +23,7 @@ def config(heads: int, kv_heads: int, dim: int, windows: tuple[int, ...] = (0,))
 
 @dataclass
 class Case:
-    """Random sequences in a shuffled pool whose every unowned slot is NaN, the null block apart."""
+    """Random sequences in a shuffled pool in which every slot without an owner is NaN, except in the null block."""
 
     meta: ForwardMeta
     q: torch.Tensor
@@ -41,7 +41,7 @@ def make_case(model: ModelConfig, lengths: list[tuple[int, int]], decodes: int, 
     order = (torch.randperm(sum(columns) + 5, generator=generator) + 1).tolist()
     caches = torch.full((2, len(order) + 1, block_size, *shape), torch.nan, dtype=torch.float64)
     caches[:, 0] = 0
-    # What lies beyond a sequence's columns may be a block that somebody else owns.
+    # Beyond a sequence's columns, the table may name a block of another sequence.
     table = torch.full((len(lengths), max(columns) + 2), order[-1], dtype=torch.int32)
     keys, values, slots, positions = [], [], [], []
     for i, (count, length) in enumerate(lengths):
@@ -128,7 +128,7 @@ def test_decodes_alone(lengths: list[tuple[int, int]], windows: tuple[int, ...])
 
 
 def test_nan_in_free_blocks_and_beyond_a_sequences_end_never_reaches_an_output() -> None:
-    """The pool of every case is NaN wherever nobody has written, the tail of a sequence's own last block included."""
+    """The pool of every case is NaN in every slot that was not written, also in the tail of a sequence's last block."""
     model = config(4, 2, 8, (0, 6))
     case = make_case(model, [(1, 5), (1, 18), (4, 11), (9, 9)], 2, 16, 2)
     assert case.k_cache.isnan().any()

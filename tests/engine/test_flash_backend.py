@@ -1,7 +1,7 @@
-"""FlashAttention as a backend: what it is asked for, and what is said where it cannot run.
+"""FlashAttention as a backend: the arguments of its calls, and the errors where it cannot run.
 
-The libraries need a GPU. Here attention written out in torch stands in their place, with their functions' arguments
-and meaning; what they leave undefined is NaN.
+The libraries need a GPU. Here a function in torch replaces them: it takes the same arguments, and writes NaN where the
+library leaves its result undefined.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Broken(Loader):
 
 
 @pytest.mark.parametrize("state", ["fine", "absent", "other", "broken"])
-def test_auto_takes_it_where_it_is_known_to_be_faster(gpu: Any, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+def test_auto_chooses_it_where_it_measured_faster(gpu: Any, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
     gpu((9, 0), "4")
     for name in ("flash_attn", "flash_attn.cute"):
         spec = ModuleSpec(name, None, is_package=True)
@@ -170,7 +170,7 @@ def test_auto_takes_it_where_it_is_known_to_be_faster(gpu: Any, monkeypatch: pyt
     assert (found is not None) == (state == "fine")
 
 
-def test_what_it_cannot_compute_is_refused(gpu: Any) -> None:
+def test_unsupported_settings_are_refused(gpu: Any) -> None:
     gpu((9, 0), "4")
     with pytest.raises(EngineError, match="needs an NVIDIA GPU, and the device is cpu: leave it at auto"):
         choose_attention("flash", config(4, 2, 8), 16, HALF, CPU, 8)

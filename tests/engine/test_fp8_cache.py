@@ -1,4 +1,4 @@
-"""An 8-bit KV cache: nothing is cut off, everybody reads the same rounded numbers, and the error is known."""
+"""An 8-bit KV cache: no value is cut off, all steps read the same rounded numbers, and the error is bounded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def logits_of(runner: Any, prompts: list[list[int]]) -> torch.Tensor:
     return step_logits(runner, plan).log_softmax(-1)
 
 
-def test_what_is_stored_is_the_nearest_of_its_numbers(checkpoint: Path) -> None:
+def test_stored_values_are_rounded_to_the_nearest(checkpoint: Path) -> None:
     """The first layer's inputs are the same with both caches, so its keys and values can be compared one by one."""
     plain, small = (make_runner(checkpoint, "float64", **options) for options in ({}, OPTIONS))
     for runner in (plain, small):
@@ -52,7 +52,7 @@ def test_what_is_stored_is_the_nearest_of_its_numbers(checkpoint: Path) -> None:
         assert (off <= torch.maximum(wide.abs() * HALF_STEP, least)).all()
 
 
-def test_no_input_leaves_the_range_and_the_bound_is_met(checkpoint: Path) -> None:
+def test_no_input_leaves_the_range_and_the_bound_is_tight(checkpoint: Path) -> None:
     """The input that a row of the values' weights points at comes as near to the end of the range as a power of two
     allows."""
     model = make_runner(checkpoint, "float64", **OPTIONS).loaded.model
@@ -67,7 +67,7 @@ def test_no_input_leaves_the_range_and_the_bound_is_met(checkpoint: Path) -> Non
     assert float(scale.log2()) % 1 == 0
 
 
-def test_rounding_is_all_that_happens() -> None:
+def test_quantising_only_rounds() -> None:
     """x / scale and the way back are exact in every type, NaN is kept."""
     scale = torch.tensor([2.0**-14, 2.0**3])
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):

@@ -107,7 +107,7 @@ def test_a_batch_of_mixed_lengths_gives_each_request_what_it_gets_alone(checkpoi
     alone = [Driver(make_runner(directory, "float64")).generate(make_request(ids, 0), 6) for ids in prompts]
     driver = Driver(make_runner(directory, "float64"))
     requests = [make_request(ids, row) for row, ids in enumerate(prompts)]
-    driver.run([(requests[1], 30, False)])  # nobody samples: the last layer gets no token
+    driver.run([(requests[1], 30, False)])  # no draws: the last layer gets no token
     driver.run([(requests[0], 3, True), (requests[1], 7, True)])
     driver.run([(requests[0], 1, True), (requests[1], 1, True), (requests[2], 1, True), (requests[3], 20, True)])
     while any(len(request.output_ids) < 6 for request in requests):
@@ -192,7 +192,7 @@ def test_experts_are_summed_with_their_weights(tokens: int) -> None:
     assert experts.load.tolist() == [chosen.flatten().tolist().count(expert) for expert in range(5)]
 
 
-def test_a_token_that_is_not_a_number_spoils_no_other() -> None:
+def test_a_token_with_nan_changes_no_other() -> None:
     experts = experts_of(5, 2, True)
     x = torch.randn(3, 4, dtype=torch.float64)
     expected = experts(x)
@@ -211,7 +211,7 @@ def test_the_load_of_the_experts_can_be_read_after_each_step(checkpoints: Checkp
     assert load is not None
     assert [(layer, len(tokens), sum(tokens)) for layer, tokens in load] == [(1, 6, 18 * 2)]  # the other layer is dense
     driver.runner.loaded._expert_load_due = math.inf
-    for _ in range(3):  # within a quarter of a second: told together, when it is over
+    for _ in range(3):  # within a quarter of a second: one report, at its end
         driver.run([(request, 1, True) for request in requests])
         assert driver.result.expert_load is None
     driver.runner.loaded._expert_load_due = 0.0
@@ -254,7 +254,7 @@ def test_missing_experts_are_named(tmp_path: Path) -> None:
         load_decoder(directory)
 
 
-def test_more_experts_than_the_config_says_are_named(tmp_path: Path) -> None:
+def test_more_experts_than_in_the_config_are_named(tmp_path: Path) -> None:
     directory = save(reference("qwen3_moe"), tmp_path, edit={"num_local_experts": 5})
     with pytest.raises(CheckpointError, match=r"has .*experts\.5\.down_proj\.weight.*, unknown") as caught:
         load_decoder(directory)
@@ -272,8 +272,8 @@ def test_misshapen_experts_are_named_with_both_shapes(tmp_path: Path) -> None:
         load_decoder(directory)
 
 
-def test_an_expert_given_twice_is_named(tmp_path: Path) -> None:
-    """Stacked and by itself: nobody could say which of the two is meant."""
+def test_an_expert_stored_twice_is_named(tmp_path: Path) -> None:
+    """Stacked and by itself: it is not known which of the two is meant."""
     directory = save(reference("qwen3_moe"), tmp_path, stacked=True)
     extra = {"model.layers.0.mlp.experts.0.down_proj.weight": torch.zeros(64, 40)}
     rewrite(directory, lambda tensors: tensors.update(extra))
@@ -333,13 +333,13 @@ def test_a_config_without_a_sparse_layer_is_a_dense_model(tmp_path: Path) -> Non
         ({"mlp_only_layers": "0"}, "mlp_only_layers = '0': it must be a list"),
     ],
 )
-def test_what_cannot_be_right_is_said(edit: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+def test_impossible_values_are_refused(edit: dict[str, Any], complaint: str, tmp_path: Path) -> None:
     directory = save(reference("qwen3_moe"), tmp_path, edit=edit)
     with pytest.raises(CheckpointError, match=complaint):
         read_model_config(directory)
 
 
-def test_the_published_30b_a3b_has_the_parameters_its_name_says(tmp_path: Path) -> None:
+def test_the_published_30b_a3b_has_the_parameters_of_its_name(tmp_path: Path) -> None:
     path = QWEN3 / "configs" / "Qwen3-30B-A3B.json"
     if not path.is_file():
         pytest.skip("../shared/qwen3 is not there")

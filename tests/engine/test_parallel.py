@@ -1,4 +1,4 @@
-"""Tensor parallelism: several ranks give what one gives, each reads only what is its own, and none outlives another."""
+"""Tensor parallelism: several ranks compute what one computes, each reads only its own slices, and all end together."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_a_draw_that_fails_ends_its_requests_and_the_ranks_go_on(
     runner.close()
 
 
-def test_a_rank_that_fails_in_a_step_takes_the_engine_with_it(
+def test_a_rank_that_fails_in_a_step_ends_the_engine(
     checkpoints: dict[str, Path], threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner: Any = ranks(checkpoints["qwen3"], 2)
@@ -342,7 +342,7 @@ def test_dummy_weights_are_the_same_whatever_the_number_of_ranks(kind: str, chec
     assert torch.equal(torch.cat([part.head for part in parts])[:VOCAB], whole.head)
 
 
-def test_what_cannot_be_cut_is_refused_with_what_can(checkpoints: dict[str, Path]) -> None:
+def test_a_model_that_cannot_be_split_is_refused_with_the_numbers_that_work(checkpoints: dict[str, Path]) -> None:
     config = read_model_config(checkpoints["qwen3"])
     with pytest.raises(EngineError, match=r"size is 3, but .* 4 query heads and 2 key/value heads.*use 1, 2 or 4"):
         check(config, 3)
@@ -356,7 +356,7 @@ def test_what_cannot_be_cut_is_refused_with_what_can(checkpoints: dict[str, Path
         EngineConfig(tensor_parallel_size=0)
 
 
-def test_what_a_gpu_computed_after_a_rank_was_lost_is_not_an_answer(
+def test_the_result_of_a_step_is_invalid_after_a_rank_was_lost(
     checkpoints: dict[str, Path], threads: None
 ) -> None:
     """Kernels that waited for the lost rank are let go, and come to an end with nonsense."""
@@ -375,7 +375,7 @@ def test_what_a_gpu_computed_after_a_rank_was_lost_is_not_an_answer(
     runner.close()
 
 
-def test_all_ranks_learn_how_a_row_draws(checkpoints: dict[str, Path], threads: None) -> None:
+def test_all_ranks_get_the_sampling_settings_of_a_row(checkpoints: dict[str, Path], threads: None) -> None:
     """Ranks that draw with graphs do so by themselves: from the same settings, sent with the plan."""
     runner: Any = ranks(checkpoints["qwen3"], 2)
     request = make_request([5, 6, 7], 3, seed=9, temperature=0.9, top_k=50, min_p=0.1, stop_token_ids=[4], min_tokens=2)
@@ -391,7 +391,7 @@ def test_all_ranks_learn_how_a_row_draws(checkpoints: dict[str, Path], threads: 
         assert np.array_equal(mine[3], others[3])
 
 
-def test_a_sum_goes_the_way_that_was_measured_to_be_faster() -> None:
+def test_a_sum_takes_the_path_that_measured_faster() -> None:
     timings = Timings(nccl=[12.0, 12, 13, 15, 20], boxed=[4.0, 5, 9, 16], gathers=[10.0, 20], elect=5.0)
     assert timings.direct_rows == 4
     assert [timings.sum_us(n) for n in (1, 2, 3, 4, 5, 8, 12, 32)] == [4, 5, 7, 9, 13.5, 15, 17.5, 40]
@@ -405,7 +405,7 @@ def test_a_sum_goes_the_way_that_was_measured_to_be_faster() -> None:
     assert Timings([9.0, 9], [], [1.0], 0.0).direct_rows == Timings([9.0, 9], [9.0, 8], [1.0], 0.0).direct_rows == 0
 
 
-def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert [device_of(torch.device("cuda"), rank, 4).index for rank in range(4)] == [0, 1, 2, 3]
     assert device_of(torch.device("cuda:2"), 1, 2) == torch.device("cuda:3")

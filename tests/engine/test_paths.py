@@ -1,6 +1,6 @@
-"""Which way the steps of a configuration go, and what is refused: every combination of options does one or the other.
+"""Which path the steps of a configuration take: every combination of options has a path or is refused.
 
-The GPU is believed in, not there: what is chosen is looked at, not run.
+The GPU is simulated: the tests check the choice and run nothing on it.
 """
 
 from __future__ import annotations
@@ -159,14 +159,14 @@ TABLE: list[tuple[str, dict[str, Any], tuple[int, int], str]] = [
 
 
 @pytest.mark.parametrize("model,options,capability,wanted", TABLE)
-def test_a_combination_goes_its_way_or_is_refused(
+def test_a_combination_takes_its_path_or_is_refused(
     gpus: Any, model: str, options: dict[str, Any], capability: tuple[int, int], wanted: str
 ) -> None:
     gpus(capability)
     assert way(MODELS[model], **options).startswith(wanted)
 
 
-def test_every_combination_goes_some_way_or_is_refused_with_a_way_out(gpus: Any) -> None:
+def test_every_combination_has_a_path_or_a_refusal_with_advice(gpus: Any) -> None:
     choices: list[list[dict[str, Any]]] = [
         [{}, FP8], [{}, SMALL_CACHE], [{}, DRAFTS], [{}, TWO], [{}, EAGER], [{}, EIGHT, {"block_size": 256}],
         [{}, FLASH, {"attention_backend": "triton"}, {"attention_backend": "torch,triton"}],
@@ -188,7 +188,7 @@ def test_every_combination_goes_some_way_or_is_refused_with_a_way_out(gpus: Any)
     assert {"CudaGraphs + Eager, flash + triton", "CudaGraphs + Eager, triton", "Eager, torch", "refused"} <= set(ways)
 
 
-def test_whoever_gets_no_graphs_is_told_why(gpus: Any) -> None:
+def test_the_reason_for_no_graphs_is_reported(gpus: Any) -> None:
     gpus(ADA)
     slow = EngineConfig(device="cuda", dtype="bfloat16")
     assert build.without_graphs(DENSE, slow) == (
@@ -218,7 +218,7 @@ class HostStaging:
 
 
 class Stage:
-    """A runner with graphs, on the host: `went` names what is replayed, and what is drawn or run without a graph."""
+    """A runner with graphs, on the host: `went` lists the replayed graphs, and the draws and steps without a graph."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, speculation: str) -> None:
         with imported("engine.worker.cuda_graphs") as graphs:
@@ -320,7 +320,7 @@ def plan(q_lens: list[int], decodes: int, drafted: int = 0, **params: Any) -> St
         (plan([1, 4, 7], 1, 1, prompt_logprobs=0), ["eager"]),
     ],
 )
-def test_a_step_goes_by_the_graph_that_is_large_enough(
+def test_a_step_uses_the_smallest_graph_that_fits(
     monkeypatch: pytest.MonkeyPatch, step: StepPlan, wanted: list[str]
 ) -> None:
     """In each case the rows' settings are set in inference mode: tensors made in it can be changed in it only."""
@@ -336,7 +336,7 @@ def test_a_step_goes_by_the_graph_that_is_large_enough(
     assert stage.went == wanted
 
 
-def test_a_step_that_no_graph_fits_has_set_its_rows_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fits_no_graph_sets_its_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(monkeypatch, "off")
     step = plan([1, 40], 1, logit_bias={3: 1.0})
     Runner.launch(stage.runner, step, {})

@@ -32,7 +32,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(reference("qwen3", tie_word_embeddings=True), tmp_path_factory.mktemp("qwen3"))
 
 
-def test_a_rounded_row_is_nowhere_further_off_than_half_a_step() -> None:
+def test_a_rounded_row_is_off_by_half_a_step_at_most() -> None:
     x = torch.randn(7, 33) * torch.logspace(-3, 3, 7)[:, None]
     x[3] = 0
     values, scale = quantise_rows(x)
@@ -52,7 +52,7 @@ def test_a_product_is_that_of_the_rounded_matrices() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_seen(bad: float) -> None:
+def test_values_that_are_not_finite_show_in_the_product(bad: float) -> None:
     weight, x = Int8Weight.empty(3, 8, CPU), torch.randn(2, 8)
     weight.copy_(torch.randn(3, 8))
     x[1, 5] = bad
@@ -78,7 +78,7 @@ def test_a_checkpoint_is_rounded_tensor_by_tensor(directory: Path) -> None:
             assert torch.equal(ours.view, theirs.view)
 
 
-def test_what_is_rounded_to_e4m3_keeps_three_bits_of_mantissa(directory: Path) -> None:
+def test_rounding_to_e4m3_keeps_three_bits_of_mantissa(directory: Path) -> None:
     x = torch.randn(7, 64) * torch.logspace(-3, 3, 7)[:, None]
     x[3] = 0
     values, scale = Fp8Weight.rounded(x)
@@ -96,7 +96,7 @@ def test_what_is_rounded_to_e4m3_keeps_three_bits_of_mantissa(directory: Path) -
     assert torch.equal(model.layers[1].mlp.down.scale, plain.layers[1].mlp.down.abs().amax(1) / 448)
 
 
-def test_an_output_matrix_that_contradicts_a_tied_embedding_is_still_noticed(tmp_path: Path) -> None:
+def test_an_output_matrix_that_contradicts_a_tied_embedding_is_refused(tmp_path: Path) -> None:
     checkpoint = save(reference("qwen3"), tmp_path, edit={"tie_word_embeddings": True})
     config = read_model_config(checkpoint)
     model = Decoder(config, torch.float32, CPU, 16, quantised=Int8Weight)
@@ -168,7 +168,7 @@ def test_the_bundled_model_answers_as_in_float32() -> None:
         ("qwen3", {"quantization": "int8", "tensor_parallel_size": 2}, "for one rank"),
     ],
 )
-def test_what_cannot_be_rounded_is_refused_in_a_sentence(
+def test_models_that_cannot_have_8_bit_weights_are_refused(
     kind: str, options: dict[str, str], sentence: str, tmp_path: Path
 ) -> None:
     checkpoint = save(reference(kind), tmp_path)
@@ -187,7 +187,7 @@ def test_what_cannot_be_rounded_is_refused_in_a_sentence(
         ({"triton": None}, {}, "need triton, which is not installed"),
     ],
 )
-def test_where_fp8_weights_cannot_be_had_a_sentence_says_why(
+def test_fp8_weights_that_cannot_run_are_refused_with_the_reason(
     options: dict[str, Any], changes: dict[str, int], sentence: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capability, triton = options.pop("capability", (9, 0)), options.pop("triton", object())

@@ -1,4 +1,4 @@
-"""A step as a whole: plans in, tokens out, and what stays between steps."""
+"""Whole steps: from a plan to its tokens, and the state that stays between steps."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_nan_in_one_request_ends_it_alone(directory: Path) -> None:
     assert runner.loaded.pool.keys[0][0].isfinite().all(), "the null block stays finite"
 
 
-def test_blocks_that_held_nan_do_no_harm_to_their_next_owner(directory: Path) -> None:
+def test_nan_in_reused_blocks_changes_nothing(directory: Path) -> None:
     runner = make_runner(directory)
     expected = Driver(runner).generate(make_request(prompt(3), 0), 6)
     with torch.inference_mode():
@@ -156,7 +156,7 @@ def test_prompt_logprobs_are_those_of_the_whole_prompt_however_chunked(directory
     assert driver.result.prompt_logprobs == {}
 
 
-def test_what_the_model_sees_has_the_types_kernels_rely_on(driver: Driver) -> None:
+def test_the_model_s_inputs_have_the_types_that_kernels_need(driver: Driver) -> None:
     requests = [make_request(prompt(i), i) for i in range(2)]
     for entries in ([(requests[0], 20, True)], [(requests[0], 1, True), (requests[1], 6, False)]):
         plan = driver.plan(entries)

@@ -117,7 +117,7 @@ def test_draws_at_a_temperature_follow_the_scaled_softmax() -> None:
 
 
 def test_a_flat_distribution_over_a_large_vocabulary_is_drawn_flat() -> None:
-    """Few bits of noise would favour low ids, who win ties."""
+    """Noise of few bits would favour low ids, which win ties."""
     vocab, count = 5000, 500
     counts = sum(draws(torch.zeros(vocab), count, seed=seed, temperature=1.0) for seed in range(20))
     buckets = counts.reshape(20, -1).sum(1)
@@ -401,7 +401,7 @@ def test_repetition_penalty_equals_that_of_transformers() -> None:
 def test_presence_and_frequency_penalties_count_the_reply_only() -> None:
     logits = torch.tensor([1.0, 2.0, 1.6, 0.0])
     ids = [1, 1, 1, 2]
-    assert greedy_after(logits, ids=ids, prompt=3, presence_penalty=2.0) == 1  # 1 stands in the prompt
+    assert greedy_after(logits, ids=ids, prompt=3, presence_penalty=2.0) == 1  # 1 is in the prompt
     assert greedy_after(logits, ids=ids, prompt=0, presence_penalty=1.2) == 0
     assert greedy_after(logits, ids=ids, prompt=0, frequency_penalty=0.25) == 2  # 2.0 − 3·0.25 < 1.6 − 0.25
     assert greedy_after(logits, ids=ids, prompt=0, frequency_penalty=0.1) == 1
@@ -494,7 +494,7 @@ def test_a_seed_fixes_a_requests_tokens_whatever_else_is_in_the_batch() -> None:
 
 def test_greedy_rows_are_exact_argmax_whatever_their_neighbours_do() -> None:
     logits = random_logits(4, 8)
-    logits[1, 7] = logits[1, 30] = logits[1].max() + 1e-6  # a tie goes to the lower id
+    logits[1, 7] = logits[1, 30] = logits[1].max() + 1e-6  # the lower id wins a tie
     batch = Batch()
     batch.add(0, temperature=2.0, top_p=0.5)
     batch.add(1, temperature=0.0)

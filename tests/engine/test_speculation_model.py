@@ -94,7 +94,7 @@ def test_drafts_change_neither_a_token_nor_a_logprob(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whoever_is_aborted_between_drafts_leaves_the_others_their_tokens(
+def test_an_abort_between_drafts_changes_no_token_of_other_requests(
     checkpoint: Path, plain: dict[int, Any], seed: int
 ) -> None:
     engine, r = make_engine(checkpoint, speculative_tokens=4), random.Random(seed)
@@ -109,7 +109,7 @@ def test_whoever_is_aborted_between_drafts_leaves_the_others_their_tokens(
         assert request.finish_reason == "abort" or len(request.output_ids) == len(expected)
 
 
-def test_the_cpu_s_own_way_computes_the_logits_of_the_reference(tmp_path: Path) -> None:
+def test_cpu_decode_computes_the_logits_of_the_decoder(tmp_path: Path) -> None:
     """In float32 decodes with drafts go a shorter way; it must see the same keys: no later draft, no other row."""
     directory = save(reference("qwen3"), tmp_path)
     r = np.random.default_rng(3)
@@ -140,7 +140,7 @@ def test_the_cpu_s_own_way_computes_the_logits_of_the_reference(tmp_path: Path) 
     torch.testing.assert_close(fast_logits, logits, atol=2e-4, rtol=2e-4)
 
 
-def test_a_stop_string_inside_accepted_drafts_hides_and_counts_nothing_beyond(checkpoint: Path) -> None:
+def test_tokens_after_a_stop_string_inside_accepted_drafts_are_neither_shown_nor_counted(checkpoint: Path) -> None:
     class Letters:
         """A token is a letter."""
 
@@ -181,7 +181,7 @@ def test_a_stop_string_inside_accepted_drafts_hides_and_counts_nothing_beyond(ch
     assert answer(6)[2] > 20, "nothing was accepted: the test says nothing"
 
 
-def test_the_engine_tells_what_it_does(checkpoint: Path) -> None:
+def test_the_engine_reports_its_speculation(checkpoint: Path) -> None:
     config = engine_config(
         str(checkpoint), speculation="prompt-lookup:6", kv_blocks=40, device="cpu",
         load_tokenizer=False, overlap="on",
@@ -203,6 +203,6 @@ def test_the_engine_tells_what_it_does(checkpoint: Path) -> None:
         ("prompt-lookup:33", "speculative_tokens is 33"),
     ],
 )
-def test_what_cannot_be_is_told_in_a_sentence(text: str, words: str) -> None:
+def test_impossible_settings_are_refused(text: str, words: str) -> None:
     with pytest.raises(EngineError, match=words):
         engine_config("", speculation=text)

@@ -1,4 +1,4 @@
-"""Loading checkpoints: what is streamed, and what is said of files that are not what they claim."""
+"""Loading checkpoints: memory, progress, and the errors for damaged or unsuitable files."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_tensors_of_another_kind_are_named(checkpoint: Path) -> None:
         load_decoder(checkpoint)
 
 
-def test_everything_that_is_wrong_is_told_at_once_and_shortened(checkpoint: Path) -> None:
+def test_all_faults_are_named_at_once_and_shortened(checkpoint: Path) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if "layers" in name]:
             tensors[name.replace("layers", "blocks")] = tensors.pop(name)
@@ -109,15 +109,15 @@ def test_a_corrupt_file_is_named(content: bytes, checkpoint: Path) -> None:
         load_decoder(checkpoint)
 
 
-def test_a_lying_header_is_named(checkpoint: Path) -> None:
-    """A header that promises more bytes, or a larger shape, than there are."""
+def test_a_header_that_does_not_fit_the_file_is_named(checkpoint: Path) -> None:
+    """More bytes or a larger shape than the file has, or an unknown type."""
     path = checkpoint / "model.safetensors"
     data = path.read_bytes()
     size = struct.unpack("<Q", data[:8])[0]
-    honest = json.loads(data[8 : 8 + size])
-    for lie in ({"shape": [64, 1000]}, {"data_offsets": [0, 1 << 40]}, {"dtype": "F8_BOGUS"}):
-        header = json.loads(json.dumps(honest))
-        header["model.norm.weight"].update(lie)
+    correct = json.loads(data[8 : 8 + size])
+    for wrong in ({"shape": [64, 1000]}, {"data_offsets": [0, 1 << 40]}, {"dtype": "F8_BOGUS"}):
+        header = json.loads(json.dumps(correct))
+        header["model.norm.weight"].update(wrong)
         encoded = json.dumps(header).encode()
         path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data[8 + size :])
         with pytest.raises(CheckpointError, match=r"model\.safetensors"):
@@ -132,7 +132,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         load_decoder(tmp_path)
 
 
-def test_an_index_that_names_tensors_its_files_lack_is_seen_through(tmp_path: Path) -> None:
+def test_tensors_that_only_the_index_names_are_missing(tmp_path: Path) -> None:
     save(reference("qwen3"), tmp_path, shards=True)
     first, *_ = sorted(tmp_path.glob("*.safetensors"))
     tensors = load_file(first)
@@ -150,7 +150,7 @@ def test_a_broken_index_is_named(tmp_path: Path) -> None:
         load_decoder(tmp_path)
 
 
-def test_a_directory_without_safetensors_is_told_what_to_do(checkpoint: Path) -> None:
+def test_a_directory_without_safetensors_is_refused_with_advice(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"only pytorch_model\.bin: convert it to safetensors"):
         load_decoder(checkpoint)
@@ -254,7 +254,7 @@ def test_an_index_names_files_beside_it_and_nothing_else(name: Any, tmp_path: Pa
         load_decoder(directory)
 
 
-def test_a_damaged_header_is_one_sentence(checkpoint: Path) -> None:
+def test_a_damaged_header_is_refused_in_one_sentence(checkpoint: Path) -> None:
     """Random damage is refused with a sentence, or loaded where it does not matter."""
     path = checkpoint / "model.safetensors"
     whole = path.read_bytes()

@@ -35,7 +35,7 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 32,  # not hidden_size / heads
     "max_position_embeddings": 256,
-    "initializer_range": 0.08,  # wide enough that logits are apart
+    "initializer_range": 0.08,  # wide enough that logits differ clearly
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
@@ -107,7 +107,7 @@ def prompt(seed: int = 0, length: int = 20) -> list[int]:
 
 
 def make_runner(directory: Path, dtype: str = "float32", **options: Any) -> Any:
-    """A Runner or LeadRunner on the CPU over a checkpoint; its pool has 64 blocks of 4 tokens unless told otherwise."""
+    """A Runner or LeadRunner on the CPU over a checkpoint; by default its pool has 64 blocks of 4 tokens."""
     settings: dict[str, Any] = {
         "device": "cpu",
         "dtype": dtype,
@@ -143,7 +143,7 @@ def make_request(ids: list[int], row: int, seed: int = 0, **params: Any) -> Requ
 
 
 class Driver:
-    """Hands a runner plans as a scheduler would, without one: blocks are dealt out in order, nothing is freed."""
+    """Makes plans for a runner in place of a scheduler: blocks are given out in order, and none is freed."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner

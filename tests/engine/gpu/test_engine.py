@@ -135,7 +135,7 @@ def test_a_seeded_reply_does_not_depend_on_its_neighbours_settings(model: str) -
 
 
 @pytest.mark.parametrize("more", [{}, {"speculation": "prompt-lookup"}], ids=["plain", "with drafts"])
-def test_a_bias_is_set_whichever_way_the_step_goes_that_a_request_joins_in(model: str, more: dict[str, Any]) -> None:
+def test_a_bias_is_set_whichever_path_the_first_step_takes(model: str, more: dict[str, Any]) -> None:
     """A prompt too long for any graph first, then short ones: the lines of what was biased are made and made larger."""
     llm = LLM(model, **OPTIONS, **more)
     for lengths in ((700,), (20,), (30, 500, 5, 6, 7, 8), (9, 9, 9, 9, 9, 9, 9, 9, 9, 9), (12,)):
@@ -144,7 +144,7 @@ def test_a_bias_is_set_whichever_way_the_step_goes_that_a_request_joins_in(model
         assert replies == [[7 + i] * 6 for i in range(len(lengths))]
 
 
-def test_full_load_keeps_the_engine_s_books(model: str) -> None:
+def test_records_and_state_agree_after_full_load(model: str) -> None:
     """A pool far too small for what is asked: preemptions, evictions, aborts in flight; state = snapshot + records."""
     llm = LLM(model, **{**OPTIONS, "num_blocks": 300})
     engine, rng = llm.engine, np.random.default_rng(1)

@@ -29,7 +29,7 @@ SHAPE_8 = {**SHAPE, "vocab_size": 5008, "initializer_range": 0.02}
 
 
 def rounded(n: int, k: int) -> tuple[Fp8Weight, torch.Tensor]:
-    """A random matrix, and what it stands for in float64. Every value of e4m3 occurs in it."""
+    """A random matrix, and its values in float64. Every value of e4m3 occurs in it."""
     weight = Fp8Weight.empty(n, k, DEVICE)
     weight.copy_(normal(n, k, std=0.02) * torch.logspace(-2, 2, n, device=DEVICE)[:, None])
     every = torch.arange(k, device=DEVICE).remainder(127).to(torch.uint8)  # 127 would be NaN
@@ -76,7 +76,7 @@ def test_many_tokens_are_rounded_row_by_row(m: int) -> None:
     assert error(fp8.fp8_linear(x, weight), exact) < BOUND
 
 
-def test_a_row_that_is_not_finite_stays_seen_and_alone() -> None:
+def test_a_row_that_is_not_finite_shows_and_changes_no_other() -> None:
     weight, _ = rounded(128, 256)
     for m in (1, 5, 70):
         x = normal(m, 256)
@@ -86,7 +86,7 @@ def test_a_row_that_is_not_finite_stays_seen_and_alone() -> None:
         assert product[1:].isfinite().all()
 
 
-def test_a_step_in_which_nobody_samples_multiplies_nothing(model: str) -> None:
+def test_a_step_without_draws_multiplies_nothing(model: str) -> None:
     weight, _ = rounded(128, 256)
     assert fp8.fp8_linear(normal(0, 256), weight).shape == (0, 128)
     llm = LLM(model, **OPTIONS, quantization="fp8")

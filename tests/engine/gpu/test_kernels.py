@@ -169,7 +169,7 @@ def test_prefill_attention_equals_the_reference(
     for case in range(4):
         decodes = int(rng.integers(0, 3))
         chunks = [1] * decodes + rng.integers(1, (20, 300)[case % 2], int(rng.integers(1, 6))).tolist()
-        fresh = case == 3  # nobody has keys of earlier steps
+        fresh = case == 3  # no keys of earlier steps
         lengths = [chunk + int(rng.integers(0, 400)) * int(rng.integers(0, 1 if fresh else 2)) for chunk in chunks]
         pages = Pages(rng, lengths, block_size, kv_heads, dim, small)
         bounds = torch.tensor([0, *np.cumsum(chunks)], dtype=torch.int32, device=DEVICE)

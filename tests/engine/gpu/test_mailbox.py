@@ -24,7 +24,7 @@ SIZE, LANES = 4, 16
 
 
 class FakeRanks:
-    """What every rank does at the same time."""
+    """Four ranks on one GPU."""
 
     def __init__(self, words: int) -> None:
         memory = [torch.zeros(cells(LANES, SIZE, words), dtype=torch.int64, device=DEVICE) for _ in range(SIZE)]
@@ -40,8 +40,8 @@ class FakeRanks:
         self._streams = [torch.cuda.Stream() for _ in range(SIZE)]
 
     def __call__(self, run: Callable[[int, Mailbox], None]) -> None:
-        """All ranks, at once; before that one after another, with nobody waiting: loading a kernel and getting memory
-        may wait for what runs, which would wait for them."""
+        """Run all ranks at once. First run them one by one, without waiting: loading a kernel or allocating memory may
+        wait for running kernels, which would wait for this rank."""
         for alone in (1, 0):
             self.abort.fill_(alone)
             for rank, (box, stream) in enumerate(zip(self.boxes, self._streams, strict=True)):
@@ -86,7 +86,7 @@ def test_sums_over_ranks_with_and_without_a_norm(dtype: torch.dtype, tokens: int
 
 
 @pytest.mark.parametrize("noisy", [False, True])
-def test_the_best_of_all_pieces_is_what_the_whole_vocabulary_would_have_given(noisy: bool) -> None:
+def test_the_best_of_all_pieces_is_the_best_of_the_whole_vocabulary(noisy: bool) -> None:
     rows, vocab = 11, 20_011
     width = -(-vocab // SIZE)
     torch.manual_seed(3)
@@ -130,7 +130,7 @@ def test_the_best_of_all_pieces_is_what_the_whole_vocabulary_would_have_given(no
         assert torch.equal(last[kept], wanted_last[kept]) and last[order[0].long()] == -99
 
 
-def test_a_rank_that_waits_in_vain_is_let_go() -> None:
+def test_an_abort_ends_the_wait_of_a_rank() -> None:
     ranks = FakeRanks(512)
     x = torch.ones(2, 1024, device=DEVICE, dtype=torch.bfloat16)
     threading.Timer(0.3, lambda: ranks.abort.fill_(1)).start()

@@ -118,7 +118,7 @@ def test_padding_reaches_no_expert_and_the_order_of_pairs_changes_nothing(tokens
         assert int(experts.load.sum()) == 4 * live
 
 
-def test_all_tokens_may_go_to_one_expert_and_a_bad_one_spoils_no_other() -> None:
+def test_one_expert_may_get_all_tokens_and_a_bad_token_changes_no_other() -> None:
     experts = mixture(16, 2, 256, 96, True, ops)
     experts.router.zero_()
     experts.router[3] = 1
@@ -218,7 +218,7 @@ def test_the_records_count_every_token_and_no_padding(model: str, path: str) -> 
 
 
 @pytest.mark.parametrize("kind", ["experts", "dense"])
-def test_nothing_is_compiled_while_somebody_waits(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_during_a_request(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of all sizes, alone and together, drawn in every way: each form of the kernels was made at the start."""
     shape = {**SHAPE, "hidden_size": 384, "moe_intermediate_size": 136, "intermediate_size": 1152}
     if kind == "dense":

@@ -95,7 +95,7 @@ def test_graphs_draw_the_reference_s_own_tokens(model: str, count: int) -> None:
     assert np.mean([s > 0 for s in short]) < 0.1, "ties aside, the tokens should be the reference's own"
 
 
-def test_sampled_replies_part_only_where_rounding_decides(model: str) -> None:
+def test_sampled_replies_differ_only_where_rounding_decides(model: str) -> None:
     """In bfloat16 two words may be nearer than two kernels round: few replies may part, the others are the same."""
     asked = wordy(40)
     plain, drafting = (LLM(model, **OPTIONS, **options) for options in ({}, SPECULATION))
