@@ -29,7 +29,7 @@ def lifeline() -> int:
 
 
 def end_with_parent() -> None:
-    """End this process with its parent, if that has passed a lifeline. Call it early in `main`."""
+    """End this process when its parent ends, if the parent passed a lifeline. Call it early in `main`."""
     number = os.environ.pop(VARIABLE, "")  # not for the children of this process
     with contextlib.suppress(ValueError, OSError):
         if stat.S_ISFIFO(os.fstat(int(number)).st_mode):

@@ -19,7 +19,7 @@ PROMPT, REPLY, STREAMS, PREFIX, REPEATS = 32, 64, 8, 512, 5
 
 
 def cpu_rows(llm: LLM, work: Work, limits: Limits, directory: Path, compare: bool) -> Iterator[Row]:
-    """The rows of this engine; with `compare`, and if transformers is installed, its figures as the best other."""
+    """Yields the rows of this engine. `compare`: if transformers is installed, measure it, too."""
     vocab = int(llm.info["vocab_size"])
     seeds = iter(range(1, 10_000))
 

@@ -54,7 +54,7 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
 
 
 def _memory(device: torch.device, count: int) -> tuple[float, float]:
-    """Bytes per second of copying and of reading `count` float32 numbers. Their memory is free again at the return."""
+    """Bytes per second of copying and of reading `count` float32 numbers. Frees their memory on return."""
     source = torch.empty(count, device=device).normal_()
     target = torch.empty_like(source)
     rows = source.view(-1, 1 << 20)

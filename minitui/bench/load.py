@@ -228,7 +228,7 @@ async def send(client: Any, planned: Planned, began: float) -> Outcome:
         outcome.error, outcome.detail = type(error).__name__, str(error)
     finally:
         outcome.total = time.perf_counter() - started
-        outcome.output_tokens = outcome.output_tokens or pieces  # without a usage each piece counts as a token
+        outcome.output_tokens = outcome.output_tokens or pieces  # without usage, each piece counts as a token
     return outcome
 
 
@@ -322,7 +322,7 @@ def spread(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 def report(figures: dict[str, Any]) -> list[str]:
-    """The same as lines of text."""
+    """Returns the figures as lines of text."""
     limits = ", ".join(f"{name.removesuffix('_ms')} {limit:g} ms" for name, limit in figures["limits"].items())
     good = f"{figures['goodput_per_s']:.2f} within the limits ({limits}), " if limits else ""
     missed = ", ".join(f"{count} {error}" for error, count in figures["not_answered"].items())

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from engine.errors import EngineError
 from minitui import settings as settings_file
-from minitui.chat.conversation import Sampling
-from minitui.chat.model_choice import PLAIN_SYSTEM_PROMPT, Choice, choose_model, served_choice
+from minitui.chat.model_choice import Choice, choose_model, served_choice
 from minitui.chat.store import Store
 from minitui.cli.launch import apply_looks, live_source, log_path, make_sampling, recorded, run_app
 from minitui.cli.options import Model, Record, System, chosen_options, engine_config, with_options
+from minitui.sources.base import Source
 from minitui.tui.terminal import need_terminal
 
 if TYPE_CHECKING:
+    from minitui.tui.app import MinituiApp
     from minitui.web.serve import WebSettings
-
-FOR_PIPES = 'minitui ask "What is a KV cache?"'
 
 
 @with_options("sampling", "looks", "engine")
@@ -76,71 +74,53 @@ def chat(
             raise typer.BadParameter("--record works in one terminal; to record all tabs use minitui serve --record")
         if resume and not mirror:
             raise typer.BadParameter("--resume needs --mirror: otherwise every tab would reopen the same chats")
-        settings = WebSettings(web_host, web_port, tuple(urls), mirror=mirror)
+        browser = WebSettings(web_host, web_port, tuple(urls), mirror=mirror)
         options = {"system": system, **sampling, **looks, "resume": resume or None}
-        raise typer.Exit(run_in_browser(model, engine, settings, key, options))
+        raise typer.Exit(run_in_browser(model, engine, browser, key, options))
     if mirror:
         raise typer.BadParameter("--mirror needs --web")
+    settings = settings_file.load()
+    apply_looks(settings, looks)
+    need_terminal("minitui chat", 'minitui ask "What is a KV cache?"')
+    chosen = make_sampling(sampling, settings.chat)
+    system = settings.chat.system if system is None else system
+    app: type[MinituiApp] | None = None
+    source: Source
     if urls:
-        raise typer.Exit(run_connected(urls, key, model, system, sampling, looks, resume, record))
-    raise typer.Exit(run_chat(model, system, engine, sampling, looks, resume, record))
+        source, choice, app = connect_to(urls, key, model, system, record is not None)
+    else:
+        choice = choose_model(model, system)
+        source = live_source(choice, engine)
+    store = Store(settings_file.data_dir() / "chats.sqlite")
+    raise typer.Exit(run_app(recorded(source, record), choice, settings, chosen, store, resume, make=app))
 
 
-def run_chat(
-    model: str | None, system: str | None, engine: dict[str, Any], sampling: dict[str, Any], looks: dict[str, Any],
-    resume: bool, record: Path | None,
-) -> int:  # fmt: skip
-    """Chats on an engine of our own; returns the exit code."""
-    settings = settings_file.load()
-    apply_looks(settings, looks)
-    need_terminal("minitui chat", FOR_PIPES)
-    choice = choose_model(model, settings.chat.system if system is None else system)
-    chosen = make_sampling(sampling, settings.chat)
-    source = recorded(live_source(choice, engine), record)
-    return run_app(source, choice, settings, chosen, _store(), resume)
+def connect_to(
+    urls: list[str], key: str, model: str | None, system: str | None, record: bool
+) -> tuple[Source, Choice, type[MinituiApp] | None]:
+    """Returns the source for one or several servers, their model, and the application to run (None: the usual one).
 
-
-def run_connected(
-    urls: list[str], key: str, model: str | None, system: str | None, sampling: dict[str, Any],
-    looks: dict[str, Any], resume: bool, record: Path | None,
-) -> int:  # fmt: skip
-    """Chats on one or several servers; returns the exit code."""
+    Several servers are used token-exactly if all of them are minitui servers. `record`: the source is to be recorded.
+    """
+    from minitui.sources.openai import OpenAISource
     from minitui.sources.remote import RemoteSource
-    from minitui.sources.remote_info import probe
-
-    settings = settings_file.load()
-    apply_looks(settings, looks)
-    need_terminal("minitui chat", FOR_PIPES)
-    chosen = make_sampling(sampling, settings.chat)
-    wanted = settings.chat.system if system is None else system
-    store = _store()
-    if len(urls) > 1:
-        if record is not None:
-            raise EngineError("--record records one engine: connect to one address, or use minitui serve --record")
-        return _run_replicas(urls, key, model, wanted, settings, chosen, store, resume)
-    [url] = urls
-    info = probe(url, key)
-    if info is None:  # not a minitui server
-        from minitui.sources.openai import OpenAISource
-        from minitui.tui.openai_app import ForeignApp
-
-        if record is not None:
-            raise EngineError(f"{url} sends no engine records: there is nothing to record")
-        choice = Choice("", "", PLAIN_SYSTEM_PROMPT if system is None else system, "model")
-        return run_app(OpenAISource(url, key, model or ""), choice, settings, chosen, store, resume, make=ForeignApp)
-    if info and model not in (None, info["model"]):
-        raise EngineError(f"{url} serves {info['model']!r}, not {model!r}: leave --model out")
-    source = recorded(RemoteSource(url, key), record)
-    return run_app(source, served_choice(info, wanted), settings, chosen, store, resume)
-
-
-def _run_replicas(
-    urls: list[str], key: str, model: str | None, system: str | None, settings: settings_file.Settings,
-    sampling: Sampling, store: Store, resume: bool,
-) -> int:  # fmt: skip
-    """Chats on several servers; token-exact if all of them are minitui servers."""
-    from minitui.sources.remote_info import probe_all
+    from minitui.sources.remote_info import probe, probe_all
     from minitui.sources.replicas import ReplicaSource
+
+    if len(urls) == 1:
+        [url] = urls
+        info = probe(url, key)
+        if info is None:  # not a minitui server
+            from minitui.tui.openai_app import ForeignApp
+
+            if record:
+                raise EngineError(f"{url} sends no engine records: there is nothing to record")
+            return OpenAISource(url, key, model or ""), served_choice({}, system), ForeignApp
+        if info and model not in (None, info["model"]):
+            raise EngineError(f"{url} serves {info['model']!r}, not {model!r}: leave --model out")
+        return RemoteSource(url, key), served_choice(info, system), None
+    if record:
+        raise EngineError("--record records one engine: connect to one address, or use minitui serve --record")
     from minitui.tui.replica_app import BlindReplicaApp, ReplicaApp
 
     found = probe_all(urls, key)
@@ -149,15 +129,13 @@ def _run_replicas(
         raise EngineError("; ".join(str(error) for error in found))
     source = ReplicaSource(urls, key, model or "", None not in found)
     choice = served_choice(next((info for info in minitui_servers if info), {}), system)
-    app = ReplicaApp if minitui_servers else BlindReplicaApp
-    return run_app(source, choice, settings, sampling, store, resume, make=app)
+    return source, choice, ReplicaApp if minitui_servers else BlindReplicaApp
 
 
 def run_in_browser(
     model: str | None, engine: dict[str, Any], web: WebSettings, key: str, options: dict[str, Any]
 ) -> int:
-    """Chats in a browser; returns the exit code. `options` are passed on to the application of each tab, None left
-    out."""
+    """Chats in a browser; returns the exit code. `options`: of each tab's application; None is left out."""
     from minitui.web.serve import run_web
 
     choice = choose_model(None if web.connect else model)
@@ -173,6 +151,3 @@ def run_in_browser(
     web = replace(web, options=tuple(passed))
     return run_web(web, engine_config(choice.name, **engine), choice.label, log_path())
 
-
-def _store() -> Store:
-    return Store(settings_file.data_dir() / "chats.sqlite")

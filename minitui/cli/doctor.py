@@ -34,7 +34,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON obj
 
 
 def examine() -> dict[str, Any]:
-    """Everything found, as plain data. Imports torch, which takes a second or two."""
+    """Returns everything found as plain data. Imports torch, which takes a second or two."""
     import torch
 
     gpus: list[dict[str, Any]] = []
@@ -71,7 +71,7 @@ def examine() -> dict[str, Any]:
 
 
 def report(found: dict[str, Any]) -> list[str]:
-    """The same as lines of text."""
+    """Returns the findings of `examine` as lines of text."""
     lines = [
         f"minitui {found['minitui']} · Python {found['python']} · torch {found['torch']} · {found['platform']}",
         f"{found['cpu_cores']} CPU cores, {found['memory_gib']:.0f} GiB of memory",
@@ -104,7 +104,7 @@ def report(found: dict[str, Any]) -> list[str]:
 
 
 def _backends() -> list[str]:
-    """The torch.distributed backends that ranks can use."""
+    """Returns the torch.distributed backends that ranks can use."""
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -150,7 +150,7 @@ def _terminal() -> dict[str, Any]:
 
 
 def _cached_models() -> tuple[list[str], dict[str, list[str]]]:
-    """The usable models of the cache; and for each unusable one the missing weight files."""
+    """Returns the complete models of the cache, and the missing weight files of each incomplete one."""
     from engine.hub.cache import cached_snapshots
 
     snapshots = cached_snapshots()

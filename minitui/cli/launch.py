@@ -1,4 +1,4 @@
-"""What the commands share to run an engine, a recording and the application."""
+"""Functions of several commands: they run an engine, a recording and the application."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def _modified(path: Path) -> float:
 
 
 def make_sampling(options: dict[str, Any], defaults: settings_file.ChatSettings) -> Sampling:
-    """The command line's sampling, then the settings', then the checkpoint's. Raises InvalidRequest."""
+    """Returns the sampling. The command line overrides the settings, the settings override the checkpoint.
+
+    Raises InvalidRequest.
+    """
     chosen = {name: getattr(defaults, name) if value is None else value for name, value in options.items()}
     sampling = Sampling(**chosen)
     sampling.params({}).validate(1 << 31)
@@ -59,7 +62,7 @@ def make_sampling(options: dict[str, Any], defaults: settings_file.ChatSettings)
 
 
 def apply_looks(settings: settings_file.Settings, looks: dict[str, Any]) -> None:
-    """Overrides theme, fps and ascii for this run by those of the command line."""
+    """Replaces theme, fps and ascii by the command line's, for this run."""
     if looks["theme"] is not None:
         settings.theme = theme_name(looks["theme"])
     for name in ("fps", "ascii"):
@@ -76,7 +79,7 @@ def theme_name(theme: str) -> str:
 
 
 def recorded(source: Source, path: Path | None) -> Source:
-    """The source itself, or one that also records it in `path`."""
+    """Returns the source, or one that also records it in `path`."""
     if path is None:
         return source
     from minitui.sources.recording import RecordingSource
@@ -132,7 +135,7 @@ def run_app(
 
 
 def show(app: MinituiApp, guard: TerminalGuard) -> int:
-    """Runs the application, restores the terminal and returns the exit code. Raises what crashed the application."""
+    """Runs the application, restores the terminal and returns the exit code. Raises the exception that ended it."""
     with guard.watching(), tolerant_input():
         app.run()
     if app.crash is not None:

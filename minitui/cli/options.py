@@ -155,7 +155,7 @@ def engine_config(model: str, **options: Any) -> EngineConfig:
         text = options["speculation"]
         options["speculation"], _, tokens = text.partition(":")
         if tokens and not tokens.isdecimal():
-            raise EngineError(f"speculation is {text!r}: after the colon goes a number, as in prompt-lookup:8")
+            raise EngineError(f"speculation is {text!r}: a number must follow the colon, as in prompt-lookup:8")
         if tokens:
             options["speculative_tokens"] = int(tokens)
     if "kv_blocks" in options:

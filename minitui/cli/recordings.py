@@ -22,7 +22,7 @@ def replay(
     trace: Annotated[
         str | None,
         typer.Argument(
-            help="A file written with --record, or the name of a bundled recording; without it, lists those.",
+            help="A file written with --record, or the name of a bundled recording. Default: list those.",
             metavar="[FILE|NAME]",
         ),
     ] = None,
@@ -91,8 +91,10 @@ def run_replay(trace: str, speed: float | None, looks: dict[str, Any]) -> int:
 def run_export(
     trace: str | Path, kind: str, out: Path | None, step: int | None, size: str, theme: str | None
 ) -> Path:
-    """Exports a recording; returns the file written: `out`, or one beside the recording, or for a bundled recording
-    one in the working directory."""
+    """Exports a recording; returns the file written.
+
+    Without `out` it is beside the recording, or in the working directory if the recording is bundled.
+    """
     from minitui.export import PICTURES, SUFFIXES, export
     from minitui.trace.bundled import find_trace, is_bundled
 

@@ -20,13 +20,13 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     api_key: Annotated[
-        list[str] | None, typer.Option(help="Key that allows everything. MINITUI_API_KEY is safer.")
+        list[str] | None, typer.Option(help="A key with all rights. MINITUI_API_KEY is safer.")
     ] = None,
     chat_key: Annotated[
-        list[str] | None, typer.Option(help="Key that allows to ask and to watch; or MINITUI_CHAT_KEY.")
+        list[str] | None, typer.Option(help="A key for asking and watching; or MINITUI_CHAT_KEY.")
     ] = None,
     watch_key: Annotated[
-        list[str] | None, typer.Option(help="Key that allows to watch only; or MINITUI_WATCH_KEY.")
+        list[str] | None, typer.Option(help="A key for watching only; or MINITUI_WATCH_KEY.")
     ] = None,
     record: Record = None,
     cors_origin: Annotated[

@@ -182,7 +182,7 @@ def compare(directory: Path, reference: Reference, dtype: str, device: str) -> l
 
 
 def _worst_logprob(llm: Any, reference: Reference) -> float:
-    """The largest difference of a log-probability, over all positions: of the token there, and of the top tokens."""
+    """Returns the largest difference of a log-probability: of the given and the top tokens, at all positions."""
     from engine.params import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=TOP, ignore_eos=True)

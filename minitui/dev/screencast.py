@@ -24,9 +24,9 @@ from minitui.teaching.demo import DEMOS
 from minitui.tui.app import MinituiApp
 from minitui.tui.demo import play_in_app
 
-LOOKS_A_SECOND = 2.5
+FRAMES_PER_S = 2.5
 COLOURS = 96
-LAST_STANDS_S = 6.0
+LAST_FRAME_S = 6.0
 
 
 @dataclass
@@ -50,7 +50,7 @@ async def film(name: str, columns: int, rows: int, beat: float) -> list[Frame]:
             playing = asyncio.create_task(play_in_app(demo, app, None, beat))
             last = time.monotonic()
             while not playing.done():
-                await asyncio.sleep(1 / LOOKS_A_SECOND)
+                await asyncio.sleep(1 / FRAMES_PER_S)
                 svg, now = offline(app.export_screenshot(title="minitui")), time.monotonic()
                 if frames and _drawn(frames[-1].svg) == _drawn(svg):
                     frames[-1].seconds += now - last
@@ -58,7 +58,7 @@ async def film(name: str, columns: int, rows: int, beat: float) -> list[Frame]:
                     frames.append(Frame(svg, now - last))
                 last = now
             await playing
-    frames[-1].seconds += LAST_STANDS_S
+    frames[-1].seconds += LAST_FRAME_S
     return frames
 
 

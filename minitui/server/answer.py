@@ -30,7 +30,7 @@ from minitui.server.sse import DONE, EventStream, event, unless_gone
 
 @dataclass(slots=True)
 class Output:
-    """A sequence, or the part of it that has just come."""
+    """A sequence so far, or its next piece."""
 
     text: str = ""
     ids: list[int] = field(default_factory=list)
@@ -47,13 +47,13 @@ class Output:
         self.metrics = part.metrics or self.metrics
 
 
-Part = tuple[int, Output]  # (the sequence's index, what has come of it)
+Part = tuple[int, Output]  # (the sequence's index, its next piece)
 
 
 class Answer:
-    """One request's sequences. Takes their places in the queue at once and keeps them until `close`."""
+    """One request's sequences. Reserves places in the queue at once; `close` frees them."""
 
-    cancellable: ClassVar[bool] = False  # the caller may end it; otherwise an abort is the operator's, and an error
+    cancellable: ClassVar[bool] = False  # by the caller; if not, an abort comes from the operator and is an error
 
     def __init__(self, service: Service, sequences: int, stream: bool) -> None:
         """Raises ApiError if the server is not ready or the queue is full. `stream`: answer with events."""
@@ -224,14 +224,14 @@ async def _read(stream: Stream) -> AsyncIterator[Output]:
 
 
 class OpenAIAnswer(Answer):
-    """What chat and completions share: the head, the choices' usage, and the closing events."""
+    """The common part of chat and completions: the head, the usage, and the closing events."""
 
     prefix: ClassVar[str]  # of the answer's id
     object: ClassVar[str]  # of the whole answer
     chunk_object: ClassVar[str]  # of an event
 
     def __init__(self, service: Service, body: Any, prompts: int) -> None:
-        """`body`: a ChatRequest or CompletionRequest with so many prompts."""
+        """`body`: a ChatRequest or CompletionRequest with this many prompts."""
         service.check_ready()
         service.check_model(body.model)
         self.samples = body.n or 1

@@ -33,7 +33,7 @@ MASKED = {"insert": (FIELDS["insert"].index("ids"),), "extend": (FIELDS["extend"
 
 
 class Watcher:
-    """One reader of the record stream. `client`: its X-Minitui-Client, by which it can own the gate."""
+    """One reader of the record stream. `client`: its header X-Minitui-Client, which identifies the gate's owner."""
 
     def __init__(self, client: str | None = None) -> None:
         self.client = client
@@ -115,12 +115,12 @@ class Broadcast:
         self._task = self._client = self.state = None
 
     def greeting(self, name: str) -> bytes:
-        """Returns an event with the engine's name and the number of the last record before the next one."""
+        """Returns an event with the engine's name and the number of its last record."""
         seq = self.state.seq if self.state is not None else 0
         return event({"began": self.engine, "seq": seq}, name)
 
     def watches(self, client: str | None) -> bool:
-        """Has this client an open record stream?"""
+        """Returns whether this client has an open record stream."""
         return client is not None and any(watcher.client == client for watcher in self.watchers)
 
     @property

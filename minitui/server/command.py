@@ -30,7 +30,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BACKLOG = 512
 EXAMPLE = '{"messages": [{"role": "user", "content": "What is a KV cache?"}]}'
 DEAD_PEER_S = 20  # a peer that acknowledges nothing for this long is dropped
-LAST_ANSWERS_S = 1  # the time that connections get to end after the engine
+LAST_ANSWERS_S = 1  # for connections to close after the engine has ended
 
 
 class _Uvicorn(uvicorn.Server):

@@ -1,4 +1,4 @@
-"""Connections before their first request: heads that come too slowly, and bytes that are not HTTP."""
+"""Connections before their first request: request heads that arrive too slowly, and bytes that are not HTTP."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/ready", response_model=Health, responses={503: {"model": Health}})
     async def ready() -> JSONResponse:
-        """200 when a request would be accepted now."""
+        """200 if a request would be accepted now, else 503."""
         _, state = service.health()
         try:
             service.check_ready()

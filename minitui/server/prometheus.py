@@ -1,6 +1,6 @@
 """Counters, gauges and histograms in Prometheus' text format, version 0.0.4.
 
-prometheus_client would need a loop over a reply's tokens for `Histogram.observe`, which has no weights.
+prometheus_client is not used: its `Histogram.observe` has no weights, so every reply would need a loop over its tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Encodes texts and conversations. Long ones take long: call these functions in a thread.
+"""Encodes texts and conversations. This is slow for long ones: call these functions in a thread.
 
-Of a prompt that is much too long, only the beginning is encoded before it is refused. Encoding all of it could take ten
-seconds and a gigabyte, and delay other prompts.
+If a prompt is much too long, only its beginning is encoded, and the prompt is refused. Encoding all of it could take
+ten seconds and a gigabyte, and delay other prompts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from minitui.server.errors import ApiError
 from minitui.server.schema import ChatMessage
 from minitui.server.tools import as_plain_messages, with_parsed_arguments
 
-CHARACTERS = 8  # more than a token has on average in any real text
+CHARACTERS = 8  # per token; real texts have fewer on average
 MARGIN = 16  # tokens that cutting a text may add
 
 

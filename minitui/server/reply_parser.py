@@ -4,7 +4,7 @@
     <tool_call>{"name", "arguments"}</tool_call>   a call, in the format of Hermes and Qwen
     everything else                         content
 
-A marker may come in pieces. Text that may begin one is held back until the next text decides it.
+A marker may come in pieces. Text that may begin a marker is held back until the next text completes or excludes it.
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ from minitui.trace.recorder import Recording
 logger = logging.getLogger("minitui.server")
 T = TypeVar("T")
 
-BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)  # before a restart, by the number of deaths in a row
+BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)  # before a restart, after one, two, … deaths in a row
 STABLE_S = 60.0  # an engine that ran for this long starts the count again
-CLOSE_S = 1.0  # the time that the engine gets to end by itself when the server stops
+CLOSE_S = 1.0  # for the engine to end by itself when the server stops
 MASK_TEXT = "."
 CHAT_ID = re.compile(r"[0-9a-f]{8}")  # random ids of minitui/chat/conversation.py
 

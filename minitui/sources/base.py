@@ -1,14 +1,14 @@
 """`Source`: an engine on this machine, a server, several servers, or a recording.
 
-Everything above this folder knows a Source, never an engine. Nothing heavy is imported before `start`, because the
-application draws first.
+The folders above use a Source, never an engine. `start` imports the heavy modules, because the application draws first.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class Source(ABC):
-    """What the application shows and sends requests to.
+    """An engine, or a recording of one, that the application shows.
 
-    Abstract methods are what every source does. The others have a default for sources that cannot do them.
+    Every source implements the abstract methods. The others have defaults for sources that cannot do them.
     """
 
     log_file: Path | None = None  # of an engine process on this machine
@@ -49,6 +49,18 @@ class Source(ABC):
         self._ready.clear()
         await self._stop()
         await self.start(on_progress)
+
+    @contextlib.contextmanager
+    def _starting(self) -> Iterator[None]:
+        """Starts the engine in its block. Afterwards `ready` returns, or raises the block's EngineError."""
+        self.error = None
+        try:
+            yield
+        except EngineError as error:
+            self.error = str(error)
+            self._ready.set()
+            raise
+        self._ready.set()
 
     def keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` as a task that is cancelled when this source closes or starts again."""
@@ -75,8 +87,8 @@ class Source(ABC):
             raise EngineDead(self.error)
 
     async def reconfigure(self, config: EngineConfig) -> None:
-        """Replace the engine by one with another configuration. Raises EngineError; so does a source that cannot."""
-        raise EngineError("only an engine that minitui has started itself can be given another configuration")
+        """Replace the engine by one with another configuration. Raises EngineError, also if this source cannot."""
+        raise EngineError("only an engine that this minitui started can change its configuration")
 
     def on_death(self, callback: Callable[[str], None]) -> None:
         """Call `callback` with a sentence when it ends by itself. Some sources never do."""

@@ -87,7 +87,7 @@ def open_client(url: str, key: str = "", client: str = "") -> httpx.AsyncClient:
 
 
 async def close_client(client: httpx.AsyncClient) -> None:
-    """Close the connections of a client; a server that does not let them close in time is not waited for."""
+    """Close the connections of a client; wait at most CLOSE_S for the server."""
     closing = asyncio.create_task(client.aclose())
     await asyncio.wait({closing}, timeout=CLOSE_S)
 

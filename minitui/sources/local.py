@@ -6,7 +6,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import EngineDead, EngineError
+from engine.errors import EngineDead
 from engine.params import SamplingParams
 from engine.process.heartbeat import Condition
 from engine.trace.records import Packet, Record
@@ -50,15 +50,9 @@ class LocalSource(Source):
     async def _wait_for(self, launch: Awaitable[None]) -> None:
         """Wait until the engine is up. Raises EngineError if it cannot start."""
         assert self._client is not None
-        self.error = None
-        try:
+        with self._starting():
             await launch
-        except EngineError as error:
-            self.error = str(error)
-            self._ready.set()  # `ready` raises the error
-            raise
-        self.info = {**self._client.info, **({"model": self._label} if self._label else {})}
-        self._ready.set()
+            self.info = {**self._client.info, **({"model": self._label} if self._label else {})}
 
     def _died(self, sentence: str) -> None:
         if self.info:  # before that, `start` raises

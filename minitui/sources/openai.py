@@ -1,7 +1,7 @@
 """Any OpenAI-compatible server as a Source: chats stream from it, its state comes from its Prometheus page.
 
 Such a server takes messages, not token ids. TextCodec therefore gives every text an id, so that chats are stored and
-compared as everywhere else. The server has no records, no snapshot and no gate. Its unknown values are None, never
+compared as with other sources. The server has no records, no snapshot and no gate. Its unknown values are None, never
 zero.
 """
 
@@ -186,21 +186,15 @@ class OpenAISource(Source):
     async def start(self, on_progress: Progress) -> None:
         """Ask for the list of models. Raises EngineError with a sentence."""
         on_progress({"stage": "connect", "done": 0, "total": 0, "text": f"connecting to {self.url}"})
-        self.error = None
-        try:
+        with self._starting():
             self.models = names = await self.list_models()
             if self._model and names and self._model not in names:
                 raise EngineError(f"{self.url} has no model {self._model!r}; it has {', '.join(names[:8])}")
             if not self._model and not names:
                 raise EngineError(f"{self.url} lists no model: name one with --model")
-        except EngineError as error:
-            self.error = str(error)
-            self._ready.set()
-            raise
-        model = self._model or names[0]
-        self.info = {"model": model, "device": self.url, "generation": {}, "log_file": "at the server"}
-        self.keep(self.poller.run())
-        self._ready.set()
+            model = self._model or names[0]
+            self.info = {"model": model, "device": self.url, "generation": {}, "log_file": "at the server"}
+            self.keep(self.poller.run())
 
     async def list_models(self) -> list[str]:
         """Returns the names of the server's models. Raises EngineError with a sentence.

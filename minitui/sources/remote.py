@@ -104,7 +104,7 @@ class RemoteSource(Source):
     def __init__(
         self, url: str, key: str = "", cache: Path | None = None, give_up_s: float = GIVE_UP_S, watching: bool = True
     ) -> None:
-        """`cache`: the directory for servers' tokenizers. Without `watching`, records are followed after `watch` only.
+        """`cache`: the directory for servers' tokenizers. Without `watching`, only `watch` follows the records.
 
         Raises InvalidRequest if `url` is not an address.
         """
@@ -119,24 +119,16 @@ class RemoteSource(Source):
 
     async def start(self, on_progress: Progress) -> None:
         """Connect, and wait while the server loads its model. Raises EngineError with a sentence."""
-        self.error = None
         on_progress({"stage": "connect", "done": 0, "total": 0, "text": f"connecting to {self.url}"})
-        try:
-            info = await self._load_info(on_progress)
-            directory = await load_tokenizer(self.http, self.url, info["tokenizer_files"], self._cache)
-            if self._watching:
-                await self.watch()
-        except (httpx.HTTPError, OSError) as error:
-            raise self._failed(unreachable(self.url, error)) from error
-        except EngineError as error:
-            raise self._failed(error) from error
-        self.info = {**info, "model_dir": str(directory), "log_file": f"at the server {self.url}"}
-        self._ready.set()
-
-    def _failed(self, error: EngineError) -> EngineError:
-        self.error = str(error)
-        self._ready.set()  # `ready` raises the error
-        return error
+        with self._starting():
+            try:
+                info = await self._load_info(on_progress)
+                directory = await load_tokenizer(self.http, self.url, info["tokenizer_files"], self._cache)
+                if self._watching:
+                    await self.watch()
+            except (httpx.HTTPError, OSError) as error:
+                raise unreachable(self.url, error) from error
+            self.info = {**info, "model_dir": str(directory), "log_file": f"at the server {self.url}"}
 
     async def _load_info(self, on_progress: Progress) -> dict[str, Any]:
         deadline = time.monotonic() + LOADING_S

@@ -1,8 +1,8 @@
 """Follows the records of a minitui server.
 
-A lost connection is made again. Records that were missed leave a gap in the numbers, which a snapshot closes. If the
-server has restarted its engine in the meantime, record numbers start at 0 again; an offset then puts them behind those
-already seen, with a gap between.
+A lost connection is opened again. Missed records leave a gap in the numbers, which a snapshot closes. If the server has
+restarted its engine in the meantime, record numbers start at 0 again. An offset then continues the numbers already
+seen, after a gap.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ class RemoteRecords:
     def drain(self) -> list[Record]:
         """Returns the records since the last call, at most about AT_ONCE of them.
 
-        There are none before the first snapshot and while one is being requested. After a gap, there is the record
-        behind it and then none until the next snapshot.
+        There are none before the first snapshot and while one is being requested. After a gap, the first record behind
+        it is returned, and then none until the next snapshot.
         """
         if self._snapshots:
             return []

@@ -1,8 +1,8 @@
 """A trace as a Source: the application shows it like an engine, and the viewer controls the clock.
 
-Records are handed out as they were recorded, with new numbers. Gate and slow motion belong to the viewer: the recorded
-ones are left out and those of the replay are inserted. A speed below 1 is slow motion, as it is live. A speed above 1
-makes the engine's time run faster.
+Records are returned as they were recorded, with new numbers. The viewer controls gate and slow motion, so the recorded
+gate and pace records are replaced by the viewer's. A speed below 1 is slow motion, as with a live engine. A speed above
+1 makes the engine's time run faster.
 """
 
 from __future__ import annotations
@@ -166,8 +166,10 @@ class ReplaySource(Source):
             self._control = [item for item in self._control if item[0] != "pace"] + [("pace", self.pace)]
 
     def seek(self, step: int) -> None:
-        """Go to the end of `step`. The next snapshot is from before it, and the records between are due at once: the
-        panels need them as history."""
+        """Go to the end of `step`.
+
+        The next snapshot is of an earlier step. The records from there are due at once: the panels need a history.
+        """
         trace = self.trace
         step = max(trace.first_step, min(step, trace.last_step))
         target = trace.locate(step)
@@ -175,7 +177,7 @@ class ReplaySource(Source):
         self._place(begin, 0)
         self._seek_to = target if step > trace.first_step else (0, 0)
         self._until, self._allowed = None, 0
-        # The records between are handed out at normal pace with an open gate. `_arrive` restores gate and pace.
+        # Those records need normal pace and an open gate. `_arrive` restores the viewer's.
         assert self._state is not None
         self._state.gate, self._state.pace = "open", 1.0
         self._control.clear()

@@ -1,9 +1,8 @@
-"""One of several servers of one model: its connection, its load, its state."""
+"""One of several servers of one model: connection, load and state."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ from urllib.parse import urlsplit
 
 from engine.errors import EngineDead, EngineError
 from minitui.sources.base import Stream
-from minitui.sources.http import httpx, normalise, reason_of
+from minitui.sources.http import httpx, normalise
 from minitui.sources.openai import OpenAISource, TextCodec
 from minitui.sources.remote import RemoteSource
 from minitui.sources.remote_info import introduce
-from minitui.sources.server_metrics import BACKOFF_S, PATIENCE_S, MetricsPoller, ServerMetrics
+from minitui.sources.server_metrics import PATIENCE_S, MetricsPoller, ServerMetrics, trouble_of, wait_after
 
 LOADING = "it is loading its model"
 UNKNOWN = "it has not answered yet"
@@ -29,7 +28,7 @@ class Replica:
     """One server.
 
     `source` answers requests, `telemetry` has the records of a minitui server, `poller` reads the server's metrics.
-    They are None until the server was reached. `telemetry` stays None for servers of other makes.
+    They are None until the server was reached. `telemetry` stays None if it is not a minitui server.
     """
 
     def __init__(self, number: int, url: str, key: str, model: str, codec: TextCodec | None, cache: Path | None):
@@ -87,12 +86,12 @@ class Replica:
         return max(ours, metrics.running + (metrics.waiting or 0) + ours - self._streams_then[1])
 
     def report_failure(self, reason: str) -> None:
-        """A request to it was lost."""
+        """Note that a request to it was lost."""
         if self.poller is not None:
             self.poller.report_failure(reason)
 
     async def until_away(self) -> None:
-        """Returns when it does not answer its polls."""
+        """Wait until it stops answering its polls."""
         if self.poller is not None:
             await self.poller.away.wait()
 
@@ -105,9 +104,8 @@ class Replica:
             try:
                 await self._connect()
             except (EngineError, httpx.HTTPError, OSError) as error:
-                slow = isinstance(error, TimeoutError)
-                self._trouble = f"it does not answer within {PATIENCE_S:g} s" if slow else reason_of(error)
-                wait = BACKOFF_S[min(failures, len(BACKOFF_S) - 1)] * random.uniform(0.8, 1.2)
+                self._trouble = trouble_of(error)
+                wait = wait_after(failures + 1)
                 failures += self._trouble != LOADING
                 self._retry_at = time.monotonic() + wait
                 self.tried.set()

@@ -4,8 +4,9 @@ If every server is a minitui server, chats are sent as token ids. If one is not,
 messages (`exact` is False). The state of every replica comes from its Prometheus page. The panels follow the records of
 one minitui server at a time: `shown`.
 
-If a replica is lost before the first piece of an answer, the request moves to the next replica in order. Later, the
-answer ends with an error. A replica that is away is tried at growing intervals, and takes requests when it is back.
+If a replica is lost before the first piece of an answer, the request moves to the next replica in order. If it is lost
+later, the answer ends with an error. A replica that is away is tried at growing intervals, and takes requests when it
+is back.
 """
 
 from __future__ import annotations
@@ -207,21 +208,18 @@ class ReplicaSource(Source):
 
     async def start(self, on_progress: Progress) -> None:
         """Connect to all replicas; returns when one can answer. Raises EngineError if none can be used."""
-        self.error = None
         on_progress({"stage": "connect", "done": 0, "total": 0, "text": f"connecting to {len(self.replicas)} replicas"})
         self._connecting = [asyncio.create_task(replica.keep_connected()) for replica in self.replicas]
-        try:
-            base = await self._first_usable(on_progress)
-            assert base.source is not None
-            self.info = {**base.source.info, "device": f"{len(self.replicas)} replicas"}
-            if base.telemetry is not None:
-                await self.watch(base)
-        except EngineError as error:
-            self.error = str(error)
-            await self._stop()
-            raise
-        finally:
-            self._ready.set()
+        with self._starting():
+            try:
+                base = await self._first_usable(on_progress)
+                assert base.source is not None
+                self.info = {**base.source.info, "device": f"{len(self.replicas)} replicas"}
+                if base.telemetry is not None:
+                    await self.watch(base)
+            except EngineError:
+                await self._stop()
+                raise
 
     async def _first_usable(self, on_progress: Progress) -> Replica:
         """Returns the first usable replica in order. Raises EngineDead if there is none.

@@ -1,9 +1,9 @@
 """Which of several replicas answers a request. The rule works on addresses and loads alone.
 
 1. A chat stays with the replica that wrote its last answer: that cache holds the whole conversation.
-2. A chat without an answer is routed by its prefix: its system prompt, or else its first question. Each replica gets a
-   weight for that prefix, the hash of both, and the highest weight is the chat's home. Chats that begin alike thus use
-   the same cache, and no table is needed. When a replica leaves, only its own chats move, each to the second in its
+2. A chat without an answer is routed by its prefix: its system prompt, or else its first question. The hash of prefix
+   and replica is the replica's weight, and the replica with the highest weight gets the chat. So chats that begin alike
+   use the same cache, and no table is needed. When a replica leaves, only its own chats move, each to the second in its
    order. (Rendezvous hashing: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM ToN
    1998.)
 3. A replica that is full is skipped. Full means more than its share: SLACK times the mean number of requests over the
@@ -44,7 +44,7 @@ class Conversation(Protocol):
 
 @dataclass(frozen=True)
 class Opening:
-    """What a chat is routed by: the text it begins with, and the address of the replica that answered last."""
+    """The data that route a chat: the text it begins with, and the address of the replica that answered last."""
 
     text: str = ""
     last: str = ""

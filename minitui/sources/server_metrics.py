@@ -1,7 +1,7 @@
-"""The state of a server from its Prometheus page, which is requested again and again.
+"""The state of a server from its Prometheus page, which is polled.
 
-Servers of several makers are understood. A value that the page lacks is None, never zero. A server that cannot be
-reached is asked at growing intervals.
+vLLM's, SGLang's and minitui's pages are understood. A value that the page lacks is None, never zero. A server that
+cannot be reached is polled at growing intervals.
 """
 
 from __future__ import annotations
@@ -132,6 +132,16 @@ def read_page(text: str, before: ServerMetrics | None = None, seconds: float = 0
     return metrics
 
 
+def trouble_of(error: Exception) -> str:
+    """Returns in a few words why a server did not answer."""
+    return f"it does not answer within {PATIENCE_S:g} s" if isinstance(error, TimeoutError) else reason_of(error)
+
+
+def wait_after(failures: int) -> float:
+    """Returns the seconds until the next attempt, after this many failed ones in a row."""
+    return BACKOFF_S[min(failures, len(BACKOFF_S)) - 1] * random.uniform(0.8, 1.2)
+
+
 class MetricsPoller:
     """Polls one server. `metrics`: the last page; `trouble`: a sentence while the server cannot be used, else empty."""
 
@@ -155,9 +165,7 @@ class MetricsPoller:
         while True:
             await self.ask()
             self.history.append(self.metrics)
-            wait = POLL_S
-            if self._failures:
-                wait = BACKOFF_S[min(self._failures, len(BACKOFF_S)) - 1] * random.uniform(0.8, 1.2)
+            wait = wait_after(self._failures) if self._failures else POLL_S
             self.retry_at = time.monotonic() + wait
             self._poll_now.clear()
             with contextlib.suppress(TimeoutError):
@@ -165,7 +173,7 @@ class MetricsPoller:
                     await self._poll_now.wait()
 
     def report_failure(self, reason: str) -> None:
-        """A request did not reach the server: it counts as away until it answers the poll that follows at once."""
+        """Note that a request did not reach the server: it counts as away until it answers a poll. Poll at once."""
         self.trouble, self.metrics = reason, ServerMetrics()
         self.away.set()
         self._poll_now.set()
@@ -177,8 +185,7 @@ class MetricsPoller:
                 trouble = await self._not_ready()
                 page = await self._http.get("/metrics")
         except (httpx.HTTPError, OSError) as error:
-            slow = isinstance(error, TimeoutError)
-            self.trouble = f"it does not answer within {PATIENCE_S:g} s" if slow else reason_of(error)
+            self.trouble = trouble_of(error)
             self.metrics = ServerMetrics()
             self._failures += 1
             self.away.set()

@@ -1,9 +1,9 @@
 """One application for many viewers: its output is sent to all of them, and only the presenter can type.
 
 A viewer begins with a keyframe, which is the whole screen, and then gets all output. At most MAX_UNREAD bytes are
-queued for a viewer. When a slow viewer's queue is full, it is cleared, and the viewer continues with a new keyframe: it
-sees fewer pictures, and the others are not delayed. A keyframe costs the application a full drawing, so all viewers
-that need one share it, and there are at most two a second.
+queued for a viewer. If the queue of a slow viewer is full, it is cleared, and the viewer continues with a new keyframe:
+this viewer sees fewer pictures, and other viewers are not delayed. A keyframe costs the application a full drawing, so
+all viewers that need one share it, and there are at most two per second.
 
 Forty viewers cost the serving process hardly more than one: 5.0 % of a core and 91 MB instead of 4.2 % and 90 MB.
 """

@@ -15,7 +15,7 @@ from engine.errors import EngineError
 from minitui.lifeline import VARIABLE, lifeline
 
 READY = b"__GANGLION__\n"  # the first line of Textual's web driver
-QUIT_S = 4.0  # the time that the application gets for each way to end
+QUIT_S = 4.0  # for each way to end the application
 MAX_UNREAD = 4 << 20  # bytes of input that an application has not read yet; more is dropped
 
 

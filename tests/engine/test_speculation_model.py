@@ -198,7 +198,7 @@ def test_the_engine_reports_its_speculation(checkpoint: Path) -> None:
     ("text", "words"),
     [
         ("eagle", "speculation is 'eagle': it must be off or prompt-lookup"),
-        ("prompt-lookup:many", "after the colon goes a number"),
+        ("prompt-lookup:many", "a number must follow the colon"),
         ("prompt-lookup:0", "speculative_tokens is 0: it must be from 1 to 32"),
         ("prompt-lookup:33", "speculative_tokens is 33"),
     ],

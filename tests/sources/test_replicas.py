@@ -82,8 +82,7 @@ def test_a_chat_stays_where_its_last_answer_was_written_unless_that_is_full_or_g
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minitui.sources.server_metrics.POLL_S", 0.1)
-    for module in ("server_metrics", "replica"):
-        monkeypatch.setattr(f"minitui.sources.{module}.BACKOFF_S", (0.05, 0.1))
+    monkeypatch.setattr("minitui.sources.server_metrics.BACKOFF_S", (0.05, 0.1))
 
 
 @contextlib.asynccontextmanager
@@ -275,7 +274,8 @@ async def test_the_model_is_that_of_the_first_replica_however_late_it_answers() 
 
 
 async def test_a_replica_that_does_not_answer_at_the_start_counts_as_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minitui.sources.replica.PATIENCE_S", 0.5)
+    for module in ("server_metrics", "replica"):
+        monkeypatch.setattr(f"minitui.sources.{module}.PATIENCE_S", 0.5)
     silent, answering = await FakeServer(("big",)).start(), await FakeServer(("small",)).start()
     silent.silent.set()
     async with replicated(silent, answering) as (source, _):
