@@ -1,4 +1,4 @@
-"""A conversation: its messages, how its answers are sampled, and its title. Knows no engine and no terminal."""
+"""A conversation: its messages, how its answers are sampled, and its title. Needs neither engine nor terminal."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from engine.errors import InvalidRequest
 from engine.params import SamplingParams
 from minitui.sources.base import Stream
 
-STEADY = 0.2  # share of the window that arrivals must span before `rate` reports: a few tokens give no rate
+STEADY = 0.2  # `rate` is 0 until arrivals span this share of its window: a few tokens give no rate
 LONGEST_TITLE = 40
-SKIPPED_WORDS = (  # at the beginning of a question, for its title
+SKIPPED_WORDS = (  # a title does not begin with these words of a question
     "a an and about are can could did do does explain for from give i in is it me mean of on please tell the to what "
     "whats when where which who would you your"
 )
@@ -65,15 +65,10 @@ class Sampling:
         return SamplingParams(**chosen)
 
     def set(self, name: str, text: str) -> str:
-        """Sets one by name and typed value; returns a sentence for the user. Raises InvalidRequest."""
+        """Sets the option `name` from typed text; returns a sentence for the user. Raises InvalidRequest."""
         kinds: dict[str, Callable[[str], Any]] = {
-            "temperature": float,
-            "top_p": float,
-            "top_k": int,
-            "max_tokens": int,
-            "seed": int,
-            "ignore_eos": _switch,
-        }
+            "temperature": float, "top_p": float, "top_k": int, "max_tokens": int, "seed": int, "ignore_eos": _switch,
+        }  # fmt: skip
         if name not in kinds:
             raise InvalidRequest(f"there is no setting {name!r}; the settings are {', '.join(kinds)}", name)
         try:

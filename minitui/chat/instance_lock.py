@@ -1,7 +1,7 @@
-"""Tells which minitui processes are running: each holds a lock on its own file beside the chat file.
+"""Finds out which minitui processes are running: each holds a lock on its own file beside the chat file.
 
-The kernel releases a lock however its process ends. A process id would be less safe: it can be reused, and means
-nothing in another container.
+The kernel releases the lock when the process ends, also after a crash. A process id would be less safe: it can be
+reused, and is unknown in another container.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 import uuid
 from pathlib import Path
 
-YOUNG_S = 60.0  # a younger file may exist before its lock: only older files are deleted
+YOUNG_S = 60.0  # only older files are deleted: a new file exists shortly before its lock
 
 
 class Presence:

@@ -1,4 +1,4 @@
-"""Which model a command runs on, with its default system prompt and known questions."""
+"""The model that a command runs, with its default system prompt and known questions."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from typing import Protocol
 THINK, END_THINK = "<think>", "</think>"
 
 
-
 class Codec(Protocol):
     """The part of a tokenizer that a conversation needs."""
 
@@ -38,12 +37,11 @@ class Prompt:
 def continue_prompt(rendered: list[int], kept: list[int], codec: Codec) -> Prompt:
     """The rendered prompt, with as many of the `kept` ids as possible.
 
-    Both are split at their control tokens. Piece by piece, the kept ids replace rendered ids that are equal or have
-    the same text: a model may write a text in other tokens than the tokenizer. This ends at the first piece with
-    another text.
+    Both are split at their control tokens. Piece by piece, kept ids replace the rendered ids of the same text: a model
+    may use other tokens for a text than the tokenizer. This ends at the first piece with another text.
     """
 
-    def spell(piece: list[int]) -> str:
+    def text_of(piece: list[int]) -> str:
         return codec.decode(piece, skip_special_tokens=False)
 
     ids: list[int] = []
@@ -56,16 +54,16 @@ def continue_prompt(rendered: list[int], kept: list[int], codec: Codec) -> Promp
         elif _control(old[index], piece, codec):
             at = len(ids)
             return Prompt(ids + _joined(new[index:]), at, at, "the template rewrites an earlier turn")
-        elif spell(old[index]) == spell(piece):
+        elif text_of(old[index]) == text_of(piece):
             ids += old[index]
-        elif index == len(old) - 1 and (rest := _rest(old[index], piece, spell)) is not None:
+        elif index == len(old) - 1 and (rest := _rest(old[index], piece, text_of)) is not None:
             # The answer was cut short: the rendering continues it.
             return Prompt(ids + old[index] + rest + _joined(new[index + 1 :]), kept=len(kept))
         elif index == len(new) - 1 and old[index][: len(piece)] == piece:
             ids += piece  # the end of the kept answer was removed
         else:
             at = len(ids) + _common(old[index], piece)
-            reason = _why(spell(old[index]), spell(piece), index)
+            reason = _why(text_of(old[index]), text_of(piece), index)
             return Prompt(ids + _joined(new[index:]), at, at, reason)
     else:
         # All rendered pieces matched, and some kept ones are left over: a message was removed.
@@ -99,14 +97,14 @@ def _pieces(ids: list[int], special: frozenset[int]) -> list[list[int]]:
     return pieces
 
 
-def _rest(old: list[int], piece: list[int], spell: Callable[[list[int]], str]) -> list[int] | None:
-    """The last ids of `piece`, those after the text of `old`; None if no token begins exactly there."""
-    begun, whole = spell(old), spell(piece)
+def _rest(old: list[int], piece: list[int], text_of: Callable[[list[int]], str]) -> list[int] | None:
+    """The ids of `piece` after the text of `old`; None if no token begins exactly there."""
+    begun, whole = text_of(old), text_of(piece)
     if not whole.startswith(begun):
         return None
     wanted = whole[len(begun) :]
     for start in range(len(piece), -1, -1):
-        text = spell(piece[start:])
+        text = text_of(piece[start:])
         if text == wanted:
             return piece[start:]
         if len(text) > len(wanted) + 4:  # half a character decodes to up to four replacement characters
@@ -115,12 +113,8 @@ def _rest(old: list[int], piece: list[int], spell: Callable[[list[int]], str]) -
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    count = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        count += 1
-    return count
+    """The number of ids at the beginning that both have."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _why(old: str, new: str, piece: int) -> str:
@@ -130,4 +124,4 @@ def _why(old: str, new: str, piece: int) -> str:
         return "the template adds an empty thinking part"
     if piece <= 1:
         return "the system prompt was changed"
-    return "the conversation differs there"
+    return "an earlier message differs"

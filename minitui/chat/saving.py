@@ -6,20 +6,20 @@ import time
 from collections.abc import Callable
 
 from minitui.chat.conversation import Session
-from minitui.chat.store import Store, StoredChat, StoredMessage, StoreError
+from minitui.chat.store import Store, StoreError
 
 RETRY_S = 5.0
 
 
 class Saver:
-    """Writes chats to `store`; does nothing without one. A failing file does not block: `unsaved` holds the chats that
-    it lacks, and they are saved as soon as it can be written again."""
+    """Writes chats to `store`; does nothing without one. If the file cannot be written, chats continue: `unsaved` keeps
+    them, and they are saved as soon as it can be written again."""
 
     def __init__(self, store: Store | None) -> None:
         self.store = store
         self.unsaved: dict[str, Session] = {}  # by id
         self.error = ""  # why they are unsaved
-        self.on_unsaved: Callable[[str], None] = lambda sentence: None  # called each time that saving starts to fail
+        self.on_unsaved: Callable[[str], None] = lambda sentence: None  # called when saving begins to fail
         self._retry_at = 0.0
 
     def save(self, session: Session, last: bool = False, everything: bool = False) -> None:
@@ -31,9 +31,9 @@ class Saver:
             if time.monotonic() < self._retry_at:
                 return
         try:
-            for lacking in list(self.unsaved.values()):
-                self._write(self.store, lacking, 0)
-                del self.unsaved[lacking.id]
+            for waiting in list(self.unsaved.values()):
+                self._write(self.store, waiting, 0)
+                del self.unsaved[waiting.id]
             self._write(self.store, session, 0 if everything else len(session.messages) - (1 if last else 0))
         except StoreError as error:
             self._failed(session, error)
@@ -49,7 +49,7 @@ class Saver:
             self._failed(session, error)
 
     def retry_now(self) -> None:
-        """Tries once more to save what is unsaved."""
+        """Tries once more to save the unsaved chats."""
         if self.unsaved:
             self._retry_at = 0.0
             self.save(next(iter(self.unsaved.values())))
@@ -62,18 +62,11 @@ class Saver:
             self.on_unsaved(f"{error}. Chats continue, and are saved as soon as possible.")
 
     def _write(self, store: Store, session: Session, first: int) -> None:
-        """Writes the chat and its messages from `first` on; from 0, it also deletes messages that are no more."""
+        """Writes the chat and its messages from `first` on. With 0, it also deletes the messages that were removed."""
         with store.together():
-            store.save_chat(
-                StoredChat(
-                    session.id, session.title, session.system, session.parent, dict(vars(session.sampling)),
-                    session.created, session.spelled_by, session.ids, [],
-                )
-            )  # fmt: skip
-            for position, m in list(enumerate(session.messages))[first:]:
-                store.save_message(
-                    session.id, position, StoredMessage(m.role, m.text, m.state, m.error, m.metrics, m.created)
-                )
+            store.save_chat(session)
+            for position, message in list(enumerate(session.messages))[first:]:
+                store.save_message(session.id, position, message)
             if first == 0:
                 store.truncate(session.id, len(session.messages))
             if session.closed:

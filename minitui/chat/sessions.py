@@ -1,9 +1,8 @@
 """All chats of the application on one source: the list of chats, and their answers being written.
 
-A conversation is token-exact. A session keeps the ids that it sent and received. The next prompt is what the chat
-template renders; where that spells the same text, it keeps those ids, so that the cache holds the blocks of earlier
-turns. Where a template rewrites history (Qwen3's drops the thinking of earlier turns), the prompt says from which token
-on it differs, and why.
+A session keeps the token ids that it sent and received. The chat template renders the next prompt. Where the text is
+the same, the kept ids replace the rendered ones, so that the cache holds the blocks of earlier turns. Some templates
+change earlier turns (Qwen3's drops their thinking): the prompt then says at which token it differs, and why.
 
 Answers are tasks of the running event loop; the screens poll `Message.version`.
 """
@@ -21,7 +20,7 @@ from engine.errors import EngineDead, EngineError, InvalidRequest
 from minitui.chat.conversation import LONGEST_TITLE, Message, Sampling, Session, new_id, title_of
 from minitui.chat.prompt import Codec, Prompt, continue_prompt
 from minitui.chat.saving import Saver
-from minitui.chat.store import Store, StoredChat
+from minitui.chat.store import Store
 from minitui.sources.base import Source
 
 logger = logging.getLogger("minitui")
@@ -70,8 +69,8 @@ class Chats:
         return fork
 
     def reopen(self, id: str) -> Session:
-        """Reopens a stored chat, or returns it if it is on the list. If another minitui has it open, this is a fork of
-        it. Raises InvalidRequest for an unknown id."""
+        """Reopens a stored chat, or returns the chat if it is on the list. If it is open in another minitui, this is a
+        copy of it. Raises InvalidRequest for an unknown id."""
         session = next((s for s in self.sessions if s.id == id), None)
         if session is None and (session := self.saver.unsaved.get(id)) is not None:  # newer than the file
             session.closed = False
@@ -82,9 +81,9 @@ class Chats:
             if chat is None or self.store is None:
                 raise InvalidRequest(f"the chat file has no chat {id!r}", "id")
             if self.store.claim(id):
-                session = self._from_store(chat)
+                session = _cut(chat)
             else:  # two processes would overwrite each other's messages
-                session = self._from_store(chat, "another minitui is still writing it")
+                session = _cut(chat, "another minitui is still writing it")
                 session.id, session.parent = new_id(), chat.id
                 session.note = "this chat is open in another minitui: this is a copy of it"
             self.sessions.append(session)
@@ -118,11 +117,11 @@ class Chats:
         return {session.id: f"{number} {session.title}" for number, session in enumerate(self.sessions, 1)}
 
     def restore(self) -> int:
-        """Reopens the chats of the minitui that was used last; returns how many. `left_out` describes the others."""
+        """Reopens the chats of the minitui that was used last, and returns their number. `left_out`: the others."""
         if self.store is None:
             return 0
         left = self.store.take_over(MOST_RESTORED)
-        self.sessions += [self._from_store(chat) for chat in left.chats]
+        self.sessions += [_cut(chat) for chat in left.chats]
         sentences = []
         if left.elsewhere:
             chats = "1 chat is" if left.elsewhere == 1 else f"{left.elsewhere} chats are"
@@ -133,31 +132,20 @@ class Chats:
         self.left_out = " ".join(sentences)
         return len(left.chats)
 
-    def _from_store(self, chat: StoredChat, why_cut: str = "cut short: minitui ended while writing it") -> Session:
-        known = {k: v for k, v in chat.settings.items() if k in Sampling.__dataclass_fields__}
-        session = Session(chat.id, chat.title, chat.system, Sampling(**known), parent=chat.parent, named=True)
-        session.created = chat.created
-        session.ids, session.spelled_by = chat.ids, chat.model
-        for m in chat.messages:
-            cut = m.state in ("queued", "running")
-            state, error = ("cancelled", why_cut) if cut else (m.state, m.error)
-            session.messages.append(Message(m.role, m.text, state, error, m.metrics or {}, m.created))
-        return session
-
     # --- answers
 
     @property
     def model(self) -> str:
-        """What token ids belong to: the checkpoint's name, or that of a codec with its own ids."""
+        """The name of the checkpoint that token ids belong to, or of a codec with its own ids."""
         return getattr(self.codec, "spelling", "") or str(self.source.info.get("model", ""))
 
     def asked(self) -> list[str]:
         """Every question of the chats on the list, oldest first."""
-        said = [m for session in self.sessions for m in session.messages if m.role == "user"]
-        return [m.text for m in sorted(said, key=lambda m: m.created)]
+        questions = [m for session in self.sessions for m in session.messages if m.role == "user"]
+        return [m.text for m in sorted(questions, key=lambda m: m.created)]
 
     def send(self, session: Session, text: str) -> None:
-        """Asks. Saves the question first; the answer starts when the engine is ready.
+        """Sends a question. It is saved first; the answer starts when the engine is ready.
 
         Raises InvalidRequest while an earlier answer is unfinished.
         """
@@ -190,7 +178,8 @@ class Chats:
         self.send(session, text)
 
     def cancel(self, session: Session) -> bool:
-        """Ends its answer and keeps the text so far; False if there was none. A second call does not wait."""
+        """Ends its answer and keeps the text so far; False if there was none. A second call does not wait for the
+        engine."""
         if not session.busy:
             return False
         if session._cancelled:
@@ -290,3 +279,11 @@ class Chats:
         session._cancelled = False
         self.saver.save(session, last=True)
         self.on_end(session)
+
+
+def _cut(stored: Session, reason: str = "cut short: minitui ended while writing it") -> Session:
+    """Marks the unfinished answer of a stored chat as cancelled; returns the chat."""
+    for message in stored.messages:
+        if message.busy:
+            message.state, message.error = "cancelled", reason
+    return stored

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError
+from minitui.chat.conversation import Message, Sampling, Session
 from minitui.chat.instance_lock import Presence
 
 MIGRATIONS = (
@@ -45,20 +46,19 @@ MIGRATIONS = (
         PRIMARY KEY (chat, position)
     );
     """,
-    # The token ids of a chat, so that a reopened conversation stays token-exact. Only valid for `model`.
+    # The token ids of a chat: a reopened conversation continues with exactly these. Only valid for `model`.
     """
     ALTER TABLE chats ADD COLUMN model TEXT NOT NULL DEFAULT '';
     ALTER TABLE chats ADD COLUMN ids BLOB NOT NULL DEFAULT x'';
     """,
-    # The minitui that opened it last (instance_lock.py). While that runs, no other may write the chat.
+    # The minitui process that opened it last (instance_lock.py). While it runs, no other process may write the chat.
     """
     ALTER TABLE chats ADD COLUMN run TEXT NOT NULL DEFAULT '';
     """,
 )
 
-
-OPEN_S = 5.0  # patience for other processes that open or close the file
-PATIENCE_MS = 250  # for another process that writes; saving blocks drawing, so more would be noticed
+OPEN_S = 5.0  # wait for other processes that open or close the file
+PATIENCE_MS = 250  # wait for another process that writes; saving blocks drawing, so a longer wait would be visible
 
 
 def _text(value: Any) -> Any:
@@ -71,39 +71,12 @@ class StoreError(EngineError):
 
 
 @dataclass
-class StoredMessage:
-    """One row of `messages`."""
-
-    role: str
-    text: str
-    state: str = "done"
-    error: str = ""
-    metrics: dict[str, Any] | None = None
-    created: float = 0.0
-
-
-@dataclass
-class StoredChat:
-    """One row of `chats` with its messages in order."""
-
-    id: str
-    title: str
-    system: str
-    parent: str | None
-    settings: dict[str, Any]
-    created: float
-    model: str
-    ids: list[int]
-    messages: list[StoredMessage]
-
-
-@dataclass
 class Reopened:
-    """The chats to reopen, how many other chats are not closed, and how many of all are open in another minitui."""
+    """The chats to reopen, and the numbers of other chats that are not closed."""
 
-    chats: list[StoredChat]
+    chats: list[Session]
     others: int
-    elsewhere: int
+    elsewhere: int  # open in another minitui
 
 
 @dataclass
@@ -116,15 +89,15 @@ class Found:
     closed: bool
     parent: str | None
     messages: int
-    line: str  # the line with a word that was searched for, or the last line
+    line: str  # a line with one of the words, or the last line
 
 
 class Store:
-    """The chat file. Every method takes well under a millisecond, commits before it returns (except within `together`),
-    and raises StoreError if the file cannot be read or written."""
+    """The chat file. Every method takes well under a millisecond. It commits before it returns (except within
+    `together`), and raises StoreError if the file cannot be read or written."""
 
     def __init__(self, path: Path | str) -> None:
-        """Opens or creates the file at `path` (":memory:" for none) and updates its schema.
+        """Opens or creates the file at `path` (":memory:": no file) and updates its schema.
 
         Raises StoreError if the file is from a newer minitui, or not a database.
         """
@@ -200,17 +173,17 @@ class Store:
         except sqlite3.Error as error:
             raise StoreError(f"the chat file {self.path} cannot be used: {error}") from None
 
-    def save_chat(self, chat: StoredChat) -> None:
-        """Inserts or updates the chat's row, without its messages. The chat then belongs to this process; `claim` an
-        existing one first."""
+    def save_chat(self, chat: Session) -> None:
+        """Inserts or updates the chat's row, without its messages. The chat then belongs to this process: `claim` an
+        existing chat first."""
         self._run(
             "INSERT INTO chats (id, title, system, parent, settings, created, model, ids, run) "
             "VALUES (?,?,?,?,?,?,?,?,?) "
             "ON CONFLICT (id) DO UPDATE SET title=excluded.title, system=excluded.system, settings=excluded.settings, "
             "model=excluded.model, ids=excluded.ids, run=excluded.run, closed=NULL",
             (
-                chat.id, chat.title, chat.system, chat.parent, json.dumps(chat.settings), chat.created or time.time(),
-                chat.model, array("i", chat.ids).tobytes(), self._here.id if self._here else "",
+                chat.id, chat.title, chat.system, chat.parent, json.dumps(vars(chat.sampling)), chat.created,
+                chat.spelled_by, array("i", chat.ids).tobytes(), self._here.id if self._here else "",
             ),
         )  # fmt: skip
 
@@ -223,13 +196,13 @@ class Store:
             self._run("UPDATE chats SET run = ? WHERE id = ?", (self._here.id if self._here else "", chat))
         return True
 
-    def save_message(self, chat: str, position: int, message: StoredMessage) -> None:
+    def save_message(self, chat: str, position: int, message: Message) -> None:
         """Inserts or replaces message `position` (from 0) of a saved chat."""
         self._run(
             "INSERT OR REPLACE INTO messages VALUES (?,?,?,?,?,?,?,?)",
             (
                 chat, position, message.role, message.text, message.state, message.error,
-                json.dumps(message.metrics or {}), message.created or time.time(),
+                json.dumps(message.metrics), message.created,
             ),
         )  # fmt: skip
 
@@ -242,7 +215,7 @@ class Store:
         self._run("UPDATE chats SET closed = ? WHERE id = ?", (time.time(), chat))
 
     def take_over(self, most: int) -> Reopened:
-        """Claims the open chats of the minitui that was used last, at most `most` of them; oldest first."""
+        """Claims up to `most` open chats of the minitui that was used last; returns them oldest first."""
         with self.together():
             here = self._here
             rows = self._run(
@@ -259,8 +232,8 @@ class Store:
         chats = [self._chat(*row[:-1]) for row in free if row in left]
         return Reopened(chats, len(free) - len(chats), len(rows) - len(free))
 
-    def load(self, id: str) -> StoredChat | None:
-        """One chat with its messages, by its id or an unambiguous prefix of it; None if there is none."""
+    def load(self, id: str) -> Session | None:
+        """The chat with this id, or the only one whose id begins with it; else None."""
         rows = self._run(
             "SELECT id, title, system, parent, settings, created, model, ids FROM chats WHERE id = ?1 "
             "OR (length(?1) > 2 AND substr(id, 1, length(?1)) = ?1) ORDER BY id = ?1 DESC LIMIT 2",
@@ -273,12 +246,22 @@ class Store:
     def _chat(
         self, id: str, title: str, system: str, parent: str | None, settings: str, created: float, model: str,
         ids: bytes,
-    ) -> StoredChat:  # fmt: skip
-        """A chat from its row, without damaged settings, metrics and ids."""
-        return StoredChat(id, title, system, parent, _object(settings), created, model, _ids(ids), self._messages(id))
+    ) -> Session:  # fmt: skip
+        """The chat of a row and its messages; damaged settings, metrics and ids are left out."""
+        known = {name: value for name, value in _object(settings).items() if name in Sampling.__dataclass_fields__}
+        rows = self._run(
+            "SELECT role, text, state, error, metrics, created FROM messages WHERE chat = ? ORDER BY position", (id,)
+        )
+        messages = [
+            Message(role, text, state, error, _object(metrics), created)
+            for role, text, state, error, metrics, created in rows
+        ]
+        return Session(
+            id, title, system, Sampling(**known), messages, _ids(ids), model, parent, named=True, created=created
+        )
 
     def search(self, words: str = "", most: int = 200) -> list[Found]:
-        """The chats whose title and messages contain every word, in any case; newest first."""
+        """The chats whose title and messages contain every word, in upper or lower case; newest first."""
         wanted = words.split()
         rows = self._run(
             "SELECT id, title, created, closed, parent FROM chats WHERE "
@@ -293,15 +276,6 @@ class Store:
             if all(word.lower() in said for word in wanted):
                 found.append(Found(id, title, created, closed is not None, parent, len(texts), _line(texts, wanted)))
         return found
-
-    def _messages(self, chat: str) -> list[StoredMessage]:
-        rows = self._run(
-            "SELECT role, text, state, error, metrics, created FROM messages WHERE chat = ? ORDER BY position", (chat,)
-        )
-        return [
-            StoredMessage(role, text, state, error, _object(metrics), created)
-            for role, text, state, error, metrics, created in rows
-        ]
 
     def close(self) -> None:
         """Closes the file and releases its open chats to other processes."""
@@ -325,7 +299,7 @@ def _way_out(error: sqlite3.Error) -> str:
 
 
 def _line(texts: list[str], words: list[str]) -> str:
-    """The line with the first word that occurs, from shortly before it; without words, the last line."""
+    """A line that contains one of the words, cut to begin shortly before it; the last line if none does."""
     for word in words:
         for text in texts:
             at = text.lower().find(word.lower())
@@ -343,7 +317,7 @@ def _ids(blob: bytes) -> list[int]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The JSON object in `text`; empty if that is something else."""
+    """The JSON object in `text`; an empty one if it is not an object."""
     try:
         found = json.loads(text)
     except ValueError:

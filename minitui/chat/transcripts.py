@@ -1,49 +1,21 @@
-"""Chats as Markdown and JSON, pieces of them to copy, and files quoted in prompts."""
+"""Chats as Markdown and JSON, their pieces for copying, and files quoted in prompts."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
 
 from engine.errors import EngineError
+from minitui.chat.conversation import Message, Session
 from minitui.visible import json_text, visible
 
 LARGEST_FILE = 256 * 1024  # bytes of a text file in a prompt
 
 
-class Spoken(Protocol):
-    """The part of a message that a transcript needs."""
-
-    role: str
-    text: str
-    state: str
-    error: str
-    created: float
-
-    @property
-    def metrics(self) -> Any:
-        """The engine's metrics of an answer: a dict, or None."""
-
-
-class Chat(Protocol):
-    """The part of a chat that a transcript needs: of an open or a stored one."""
-
-    id: str
-    title: str
-    system: str
-    parent: str | None
-    created: float
-
-    @property
-    def messages(self) -> Sequence[Spoken]:
-        """In order."""
-
-
-def as_markdown(chat: Chat, names: tuple[str, str] = ("You", "Assistant")) -> str:
+def as_markdown(chat: Session, names: tuple[str, str] = ("You", "Assistant")) -> str:
     """The chat as a Markdown document."""
     quoted = "\n".join(f"> {line}".rstrip() for line in chat.system.split("\n"))
     parts = [f"# {chat.title}", quoted if chat.system else ""]
@@ -53,12 +25,12 @@ def as_markdown(chat: Chat, names: tuple[str, str] = ("You", "Assistant")) -> st
     return visible("\n\n".join(p for p in parts if p)) + "\n"
 
 
-def as_json(chat: Chat) -> str:
+def as_json(chat: Session) -> str:
     """The chat as one JSON object: messages, times, how each answer ended, and its metrics."""
     messages = [
         {
             "role": m.role, "content": m.text, "created": _when(m.created),
-            **({"state": m.state, "metrics": m.metrics or {}} if m.role != "user" else {}),
+            **({"state": m.state, "metrics": m.metrics} if m.role != "user" else {}),
             **({"error": m.error} if m.error else {}),
         }
         for m in chat.messages
@@ -79,14 +51,14 @@ def named_file(name: str) -> Path:
     return path
 
 
-def write(chat: Chat, path: Path) -> None:
+def write(chat: Session, path: Path) -> None:
     """Writes the chat to a new file, as JSON if `path` ends in .json, else as Markdown. Raises EngineError."""
     try:
         with path.open("x", encoding="utf-8", errors="replace") as file:
             try:
                 file.write(as_json(chat) if path.suffix == ".json" else as_markdown(chat))
                 file.flush()
-            except OSError:  # leave no half file: it would block the next attempt
+            except OSError:  # an incomplete file would block the next attempt
                 path.unlink(missing_ok=True)
                 raise
     except FileExistsError:
@@ -95,7 +67,7 @@ def write(chat: Chat, path: Path) -> None:
         raise EngineError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def file_name(chat: Chat) -> str:
+def file_name(chat: Session) -> str:
     """A file name for the chat: "kv-cache.md"."""
     return (re.sub(r"[^a-z0-9]+", "-", chat.title.lower()).strip("-") or "chat") + ".md"
 
@@ -118,7 +90,7 @@ def code_blocks(text: str) -> list[str]:
     return [*blocks, "\n".join(lines)] if fence else blocks
 
 
-def pieces(messages: Iterable[Spoken]) -> list[tuple[str, str]]:
+def pieces(messages: Iterable[Message]) -> list[tuple[str, str]]:
     """Every question, answer and code block, newest first: (kind, text)."""
     found: list[tuple[str, str]] = []
     for m in messages:

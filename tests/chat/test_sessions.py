@@ -17,7 +17,7 @@ from minitui.chat.conversation import Message, Sampling, Session
 from minitui.chat.describe import describe_answer, split_thinking
 from minitui.chat.prompt import continue_prompt
 from minitui.chat.sessions import Chats
-from minitui.chat.store import Store, StoredChat, StoredMessage, StoreError
+from minitui.chat.store import Store, StoreError
 from tests.support.chat_file import open_chats
 from tests.support.fake_client import END, START, ByteCodec, FakeSource
 
@@ -311,10 +311,11 @@ async def test_what_one_minitui_has_open_a_second_forks_and_neither_overwrites_t
 
 def test_a_chat_is_free_when_the_minitui_that_had_it_open_was_killed(tmp_path):
     program = (
-        "import sys, time; from minitui.chat.store import Store, StoredChat, StoredMessage;"
+        "import sys, time; from minitui.chat.conversation import Message, Session;"
+        "from minitui.chat.store import Store;"
         "store = Store(sys.argv[1]);"
-        "store.save_chat(StoredChat('a', 't', '', None, {}, 1.0, 'm', [], []));"
-        "store.save_message('a', 0, StoredMessage('user', 'q'));"
+        "store.save_chat(Session('a', 't', ''));"
+        "store.save_message('a', 0, Message('user', 'q'));"
         "print('saved', flush=True); time.sleep(60)"
     )
     path = tmp_path / "chats.sqlite"
@@ -434,10 +435,10 @@ def test_the_rate_is_that_of_the_arrivals_and_not_of_how_often_one_looks():
 
 def test_an_answer_that_ended_with_the_process_says_so_and_one_that_was_cancelled_too(tmp_path):
     store = Store(tmp_path / "chats.sqlite")
-    store.save_chat(StoredChat("a", "t", "", None, {}, 1.0, "m", [], []))
+    store.save_chat(Session("a", "t", ""))
     for position, state in ((1, "running"), (3, "cancelled")):
-        store.save_message("a", position - 1, StoredMessage("user", "q", created=1.0))
-        store.save_message("a", position, StoredMessage("assistant", "half", state, created=1.0))
+        store.save_message("a", position - 1, Message("user", "q", created=1.0))
+        store.save_message("a", position, Message("assistant", "half", state, created=1.0))
     chats = Chats(FakeSource(), store)
     chats.restore()
     cut, cancelled = (m for m in chats.sessions[0].messages if m.role == "assistant")

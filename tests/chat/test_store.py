@@ -11,34 +11,35 @@ import pytest
 
 from engine.errors import EngineError
 from minitui import settings as settings_file
-from minitui.chat.store import MIGRATIONS, Store, StoredChat, StoredMessage, StoreError
+from minitui.chat.conversation import Message, Sampling, Session
+from minitui.chat.store import MIGRATIONS, Store, StoreError
 from minitui.settings import ChatSettings, Settings, SettingsError
 from tests.support.chat_file import open_chats
 
 
-def chat(id: str = "a", **changes) -> StoredChat:
+def chat(id: str = "a", **changes) -> Session:
     fields = {
         "title": "paging",
         "system": "be brief",
         "parent": None,
-        "settings": {"seed": 3},
+        "sampling": Sampling(seed=3),
         "created": 1.0,
-        "model": "m",
+        "spelled_by": "m",
         "ids": [1, 70_000],
         "messages": [],
     }
-    return StoredChat(id=id, **(fields | changes))
+    return Session(id=id, **(fields | changes))
 
 
 def test_what_is_saved_comes_back(tmp_path):
     store = Store(tmp_path / "chats.sqlite")
     store.save_chat(chat())
-    store.save_message("a", 0, StoredMessage("user", "why? ü 🫨", created=2.0))
-    store.save_message("a", 1, StoredMessage("assistant", "half", "running", created=3.0))
-    store.save_message("a", 1, StoredMessage("assistant", "whole", "done", metrics={"prompt_tokens": 7}, created=3.0))
+    store.save_message("a", 0, Message("user", "why? ü 🫨", created=2.0))
+    store.save_message("a", 1, Message("assistant", "half", "running", created=3.0))
+    store.save_message("a", 1, Message("assistant", "whole", "done", metrics={"prompt_tokens": 7}, created=3.0))
     store.close()
     [back] = open_chats(Store(tmp_path / "chats.sqlite"))
-    assert (back.title, back.system, back.settings, back.ids) == ("paging", "be brief", {"seed": 3}, [1, 70_000])
+    assert (back.title, back.system, back.sampling, back.ids) == ("paging", "be brief", Sampling(seed=3), [1, 70_000])
     assert [(m.role, m.text, m.state, m.metrics) for m in back.messages] == [
         ("user", "why? ü 🫨", "done", {}),
         ("assistant", "whole", "done", {"prompt_tokens": 7}),
@@ -50,7 +51,7 @@ def test_closed_and_empty_chats_are_kept_but_not_restored(tmp_path):
     for id in ("closed", "empty", "open"):
         store.save_chat(chat(id))
     for id in ("closed", "open"):
-        store.save_message(id, 0, StoredMessage("user", "x"))
+        store.save_message(id, 0, Message("user", "x"))
     store.close_chat("closed")
     assert [c.id for c in open_chats(store)] == ["open"]
     store.truncate("open", 0)
@@ -70,7 +71,7 @@ def test_a_file_of_the_first_schema_is_brought_up_to_date_with_its_chats(tmp_pat
     store = Store(path)
     assert store.version == len(MIGRATIONS)
     [old] = open_chats(store)
-    assert (old.model, old.ids, old.messages[0].text) == ("", [], "still here?")
+    assert (old.spelled_by, old.ids, old.messages[0].text) == ("", [], "still here?")
 
 
 def test_a_file_of_a_newer_minitui_is_refused_and_left_alone(tmp_path):
@@ -89,8 +90,8 @@ def test_a_file_of_a_newer_minitui_is_refused_and_left_alone(tmp_path):
 )
 def test_any_words_can_be_searched_for(words, found):
     store = Store(":memory:")
-    store.save_chat(StoredChat("id", "Wie groß?", "", None, {}, 1.0, "", [], []))
-    store.save_message("id", 0, StoredMessage("user", "Die Grösse: 1 \0 danach 100%."))
+    store.save_chat(Session("id", "Wie groß?", ""))
+    store.save_message("id", 0, Message("user", "Die Grösse: 1 \0 danach 100%."))
     assert [one.id for one in store.search(words)] == ["id"] * found
 
 
@@ -150,11 +151,11 @@ def test_a_file_that_cannot_be_written_is_told_in_a_sentence_and_nothing_is_half
         store.save_chat(chat(title="other"))
     other.execute("ROLLBACK")
     with pytest.raises(StoreError), store.together():
-        store.save_message("a", 0, StoredMessage("user", "x"))
+        store.save_message("a", 0, Message("user", "x"))
         store._db.execute("DROP TABLE messages")
-        store.save_message("a", 1, StoredMessage("assistant", "y"))
+        store.save_message("a", 1, Message("assistant", "y"))
     assert store.load("a").messages == []
-    store.save_message("a", 0, StoredMessage("user", "x"))
+    store.save_message("a", 0, Message("user", "x"))
     assert [m.text for m in store.load("a").messages] == ["x"]
 
 
@@ -173,11 +174,11 @@ def test_two_that_begin_at_once_make_one_file(tmp_path):
 def test_what_is_damaged_in_a_row_costs_no_word_that_was_said(tmp_path):
     store = Store(tmp_path / "chats.sqlite")
     store.save_chat(chat())
-    store.save_message("a", 0, StoredMessage("user", "why?"))
+    store.save_message("a", 0, Message("user", "why?"))
     store._db.execute("UPDATE chats SET settings = '{oops', ids = x'010203'")
     store._db.execute("UPDATE messages SET metrics = '[1'")
     [back] = open_chats(store)
-    assert (back.settings, back.ids, [(m.text, m.metrics) for m in back.messages]) == ({}, [], [("why?", {})])
+    assert (back.sampling, back.ids, [(m.text, m.metrics) for m in back.messages]) == (Sampling(), [], [("why?", {})])
 
 
 def test_a_data_directory_that_cannot_be_made_is_told_with_the_way_out(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 
 from engine.errors import EngineError
 from minitui.chat.conversation import Message, Session, title_of
-from minitui.chat.store import Store, StoredChat, StoredMessage
+from minitui.chat.store import Store
 from minitui.chat.transcripts import (
     as_json,
     as_markdown,
@@ -108,8 +108,8 @@ def test_a_title_says_what_was_asked(question, title):
 def test_every_word_must_occur_in_the_title_or_a_message(tmp_path):
     store = Store(tmp_path / "chats.sqlite")
     for id, title, text in (("abc1", "paging", "The 100% Radix tree\nsecond"), ("abc2", "Radix", "100 blocks")):
-        store.save_chat(StoredChat(id, title, "", None, {}, float(id[-1]), "m", [], []))
-        store.save_message(id, 0, StoredMessage("user", text, created=1.0))
+        store.save_chat(Session(id, title, "", created=float(id[-1])))
+        store.save_message(id, 0, Message("user", text, created=1.0))
     store.close_chat("abc1")
 
     def ids(words: str) -> list[str]:
@@ -150,7 +150,7 @@ def test_what_cannot_be_attached_is_told_at_once(tmp_path, name, why):
 
 
 def test_a_file_that_cannot_be_written_is_told_and_half_a_file_is_none(tmp_path):
-    chat = StoredChat("abc", "t", "", None, {}, 1.0, "m", [], [StoredMessage("user", "x" * 100_000, created=1.0)])
+    chat = Session("abc", "t", "", messages=[Message("user", "x" * 100_000, created=1.0)])
     with pytest.raises(EngineError, match="too long"):
         write(chat, tmp_path / ("a" * 300))
     with pytest.raises(EngineError, match="exists already"):

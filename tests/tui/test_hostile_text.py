@@ -23,7 +23,8 @@ from textual.widgets import Input, Static
 import minitui
 from engine.params import SamplingParams
 from minitui.chat import transcripts
-from minitui.chat.store import Store, StoredChat, StoredMessage
+from minitui.chat.conversation import Message, Session
+from minitui.chat.store import Store
 from minitui.cli import doctor, main, verify
 from minitui.trace.recorder import Recorder
 from minitui.tui import markdown
@@ -210,9 +211,9 @@ Command = Callable[..., bytes]
 
 def test_kept_chats_are_listed_shown_and_exported_as_plain_text(home: Path, command: Command):
     store = Store(home / "data" / "chats.sqlite")
-    store.save_chat(StoredChat("abc", EVIL, EVIL, None, {}, 1.0, messages=[], model="m", ids=[]))
-    store.save_message("abc", 0, StoredMessage("user", EVIL))
-    store.save_message("abc", 1, StoredMessage("assistant", MARKDOWN, "error", EVIL))
+    store.save_chat(Session("abc", EVIL, EVIL))
+    store.save_message("abc", 0, Message("user", EVIL))
+    store.save_message("abc", 1, Message("assistant", MARKDOWN, "error", EVIL))
     store.close()
     assert "E␛[31;9mVIL".encode() in command("chats")
     assert "E␛[31;9mVIL".encode() in command("chats", "--show", "abc")
@@ -314,8 +315,8 @@ def test_a_transcript_with_lone_surrogates_can_be_written(home: Path):
 
 def test_a_chat_with_lone_surrogates_can_be_kept(home: Path):
     store = Store(home / "data" / "chats.sqlite")
-    store.save_chat(StoredChat("abc", SURROGATE, SURROGATE, None, {}, 1.0, messages=[], model="m", ids=[]))
-    store.save_message("abc", 0, StoredMessage("user", SURROGATE, "error", SURROGATE))
+    store.save_chat(Session("abc", SURROGATE, SURROGATE))
+    store.save_message("abc", 0, Message("user", SURROGATE, "error", SURROGATE))
     [kept] = open_chats(store)
     store.close()
     assert kept.title == kept.messages[0].error == "? half ?"
