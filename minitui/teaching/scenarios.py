@@ -16,7 +16,6 @@ from engine.trace.state import CACHED, FREE, SHARED, NodeView, State
 from minitui.chat.conversation import Session
 from minitui.teaching.stage import Figures, Stage
 from minitui.text import match_reason
-from minitui.viewmodel.model import StepRow
 
 
 @dataclass(frozen=True)
@@ -109,12 +108,9 @@ async def shared_prefix(stage: Stage) -> None:
 
 
 async def _six_chats(stage: Stage) -> Figures:
-    sessions = [stage.chat(max_tokens=12, whole=True) for _ in QUESTIONS]
-    stage.show(sessions[0])
     stage.begin_count()
     await stage.gate()
-    for session, question in zip(sessions, QUESTIONS, strict=True):
-        await stage.ask(session, question)
+    sessions = await stage.write_all(QUESTIONS, [12] * len(QUESTIONS))
     stage.look("inspect")
     await stage.step(3, seconds=1.0)
     await stage.slow(0.12)
@@ -153,11 +149,8 @@ WRITERS = 3
 async def _long_paste(stage: Stage) -> tuple[float, int, int, float]:
     """Pastes a long prompt while chats write. Returns the longest wait of a writer for a token (ms), the tokens of
     the prompt, the number of steps that computed it, and their time (ms)."""
-    writers = [stage.chat("", max_tokens=60, whole=True) for _ in range(WRITERS)]
-    stage.show(writers[0])
     await stage.gate()
-    for session, question in zip(writers, QUESTIONS, strict=False):
-        await stage.ask(session, question)
+    writers = await stage.write_all(QUESTIONS[:WRITERS], [60] * WRITERS, system="")
     stage.look("inspect")
     await stage.step(5, seconds=0.25)
     pasted = stage.chat("", "the paste", max_tokens=4, whole=True)
@@ -233,7 +226,7 @@ async def eviction(stage: Stage) -> None:
     cached = stage.state().counts[CACHED]
     stage.tell(
         f"All three have ended, and no request holds their blocks. {cached} blocks stay in the tree, cached; "
-        f"{stage.state().counts[FREE]} are free. Then Alpha asks again, which uses its blocks again."
+        f"{stage.state().counts[FREE]} are free. Then Alpha asks again: now its blocks are the most recently used."
     )
     await stage.pause(2)
     await stage.ask(chats[0], QUESTIONS[4])
@@ -425,7 +418,7 @@ async def batching(stage: Stage) -> None:
 
 
 async def _asked_again(stage: Stage) -> Session:
-    """A chat that was answered and has asked the same again; stops the engine before the step of that prompt."""
+    """Asks the same question twice in a chat; stops the engine before the second prompt's step. Returns the chat."""
     session = stage.chat("", max_tokens=70)
     stage.show(session)
     await stage.gate()
@@ -444,7 +437,7 @@ async def speculation(stage: Stage) -> None:
     """The same answer without and with speculation: tokens are guessed from the text and checked."""
     stage.tell(
         "A chat asks a question, and then the same question again. The second answer repeats the first, token for "
-        "token. Still each token takes a step of its own, because the engine does not know that."
+        "token. Without speculation each token still takes its own step."
     )
     await stage.pause(2)
     session = await _asked_again(stage)
@@ -465,8 +458,8 @@ async def speculation(stage: Stage) -> None:
         f"how many steps does the same answer of {tokens} tokens take now?",
         [f"{without.steps}, as before", f"{without.steps // 2}, half of them", f"under {without.steps // 4}"],
     )
-    await stage.step_until("a right guess", lambda: _last_step(stage).accepted > 0, seconds=0.5)
-    row = _last_step(stage)
+    await stage.step_until("a right guess", lambda: stage.last_row().accepted > 0, seconds=0.5)
+    row = stage.last_row()
     request, drafted, accepted = row.drafts[0]
     stage.tell(
         f"The moment: step {row.step} computed {row.tokens} tokens for r{request}: its last and {drafted} guesses. "
@@ -487,13 +480,6 @@ async def speculation(stage: Stage) -> None:
         "not much longer than a step for one: it reads all weights either way. Text without repetition gains nothing; "
         "a request with wrong guesses gets fewer."
     )
-
-
-def _last_step(stage: Stage) -> StepRow:
-    stage.state()
-    row = stage.view.steps.get(stage.view.steps.last)
-    assert row is not None
-    return row
 
 
 DEMOS = {

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,9 +18,10 @@ from engine.core.gate import RUNNING
 from engine.errors import EngineError
 from engine.trace.state import RequestView, State
 from minitui.chat.conversation import Sampling, Session
+from minitui.chat.prompt import Codec
 from minitui.chat.sessions import Chats
 from minitui.sources.base import Source
-from minitui.viewmodel.model import Event, View
+from minitui.viewmodel.model import Event, StepRow, View
 from minitui.viewmodel.updater import Updater
 
 PATIENCE = 30.0  # seconds until a wait fails
@@ -27,7 +29,7 @@ PACES = (1, 2, 5, 10, 20, 50, 100, 200)
 BAR = 28  # width of a full bar, in cells
 HELD_TICK = 0.05  # seconds between two checks of `held`
 THINK_SECONDS = 6.0  # for a prediction
-LETTERS = "abcdefgh"  # for the choices of a prediction
+LETTERS = "abcd"  # for the choices of a prediction
 
 Restart = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -39,8 +41,6 @@ class Figures:
     steps: int
     computed: int
     cached: int
-    decoded: int
-    preemptions: int
     slowest_ms: float
     prefill_ms: float  # of the steps that computed prompts
     decode_ms: float  # of the others
@@ -71,7 +71,7 @@ class Stage:
     restart: Restart | None = None  # the same model in an engine with other options
     beat: float = 1.0
     bar: str = "█"
-    held: Callable[[], bool] = lambda: False  # true while the user freezes the picture: pauses wait
+    held: Callable[[], bool] = lambda: False  # true while the user freezes the picture: pauses last longer
     keys: bool = False  # the user can press keys; `guess` receives them
     said: list[str] = field(default_factory=list)
     _choices: Sequence[str] = ()  # of the open prediction
@@ -96,6 +96,18 @@ class Stage:
             raise EngineError(f"chat {self.chats.number(session)} is no longer being answered")
         return request
 
+    def youngest(self) -> RequestView:
+        """The request that was submitted last, of those that run or wait."""
+        requests = self.state().requests
+        return requests[max(requests)]
+
+    def last_row(self) -> StepRow:
+        """The last step."""
+        self.state()
+        row = self.view.steps.get(self.view.steps.last)
+        assert row is not None
+        return row
+
     def begin_count(self) -> None:
         """Starts the count of `figures` and `events`."""
         self._began = (self.state().step, self.state().seq)
@@ -115,10 +127,8 @@ class Stage:
             steps=len(steps),
             computed=sum(row.prefill_tokens for row in steps),
             cached=sum(event.record[4] for event in self.events("hit")),
-            decoded=sum(row.decodes + row.accepted for row in steps),
             drafted=sum(row.drafted for row in steps),
             accepted=sum(row.accepted for row in steps),
-            preemptions=len(self.events("preempt")),
             slowest_ms=max((row.wall_ms or 0.0 for row in steps), default=0.0),
             prefill_ms=sum(row.wall_ms or 0.0 for row in steps if row.chunks),
             decode_ms=sum(row.wall_ms or 0.0 for row in steps if not row.chunks),
@@ -187,6 +197,24 @@ class Stage:
             session.sampling = replace(session.sampling, max_tokens=max_tokens, ignore_eos=whole)
         return session
 
+    async def write(
+        self, question: str, tokens: int, steps: int = 0, seconds: float = 0.0, system: str | None = None
+    ) -> Session:
+        """Asks in a new chat, shows it, and runs `steps` steps. The answer has exactly `tokens` tokens."""
+        (session,) = await self.write_all([question], [tokens], system)
+        await self.step(steps, seconds)
+        return session
+
+    async def write_all(
+        self, questions: Sequence[str], tokens: Iterable[int], system: str | None = None
+    ) -> list[Session]:
+        """Asks each question in a new chat and shows the first chat. The answers have exactly `tokens` tokens."""
+        sessions = [self.chat(system, max_tokens=n, whole=True) for n in tokens]
+        self.show(sessions[0])
+        for session, question in zip(sessions, questions, strict=True):
+            await self.ask(session, question)
+        return sessions
+
     async def until(self, what: str, true: Callable[[], Any]) -> None:
         """Waits until `true()`. Raises EngineError, with `what`, after PATIENCE."""
         end = time.monotonic() + PATIENCE
@@ -202,7 +230,7 @@ class Stage:
             look_again = min(1.5 * look_again, 0.01)  # seconds: most waits are for a step of a few milliseconds
 
     async def ask(self, session: Session, text: str) -> int:
-        """Asks in a chat; returns the request's id when the engine has queued it, so that requests keep their order."""
+        """Asks in a chat; returns the request's id when the engine has queued it. So requests keep their order."""
         before = session.request
         await self.pause(0)
         self.chats.send(session, text)
@@ -227,7 +255,7 @@ class Stage:
         await self.source.control("resume")
 
     async def step(self, n: int = 1, seconds: float = 0.0) -> None:
-        """Runs `n` steps, with a pause of `seconds` after each; fewer if the engine has no more requests."""
+        """Runs `n` steps, with a pause of `seconds` after each; fewer if all requests end before."""
         for _ in range(n):
             state = self.state()
             if not state.requests:
@@ -255,8 +283,7 @@ class Stage:
             raise EngineError(f"{what} did not happen")
 
     async def run_until(self, event: str) -> str:
-        """Runs until an event (a key of engine.core.gate.EVENTS) and stops at that step; returns the engine's
-        reason."""
+        """Runs until the step of an event (a key of engine.core.gate.EVENTS); returns the engine's reason."""
         seen = len(self._stops())
         await self.pause(0)
         await self.source.control("run_until", predicate={"event": event})
@@ -305,6 +332,17 @@ class Stage:
             session.request = None
 
 
-def sampling(max_tokens: int) -> Sampling:
-    """Greedy sampling: every run of a demo writes the same text."""
-    return Sampling(temperature=0.0, max_tokens=max_tokens)
+@asynccontextmanager
+async def plain_stage(
+    source: Source, sampling: Sampling, load: Callable[[dict[str, Any]], Codec], **fields: Any
+) -> AsyncIterator[Stage]:
+    """A stage without the application: starts the engine, and closes it at the end. `fields` are those of Stage."""
+    try:
+        await source.start(lambda progress: None)
+        chats = Chats(source, sampling=sampling)
+        chats.use(await asyncio.to_thread(load, source.info))
+        feed = Updater(source, View())
+        await feed.sync()
+        yield Stage(source, chats, feed, **fields)
+    finally:
+        await source.close()

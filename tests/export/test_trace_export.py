@@ -24,7 +24,6 @@ from minitui.cli.main import app
 from minitui.cli.tail import tail_live, tail_server, tail_trace
 from minitui.export import export
 from minitui.export.perfetto import DEVICE, HOST, REQUESTS
-from minitui.teaching.stage import sampling
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceError, TraceReader
 from minitui.trace.recorder import Recorder
@@ -32,6 +31,7 @@ from minitui.viewmodel.model import View
 from minitui.viewmodel.teller import Teller
 from tests.support.fake_client import ByteCodec, FakeSource
 from tests.support.golden import GOLDEN, INFO, make_engine, play
+from tests.support.sampling import sampling
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from minitui.sources.local import LocalSource
 from minitui.teaching.lessons import LESSONS, lesson
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, find_code, fresh, paragraphs
 from minitui.teaching.lessons.plain import tell_alone
-from minitui.teaching.stage import Stage, sampling
+from minitui.teaching.stage import Stage
 from minitui.tui.lesson_app import LessonApp
 from minitui.tui.screens.code import CodePanel, CodeScreen, broken
 from minitui.tui.screens.lesson import LessonScreen
@@ -32,22 +32,23 @@ from minitui.viewmodel.model import View
 from minitui.viewmodel.updater import Updater
 from tests.support.driving import press, until
 from tests.support.fake_client import ByteCodec, FakeSource
+from tests.support.sampling import sampling
 
 RIGHT = {  # what each experiment must prove, by lesson and page title
     (0, "One question, step by step"): "5: the prompt's step samples the first token",
-    (1, "Reading weights is what costs"): "several times as long as one token of the prompt",
+    (1, "The cost of reading weights"): "several times as long as one token of the prompt",
     (2, "What a token costs"): "4,096 bytes: 4 KiB",
     (2, "Two tables"): "mixed: each chat took the next free block when it needed one",
     (2, "Four states"): "the full ones stay cached until room is needed",
-    (3, "From position to slot"): "those of all tokens so far",
+    (3, "From position to slot"): "the keys of all tokens so far",
     (3, "Causal, also after a hit"): "all cached tokens, and itself",
-    (4, "Chance without dice"): "the same, token for token",
+    (4, "Random numbers without state"): "the same, token for token",
     (5, "Joining and leaving"): "40: as many as the longest takes",
     (5, "A long prompt"): "61",
     (5, "Waiting, with a reason"): "in the step after one of the others has ended",
     (6, "Byte by byte"): "nothing yet",
     (6, "Stop strings"): "no, the reply ends before it, unless requested",
-    (7, "A client hangs up"): "at once, or after one",
+    (7, "A client disconnects"): "at once, or after one",
     (8, "The same beginning, another question"): "everything after the last whole block that both have in common",
     (8, "All at the same time"): "once",
     (8, "What is evicted, and when"): "B's: it is the least recently used",

@@ -19,11 +19,12 @@ from minitui.sources.local import LocalSource
 from minitui.sources.recording import RecordingSource
 from minitui.teaching.demo import tell_plainly
 from minitui.teaching.scenarios import DEMOS, LENGTHS, Demo
-from minitui.teaching.stage import Stage, sampling
+from minitui.teaching.stage import Stage
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.model import View
 from minitui.viewmodel.updater import Updater
 from tests.support.fake_client import ByteCodec, FakeSource
+from tests.support.sampling import sampling
 
 
 class Heard(LocalSource):

@@ -172,9 +172,9 @@ def test_exports_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
 async def test_a_demo_plays_in_the_application() -> None:
     from minitui.chat.sessions import Chats
     from minitui.settings import Settings
-    from minitui.teaching.stage import sampling
     from minitui.tui.app import MinituiApp
     from tests.support.fake_client import ByteCodec, FakeSource
+    from tests.support.sampling import sampling
 
     demo = DEMOS["shared-prefix"]
     source = FakeSource(num_blocks=200)

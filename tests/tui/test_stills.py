@@ -7,12 +7,12 @@ import pytest
 from minitui.chat.sessions import Chats
 from minitui.settings import Settings
 from minitui.teaching.lessons import lesson
-from minitui.teaching.stage import sampling
 from minitui.tui.app import MinituiApp
 from minitui.tui.lesson_app import LessonApp
 from minitui.tui.screens.lesson import LessonScreen
 from tests.support.driving import settled
 from tests.support.fake_client import ByteCodec
+from tests.support.sampling import sampling
 from tests.support.stills import SIZES, Album, Clock, StillSource, until
 
 SYSTEM = "You are a patient teacher. You answer briefly, and explain how inference engines work."

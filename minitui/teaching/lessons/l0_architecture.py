@@ -10,12 +10,8 @@ REPLY = 5
 
 async def one_question(stage: Stage) -> Seen:
     """Runs a prompt and a reply of REPLY tokens, step by step."""
-    session = stage.chat(max_tokens=REPLY, whole=True)
-    stage.show(session)
-    stage.begin_count()
-    request = await stage.ask(session, "What is prefill?")
-    await stage.step(REPLY - 1, seconds=0.8)
-    prompt = stage.view.lanes.lanes[request].prompt_tokens
+    session = await stage.write("What is prefill?", REPLY, REPLY - 1, seconds=0.8)
+    prompt = stage.request(session).prompt_tokens
     await stage.step(4, seconds=0.8)  # the remaining steps: none if every step gave a token
     seen = stage.figures()
     first = stage.view.steps.get(stage.view.steps.last - seen.steps + 1)
@@ -32,16 +28,12 @@ async def one_question(stage: Stage) -> Seen:
 async def write_on(stage: Stage) -> None:
     """Starts two replies, one three steps before the other."""
     for question, steps in (("What is prefill?", 3), ("What is decode?", 2)):
-        session = stage.chat(max_tokens=40, whole=True)
-        stage.show(session)
-        await stage.ask(session, question)
-        await stage.step(steps, seconds=0.5)
+        await stage.write(question, 40, steps, seconds=0.5)
 
 
 def last_step(stage: Stage) -> str:
-    """What the last step computed, in words."""
-    row = stage.view.steps.get(stage.view.steps.last)
-    assert row is not None
+    """The tokens of the last step and its requests, in words."""
+    row = stage.last_row()
     return f"step {row.step} computed {row.tokens} tokens, one for each of {row.decodes} decoding requests"
 
 
@@ -53,7 +45,7 @@ def _second(stage: Stage) -> str:
 
 
 def _steps_in(stage: Stage) -> str:
-    """The steps of each running request, that of its prompt included."""
+    """The number of steps of each running request, with the step of its prompt."""
     state = stage.state()
     return ", ".join(f"r{r.id}: {state.computed(r) - r.prompt_tokens + 1}" for r in state.requests.values())
 
@@ -66,8 +58,7 @@ LESSON = Lesson(
         Page(
             "Seven stages",
             """
-            An inference engine turns requests into tokens. Every engine does seven things; in this one each has its
-            own place:
+            An inference engine turns requests into tokens. Every engine does seven things. Here each has its own place:
 
               1 tokenize     engine/text/tokenizer.py   text becomes token ids
               2 schedule     engine/core/scheduler.py   chooses the requests of a step, and how many tokens of each
@@ -122,13 +113,13 @@ LESSON = Lesson(
             "A process of its own, and a log",
             """
             The engine runs in its own process, and this application only reads its records. So drawing the screen never
-            delays a step. If the application dies, for whatever reason, the engine ends too.
+            delays a step. If the application crashes, the engine ends too.
 
             Every change to the scheduler, the blocks or the tree is written to one log, as a record with a number, a
             time and a reason: submitted, admitted, matched, allocated, evicted, finished. Panels, traces and this
             lesson's figures are counted from these records. A snapshot plus the records after it is exactly the state.
 
-            So every panel can be stepped, frozen and moved back in time: it only folds the log.
+            So every panel can be stepped, frozen and moved back in time: it is computed from the log alone.
             """,
             panel="events",
             code="engine.trace.records",

@@ -51,11 +51,8 @@ async def weigh(stage: Stage) -> Seen:
 
 async def many_or_one(stage: Stage) -> Seen:
     """Computes a whole prompt in one step, then one token in each step."""
-    session = stage.chat(max_tokens=8, whole=True)
-    stage.show(session)
     stage.begin_count()
-    await stage.ask(session, "What is prefill?")
-    await stage.step(8, seconds=0.3)
+    await stage.write("What is prefill?", 8, 8, seconds=0.3)
     steps = stage.view.steps
     rows = [steps.get(s) for s in range(steps.last - stage.figures().steps + 1, steps.last + 1)]
     prompt = next(row for row in rows if row is not None and row.chunks)
@@ -126,12 +123,12 @@ LESSON = Lesson(
             ),
         ),
         Page(
-            "Reading weights is what costs",
+            "The cost of reading weights",
             """
             To compute one token, all weights must be read once. To compute a hundred tokens in the same step, they are
             also read once: only the arithmetic grows. As long as reading takes longer than computing, more tokens in a
             step cost little. This is why a prompt is computed many tokens at a time, why many requests decode in one
-            batch, and why a single chat never uses a device well.
+            batch, and why one chat alone leaves most of a device idle.
             """,
             panel="timings",
             run=many_or_one,

@@ -43,10 +43,7 @@ async def cost(stage: Stage) -> Seen:
     """The size of a token, of a block, of the pool and of one chat."""
     info = stage.source.info
     size, token = info["block_size"], info["kv_bytes_per_token"]
-    session = stage.chat(max_tokens=4, whole=True)
-    stage.show(session)
-    await stage.ask(session, "What is the KV cache?")
-    await stage.step(1)
+    session = await stage.write("What is the KV cache?", 4, 1)
     blocks = len(stage.request(session).table)
     return Seen(
         f"A token needs {token:,} bytes here, a block of {size} tokens {token * size:,}, and the pool of "
@@ -59,12 +56,9 @@ async def cost(stage: Stage) -> Seen:
 
 async def give_back(stage: Stage) -> Seen:
     """Ends a reply and counts its blocks."""
-    session = stage.chat(max_tokens=20, whole=True)
-    stage.show(session)
-    request = await stage.ask(session, "What is the KV cache?")
-    await stage.step(10, seconds=0.2)
+    request = stage.request(await stage.write("What is the KV cache?", 20, 10, seconds=0.2))
     await stage.run_until("finish")
-    counts, lane, size = stage.state().counts, stage.view.lanes.lanes[request], stage.source.info["block_size"]
+    counts, lane, size = stage.state().counts, stage.view.lanes.lanes[request.id], stage.source.info["block_size"]
     written = lane.prompt_tokens + lane.output_tokens - 1  # the last token sampled has no keys and values
     return Seen(
         f"The request had written {written} tokens into {-(-written // size)} blocks. Now no request holds them: "
@@ -81,16 +75,14 @@ async def close(stage: Stage) -> None:
 
 
 def _last_block(stage: Stage) -> str:
-    request = stage.state().requests[max(stage.state().requests)]
-    size = stage.state().block_size
+    request, size = stage.youngest(), stage.state().block_size
     n = stage.state().computed(request)
     full = n - (len(request.table) - 1) * size
     return f"block {request.table[-1]}, {full} of {size} tokens (r{request.id}, {n} tokens in total)"
 
 
 def _missing(stage: Stage) -> int:
-    state = stage.state()
-    request = state.requests[max(state.requests)]
+    request, state = stage.youngest(), stage.state()
     return len(request.table) * state.block_size - state.computed(request)
 
 
@@ -103,13 +95,12 @@ LESSON = Lesson(
             "Why a cache, why blocks",
             """
             To compute the next token, attention needs the keys and values of all earlier tokens. These no longer
-            change, so they are stored: that is the KV cache. Without it, every step would compute the whole text
-            again.
+            change, so they are stored in the KV cache. Without it, every step would compute the whole text again.
 
             The length of a reply is not known in advance. If each request got one piece of memory, large enough for
             the longest reply, most of it would stay empty, and the gaps between the pieces would be too small to use.
             So the memory is divided into blocks of equal size (16 tokens here). A request takes another block whenever
-            its last one is full. Any free block will do, wherever it is. Only the empty end of each request's last
+            its last one is full. It can be any free block of the pool. Only the empty end of each request's last
             block is wasted, at most 15 tokens. The idea comes from the pages of operating systems; vLLM brought it to
             inference.
 

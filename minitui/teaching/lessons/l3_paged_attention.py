@@ -8,11 +8,7 @@ from minitui.teaching.stage import Stage
 
 async def find_slots(stage: Stage) -> Seen:
     """Finds the slots of one request's keys."""
-    session = stage.chat(max_tokens=30, whole=True)
-    stage.show(session)
-    await stage.ask(session, "What is paged attention?")
-    await stage.step(6, seconds=0.4)
-    request = stage.request(session)
+    request = stage.request(await stage.write("What is paged attention?", 30, 6, seconds=0.4))
     size, n = stage.source.info["block_size"], stage.state().computed(request)
     lines = []
     for position in sorted({0, size - 1, size, 2 * size + 5, n - 1}):
@@ -31,52 +27,34 @@ async def find_slots(stage: Stage) -> Seen:
 
 async def after_a_hit(stage: Stage) -> Seen:
     """Computes a prompt whose beginning is cached."""
-    for question in ("What is paged attention?", "What is a block table?"):
-        session = stage.chat(max_tokens=6, whole=True)
-        stage.show(session)
-        request = await stage.ask(session, question)
-        await stage.step(1, seconds=0.6)
-        if question.endswith("table?"):
-            row = stage.view.steps.get(stage.view.steps.last)
-            assert row is not None
-            _, start, n, _ = row.chunks[0]
-            await stage.step(2, seconds=0.4)
-            return Seen(
-                f"r{request} had {start + n} prompt tokens, {start} of them cached. The step had {n} queries: tokens "
-                f"{start} to {start + n - 1}. The first query read {start + 1} keys, the last {start + n}: cached "
-                "tokens count as earlier tokens, and no query sees a later token.",
-                1,
-            )
-        await stage.step(5)
-    raise AssertionError("the second question is always asked")
+    await stage.write("What is paged attention?", 6, 6)
+    await stage.write("What is a block table?", 6, 1, seconds=0.6)
+    request, start, n, _ = stage.last_row().chunks[0]
+    await stage.step(2, seconds=0.4)
+    return Seen(
+        f"r{request} had {start + n} prompt tokens, {start} of them cached. The step had {n} queries: tokens {start} "
+        f"to {start + n - 1}. The first query read {start + 1} keys, the last {start + n}: cached tokens count as "
+        "earlier tokens, and no query sees a later token.",
+        1,
+    )
 
 
 async def close(stage: Stage) -> None:
     """Stops the engine in the middle of one reply."""
-    session = stage.chat(max_tokens=60, whole=True)
-    stage.show(session)
-    await stage.ask(session, "What is a block table?")
-    await stage.step(10)
+    await stage.write("What is a block table?", 60, 10)
 
 
 def _keys(stage: Stage) -> str:
-    request = stage.state().requests[max(stage.state().requests)]
-    n = stage.state().computed(request)
-    return f"{n + 1}: the {n} that are written, and its own, which the step writes before it reads"
+    n = stage.state().computed(stage.youngest())
+    return f"{n + 1}: {n} are written already; the step writes the query's own key before it reads"
 
 
 def _next_slot(stage: Stage) -> str:
-    state = stage.state()
-    request = state.requests[max(state.requests)]
+    request, state = stage.youngest(), stage.state()
     n, size = state.computed(request), state.block_size
     if n // size >= len(request.table):
         return "0 of a block that the next step will allocate"
     return f"{request.table[n // size] * size + n % size}"
-
-
-def _row(stage: Stage) -> int:
-    row = stage.view.steps.get(stage.view.steps.last)
-    return row.tokens if row is not None else 0
 
 
 LESSON = Lesson(
@@ -111,7 +89,7 @@ LESSON = Lesson(
             run=find_slots,
             predict=Prediction(
                 "How many keys does this one query read in a layer?",
-                ("one: its own", "those of its last block", "those of all tokens so far", "the whole pool"),
+                ("one: its own", "the keys of its last block", "the keys of all tokens so far", "the whole pool"),
             ),
         ),
         Page(
@@ -120,8 +98,8 @@ LESSON = Lesson(
             A token may attend to itself and to earlier tokens, never to later ones. For a prompt in one piece, that is
             a triangle. If its beginning is cached, only the rest has queries, and the triangle becomes a wide
             rectangle with a slanted end: query i of a chunk, counted from 0, sees keys 0 to K - Q + i. Q is the number
-            of queries of the chunk; K is the number of keys, those of the chunk included. Forgetting this is a classic
-            mistake: the text then looks nearly right.
+            of queries of the chunk; K is the number of keys, those of the chunk included. A common mistake is
+            to forget the offset K - Q: the text then looks nearly right.
             """,
             panel="step",
             code="engine.attention.base:ForwardMeta",
@@ -167,7 +145,7 @@ LESSON = Lesson(
             "How many queries did the last step have?",
             "step",
             "the step bar: D×1 is one decoding request, with one query for each head.",
-            lambda stage: f"{_row(stage)} (one token)",
+            lambda stage: f"{stage.last_row().tokens} (one token)",
         ),
     ),
     {"kv_blocks": 64},

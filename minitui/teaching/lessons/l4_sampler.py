@@ -69,10 +69,7 @@ def _short(text: str) -> str:
 
 async def close(stage: Stage) -> None:
     """Stops the engine in a greedy reply."""
-    session = stage.chat(max_tokens=40, whole=True)
-    stage.show(session)
-    await stage.ask(session, QUESTION)
-    await stage.step(6)
+    await stage.write(QUESTION, 40, 6)
 
 
 def _first(stage: Stage) -> str:
@@ -81,8 +78,7 @@ def _first(stage: Stage) -> str:
 
 
 def _drawn(stage: Stage) -> str:
-    row = stage.view.steps.get(stage.view.steps.last)
-    assert row is not None
+    row = stage.last_row()
     return f"{row.decodes + sum(chunk[3] for chunk in row.chunks)}"
 
 
@@ -98,21 +94,21 @@ LESSON = Lesson(
     "How does a row of scores become one token?",
     (
         Page(
-            "The order of things",
+            "The order of the stages",
             """
             The model ends with a score for every token of the vocabulary: the logits. The sampler works in this order:
 
               1 allow and favour   grammar mask, logit_bias
               2 min_tokens         forbids the end of the reply at first
               3 penalties          repetition, presence, frequency: lower the scores of tokens that occurred
-              4 temperature        divides: below 1 the best stand out more, above 1 less
+              4 temperature        divides the scores: below 1 the best tokens become likelier, above 1 less likely
               5 top_k              keeps the k best
               6 top_p              keeps the fewest best whose probabilities add up to p
               7 min_p              keeps tokens at least p times as likely as the best
               8 draw               samples at random, in proportion to the rest
 
-            Temperature 0 is greedy: it takes the largest logit. Stages that no row of the
-            batch uses are not computed: without top_p, nothing is sorted.
+            Temperature 0 is greedy: it takes the largest logit. Stages that no row of the batch uses are not computed:
+            without top_p, nothing is sorted.
             """,
             code="engine.worker.sampler:Sampler.sample",
         ),
@@ -126,7 +122,7 @@ LESSON = Lesson(
             run=look_at_logits,
         ),
         Page(
-            "Chance without dice",
+            "Random numbers without state",
             """
             To sample in proportion to probabilities, add noise of a certain distribution (Gumbel) to the logits and
             take the largest. This is an exact sample, in one pass and without sorting. The noise is a hash of four
@@ -137,17 +133,17 @@ LESSON = Lesson(
             code="engine.kernels.noise:gumbel",
             run=same_seed,
             predict=Prediction(
-                "A reply is sampled hot, with seed 7: once alone, once with three others in the batch. The second "
-                "reply is …",
+                "A reply is sampled twice at a high temperature with seed 7: alone, then with three others in the "
+                "batch. The second reply is …",
                 ("the same, token for token", "another one: the batch takes random numbers in another order"),
             ),
         ),
         Page(
-            "What this is good for",
+            "The same draw in every batch",
             """
-            A draw depends on the position, not on how the engine got there. So a request may be chunked, preempted,
-            resumed, cached or batched with any others: with the same seed its tokens stay the same. A request without
-            a seed gets one, which is recorded, so that every reply can be drawn again.
+            A draw depends on the position in the text, not on the steps before it. So a request may be chunked,
+            preempted, resumed, cached or batched with any others: with the same seed its tokens stay the same. A
+            request without a seed gets one. It is recorded, so that every reply can be drawn again.
 
             One thing can still change a reply: arithmetic. A sum of rounded numbers depends on the order of its terms,
             most of all in half precision, and another batch size may use another order. This can decide between two

@@ -12,10 +12,7 @@ WRITERS = ("What is prefill?", "What is decode?", "What is a token budget?")
 
 
 async def _writers(stage: Stage, tokens: int = 60) -> list[Session]:
-    sessions = [stage.chat("", max_tokens=tokens, whole=True) for _ in WRITERS]
-    stage.show(sessions[0])
-    for session, question in zip(sessions, WRITERS, strict=True):
-        await stage.ask(session, question)
+    sessions = await stage.write_all(WRITERS, [tokens] * len(WRITERS), system="")
     await stage.step(3, seconds=0.4)
     return sessions
 
@@ -29,8 +26,7 @@ async def long_paste(stage: Stage) -> Seen:
     chunks: list[tuple[int, int]] = []
     while True:
         await stage.step(1, seconds=1.0)
-        row = stage.view.steps.get(stage.view.steps.last)
-        assert row is not None
+        row = stage.last_row()
         mine = [n for id, _, n, _ in row.chunks if id == request]
         if not mine:
             break
@@ -52,9 +48,8 @@ def static_steps(rows: int) -> int:
 
 async def join_and_leave(stage: Stage) -> Seen:
     """Runs six replies of different lengths on four rows."""
-    sessions = [stage.chat("", max_tokens=n, whole=True) for n in LENGTHS]
-    stage.show(sessions[0])
-    ids = [await stage.ask(session, "What is decode?") for session in sessions]
+    sessions = await stage.write_all(["What is decode?"] * len(LENGTHS), LENGTHS, system="")
+    ids = [stage.request(session).id for session in sessions]
     await stage.step(max(LENGTHS) + 10, seconds=0.12)
     await stage.until("the end of the last reply", lambda: not stage.state().requests)
     figures = stage.figures()
@@ -102,8 +97,7 @@ async def close(stage: Stage) -> None:
 
 
 def _last(stage: Stage) -> str:
-    row = stage.view.steps.get(stage.view.steps.last)
-    assert row is not None
+    row = stage.last_row()
     budget = stage.state().budget
     return f"{row.decodes} for decoding requests, {row.prefill_tokens} for a prompt: {row.tokens} of {budget}"
 
@@ -131,7 +125,7 @@ LESSON = Lesson(
             All of it is one forward pass. A prompt that is longer than the rest of the budget is computed in chunks,
             over several steps. So it never blocks the requests that are writing.
 
-            Of a reply (without grammar or speculation) the scheduler needs only the length. So it can plan a step
+            For a reply (without grammar or speculation) the scheduler needs only its length. So it can plan a step
             before the tokens of the last one are known. A token for a reply that has ended is discarded.
             """,
             code="engine.core.scheduler:Scheduler.plan",
@@ -142,7 +136,7 @@ LESSON = Lesson(
             Static batching fills a batch, computes it until its longest reply has ended, then takes the next. The row
             of a short reply stays empty, and a late request waits for the whole batch. Continuous batching decides
             anew in every step: a finished reply leaves its row at once, and the next request in the queue takes the
-            row in the following step, whatever the others are doing.
+            row in the following step. The other rows continue.
 
             This engine has four rows. Replies of {", ".join(map(str, LENGTHS[:4]))} tokens start; two more, of
             {LENGTHS[4]} tokens each, wait.
@@ -177,8 +171,8 @@ LESSON = Lesson(
             "Waiting, with a reason",
             """
             This engine has four rows: four requests can run at once. A request that is not admitted stays in the
-            queue, and a record gives the reason, once for each reason. Of several reasons it gives the first: budget,
-            rows, its own last step not yet committed (after a preemption), blocks.
+            queue. A record gives the reason, again only when the reason changes. If there are several, it gives the
+            first in this order: budget, rows, its own last step not yet committed (after a preemption), blocks.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._obstacle",
@@ -197,10 +191,10 @@ LESSON = Lesson(
             """
             A decode step may need a new block. If no block is free, cached blocks are evicted. If no cached blocks are
             left, the youngest running request is preempted: it releases its row and its blocks and moves to the head
-            of the queue. Its full blocks stay in the tree. The other requests take them from the end, one for every 16
-            tokens that they write, until there is room again. Then the request resumes with the blocks that are left.
-            The rest is computed again, prompt and reply so far in one piece, like a prompt. The text continues where
-            it stopped.
+            of the queue. Its full blocks stay in the tree. The other requests need a block for every 16 tokens that
+            they write, so these blocks are evicted one by one, from the end, until a request finishes. Then the
+            preempted request resumes with the blocks that are left. The rest is computed again, prompt and reply so far
+            in one piece, like a prompt. The text continues where it stopped.
 
             A prompt that can never fit is refused at submission, with its length and the limit; so it never blocks the
             queue. A reply that would outgrow the whole pool ends with the reason `length`.
@@ -215,7 +209,7 @@ LESSON = Lesson(
         Check(
             "Which request waits, and for what?",
             "events",
-            "the events: the line with `waits`; of several reasons it gives the first.",
+            "the events: the line with `waits`; if there are several reasons, it gives the first.",
             _waits,
         ),
         Check(

@@ -61,10 +61,7 @@ async def held_back(stage: Stage) -> Seen:
 
 async def close(stage: Stage) -> None:
     """Stops the engine in a reply."""
-    session = stage.chat(max_tokens=12, whole=True)
-    stage.show(session)
-    await stage.ask(session, "What is incremental detokenization?")
-    await stage.step(6)
+    await stage.write("What is incremental detokenization?", 12, 6)
 
 
 def _lane(stage: Stage) -> Lane:
@@ -72,7 +69,7 @@ def _lane(stage: Stage) -> Lane:
 
 
 def _written(stage: Stage) -> str:
-    request = stage.state().requests[max(stage.state().requests)]
+    request = stage.youngest()
     return f"{stage.state().computed(request) - request.prompt_tokens + 1}"
 
 
@@ -101,7 +98,7 @@ LESSON = Lesson(
         Page(
             "Byte by byte",
             f"""
-            The text {TEXT} passes the bundled model's own tokenizer, which has few pieces and so shows many bytes.
+            The bundled model's tokenizer encodes the text {TEXT}. It has few pieces, so many tokens are single bytes.
             """,
             code="engine.text.detokenizer:_ByteDetokenizer",
             run=byte_by_byte,
@@ -115,7 +112,7 @@ LESSON = Lesson(
             """
             A request may give strings at which its reply should end. A stop string need not be a token: it may begin
             in the middle of one token and end in another. So the end of the text is also held back while it could
-            still become a stop string. As soon as it cannot, it is sent.
+            still become a stop string. It is sent as soon as that is impossible.
             """,
             panel="events",
             code="engine.text.output:OutputProcessor",
@@ -126,7 +123,7 @@ LESSON = Lesson(
             ),
         ),
         Page(
-            "The way in",
+            "From text to ids",
             """
             Input needs the same care. The model's chat template writes a conversation as one text, with control tokens
             between the messages. If a user types the name of a control token, it must stay text; otherwise a user
@@ -137,8 +134,8 @@ LESSON = Lesson(
             even if the tokenizer would split it differently from the model. Only then does the prompt find its blocks
             in the cache.
 
-            All of this happens outside the step: while text is made from the ids of one step, the next step may
-            already run.
+            All of this happens outside the step: the next step may already run while the ids of the last one become
+            text.
             """,
             code="engine.text.tokenizer:Tokenizer.apply_chat_template",
         ),

@@ -7,15 +7,11 @@ from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.stage import Stage
 
 
-async def hang_up(stage: Stage) -> Seen:
+async def disconnect(stage: Stage) -> Seen:
     """Cancels a request in the middle of its answer."""
-    sessions = [stage.chat(max_tokens=80, whole=True) for _ in range(2)]
-    stage.show(sessions[0])
-    for session, question in zip(sessions, ("What is the KV cache?", "What is prefill?"), strict=True):
-        await stage.ask(session, question)
+    sessions = await stage.write_all(("What is the KV cache?", "What is prefill?"), [80] * 2)
     await stage.step(12, seconds=0.15)
-    gone = stage.request(sessions[1])
-    other = stage.request(sessions[0])
+    other, gone = (stage.request(session) for session in sessions)
     held, step = len(gone.table), stage.state().step
     shared = len(set(gone.table) & set(other.table))
     before = stage.state().counts[FREE]
@@ -25,21 +21,18 @@ async def hang_up(stage: Stage) -> Seen:
     state = stage.state()
     later = state.step - step
     return Seen(
-        f"r{gone.id} held {held} blocks when its client hung up; {shared} of them, the system prompt's, it shared with "
-        f"r{other.id}. {'Before the next step' if not later else f'{later} step later'} it had ended (reason "
-        f"“abort”) and its row was free. Of its other {held - shared} blocks {state.counts[FREE] - before} became "
-        f"free; {state.counts[CACHED]} were full and stay cached. Now r{other.id} alone holds the shared blocks, and "
-        "continues unchanged.",
+        f"r{gone.id} held {held} blocks when its client disconnected. It shared {shared} of them, those of the system "
+        f"prompt, with r{other.id}. {'Before the next step' if not later else f'{later} step later'} it had ended "
+        f"(reason “abort”) and its row was free. Of its other {held - shared} blocks {state.counts[FREE] - before} "
+        f"became free; {state.counts[CACHED]} were full and stay cached. Now only r{other.id} holds the shared blocks; "
+        "it continues unchanged.",
         0 if later <= 1 else 1,
     )
 
 
 async def crowd(stage: Stage) -> Seen:
     """Sends eight requests at once to four rows."""
-    sessions = [stage.chat(max_tokens=6, whole=True) for _ in range(8)]
-    stage.show(sessions[0])
-    for session in sessions:
-        await stage.ask(session, "What is a token?")
+    sessions = await stage.write_all(["What is a token?"] * 8, [6] * 8)
     await stage.step(1, seconds=1.0)
     running = sum(r.state == "running" for r in stage.state().requests.values())
     waiting = len(stage.state().queue)
@@ -79,22 +72,22 @@ LESSON = Lesson(
               /minitui/...                            records and control, for minitui chat --connect
 
             The server tokenizes and checks requests; the engine does not. An invalid request (a negative temperature,
-            an unknown field that matters, a prompt that can never fit) is refused with a sentence that names the
-            field. It never reaches the engine.
+            an unknown field that could change the answer, a prompt that can never fit) is refused with a sentence that
+            names the field. It never reaches the engine.
             """,
             code="minitui.server.service:Service",
         ),
         Page(
             "One queue for all",
             """
-            Clients do not know of each other. Their requests wait in the engine's queue, first come, first served.
+            Clients are independent. Their requests wait in the engine's queue, first come, first served.
             Here eight requests arrive at once, for an engine with four rows, all with the same system prompt.
             """,
             panel="lanes",
             run=crowd,
         ),
         Page(
-            "A client hangs up",
+            "A client disconnects",
             """
             A client may close its connection in the middle of an answer. The server notices and tells the engine to
             abort the request. A request can be aborted in any state: in the queue, in the middle of its prompt, or
@@ -102,7 +95,7 @@ LESSON = Lesson(
             """,
             panel="occupancy",
             code="engine.core.engine:Engine.abort",
-            run=hang_up,
+            run=disconnect,
             predict=Prediction(
                 "After how many steps are its blocks released?",
                 ("at once, or after one", "when its answer would have ended", "when another request needs them"),

@@ -11,10 +11,7 @@ from minitui.text import match_reason, match_reasons
 
 async def replay(stage: Stage) -> Seen:
     """Asks two questions with the same system prompt."""
-    first = stage.chat(max_tokens=12, whole=True)
-    stage.show(first)
-    await stage.ask(first, QUESTIONS[0])
-    await stage.step(4, seconds=0.5)
+    await stage.write(QUESTIONS[0], 12, 4, seconds=0.5)
     second = stage.chat(max_tokens=12, whole=True)
     id = await stage.ask(second, QUESTIONS[1])
     await stage.run_until("hit")
@@ -33,10 +30,7 @@ async def replay(stage: Stage) -> Seen:
 
 async def shared_system_prompt(stage: Stage) -> Seen:
     """Sends six prompts with one system prompt at once."""
-    sessions = [stage.chat(max_tokens=8, whole=True) for _ in QUESTIONS]
-    stage.show(sessions[0])
-    for session, question in zip(sessions, QUESTIONS, strict=True):
-        await stage.ask(session, question)
+    sessions = await stage.write_all(QUESTIONS, [8] * len(QUESTIONS))
     await stage.step(2, seconds=1.0)
     shared = stage.state().counts[SHARED]
     await stage.answers(sessions)
@@ -47,17 +41,17 @@ async def shared_system_prompt(stage: Stage) -> Seen:
         ("with", float(figures.computed), f"{figures.computed:,} tokens"),
     ]
     return Seen(
-        "All six arrived at the same moment, and none was cached. Still the system prompt was computed once: "
+        "All six arrived at the same moment, and none was cached. The system prompt was computed only once: "
         f"of {figures.prompt_tokens:,} prompt tokens the engine computed {figures.computed:,} and shared "
-        f"{figures.cached:,}, {figures.share_cached:.0%} of the prefill saved. Both are counted from the records; the "
-        f"first of the six, which computed for all, is included. Several requests held {shared} blocks at once."
+        f"{figures.cached:,}, {figures.share_cached:.0%} of the prefill saved. Both are counted from the records of "
+        f"all six. Several requests held {shared} blocks at once."
         f"\n\n{stage.bars(rows)}",
         2 if figures.share_cached > 0.5 else 0,
     )
 
 
 async def touch_and_evict(stage: Stage) -> Seen:
-    """Fills the pool until a leaf is evicted: the least recently used."""
+    """Fills the pool until the least recently used leaf is evicted."""
     chats = [stage.chat(voice, name, max_tokens=8, whole=True) for voice, name in zip(VOICES, ("A", "B"), strict=False)]
     for session in (chats[0], chats[1], chats[0]):
         await stage.ask(session, QUESTIONS[0])
@@ -86,10 +80,7 @@ async def touch_and_evict(stage: Stage) -> Seen:
 async def close(stage: Stage) -> None:
     """Starts three chats with one system prompt and stops the engine."""
     for question in QUESTIONS[:3]:
-        session = stage.chat(max_tokens=30, whole=True)
-        stage.show(session)
-        await stage.ask(session, question)
-        await stage.step(2)
+        await stage.write(question, 30, 2)
 
 
 def _trunk(stage: Stage) -> str:
@@ -118,8 +109,8 @@ LESSON = Lesson(
             Two prompts that begin differently cannot share a passage in the middle, even if it is the same word for
             word: its keys and values depend on the text before it.
 
-            Sharing saves prefill: the first token comes sooner, and the device has more time for other requests. A
-            reply is not written faster. And it is the same reply as without the cache, apart from rounding (see L4).
+            Sharing saves prefill: the first token comes sooner, and the device has more time for other requests.
+            Decoding is not faster. The reply is the same as without the cache, apart from rounding (see L4).
             """,
         ),
         Page(

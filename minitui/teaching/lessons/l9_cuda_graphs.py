@@ -6,14 +6,12 @@ from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.stage import Stage
 
 MORE = 5
+SIZES = (1, 2, 4, 8)  # the smallest graphs
 
 
 async def host_share(stage: Stage) -> Seen:
     """Measures the host's part of a decode step."""
-    session = stage.chat(max_tokens=30, whole=True)
-    stage.show(session)
-    await stage.ask(session, "What is a CUDA graph?")
-    await stage.step(24, seconds=0.05)
+    await stage.write("What is a CUDA graph?", 30, 24, seconds=0.05)
     rows = [stage.view.steps.get(s) for s in range(stage.view.steps.last - 20, stage.view.steps.last + 1)]
     decodes = [row for row in rows if row is not None and not row.chunks and row.wall_ms]
     wall = sorted(row.wall_ms or 0.0 for row in decodes)[len(decodes) // 2]
@@ -30,16 +28,11 @@ async def host_share(stage: Stage) -> Seen:
 
 async def batch_sizes(stage: Stage) -> Seen:
     """Grows a decode batch, and names the graph for each size."""
-    sizes = (1, 2, 4, 8)
     served = []
     for n in range(1, MORE + 1):
-        session = stage.chat("", max_tokens=40, whole=True)
-        stage.show(session)
-        await stage.ask(session, "What is decode?")
-        await stage.step(2, seconds=0.4)
-        row = stage.view.steps.get(stage.view.steps.last)
-        assert row is not None and row.decodes == n
-        served.append((n, next(size for size in sizes if size >= n)))
+        await stage.write("What is decode?", 40, 2, seconds=0.4, system="")
+        assert stage.last_row().decodes == n
+        served.append((n, next(size for size in SIZES if size >= n)))
     lines = [f"   {n} decode   graph of {size}, {size - n} padding rows" for n, size in served]
     return Seen("\n".join(lines), {4: 0, 5: 1, 8: 2}[served[-1][1]])
 
@@ -52,9 +45,9 @@ async def close(stage: Stage) -> None:
     await stage.step(5)
 
 
-def _decodes(stage: Stage) -> int:
-    row = stage.view.steps.get(stage.view.steps.last)
-    return row.decodes if row is not None else 0
+def _padding(stage: Stage) -> str:
+    n = stage.last_row().decodes
+    return f"{next(size for size in SIZES if size >= n) - n} (n is {n})"
 
 
 def _prefills(stage: Stage) -> int:
@@ -72,7 +65,7 @@ LESSON = Lesson(
     "Why does a GPU wait for its host in a short step, and what helps?",
     (
         Page(
-            "The price of a launch",
+            "The cost of a launch",
             """
             On a GPU the host does not compute. It launches kernels: small programs, several for each layer. A launch
             costs the host some microseconds. A large prompt keeps the GPU busy far longer than that. But a decode step
@@ -124,8 +117,8 @@ LESSON = Lesson(
             the recording.
 
             Graphs and overlap together hide the host's time. The limit that remains is the speed of the memory: a
-            decode step must read all weights, and all keys and values of the batch, once. `minitui bench` shows how
-            close it comes.
+            decode step must read all weights, and all keys and values of the batch, once. `minitui bench` prints the
+            share of this limit that it reaches.
             """,
             code="engine.worker.cuda_graphs:DecodeGraphs.launch",
         ),
@@ -136,9 +129,7 @@ LESSON = Lesson(
             "How many rows would be padding in the next decode step on a GPU?",
             "step",
             "the step bar: D×n; the ladder has 1, 2, 4, 8.",
-            lambda stage: (
-                f"{next(s for s in (1, 2, 4, 8) if s >= _decodes(stage)) - _decodes(stage)} (n is {_decodes(stage)})"
-            ),
+            _padding,
         ),
         Check(
             "Which of these steps could not use a decode graph?",

@@ -1,4 +1,4 @@
-"""The parts of a lesson: pages with text, an experiment on a live engine, a prediction and code; closing questions.
+"""The parts of a lesson. A page has text, an experiment on a live engine, a prediction and code; questions close it.
 
 minitui/tui/screens/lesson.py shows a lesson; minitui/teaching/lessons/plain.py prints it.
 """
@@ -16,8 +16,6 @@ from typing import Any
 
 from engine.errors import EngineError
 from minitui.teaching.stage import Stage
-
-LETTERS = "abcd"
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ def paragraphs(text: str, width: int) -> list[str]:
 
 
 def _hanging(line: str, width: int) -> list[str]:
-    """A line as it is; if it is too long, it continues below its last column."""
+    """The line; if it is too long, its last column is wrapped."""
     if len(line) <= width:
         return [line]
     columns = [found.end() for found in re.finditer(r"\s{2,}", line)]
@@ -150,7 +148,7 @@ def find_code(reference: str) -> Code:
 
 
 async def fresh(stage: Stage) -> None:
-    """Stops and empties the engine: no chats, no cache, figures from zero, real time."""
+    """Stops the engine and empties it: no chats, an empty cache, figures from zero, no slow motion."""
     await stage.gate()
     await stage.source.control("pace", factor=1)
     for session in list(stage.chats.sessions):

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
 
 from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import load_codec
-from minitui.chat.sessions import Chats
 from minitui.sources.base import Source
-from minitui.teaching.lessons.page import LETTERS, Lesson, Page, find_code, fresh, paragraphs
-from minitui.teaching.stage import Stage
-from minitui.viewmodel.model import View
-from minitui.viewmodel.updater import Updater
+from minitui.teaching.lessons.page import Lesson, Page, find_code, fresh, paragraphs
+from minitui.teaching.stage import LETTERS, Stage, plain_stage
 
 WIDTH = 88
 
@@ -61,15 +57,8 @@ async def tell_alone(
     lesson: Lesson, source: Source, system: str, sampling: Sampling, out: Callable[[str], None], load: Any = load_codec
 ) -> int:
     """Starts the engine, prints the lesson and closes the engine; returns the exit code."""
-    try:
-        await source.start(lambda progress: None)
-        chats = Chats(source, sampling=sampling)
-        chats.use(await asyncio.to_thread(load, source.info))
-        feed = Updater(source, View())
-        await feed.sync()
-        assert chats.codec is not None
-        feed.view.ids_to_text = chats.codec.decode
-        await tell_lesson(lesson, Stage(source, chats, feed, system, lambda text: None, beat=0.0), out)
-        return 0
-    finally:
-        await source.close()
+    async with plain_stage(source, sampling, load, system=system, say=lambda text: None, beat=0.0) as stage:
+        assert stage.chats.codec is not None
+        stage.view.ids_to_text = stage.chats.codec.decode
+        await tell_lesson(lesson, stage, out)
+    return 0

@@ -12,8 +12,8 @@ from textual.containers import Container
 from textual.css.scalar import Scalar
 
 from engine.errors import EngineError
-from minitui.teaching.lessons.page import LETTERS, Lesson, find_code, fresh
-from minitui.teaching.stage import Stage
+from minitui.teaching.lessons.page import Lesson, find_code, fresh
+from minitui.teaching.stage import LETTERS, Stage
 from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.screens.code import CodeScreen
 from minitui.tui.widgets.bar import Bar

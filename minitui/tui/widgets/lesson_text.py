@@ -6,7 +6,8 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from minitui.teaching.lessons.page import LETTERS, Check, Lesson, Page, Seen, paragraphs
+from minitui.teaching.lessons.page import Check, Lesson, Page, Seen, paragraphs
+from minitui.teaching.stage import LETTERS
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row
