@@ -13,7 +13,7 @@ from minitui.viewmodel.narrate import narrate
 from minitui.viewmodel.teller import Line, Teller
 from minitui.visible import visible, visible_line
 
-LINES_AT_MOST = 4000  # more would not be read
+LINES_AT_MOST = 4000  # a reader does not read more
 NARRATED = frozenset(  # events that the sentences of their step contain
     {"admit", "hit", "miss", "evict", "preempt", "finish", "wait", "submit"}
 )

@@ -53,12 +53,12 @@ class _Converter:
     def events(self) -> Iterator[Event]:
         yield from self._names()
         t = 0.0
-        yield from self._meet(self.state, t)
+        yield from self._continue_from(self.state, t)
         for index in range(len(self.reader.keyframes)):
             part = self.reader.part(index)
             if index and part.keyframe.seq != self.state.seq:  # the recording has a gap here
                 t = part.keyframe.played
-                yield from self._meet(part.state, t)
+                yield from self._continue_from(part.state, t)
             for record, due in zip(part.records, part.due, strict=True):
                 t = due
                 yield from self._convert(record, t)
@@ -80,7 +80,7 @@ class _Converter:
 
     # ---- requests
 
-    def _meet(self, state: State, t: float) -> Iterator[Event]:
+    def _continue_from(self, state: State, t: float) -> Iterator[Event]:
         """Continue from a state after a gap or at the start: exactly its requests have lanes."""
         self.state = state
         self.planned.clear()

@@ -12,7 +12,7 @@ from minitui.text import count
 from minitui.trace.reader import TraceError, TraceReader
 
 HERE = Path(__file__).resolve().parent
-WATCH_S = 60.0  # a bundled recording is slowed down to last about this long
+WATCH_S = 60.0  # bundled recordings are slowed down to last about this long
 SPEEDS = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005)
 
 
@@ -29,18 +29,18 @@ def is_bundled(path: Path) -> bool:
 def find_trace(text: str) -> Path:
     """Returns the file of that name, else the bundled recording; a TraceError lists the bundled ones."""
     path, known = Path(text), bundled()
-    if path.exists() or text not in known:
-        if not path.exists() and len(path.parts) == 1 and not path.suffix:
-            names = ", ".join(known) or "none"
-            raise TraceError(f"there is no file {text!r}, and no such recording among the bundled ones: {names}")
-        if path.exists() and not path.is_file() and not path.is_dir():
+    if path.exists():
+        if not path.is_file() and not path.is_dir():
             raise TraceError(f"{path} is a device or a pipe: a trace must be a regular file")
         return path
-    return known[text]
+    if text not in known and len(path.parts) == 1 and not path.suffix:
+        names = ", ".join(known) or "none"
+        raise TraceError(f"there is no file {text!r} and no bundled recording of that name; the bundled ones: {names}")
+    return known.get(text, path)
 
 
 def watching_speed(reader: TraceReader) -> float:
-    """Returns the speed at which the recording lasts about WATCH_S: real time is too fast to follow."""
+    """Returns the speed at which the recording lasts at least WATCH_S: real time is too fast to follow."""
     return next((speed for speed in SPEEDS if reader.seconds / speed >= WATCH_S), SPEEDS[-1])
 
 

@@ -1,7 +1,7 @@
 """Checks the lines of a trace: types and ranges, and that a keyframe's requests, tree and pool agree.
 
-Each fault is a ValueError with a short reason. After these checks and those of minitui/trace/follow.py, a trace is
-trusted by views and exports.
+Each fault is a ValueError with a short reason. Views and exports trust a trace that passes these checks and those of
+minitui/trace/follow.py.
 """
 
 from __future__ import annotations
@@ -22,36 +22,21 @@ MOST_HELD = MOST_VALUES  # blocks in the tables of all requests
 Check = Callable[[Any], bool]
 
 
-def _number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value <= MOST_NUMBER
+def _float(least: float) -> Check:
+    return lambda value: type(value) in (int, float) and least <= value <= MOST_NUMBER
 
 
-def _signed(value: Any) -> bool:
-    return type(value) in (int, float) and -MOST_NUMBER <= value <= MOST_NUMBER
+def _int(least: int, most: int = MOST) -> Check:
+    return lambda value: type(value) is int and least <= value <= most
 
 
-def _count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MOST
+def _is(kind: type) -> Check:
+    return lambda value: type(value) is kind
 
 
-def _sequence(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MOST_RECORDS
-
-
-def _positive(value: Any) -> bool:
-    return type(value) is int and 0 < value <= MOST
-
-
-def _step(value: Any) -> bool:
-    return type(value) is int and -1 <= value <= MOST
-
-
-def _text(value: Any) -> bool:
-    return type(value) is str
-
-
-def _bool(value: Any) -> bool:
-    return type(value) is bool
+_number, _signed = _float(0), _float(-MOST_NUMBER)
+_count, _positive, _step, _sequence = _int(0), _int(1), _int(-1), _int(0, MOST_RECORDS)
+_text, _bool = _is(str), _is(bool)
 
 
 def _one_of(*values: str) -> Check:
@@ -63,7 +48,7 @@ def _list(check: Check) -> Check:
 
 
 def _counts(value: Any) -> bool:
-    """A list of counts. It may be as long as a prompt: no function call per item."""
+    """True for a list of counts. It may be as long as a prompt, so no function is called for each item."""
     if type(value) is not list or not value:
         return value == []
     return set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= MOST
@@ -86,7 +71,7 @@ def _rows(*checks: Check) -> Check:
 
 
 def _load(value: Any) -> bool:
-    """[(layer, tokens of each expert)], with equally many experts in each layer."""
+    """True for [(layer, tokens of each expert)] with the same number of experts in each layer."""
     return _rows(_count, _counts)(value) and len({len(tokens) for _, tokens in value} - {0}) == 1 and all(
         tokens for _, tokens in value
     )  # fmt: skip

@@ -68,7 +68,7 @@ class Member:
 
 
 class LineFile:
-    """A trace file, open for reading. `line` is the number of the last line read; the caller gives the first."""
+    """A trace file, open for reading. `line` is the number of lines read; the caller gives its first value."""
 
     def __init__(self, path: Path, line: int = 0) -> None:
         self.path = path
@@ -97,7 +97,7 @@ class LineFile:
         self._raw.seek(offset)
 
     def read(self, size: int) -> bytes:
-        """At most `size` bytes; fewer at the end. Raises TraceError if the disk or the network fails."""
+        """Returns up to `size` bytes; fewer at the end. Raises TraceError if the disk or the network fails."""
         try:
             return self._raw.read(size)
         except OSError as error:

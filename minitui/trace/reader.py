@@ -57,8 +57,8 @@ class PlayClock:
         self._live = len(state.requests)
         self._stretched = 0.0
 
-    def tell(self, record: Record) -> float:
-        """Returns the play time of this record. Records must come in order."""
+    def advance(self, record: Record) -> float:
+        """Advances to a record and returns its play time. Records must come in order."""
         elapsed = max(0.0, record[1] - self._t)
         self._t = max(self._t, record[1])
         if self._stretched:
@@ -85,7 +85,7 @@ class PlayClock:
 
 @dataclass(frozen=True, slots=True)
 class Keyframe:
-    """The start of a part: after record `seq` and step `step`, at `played` seconds of play time."""
+    """The start of a part: the state after record `seq` and step `step`, at `played` seconds of play time."""
 
     seq: int
     step: int
@@ -313,7 +313,7 @@ class TraceReader:
                         for record in _records(part, parse(line)):
                             follower.take(record)
                             clock = clock or PlayClock(part.snapshot["t"] or record[1], keyframe.played, part.state)
-                            part.due.append(clock.tell(record))
+                            part.due.append(clock.advance(record))
                             part.records.append(record)
             except ValueError as error:
                 _damaged(file, member, lines, error)

@@ -38,9 +38,9 @@ Decode = Callable[[int], bytes]
 class Recorder:
     """Writes a trace: `begin` with the engine's info and a snapshot, `feed` records as they come, `close`.
 
-    Records up to the snapshot are skipped. After a gap nothing is written until `begin` or `resume` brings a new
-    snapshot. `decode` returns a token's bytes; None leaves the texts out. A thread compresses and writes; its errors
-    are raised by the next call, as a TraceError.
+    Records up to the snapshot are skipped. After a gap nothing is written until `begin` or `resume` gives a new
+    snapshot. `decode` returns a token's bytes; None leaves the texts out. A thread compresses and writes; if it fails,
+    the next call raises a TraceError.
     """
 
     def __init__(self, path: str | Path, decode: Decode | None = None, keyframe_every: int = KEYFRAME_EVERY) -> None:
@@ -97,7 +97,7 @@ class Recorder:
                 break
             if self._clock is None:  # the clock starts at the first record
                 self._clock = PlayClock(record[1], self._played, state)
-            self._clock.tell(record)
+            self._clock.advance(record)
             if record[2] in _NOTICED:
                 self._notice(record)
             state.apply(record)
@@ -186,7 +186,7 @@ _FLUSH, _CLOSE = object(), object()
 
 
 class _Writer:
-    """A thread that writes what is put: a line, records, (played, state), or (decode, ids)."""
+    """A thread that writes queued items: a line, records, (played, state), or (decode, ids)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -260,8 +260,8 @@ class _Writer:
     def _line(self, line: str) -> None:
         data = line.encode() + b"\n"
         if len(data) > LONGEST_LINE:
-            most = f"{len(data) >> 20} MiB in a line, and readers take {LONGEST_LINE >> 20}"
-            raise OSError(errno.EFBIG, f"the engine's state would be {most}; the recording ends here")
+            sizes = f"a line of {len(data) >> 20} MiB; readers accept {LONGEST_LINE >> 20} MiB"
+            raise OSError(errno.EFBIG, f"the engine's state needs {sizes}; the recording ends here")
         if self._member is None:
             self._member = zlib.compressobj(LEVEL, zlib.DEFLATED, GZIP)
         self._file.write(self._member.compress(data))

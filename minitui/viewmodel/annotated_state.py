@@ -1,6 +1,6 @@
-"""The engine's state with notes for the reader: when each block last changed, and how many tokens each has saved.
+"""The engine's state, and for each block the time of its last change and the prompt tokens that it saved.
 
-It is folded from records like the state inside it, so folding up to a record gives the past.
+Both are folded from records, so folding up to an earlier record gives a past state.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class AnnotatedState:
     # ---- folding
 
     def fold(self, records: Iterable[Record]) -> list[Record]:
-        """Apply records that follow the state without a gap. Returns those that matter beyond the blocks' places."""
+        """Apply records that follow the state without a gap. Returns the records that the history needs."""
         state, own, changes = self.state, self._OWN, State.CHANGES
         follow = state.follow
-        told: list[Record] = []
+        kept: list[Record] = []
         for record in records:
             kind = record[2]
             follow(record)
@@ -77,8 +77,8 @@ class AnnotatedState:
             elif kind in changes:
                 changes[kind](state, *record[3:])
             if kind not in _QUIET:
-                told.append(record)
-        return told
+                kept.append(record)
+        return kept
 
     def _alloc(self, record: Record) -> None:
         seq, t, _kind, request, blocks = record

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from engine.trace.records import CLEARED, Record
@@ -81,16 +82,8 @@ class Events:
 
     def tail(self, n: int, seq: int, wanted: Callable[[Event], bool], skip: int = 0) -> list[Event]:
         """Returns up to `n` wanted events at or before `seq`, newest first; skips the newest `skip` of them."""
-        found: list[Event] = []
-        for event in reversed(self.items):
-            if event.seq <= seq and wanted(event):
-                if skip > 0:
-                    skip -= 1
-                    continue
-                found.append(event)
-                if len(found) == n:
-                    break
-        return found
+        events = (event for event in reversed(self.items) if event.seq <= seq and wanted(event))
+        return list(islice(events, skip, skip + n))
 
 
 _RECORDS = {  # kind of record -> (kind of event, 1 if it belongs to the step being planned, has a request)

@@ -6,6 +6,7 @@ All are rings of fixed size. Columns are `array`s: no objects for the garbage co
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 
@@ -103,8 +104,8 @@ class Steps:
         _seq, _t, _kind, step, drafts = record
         drafted, accepted = sum(draft[1] for draft in drafts), sum(draft[2] for draft in drafts)
         if step in self:
-            told = {draft[0]: draft for draft in drafts}
-            known = [told.get(draft[0], draft) for draft in self._drafts_of(step)]
+            results = {draft[0]: draft for draft in drafts}
+            known = [results.get(draft[0], draft) for draft in self._drafts_of(step)]
             self._drafts[step] = array("q", [field for draft in known for field in draft])
             self._accepted[step % self.capacity] = accepted
         return drafted, accepted
@@ -211,21 +212,14 @@ class Steps:
 
     def since(self, t: float, last: int) -> int:
         """Returns the first kept step planned at `t` or later, up to `last`; `last` + 1 if none."""
-        low, high = max(self.first, 0), last + 1
-        while low < high:
-            middle = (low + high) // 2
-            if self._t[middle % self.capacity] < t:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        first = max(self.first, 0)
+        return first + bisect_left(range(first, last + 1), t, key=lambda step: self._t[step % self.capacity])
 
 
 class Rates:
     """Sums per quarter of a second of working time.
 
-    Working time stops while the engine is paused and excludes the delay of slow motion: rates are the engine's, not
-    the lesson's.
+    Working time stops while the engine is paused and excludes the delay of slow motion, so neither lowers the rates.
     """
 
     SUMS = ("decode", "prefill", "cached", "steps", "drafted", "accepted", "device_ms", "host_ms")
@@ -234,23 +228,13 @@ class Rates:
     def __init__(self) -> None:
         names = (*self.SUMS, *self.LEVELS, "worst_ms")
         self._columns = {name: array("d", [0.0]) * BUCKETS_KEPT for name in names}
-        self._now = 0.0  # working time
+        self.now = 0.0  # working time since the history began, in seconds
         self._t = 0.0  # engine time of the last record
         self._stretched = 0.0  # seconds of slow motion still to be excluded
         self._closed = False
         self._pace = 1.0
-        self._bucket = 0
+        self.bucket = 0  # the bucket being filled
         self._slot = 0  # the bucket's position in the columns
-
-    @property
-    def now(self) -> float:
-        """Working time since the history began, in seconds."""
-        return self._now
-
-    @property
-    def bucket(self) -> int:
-        """The bucket being filled."""
-        return self._bucket
 
     def reset(self, t: float, closed: bool, pace: float) -> None:
         """Start at engine time `t`."""
@@ -271,18 +255,18 @@ class Rates:
         self._move(elapsed)
 
     def _move(self, seconds: float) -> None:
-        self._now += seconds
-        bucket = int(self._now / BUCKET)
-        if bucket == self._bucket:
+        self.now += seconds
+        bucket = int(self.now / BUCKET)
+        if bucket == self.bucket:
             return
         columns, before = self._columns, self._slot
-        for new in range(max(self._bucket + 1, bucket - BUCKETS_KEPT + 1), bucket + 1):
+        for new in range(max(self.bucket + 1, bucket - BUCKETS_KEPT + 1), bucket + 1):
             slot = new % BUCKETS_KEPT
             for name in (*self.SUMS, "worst_ms"):
                 columns[name][slot] = 0.0
             for name in self.LEVELS:
                 columns[name][slot] = columns[name][before]
-        self._bucket, self._slot = bucket, bucket % BUCKETS_KEPT
+        self.bucket, self._slot = bucket, bucket % BUCKETS_KEPT
 
     def add(self, name: str, value: float) -> None:
         self._columns[name][self._slot] += value
@@ -319,11 +303,11 @@ class Rates:
 
     def series(self, name: str, n: int, end: int | None = None) -> np.ndarray:
         """Returns the `n` buckets before `end` (default: the one being filled), oldest first; zeros where none are."""
-        end = self._bucket if end is None else min(end, self._bucket + 1)
+        end = self.bucket if end is None else min(end, self.bucket + 1)
         n = min(n, BUCKETS_KEPT - 1)
         first = end - n
         values = np.zeros(n)
-        start = max(first, 0, self._bucket - BUCKETS_KEPT + 1)
+        start = max(first, 0, self.bucket - BUCKETS_KEPT + 1)
         if end > start:
             column = np.frombuffer(self._columns[name])
             values[start - first :] = column[np.arange(start, end) % BUCKETS_KEPT]
@@ -335,13 +319,13 @@ class Rates:
 
     def per_second(self, name: str, seconds: float = 1.0, end: int | None = None) -> float:
         """Returns the mean rate over complete buckets before `end`."""
-        end = self._bucket if end is None else end
+        end = self.bucket if end is None else end
         n = min(max(1, round(seconds / BUCKET)), max(1, end))
         return float(self.series(name, n, end).sum() / (n * BUCKET))
 
     def total(self, name: str, seconds: float, end: int | None = None) -> float:
         """Returns the sum over the last `seconds`, bucket `end` included."""
-        end = self._bucket if end is None else end
+        end = self.bucket if end is None else end
         return float(self.series(name, max(1, round(seconds / BUCKET)), end).sum() + self.at(name, end))
 
 

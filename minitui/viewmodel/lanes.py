@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain, takewhile
 
 from engine.trace.records import Record
+from engine.trace.state import RequestView
 
 NOTHING, QUEUED, DECODING, GAINING, PREFILLING, FINISHED, PREEMPTED = range(7)  # in order of priority;
 #   GAINING: a decode step in which drafts were accepted
@@ -137,16 +138,19 @@ class Lanes:
         if handler is not None:
             handler(self, record)
 
-    def adopt(self, id: int, group: str, prompt_tokens: int, state: str, decoding: bool, cached: int) -> None:
+    def adopt(self, request: RequestView) -> None:
         """Add a request of the first snapshot: its lane starts now."""
-        lane = self.lanes[id] = Lane(id, group, prompt_tokens, None, self.step + 1, cached_tokens=cached)
-        lane.running = state == "running"
-        self.active[id] = lane
-        self.newest = max(self.newest, id)
-        if state != "running":
-            lane.mark(QUEUED, self.step + 1, OPEN)
-        elif decoding:
-            lane.mark(DECODING, self.step + 1, OPEN)
+        begin = self.step + 1
+        lane = Lane(
+            request.id, request.group, request.prompt_tokens, None, begin, cached_tokens=request.cached_tokens
+        )
+        lane.running = request.state == "running"
+        self.lanes[lane.id] = self.active[lane.id] = lane
+        self.newest = max(self.newest, lane.id)
+        if not lane.running:
+            lane.mark(QUEUED, begin, OPEN)
+        elif request.joined_at >= 0:
+            lane.mark(DECODING, begin, OPEN)
 
     def forget_before(self, step: int) -> None:
         """Drop lanes that ended before this step, lanes beyond LANES_KEPT, and old spans of the others."""
@@ -188,7 +192,7 @@ class Lanes:
             lane.stop, lane.stop_at = record[5], record[6]
 
     def fold_step(self, record: Record) -> None:
-        """Fold a `step` record; free for a step that only decodes."""
+        """Fold a `step` record; a step that only decodes changes no lane."""
         _seq, _t, _kind, step, prefills, joined, left, _tokens, _waiting = record
         self.step = step
         if not (prefills or joined or left):

@@ -95,7 +95,7 @@ class View:
 
     def speed(self, what: str) -> float:
         """Returns tokens per second of "decode" or "prefill". In slow motion, while paused and in the past, only
-        time inside steps counts: the engine's speed, not the lesson's."""
+        time inside steps counts, so the delays do not lower the speed."""
         state = self.shown.state
         if state.pace == 1 and not self.exact:
             return self.rates.per_second(what, 1.0, self.bucket)
@@ -118,10 +118,7 @@ class View:
         self.gap, self.loaded = False, True
         self.lanes.step = state.step
         for request in state.requests.values():
-            self.lanes.adopt(
-                request.id, request.group, request.prompt_tokens, request.state, request.joined_at >= 0,
-                request.cached_tokens,
-            )  # fmt: skip
+            self.lanes.adopt(request)
 
     def fold(self, records: list[Record], now: float = 0.0, packed: bytes | None = None) -> None:
         """Fold records. Known ones are skipped; a gap sets `gap`, and folding stops until `reset`. `packed`: the same
@@ -301,18 +298,18 @@ class View:
     def glow(self) -> np.ndarray:
         """uint8 [num_blocks]: 2 for a block that has just changed, 1 while its highlight fades, else 0. Paused or in
         the past: 2 for the blocks that the last step changed."""
-        changed = self.shown.changed
-        if self.exact:
-            return np.where(changed >= self.shown.step_began, 2, 0).astype(np.uint8)
-        age = self.engine_now - changed
-        return (age < GLOW_SECONDS).astype(np.uint8) + (age < WARM_SECONDS)
+        return self._glow(self.shown.changed)
 
     def glow_of(self, changed: float) -> int:
         """Returns the same for one time of change."""
+        return int(self._glow(changed))
+
+    def _glow(self, changed: Any) -> Any:
+        one = np.uint8(1)
         if self.exact:
-            return 2 if changed >= self.shown.step_began else 0
+            return 2 * one * (changed >= self.shown.step_began)
         age = self.engine_now - changed
-        return (age < GLOW_SECONDS) + (age < WARM_SECONDS)
+        return one * (age < GLOW_SECONDS) + one * (age < WARM_SECONDS)
 
     def shown_step(self) -> StepRow | None:
         """Returns the step to show exactly: the selected one, the picture's last one, or the frame's only one."""
@@ -420,7 +417,7 @@ class View:
 
     def event_text(self, event: Event, short: bool = False) -> str:
         """Returns the sentence for an event; `short` for narrow panels."""
-        if event.kind == "refuse" and event.record[3]:  # it never became a request: only the chat has a name
+        if event.kind == "refuse" and event.record[3]:  # it never became a request: the chat names it
             return f"chat {self.group_name(event.record[3])} · {event.record[4]}"
         if short:
             return describe(event, self.lanes.lanes.get(event.request), short=True)

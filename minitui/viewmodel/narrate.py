@@ -35,7 +35,7 @@ def narrate(view: View, step: int) -> str:
 
 
 def computed(view: View, row: StepRow, left_out: Collection[int] = ()) -> list[str]:
-    """Returns sentences on what a step computed: prefill (but for the requests `left_out`), decodes and drafts."""
+    """Returns sentences on a step's prefill (without the requests `left_out`), decodes and drafts."""
     return [*_chunks(view, row, left_out), *_decodes(view, row), *_drafts(row)]
 
 
@@ -150,19 +150,19 @@ def _decodes(view: View, row: StepRow) -> list[str]:
         return []
     lanes = [lane.id for lane in view.lanes.around(row.step) if lane.code_at(row.step, DECODING)]
     if len(lanes) != n or n > NAMED:
-        who = count(n, "other request" if row.chunks else "request")
+        names = count(n, "other request" if row.chunks else "request")
     else:
-        who = listed([f"r{id}" for id in sorted(lanes)])
-    return [f"{who} {'decodes one token' if n == 1 else 'decode one token each'}{_new_blocks(view, row, lanes)}."]
+        names = listed([f"r{id}" for id in sorted(lanes)])
+    return [f"{names} {'decodes one token' if n == 1 else 'decode one token each'}{_new_blocks(view, row, lanes)}."]
 
 
 def _drafts(row: StepRow) -> list[str]:
-    """Returns how many draft tokens were verified beside the decoded ones, and how many were accepted."""
+    """Returns a sentence on the draft tokens: how many were verified and accepted."""
     if not row.drafts:
         return []
     if len(row.drafts) > 1:
-        who = "They" if len(row.drafts) == row.decodes else f"{len(row.drafts)} of them"
-        text = f"{who} also verify {row.drafted:,} draft tokens"
+        subject = "They" if len(row.drafts) == row.decodes else f"{len(row.drafts)} of them"
+        text = f"{subject} also verify {row.drafted:,} draft tokens"
         if not row.end_seq:
             return [f"{text}."]
         advance = count(len(row.drafts) + row.accepted, "token")
@@ -180,7 +180,7 @@ def _drafts(row: StepRow) -> list[str]:
 
 
 def _new_blocks(view: View, row: StepRow, decoding: list[int]) -> str:
-    """Returns which requests start a block with this token; empty unless the picture is of this very step."""
+    """Returns the requests that start a block with this token; empty unless the picture shows this step."""
     if view.horizon != row.step or not view.exact:
         return ""
     state = view.shown.state

@@ -33,7 +33,7 @@ class Links:
 def resolve(
     selection: Selection | None, shown: AnnotatedState, steps: Steps, in_group: Callable[[str], list[int]]
 ) -> Links:
-    """Returns what the selection is linked to in the state `shown`. `in_group` lists the requests of a group."""
+    """Returns the things in state `shown` that belong to the selection. `in_group` lists the requests of a group."""
     links = Links()
     if selection is None:
         return links

@@ -115,8 +115,8 @@ class Teller:
 
     def _submit(self, record: Record) -> str:
         _, _, _, request, group, tokens, _ = record
-        who = f" of {self.view.group_name(group)}" if group else ""
-        return f"r{request}{who} joins the queue with {count(tokens, 'prompt token')}"
+        chat = f" of {self.view.group_name(group)}" if group else ""
+        return f"r{request}{chat} joins the queue with {count(tokens, 'prompt token')}"
 
     def _extend(self, row: StepRow) -> Iterator[Line]:
         run = self._run
@@ -142,9 +142,10 @@ class Teller:
             yield Line(run.t, run.first.step, "step", step_text(run.first, self.view))
             return
         n = run.last.step - run.first.step + 1
-        who = count(run.last.decodes, "request")
-        each = "decodes one token per step" if run.last.decodes == 1 else "decode one token per step"
-        text = f"steps {run.first.step:,} to {run.last.step:,}  {who} {each} · {run.tokens:,} tokens"
+        requests = count(run.last.decodes, "request")
+        verb = "decodes" if run.last.decodes == 1 else "decode"
+        steps = f"steps {run.first.step:,} to {run.last.step:,}"
+        text = f"{steps}  {requests} {verb} one token per step · {run.tokens:,} tokens"
         if run.drafted:
             text += f" · {run.accepted:,} of {run.drafted:,} drafts accepted"
         if run.total_ms:

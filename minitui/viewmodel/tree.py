@@ -97,7 +97,7 @@ class Tree:
         self._end_roles: dict[tuple[int, int], str] = {}
 
     def rank(self, node: int) -> int:
-        """1 for the node that goes first; 0 for one that is held. As of the last `rerank`."""
+        """Returns the position in eviction order at the last `rerank`, from 1; 0 for a node that a request holds."""
         return self._ranks.get(node, 0)
 
     def rerank(self, shown: AnnotatedState) -> None:
@@ -277,9 +277,5 @@ def _role(marker: re.Match[str]) -> str:
 
 
 def _common(a: Sequence[int], b: Sequence[int], limit: int) -> int:
-    n = 0
-    for x, y in zip(a[:limit], b[:limit], strict=False):
-        if x != y:
-            break
-        n += 1
-    return n
+    pairs = zip(a[:limit], b[:limit], strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b), limit))

@@ -38,7 +38,7 @@ class Updater:
         self.live = False  # the view holds a snapshot
         self._clock = clock
         self._held: deque[Packet] = deque()
-        self._backlog = 0  # records in _held
+        self.backlog = 0  # records drained and not folded yet
         self._newest = -1  # the last step in any record
         self._syncing = False
         self._next_slice: asyncio.TimerHandle | None = None
@@ -51,11 +51,6 @@ class Updater:
     @frozen.setter
     def frozen(self, frozen: bool) -> None:
         self.view.frozen = frozen
-
-    @property
-    def backlog(self) -> int:
-        """Number of records drained and not folded yet."""
-        return self._backlog
 
     @property
     def dropped(self) -> int:
@@ -71,11 +66,11 @@ class Updater:
         """Drain the source and fold for one slice. Returns True if a snapshot is needed: then await `sync`."""
         for packet in self.source.drain_packets():
             self._held.append(packet)
-            self._backlog += len(packet)
+            self.backlog += len(packet)
             self._newest = max(self._newest, packet.step)
         if not self.live:
             return False
-        if self._backlog > KEEP:
+        if self.backlog > KEEP:
             self._drop()  # the view notices the gap, and a snapshot closes it
         if self.frozen:
             return False
@@ -104,14 +99,14 @@ class Updater:
         end = self._clock() + SLICE
         while self._held:
             packet = self._held.popleft()
-            self._backlog -= len(packet)
+            self.backlog -= len(packet)
             self.view.fold(packet.records(), self._clock(), packet.data)
             if self._clock() >= end:
                 break
 
     def _drop(self) -> None:
         self._held.clear()
-        self._backlog = 0
+        self.backlog = 0
 
     async def sync(self) -> None:
         """Start from a snapshot: at the beginning, after a gap, after a restart. Later records follow it."""

@@ -177,7 +177,7 @@ async def test_rates_match_the_engine_at_any_speed() -> None:
         player = await Player(speed=speed).start()
         await player.run(player.source.trace.seconds / speed + 0.3, frame=0.01)
         view = player.view
-        rates.append(sum(view.rates.at("decode", b) for b in range(view.rates.bucket + 1)) / view.rates._now)
+        rates.append(sum(view.rates.at("decode", b) for b in range(view.rates.bucket + 1)) / view.rates.now)
     assert rates[0] == pytest.approx(rates[1], rel=0.3), "the trace is a second long, and a frame is left over"
 
 

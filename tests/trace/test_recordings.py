@@ -60,7 +60,7 @@ def test_they_are_listed_and_found_by_name(shelf: Path, capsys: pytest.CaptureFi
     assert "minitui replay gpu-run" in listed and "random and not shown" in listed and "--record" in listed
     assert find_trace("gpu-run") == shelf / "gpu-run.trace" and is_bundled(find_trace("gpu-run"))
     assert find_trace(str(GOLDEN)) == GOLDEN and not is_bundled(GOLDEN)
-    with pytest.raises(TraceError, match=r"no file 'gpu-rum', and no such recording.*: gpu-run"):
+    with pytest.raises(TraceError, match=r"no file 'gpu-rum' and no bundled recording.*: gpu-run"):
         find_trace("gpu-rum")
     assert "model_dir" not in TraceReader(shelf / "gpu-run.trace").info, "a path of the machine that recorded"
     lines: list[str] = []

@@ -179,7 +179,7 @@ def test_after_a_gap_nothing_is_written_until_a_snapshot_comes(tmp_path: Path) -
 def test_play_leaves_out_slow_motion_and_long_pauses() -> None:
     clock = PlayClock(0.0, 0.0, State(8, 4, 16, 4))
     due = [
-        clock.tell(record)
+        clock.advance(record)
         for record in (
             (1, 60.0, "submit", 1, "", 4, 8),  # nothing to do for a minute
             (2, 60.1, "pace", 10.0),
