@@ -187,9 +187,9 @@ async def lesson(app: MinituiApp) -> None:
     assert isinstance(app, LessonApp)
     await until(lambda: isinstance(app.screen, LessonScreen) and app.screen.stage is not None)
     screen = app.screen
-    assert isinstance(screen, LessonScreen) and screen.reading is not None
+    assert isinstance(screen, LessonScreen)
     await press(app, "right", "right", "right", "a", "enter")
-    await until(lambda: screen.reading is not None and screen.reading.at in screen.reading.seen)
+    await until(lambda: screen.reading.at in screen.reading.seen)
 
 
 async def code(app: MinituiApp) -> None:

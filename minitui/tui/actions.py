@@ -78,7 +78,7 @@ _TABLE = {
         Action("pin", "Pin to a replica", key="P", slash="pin", takes="[N|URL]",
             help="Let only one replica answer this chat."),
         Action("unpin", "Unpin", key="U", slash="unpin",
-            help="Let every replica answer this chat; a replica with its beginning in the cache comes first."),
+            help="Let every replica answer this chat. Replicas whose cache holds its beginning are preferred."),
     ),
     "Engine": (
         Action("freeze", "Freeze the view", key="space", slash="freeze", footer="freeze",
@@ -99,7 +99,7 @@ _TABLE = {
         Action("forward", "Forward in time", key="full_stop",
             help="Show the engine one step later, up to now (inspect)."),
         Action("now", "Back to now", key="end", slash="now",
-            help="Return from the past to the present. A new question, or a key that runs the engine, does so too."),
+            help="Return from the past to the present. A new question, or a key that runs the engine, does the same."),
         Action("clear", "Clear the cache", slash="clear-cache",
             help="Empty the radix tree; the next prompt is computed from its first token."),
         Action("reset", "Start over", key="X", slash="reset",

@@ -21,7 +21,7 @@ def whole_number(text: str) -> int | None:
 
 
 class ChatCommands:
-    """One method per action id, as in Commands."""
+    """One method per action, as in Commands."""
 
     def __init__(self, app: AppBase) -> None:
         self.app = app
@@ -233,6 +233,6 @@ class ChatCommands:
         self.app.focus_prompt(transcripts.quoted_file(transcripts.named_file(name)))
 
     def to_now(self) -> None:
-        """Return from the past to the present: an action that runs the engine shows its effect."""
+        """Return from the past to the present, where the effect of an action on the engine is visible."""
         if self.app.view.travel_text:
             self.app.view.present()

@@ -41,7 +41,8 @@ class Glyphs:
     times: str = _glyph("×", "x")
     middot: str = _glyph("·", "|")
     busy: str = _glyph("█", "#")
-    prompt: str = _glyph("▒", "=")  # beside `busy`, where a bar is of both
+    prompt: str = _glyph("▒", "=")  # in a bar that also has `busy`
+    edge: str = _glyph("▌", "|")  # between two steps that follow each other
     folded: str = _glyph("▸", ">")
     unfolded: str = _glyph("▾", "v")
 
@@ -63,8 +64,8 @@ def glyphs() -> Glyphs:
     return ASCII if _ascii else UNICODE
 
 
-# Typography and frames that are not glyphs of ours: words of the help, titles, Textual's own widgets.
-# One character becomes one, so lines keep their width.
+# Typography and frames that are not in Glyphs: in the help, in titles, in Textual's widgets.
+# Each character becomes one character, so lines keep their width.
 _TO_ASCII = str.maketrans({
     "·": "|", "…": "~", "×": "x", "÷": "/", "–": "-", "—": "-", "−": "-", "“": '"', "”": '"', "‘": "'", "’": "'",
     "→": ">", "←": "<", "↑": "^", "↓": "v", "✓": "*", "✗": "x", "●": "*", "○": "o", "▲": "^", "▼": "v", "▶": ">",
@@ -76,5 +77,5 @@ _TO_ASCII = str.maketrans({
 
 
 def to_ascii(text: str) -> str:
-    """`text` with typography, arrows and frames as ASCII; letters of every language stay."""
+    """Returns `text` with typography, arrows and frames as ASCII; letters of every language stay."""
     return text if text.isascii() else text.translate(_TO_ASCII)

@@ -20,10 +20,7 @@ class ForeignChatScreen(ChatScreen):
     RAIL: ClassVar[tuple[type[LinePanel], ...]] = (ServerVitals,)
     HEADLINE = "Several chats, one server."
     LEAD = "Ask something. The panel beside the answer shows the server's own figures."
-    WELCOME_KEYS: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("r", "the same first question in a second chat"),
-        ("?", "help on this screen, and all keys"),
-    )
+    WELCOME_KEYS: ClassVar[tuple[tuple[str, str], ...]] = (("r", "the same first question in a second chat"),)
     DEFAULT_CSS = "ForeignChatScreen #rail ServerVitals { height: 16; }"
 
     def on_mount(self) -> None:  # Textual calls the parent's handler too

@@ -214,7 +214,7 @@ class ReplayApp(MinituiApp):
 
     @property
     def idle(self) -> bool:
-        """A recording has a next step until its end."""
+        """Always False: a recording can be stepped to its end."""
         return False
 
     def _frame(self) -> None:

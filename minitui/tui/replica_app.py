@@ -31,18 +31,14 @@ class ReplicaChatScreen(ChatScreen):
 
     HEADLINE = HEADLINE
     LEAD = "Ask something: one server answers, and the panels show what it does."
-    WELCOME_KEYS: ClassVar[tuple[tuple[str, str], ...]] = (
-        *ChatScreen.WELCOME_KEYS[:-1], REPLICAS_KEY, ChatScreen.WELCOME_KEYS[-1],
-    )  # fmt: skip
+    WELCOME_KEYS = (*ChatScreen.WELCOME_KEYS, REPLICAS_KEY)
 
 
 class BlindChatScreen(ForeignChatScreen):
     """The chats of several servers that do not report what their engines do."""
 
     HEADLINE = HEADLINE
-    WELCOME_KEYS: ClassVar[tuple[tuple[str, str], ...]] = (
-        *ForeignChatScreen.WELCOME_KEYS[:-1], REPLICAS_KEY, ForeignChatScreen.WELCOME_KEYS[-1],
-    )  # fmt: skip
+    WELCOME_KEYS = (*ForeignChatScreen.WELCOME_KEYS, REPLICAS_KEY)
 
 
 class ReplicaApp(MinituiApp):
@@ -86,7 +82,7 @@ class ReplicaApp(MinituiApp):
         return replica.number, "by its prefix"
 
     def current_replica(self) -> Replica | None:
-        """The replica that writes the current chat's answer; else that of its last answer; else of the next one."""
+        """The replica that is writing the current chat's answer, else the one of its last answer or of the next."""
         session, source = self.session, self.replicas
         writing = getattr(session._stream, "replica", None)
         if writing is not None or not source.info:  # without info, no replica has answered yet
@@ -101,7 +97,7 @@ class ReplicaApp(MinituiApp):
             return known
 
     def _elsewhere(self, session: Session) -> bool:
-        """Is this chat's answer being written by a replica that the panels do not show?"""
+        """True if a replica that the panels do not show is writing this chat's answer."""
         return session._stream is not None and getattr(session._stream, "replica", None) is not self.replicas.shown
 
     def queue_place(self, session: Session) -> int | None:

@@ -190,7 +190,7 @@ class TerminalGuard:
         self._in_loop(self._continue)
 
     def _suspend(self) -> None:
-        """ctrl+z, `kill -TSTP`: give the terminal to the shell, stop, and take it back when continued."""
+        """Give the terminal to the shell, stop, and take it back when continued (ctrl+z, `kill -TSTP`)."""
         if (driver := self._driver()) is not None:
             self._away = True
             driver.suspend_application_mode()

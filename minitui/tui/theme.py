@@ -3,8 +3,8 @@
 A style is a few words, `"bold ink on select"`: an optional `bold`, the name of a colour, an optional background.
 Widgets build rows of `(text, style)` with these names; `Palette.style` makes a Rich style of the words, once per theme.
 
-Steady state is muted; a change glows: a block that becomes active is drawn in `active-glow`, then in `active-warm`
-while it fades.
+Blocks that do not change have muted colours; a change is bright: a block that becomes active is drawn in `active-glow`,
+then in `active-warm`, then in `active`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _COLOURS = {
     "bad": ("#ff7b72", "#b3261e", "#ff9a93"),
     "good": ("#34b58c", "#00795a", "#2fe0a4"),
     "on-fill": ("#0b0d11", "#ffffff", "#000000"),  # text on the colours above
-    # blocks: steady, glowing, fading
+    # blocks: unchanged; just changed (glow); changed a little earlier (warm)
     "free": ("#49515c", "#a6abb2", "#6f7884"),
     "free-glow": ("#c9d1d9", "#1b1f24", "#ffffff"),
     "free-warm": ("#8b949e", "#6c747e", "#c6ccd4"),

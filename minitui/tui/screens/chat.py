@@ -62,8 +62,7 @@ class ChatScreen(BaseScreen[None]):
     WELCOME_KEYS: ClassVar[tuple[tuple[str, str], ...]] = (
         ("r", "the same first question in a second chat: a cache hit"),
         ("2", "inspect the engine"),
-        ("?", "help on this screen, and all keys"),
-    )
+    )  # and ? for the help
     transcript = getters.query_one(Transcript)
     prompt = getters.query_one(Prompt)
     completions = getters.query_one(CompletionList)
@@ -156,7 +155,7 @@ class ChatScreen(BaseScreen[None]):
                 add(question, "ink", f"{glyphs().middot} ")
             add(f"type a few letters, then tab; /ask lists all {len(app.known_questions)}", "dim")
             rows.append([])
-        for key, what in self.WELCOME_KEYS:
+        for key, what in (*self.WELCOME_KEYS, ("?", "help on this screen, and all keys")):
             add(what, "dim", f"esc {key}  ")
         return rows
 

@@ -11,14 +11,14 @@ from textual.binding import Binding, BindingType
 
 from minitui.teaching.lessons.page import Code
 from minitui.tui.screens.dialogs import Overlay
-from minitui.tui.widgets.base import LinePanel, Picture
+from minitui.tui.widgets.base import Picture, ScrollPanel
 from minitui.tui.widgets.rows import Row, Runs
 from minitui.viewmodel.model import View
 
 MIN_CODE = 16  # cells; in a narrower panel a line of code is cut off
 
 
-class CodePanel(LinePanel):
+class CodePanel(ScrollPanel):
     """Source code with line numbers; comments and docstrings are dim."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -27,8 +27,6 @@ class CodePanel(LinePanel):
         Binding("pageup", "scroll(-20)", "page up", show=False, id="code.page_up"),
         Binding("pagedown,space", "scroll(20)", "page down", show=False, id="code.page_down"),
     ]
-
-    top = 0  # the first line shown
 
     def __init__(self, code: Code) -> None:
         super().__init__()
@@ -41,16 +39,10 @@ class CodePanel(LinePanel):
             for piece in broken(line.expandtabs(4), width - len(lead)):
                 rows.append(Row(lead, "faint").add(piece, style).done(width))
                 lead = " " * len(lead)
-        self.top = max(0, min(self.top, len(rows) - height))
+        shown, below = self.window(rows, height)
         name = self.code.reference.partition(":")[2]
-        left = len(rows) - self.top - height
-        legend = [(f"{left} more lines" if left > 0 else "esc closes", "dim")]
-        return Picture(rows[self.top : self.top + height], f"{self.code.path}  {name}".rstrip(), legend=legend)
-
-    def action_scroll(self, lines: int) -> None:
-        """Scroll by lines; down is positive."""
-        self.top += lines
-        self.repaint()
+        legend = [(f"{below} more lines" if below else "esc closes", "dim")]
+        return Picture(shown, f"{self.code.path}  {name}".rstrip(), legend=legend)
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
         self.action_scroll(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from typing import ClassVar, Protocol, cast
 
 from textual import getters
@@ -12,7 +13,7 @@ from textual.containers import Container
 from textual.css.scalar import Scalar
 
 from engine.errors import EngineError
-from minitui.teaching.lessons.page import Lesson, find_code, fresh
+from minitui.teaching.lessons.page import Lesson, Seen, find_code, fresh
 from minitui.teaching.stage import LETTERS, Stage
 from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.screens.code import CodeScreen
@@ -36,9 +37,9 @@ PANELS: dict[str, type[LinePanel]] = {
     "timings": StepTimings, "events": Events, "occupancy": Occupancy,
 }  # fmt: skip
 WIDE = 120  # columns; from this width on the panels are beside the text, else below it
-HEIGHTS = {"step": 4, "occupancy": 1}  # below the text; the others have PANEL_ROWS
+HEIGHTS = {"step": 4, "occupancy": 1}  # of panels below the text; the others have PANEL_ROWS
 PANEL_ROWS, MIN_PANEL_ROWS = 9, 5
-PARTNERS = {"step": "lanes", "occupancy": "map"}  # a second panel, shown beside the text
+PARTNERS = {"step": "lanes", "occupancy": "map"}  # a second panel below the first, where the panels are beside the text
 
 
 class HasLesson(Protocol):
@@ -84,13 +85,17 @@ class LessonScreen(BaseScreen[None]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.reading: Reading | None = None
         self.stage: Stage | None = None
+
+    @property
+    def reading(self) -> Reading:
+        """The current page, and the results so far."""
+        return self.text.reading
 
     def compose(self) -> ComposeResult:
         yield TopBar()
         with Container(id="body"):
-            yield LessonText(id="text")
+            yield LessonText(Reading(cast(HasLesson, self.app).lesson), id="text")
             with Container(id="side"):
                 for name, panel in PANELS.items():
                     made = panel(id=f"panel-{name}")
@@ -99,19 +104,18 @@ class LessonScreen(BaseScreen[None]):
         yield StatusBar()
 
     def on_mount(self) -> None:
-        self.reading = self.text.reading = Reading(cast(HasLesson, self.app).lesson)
         self.text.focus()
 
     def hints(self) -> list[Hint]:
         """The keys of the current page, then those of all pages."""
-        reading = self.reading
+        reading, page = self.reading, self.reading.page
         hints = [("right", "next page")]
-        if reading is not None and reading.page is None:
+        if page is None:
             hints = [("enter", "answer"), ("tab", "next question")]
-        elif reading is not None and reading.page is not None:
-            if reading.page.run is not None:
+        else:
+            if page.run is not None:
                 hints.append(("enter", "run again" if reading.at in reading.seen else "run"))
-            if reading.page.code:
+            if page.code:
                 hints.append(("v", "code"))
         return [*hints, ("L", "lessons"), ("n", "step"), ("2", "inspect"), ("?", "help"), ("q", "quit")]
 
@@ -119,8 +123,8 @@ class LessonScreen(BaseScreen[None]):
 
     def begin(self, lesson: Lesson, stage: Stage) -> None:
         """Start the lesson: the engine runs with its options. Another lesson opens at its first page."""
-        if self.reading is None or self.reading.ready or self.reading.lesson is not lesson:
-            self.reading = self.text.reading = Reading(lesson)
+        if self.reading.ready or self.reading.lesson is not lesson:
+            self.text.reading = Reading(lesson)
         self.stage, self.reading.ready = stage, True
         if self.reading.page is None:
             self._open_page()
@@ -128,7 +132,7 @@ class LessonScreen(BaseScreen[None]):
     def paint(self, view: View) -> None:
         """Show the text and its panels; called once a frame while this screen is visible."""
         stage = cast(HasLesson, self.app).stage
-        if self.stage is None and stage is not None and self.reading is not None:
+        if self.stage is None and stage is not None:
             self.begin(self.reading.lesson, stage)
         for bar in self.query(Bar):
             bar.paint(view)
@@ -139,16 +143,15 @@ class LessonScreen(BaseScreen[None]):
 
     def _shown(self) -> list[str]:
         """The names of the panels to show now."""
-        if self.reading is None or not self.reading.panel:
-            return []
         name = self.reading.panel
+        if not name:
+            return []
         if self.has_class("-narrow"):
             return [name] if self._rows_below() else []
         return [name, PARTNERS[name]] if name in PARTNERS else [name]
 
     def _rows_below(self) -> int:
         """The height of the panel below the text. A panel with nothing to show gets only rows that the text leaves."""
-        assert self.reading is not None
         rows = HEIGHTS.get(self.reading.panel, PANEL_ROWS)
         if self.reading.shows:
             return rows
@@ -156,7 +159,7 @@ class LessonScreen(BaseScreen[None]):
         return min(rows, left) if left >= min(rows, MIN_PANEL_ROWS) else 0
 
     def _arrange(self) -> None:
-        """Show these panels and set their heights."""
+        """Show the panels of `_shown`, and set their heights."""
         shown = self._shown()
         side = self.query_one("#side")
         side.display = bool(shown)
@@ -175,39 +178,36 @@ class LessonScreen(BaseScreen[None]):
 
     def _open_page(self) -> None:
         reading = self.reading
-        assert reading is not None
         self.workers.cancel_group(self, "lesson")
         reading.running = False
         self.text.top = 0
-        if reading.page is None and reading.ready and not reading.prepared:
-            self.run_worker(self._prepare(), group="lesson", exclusive=True)
+        if reading.page is None and reading.ready and not reading.prepared and self.stage is not None:
+            self.run_worker(self._prepare(reading, self.stage), group="lesson", exclusive=True)
 
     def action_turn(self, pages: int) -> None:
         """Turn pages; forward is positive."""
-        if self.reading is not None:
-            at = max(0, min(self.reading.pages - 1, self.reading.at + pages))
-            if at != self.reading.at:
-                self.reading.at = at
-                self._open_page()
+        at = max(0, min(self.reading.pages - 1, self.reading.at + pages))
+        if at != self.reading.at:
+            self.reading.at = at
+            self._open_page()
 
     def action_question(self, step: int) -> None:
         """Go to another closing question and show its panel."""
-        if self.reading is not None and self.reading.page is None:
+        if self.reading.page is None:
             self.reading.question = (self.reading.question + step) % len(self.reading.lesson.checks)
 
     def action_predict(self, choice: int) -> None:
         """Predict the result; only before the experiment has run."""
         reading = self.reading
-        if reading is None or reading.page is None or reading.page.predict is None or reading.at in reading.seen:
-            return
-        if choice < len(reading.page.predict.choices):
+        predict = reading.page.predict if reading.page is not None else None
+        if predict is not None and reading.at not in reading.seen and choice < len(predict.choices):
             reading.predicted[reading.at] = choice
             self.text.follow()
 
     def action_go(self) -> None:
         """Run the experiment, or run it again; on the last page, answer the question."""
         reading, stage = self.reading, self.stage
-        if reading is None or stage is None or reading.running:
+        if stage is None or reading.running:
             return  # the page says why
         if reading.page is None:
             if reading.prepared and reading.question not in reading.revealed:
@@ -216,12 +216,10 @@ class LessonScreen(BaseScreen[None]):
             elif reading.prepared:
                 self.action_question(1)
         elif reading.page.run is not None:
-            self.run_worker(self._run(), group="lesson", exclusive=True)
+            self.run_worker(self._run(reading, stage, reading.page.run), group="lesson", exclusive=True)
 
-    async def _run(self) -> None:
-        reading, stage = self.reading, self.stage
-        assert reading is not None and stage is not None and reading.page is not None and reading.page.run is not None
-        at, run = reading.at, reading.page.run
+    async def _run(self, reading: Reading, stage: Stage, run: Callable[[Stage], Awaitable[Seen]]) -> None:
+        at = reading.at
         reading.seen.pop(at, None)
         reading.failed.pop(at, None)
         reading.running, reading.prepared = True, False
@@ -235,9 +233,7 @@ class LessonScreen(BaseScreen[None]):
             reading.running = False
         self.text.follow()
 
-    async def _prepare(self) -> None:
-        reading, stage = self.reading, self.stage
-        assert reading is not None and stage is not None
+    async def _prepare(self, reading: Reading, stage: Stage) -> None:
         try:
             await fresh(stage)
             await reading.lesson.close(stage)
@@ -249,10 +245,11 @@ class LessonScreen(BaseScreen[None]):
 
     def action_code(self) -> None:
         """Open the code of this page."""
-        if self.reading is None or self.reading.page is None or not self.reading.page.code:
+        page = self.reading.page
+        if page is None or not page.code:
             return
         try:
-            self.app.push_screen(CodeScreen(find_code(self.reading.page.code)))
+            self.app.push_screen(CodeScreen(find_code(page.code)))
         except EngineError as error:
             self.app.say(str(error), error=True)
 

@@ -1,8 +1,8 @@
 """The base class of all panels: a panel is a list of rows, and only changed rows are drawn.
 
 A panel implements `picture(view, width, height)`. `paint(view)` adds the frame, compares the rows with those on the
-screen, and refreshes the ones that differ; Textual then calls `render_line` for these alone. The frame is drawn here
-rather than by CSS: a row of the picture is a row of the widget, and coordinates need no translation.
+screen, and refreshes the ones that differ; Textual then calls `render_line` for only these. The frame is drawn here,
+not by CSS: so a row of the screen is a row of the widget.
 """
 
 from __future__ import annotations
@@ -227,6 +227,22 @@ class LinePanel(Widget, can_focus=True):
     def text(self) -> str:
         """The panel's rows as text."""
         return "\n".join(plain(row).rstrip() for row in self.drawn_rows)
+
+
+class ScrollPanel(LinePanel):
+    """A panel with more rows than fit; `top` is the first row shown."""
+
+    top = 0
+
+    def window(self, rows: list[Runs], height: int) -> tuple[list[Runs], int]:
+        """Returns (the rows from `top` on that fit, how many rows are below them)."""
+        self.top = max(0, min(self.top, len(rows) - height))
+        return rows[self.top : self.top + height], max(0, len(rows) - height - self.top)
+
+    def action_scroll(self, lines: int) -> None:
+        """Scroll by lines; down is positive."""
+        self.top += lines
+        self.repaint()
 
 
 def _exact(row: Runs, width: int) -> Runs:

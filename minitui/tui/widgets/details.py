@@ -1,4 +1,4 @@
-"""The popover with the details of one thing, live while it is open."""
+"""The popover with the details of one thing. They are updated while it is open."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from textual.binding import Binding
 
-from minitui.tui.widgets.base import LinePanel, Picture
+from minitui.tui.widgets.base import LinePanel, Picture, ScrollPanel
 from minitui.tui.widgets.rows import Row, Runs, clean
 from minitui.viewmodel.model import View
 from minitui.viewmodel.story import tell
@@ -15,7 +15,7 @@ from minitui.viewmodel.story import tell
 LABEL = 13
 
 
-class Details(LinePanel):
+class Details(ScrollPanel):
     """`show` opens it above the panels; Escape or Enter closes it."""
 
     DEFAULT_CSS = "Details { layer: above; position: absolute; display: none; }"
@@ -27,7 +27,6 @@ class Details(LinePanel):
 
     kind = ""
     subject: Any = None
-    top = 0  # the first line shown
     _back: LinePanel | None = None
 
     def show(self, view: View, kind: str, subject: Any, back: LinePanel | None) -> None:
@@ -52,16 +51,11 @@ class Details(LinePanel):
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         rows = self._lines(view, width)
-        self.top = max(0, min(self.top, len(rows) - height))
-        more = len(rows) - height - self.top
+        shown, below = self.window(rows, height)
         legend = [("esc closes", "dim")]
-        if more > 0:
-            legend.insert(0, (f"{more} more lines below  ", "accent"))
-        return Picture(rows[self.top :], title=tell(view, self.kind, self.subject).title, legend=legend)
-
-    def action_scroll(self, by: int) -> None:
-        self.top = max(0, self.top + by)
-        self.repaint()
+        if below:
+            legend.insert(0, (f"{below} more lines below  ", "accent"))
+        return Picture(shown, title=tell(view, self.kind, self.subject).title, legend=legend)
 
     def action_close(self) -> None:
         self.display = False

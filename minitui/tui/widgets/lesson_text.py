@@ -9,7 +9,7 @@ from textual.binding import Binding, BindingType
 from minitui.teaching.lessons.page import Check, Lesson, Page, Seen, paragraphs
 from minitui.teaching.stage import LETTERS
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.base import LinePanel, Picture
+from minitui.tui.widgets.base import Picture, ScrollPanel
 from minitui.tui.widgets.rows import Row
 from minitui.viewmodel.model import View
 
@@ -55,7 +55,7 @@ class Reading:
         return self.page.panel if self.page is not None else self.check.panel
 
 
-class LessonText(LinePanel):
+class LessonText(ScrollPanel):
     """The text of a page, the prediction and the result. Scrolls if it does not fit."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -64,10 +64,12 @@ class LessonText(LinePanel):
     ]
 
     TITLE = "Text"
-    reading: Reading | None = None
-    top = 0  # the first line shown
     _follow = False
     _height = 0  # at the last paint
+
+    def __init__(self, reading: Reading, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.reading = reading
 
     def follow(self) -> None:
         """Scroll to the end at the next paint: new lines are there."""
@@ -75,26 +77,17 @@ class LessonText(LinePanel):
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         reading = self.reading
-        if reading is None:
-            return Picture([], "Lesson")
         lines = page_lines(reading, min(width, MAX_TEXT_WIDTH))
         rows = [Row(text, style).done(width) for text, style in lines]
-        most = max(0, len(rows) - height)
         if self._follow or (height < self._height and reading.shows):
-            self.top, self._follow = most, False
+            self.top, self._follow = len(rows), False
         self._height = height
-        self.top = min(self.top, most)
+        shown, below = self.window(rows, height)
         title = f"{reading.lesson.name} {glyphs().middot} {reading.at + 1} of {reading.pages}"
-        below = len(rows) - height - self.top
-        legend = [(f"{below} lines more: down", "accent")] if below > 0 else [(_keys(reading), "dim")]
-        if self.top and below <= 0:
+        legend = [(f"{below} lines more: down", "accent")] if below else [(_keys(reading), "dim")]
+        if self.top and not below:
             legend.insert(0, (f"up: {self.top} lines more {glyphs().middot} ", "dim"))
-        return Picture(rows[self.top : self.top + height], title, legend=legend)
-
-    def action_scroll(self, lines: int) -> None:
-        """Scroll by lines; down is positive."""
-        self.top = max(0, self.top + lines)
-        self.repaint()
+        return Picture(shown, title, legend=legend)
 
 
 def _keys(reading: Reading) -> str:

@@ -185,39 +185,23 @@ def _draw(steps: list[StepRow], room: int) -> tuple[list[Run], list[Run]]:
     total = max(finish - shift - origin, 1e-9)
     scale = room / total
     g = glyphs()
-    host, device = ["rule"] * room, ["rule"] * room
+    host, device = [(g.rule, "faint")] * room, [(g.rule, "faint")] * room
 
-    def fill(track: list[str], begin: float, end: float, style: str) -> None:
+    def fill(track: list[Run], begin: float, end: float, cell: Run) -> None:
         left = int(begin * scale)
         right = max(left + 1, int(end * scale))
         for x in range(max(0, left), min(room, right)):
-            track[x] = style
+            track[x] = cell
 
     for begin, end, row in placed:
         planned = (row.plan_ms or 0.0) + (row.launch_ms or 0.0)
-        style = "prefill" if row.chunks else "decode"
+        cell = (g.prompt, "prefill") if row.chunks else (g.busy, "decode")
         if row.device_ms is not None:
             started = max(begin + planned - (row.launch_ms or 0.0) / 2, end - (row.commit_ms or 0.0) - row.device_ms)
-            fill(device, started, min(end, started + row.device_ms), style)
+            fill(device, started, min(end, started + row.device_ms), cell)
             x = int(started * scale)
-            if 0 < x < room and device[x - 1] == style:
-                device[x - 1] = "edge-" + style
-        fill(host, begin, begin + planned, "hit")
-        fill(host, end - (row.commit_ms or 0.0), end, "hit")
-
-    def runs(track: list[str]) -> list[Run]:
-        out: list[Run] = []
-        for style in track:
-            if style == "rule":
-                piece = (g.rule, "faint")
-            elif style.startswith("edge-"):
-                piece = ("▌" if g.busy == "█" else "|", style[5:])
-            else:
-                piece = (g.prompt if style == "prefill" else g.busy, style)
-            if out and out[-1][1] == piece[1] and out[-1][0][-1] == piece[0]:
-                out[-1] = (out[-1][0] + piece[0], piece[1])
-            else:
-                out.append(piece)
-        return out
-
-    return runs(host), runs(device)
+            if 0 < x < room and device[x - 1] == cell:
+                device[x - 1] = (g.edge, cell[1])
+        fill(host, begin, begin + planned, (g.busy, "hit"))
+        fill(host, end - (row.commit_ms or 0.0), end, (g.busy, "hit"))
+    return host, device

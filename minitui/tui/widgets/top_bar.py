@@ -52,7 +52,7 @@ class TopBar(Bar):
         return Picture(rows)
 
     def _flags(self, view: View) -> list[Run]:
-        """One flag for each difference between the picture and the engine running freely now."""
+        """A flag for each reason why the picture is not that of a running engine at this moment."""
         feed, condition = self.app.feed, self.app.condition
         flags: list[Run] = []
         if condition.hung:

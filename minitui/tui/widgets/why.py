@@ -1,4 +1,4 @@
-"""Why: what a step did and why, in plain sentences; or a question about the next step."""
+"""Why: sentences about what a step did and why; or a question about the next step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from minitui.viewmodel.model import View
 from minitui.viewmodel.narrate import narrate, notable
 from minitui.viewmodel.predict import Question
 
-LOOK_BACK = 400  # steps searched for the last one that did more than decode
+LOOK_BACK = 400  # the number of steps searched for the last one that did more than decode
 
 
 class Why(LinePanel, can_focus=False):
-    """Paused or in the past: the sentences of this step. Running: of the last step that did more than decode. A
-    `question` replaces them until it is revealed."""
+    """Paused or in the past: the sentences about this step. Running: about the last step that did more than decode. A
+    `question` replaces them until its answer is shown."""
 
     TITLE = "Why"
 
