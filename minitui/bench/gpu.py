@@ -15,7 +15,7 @@ from minitui.bench.rows import Row, decode_steps, greedy, random_prompts, second
 from minitui.bench.shapes import Work
 
 # Measured on one H200 with random weights: (best other engine, goal). The others: vLLM 0.25.1, mini-sglang, nano-vllm.
-# Their batch figures are taken as decode rates without prompts. With prompts, 22,262 tok/s would leave at most 8.9 ms
+# Their batch figures are read as decode rates without prompts. With prompts, 22,262 tok/s would leave at most 8.9 ms
 # for a step of 256 rows of 8B; on that card its products alone took 6.73 ms in cuBLAS, and reading its keys and values
 # 2.3 ms.
 H200 = {
@@ -78,11 +78,11 @@ class GpuRows:
         def decoding(limits: Limits) -> float:
             return later / sum(work.decode(limits, [128 + step] * n) for step in range(1, REPLY))
 
-        def all_of_it(limits: Limits) -> float:
+        def with_prompts(limits: Limits) -> float:
             return n * REPLY / work.replies(limits, prompts, [REPLY] * n)
 
         yield self._row(f"batch {n}", later / (whole - one), "tok/s", decoding, self._host(n))
-        yield self._row(f"batch {n} with its prompts", n * REPLY / whole, "tok/s", all_of_it)
+        yield self._row(f"batch {n} with its prompts", n * REPLY / whole, "tok/s", with_prompts)
 
     def prefill(self) -> Row:
         """16 prompts of 4,096 tokens, replies of one token: prompt tokens / time."""

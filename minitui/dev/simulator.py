@@ -1,6 +1,6 @@
 """Records without a model: the real scheduler and cache, driven by simulated chats and a simulated clock.
 
-So the panels show what an engine does, down to splits, evictions and preemptions, without forward passes. One core
+The panels show splits, evictions and preemptions as with a real engine, but without forward passes. One core
 makes a thousand steps a second with 256 requests and 44,000 blocks. The same seed gives the same records.
 
     python -m minitui.dev.simulator_app                         the Inspect screen over such a source

@@ -1,8 +1,8 @@
 """The corpus on disk: questions with their answers and wordings, and the frozen evaluation.
 
 Everything is JSON lines under corpus/. An *item* is one question: its id, the canonical question, the answer,
-wordings to train on (patterns such as "(what|which) block (size|length)"), names of the thing asked about for
-the generic templates, and what a follow-up such as "why?" leads to.
+wordings to train on (patterns such as "(what|which) block (size|length)"), names of its subject for the generic
+templates, and the answers to follow-ups such as "why?".
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ NEAR_DUPLICATE = 0.8
 class Item:
     """One question that the model should know.
 
-    names maps an aspect ("what", "why", "how") to names of the thing asked about; follow maps a kind of
-    follow-up ("why", "example", "more") to the id of the item whose answer it gets; asked_next holds further
-    follow-ups, each a list of wordings and the id they lead to; concepts are groups of interchangeable phrases
-    of which a stranger's question is likely to hold some.
+    names: an aspect ("what", "why", "how") -> names of the subject. follow: a kind of follow-up ("why", "example",
+    "more") -> the id of the item with its answer. asked_next: further follow-ups, each a list of wordings and the id of
+    the answer. concepts: groups of interchangeable phrases; a user's question is likely to contain some of them.
     """
 
     id: str
@@ -98,7 +97,7 @@ def load_words() -> dict[str, Any]:
 
 
 def word_set(text: str) -> frozenset[str]:
-    """The words of a text, lower case, without punctuation; near-duplicates are found by them."""
+    """Returns the words of a text in lower case, without punctuation, to find near-duplicates."""
     return frozenset(re.findall(r"[a-z0-9]+", text.lower().replace("'", "")))
 
 

@@ -1,7 +1,8 @@
 """Measures the bundled model through the engine: python -m minitui.dev.tutor.evaluate [--model DIR].
 
-Prints the frozen evaluation as a table, the share of canonical questions that are answered word for word, how long
-conversations hold, and, with --write, stores the questions answered right as known_questions.json.
+Prints the frozen evaluation as a table, the share of canonical questions that are answered word for word, and the share
+of right answers in each turn of a conversation. With --write, stores the questions answered right as
+known_questions.json.
 """
 
 from __future__ import annotations

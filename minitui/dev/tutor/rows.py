@@ -1,8 +1,8 @@
 """Training rows: conversations rendered as token ids, packed end to end.
 
-A row holds several conversations that cannot see each other (segment ids), and a loss only on what the assistant
-says. Half of the rows are short exchanges whose answer is cut after its beginning: which answer to give is decided
-there, so this shows more questions for the same work.
+A row holds several conversations that do not attend to each other (segment ids). Only the assistant's tokens have a
+loss. Half of the rows are short exchanges whose answer is cut after its beginning: the beginning decides the answer, so
+the model sees more questions for the same work.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Conversations:
         self._follow_ups: dict[str, list[str]] = words["follow_ups"]
         self._common: list[str] = words["common"]
         self._tokenizer = tokenizer
-        # Random merges are left out: the model sees a word in other pieces, as after a typo or with another ending.
+        # Without random merges, words split into other pieces, as they do after a typo or with another ending.
         self._rough = Tokenizer.from_str(tokenizer.to_str())
         self._rough.model.dropout = BPE_DROPOUT
         self._start, self._end = (SPECIAL_TOKENS.index(token) for token in ("<|im_start|>", "<|im_end|>"))

@@ -66,9 +66,9 @@ class Recipe:
     peak_rate: float = 2e-3
     weight_decay: float = 0.1
     dropout: float = 0.1
-    token_dropout: float = 0.1  # share of a row's input tokens replaced by random ones, up to
+    token_dropout: float = 0.1  # at most this share of a row's input tokens is replaced by random ones
     seed: int = 1
-    keep: float = 0.5  # with --start-from: the share of the old weights in the mean of old and new that is saved
+    keep: float = 0.5  # with --start-from: the share of the old weights in the saved mean
 
 
 class RMSNorm(nn.Module):
@@ -299,7 +299,7 @@ def render(chat: Chat) -> str:
 
 @torch.no_grad()
 def mix(network: Network, old: dict[str, Tensor], keep: float) -> None:
-    """Averages the weights with those that training started from: the mean keeps most strengths of both.
+    """Averages the weights with the initial ones: the mean keeps most strengths of both.
 
     (Wortsman et al. 2022, "Robust fine-tuning of zero-shot models".)
     """
