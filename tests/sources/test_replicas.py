@@ -466,9 +466,14 @@ async def test_servers_without_metrics_have_dashes_and_no_panels() -> None:
     async with app.run_test(size=(120, 36)) as pilot:
         await until(lambda: source.replicas[1].metrics.running is not None)
         app.action_do("replicas")
-        await until(lambda: any("75%" in panel.text for panel in app.screen.query(Replicas)))
+
+        def shown() -> list[str]:
+            text = "\n".join(panel.text for panel in app.screen.query(Replicas))
+            return [line for line in text.splitlines() if "127.0.0.1" in line]
+
+        await until(lambda: all(" up " in row for row in shown()) and any("75%" in row for row in shown()))
         assert all(server.visits["/v1/models"] == 1 for server in servers), "it was started twice"
-        rows = [line for line in app.screen.query_one(Replicas).text.splitlines() if "127.0.0.1" in line]
+        rows = shown()
         assert rows[0].count("–") == 6 and " 0%" not in rows[0], rows[0]
         assert rows[1].split()[4:9] == ["up", "12", "2", "38%", "75%"] and "50 ms" in rows[1], rows[1]
         app.action_do("inspect")
