@@ -48,7 +48,7 @@ def build_engine(
     before_torch: Callable[[], None] = lambda: None,
     max_waiting: int | None = None,
 ) -> Built:
-    """Load a model and make an engine for it. Raises EngineError, with a sentence, if that is not possible.
+    """Load a model and make an engine for it. Raises EngineError if that is not possible.
 
     on_progress    called with {"stage", "done", "total", "text"}; `total` is 0 if unknown
     on_lost        called from another thread, with a sentence, when one of several ranks has ended unexpectedly
@@ -91,7 +91,7 @@ def build_engine(
     if limits.device.type == "cuda" and (why_not := without_graphs(model, config)):
         notes.append(f"no CUDA graphs and few of our own kernels, which is several times slower: {why_not}")
     info = {
-        "model": _short_name(config.model, directory), "model_dir": str(directory), "architecture": model.architecture,
+        "model": Path(config.model).name, "model_dir": str(directory), "architecture": model.architecture,
         "parameters": model.num_parameters, "active_parameters": model.active_parameters,
         "device": runner.loaded.device_name,
         "dtype": str(limits.dtype).removeprefix("torch."), "quantization": config.quantization,
@@ -169,12 +169,8 @@ def without_graphs(model: ModelConfig, config: EngineConfig) -> str:
     return without_triton(model, limits.dtype, limits.device)
 
 
-def _short_name(asked: str, directory: Path) -> str:
-    return Path(asked).name if asked else directory.name
-
-
 def as_engine_error(error: BaseException) -> EngineError:
-    """Any error in building an engine as an EngineError, with a sentence that says what to do."""
+    """An error that occurred while an engine was built, as an EngineError that says what to do."""
     if isinstance(error, EngineError):
         return error
     if "out of memory" in str(error).lower() or isinstance(error, MemoryError):

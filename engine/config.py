@@ -1,4 +1,4 @@
-"""EngineConfig: the user's choices. It does not import torch, so an application can make one without loading torch."""
+"""EngineConfig: the user's choices. An application can make one without loading torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from engine.errors import EngineError
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = ("auto", "fp8")
 POLICIES = ("fcfs", "longest-prefix", "static")  # of the scheduler
-SPECULATION = ("off", "prompt-lookup")
+CHOICES = {
+    "dtype": ("auto", *DTYPES),
+    "quantization": ("none", "int8", "fp8"),
+    "kv_cache_dtype": ("auto", "fp8"),
+    "scheduling_policy": POLICIES,
+    "speculation": ("off", "prompt-lookup"),
+}
 MOST_SPECULATIVE_TOKENS = 32
 MOST = {  # larger values are typing errors; engine/worker/memory.py checks that smaller ones fit the memory
     "block_size": 1 << 16,
@@ -47,21 +52,17 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"  # longest-prefix: longest cached prefix first; static: one batch after another
     speculation: str = "off"  # prompt-lookup: drafts from the request's own text (engine/core/speculation.py)
     speculative_tokens: int = 8  # the longest draft, with speculation
-    overlap: str = "auto"  # plan step n+1 while step n runs: "on" or "off"; auto: on a GPU
+    overlap: str = "auto"  # "on": plan step n+1 while step n runs; "off"; auto: on a GPU only
     seed: int = 0  # of dummy weights; a request without a seed gets a random one
     tensor_parallel_size: int = 1  # ranks that share the model, each a process with its own device
     load_tokenizer: bool = True
     cpu_threads: int | None = None  # None: one fewer than the cores, at least one
 
     def __post_init__(self) -> None:
-        if self.dtype != "auto" and self.dtype not in DTYPES:
-            raise EngineError(f"dtype is {self.dtype!r}: it must be auto, {', '.join(DTYPES)}")
-        if self.quantization not in ("none", "int8", "fp8"):
-            raise EngineError(f"quantization is {self.quantization!r}: it must be none, int8 or fp8")
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise EngineError(f"kv_cache_dtype is {self.kv_cache_dtype!r}: it must be {' or '.join(KV_CACHE_DTYPES)}")
-        if self.speculation not in SPECULATION:
-            raise EngineError(f"speculation is {self.speculation!r}: it must be {' or '.join(SPECULATION)}")
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise EngineError(f"{name} is {value!r}: it must be {', '.join(choices[:-1])} or {choices[-1]}")
         if not isinstance(self.speculative_tokens, int) or not 1 <= self.speculative_tokens <= MOST_SPECULATIVE_TOKENS:
             raise EngineError(
                 f"speculative_tokens is {self.speculative_tokens}: it must be from 1 to {MOST_SPECULATIVE_TOKENS}"
@@ -76,8 +77,6 @@ class EngineConfig:
                 raise EngineError(f"{name} is {value:,}: it must be at most {most:,}")
         if not isinstance(self.seed, int) or not -(1 << 63) <= self.seed < 1 << 63:
             raise EngineError(f"seed is {self.seed!r}: it must be a whole number of 64 bits")
-        if self.scheduling_policy not in POLICIES:
-            raise EngineError(f"scheduling_policy is {self.scheduling_policy!r}: it must be {', '.join(POLICIES)}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise EngineError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}: it must be above 0 and at most 1"

@@ -8,11 +8,11 @@ class EngineError(Exception):
 
 
 class CheckpointError(EngineError):
-    """A model directory cannot be used. The message names the file, the fault and the remedy."""
+    """A model directory cannot be used. The message names the file and the fault, and says what to do."""
 
 
 class InvalidRequest(EngineError):
-    """A request was refused at submission; the engine is unchanged. `field` names the parameter to change."""
+    """A request was refused when it was submitted; the engine is unchanged. `field` names the parameter to change."""
 
     def __init__(self, message: str, field: str = "prompt") -> None:
         super().__init__(message)

@@ -18,7 +18,7 @@ class Fields:
     """One JSON object of a file; null counts as absent."""
 
     def __init__(self, path: Path, raw: dict[str, Any], where: str = "") -> None:
-        """`where`: the object's place in the file, for errors, as in " in its rope parameters"."""
+        """`where`: the place of the object in the file, for errors, such as " in its rope parameters"."""
         self.path = path
         self.raw = raw
         self._where = where
@@ -44,7 +44,7 @@ class Fields:
         open_low: bool = False,
         most: float = LARGEST_NUMBER,
     ) -> float:
-        """A finite number, at least `least` (above it, with `open_low`) and at most `most`."""
+        """A finite number from `least` to `most`; with `open_low`, `least` itself is refused."""
         value = self._value(key, default)
         try:
             fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -57,7 +57,7 @@ class Fields:
         return float(value)
 
     def optional_number(self, key: str, open_low: bool = False, most: float = LARGEST_NUMBER) -> float | None:
-        """The same; None if absent."""
+        """Like `number`; None if absent."""
         return None if self.raw.get(key) is None else self.number(key, open_low=open_low, most=most)
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -86,7 +86,7 @@ class Fields:
 
 
 def shown(value: Any) -> str:
-    """A value of a file for a message, in one short line."""
+    """The value of a field as one short line, for a message."""
     try:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits

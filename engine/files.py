@@ -43,7 +43,7 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def read_text(path: Path, most: int) -> str:
-    """The same as text in UTF-8."""
+    """Like `read_bytes`, as text in UTF-8."""
     try:
         return read_bytes(path, most).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -72,7 +72,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
-    """The same; {} if there is no such file."""
+    """Like `read_json`; {} if there is no such file."""
     return read_json(path) if path.exists() else {}
 
 

@@ -66,8 +66,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Reply to each prompt (text or token ids); return the outputs in the order of the prompts.
 
-        `use_tqdm` draws a progress line on stderr; None: if stderr is a terminal. If a prompt or a parameter cannot be
-        used, raises InvalidRequest before anything runs.
+        `use_tqdm`: show the progress on stderr; None: only if stderr is a terminal. Raises InvalidRequest, before any
+        prompt runs, if a prompt or a parameter cannot be used.
         """
         batch: list[Any] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
         params = sampling_params if sampling_params is not None else SamplingParams()
@@ -81,7 +81,7 @@ class LLM:
                 ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
                 result = RequestOutput(prompt if isinstance(prompt, str) else None, ids, [])
                 results.append(result)
-                chosen.validate(self.engine.runner.vocab_size)  # with n = 0 no request would be submitted and refused
+                chosen.validate(self.engine.runner.vocab_size)  # here too: with n = 0 the loop submits nothing
                 for index in range(chosen.n):
                     request = self.engine.add_request(ids, chosen, sample_index=index)
                     self._outputs.open(request)

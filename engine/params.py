@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from types import UnionType
 from typing import Any
 
 from engine.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+TYPES: dict[str, tuple[type | UnionType, str]] = {  # field -> its type, and the type in words
+    "logit_bias": (dict | None, "a dict of token id to bias"),
+    "ignore_eos": (bool, "a bool"),
+    "include_stop_str_in_output": (bool, "a bool"),
+    "skip_special_tokens": (bool, "a bool"),
+    "json_schema": (dict | str | None, "a dict, or JSON as a string"),
+    "regex": (str | None, "a string"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +38,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
-    min_tokens: int = 0  # no stop token or stop string ends the reply before
+    min_tokens: int = 0  # before so many tokens, no stop token or stop string ends the reply
     max_tokens: int | None = 16  # None: as many as context and pool allow
     seed: int | None = None  # None: a random one, drawn at submission
     stop: tuple[str, ...] = ()
@@ -69,10 +78,10 @@ class SamplingParams:
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidRequest, with the name of the field, for values that the engine cannot use."""
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise InvalidRequest(f"{f.name} is {value}: it must be a finite number", f.name)
+        for name, (kind, words) in TYPES.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise InvalidRequest(f"{name} is of type {type(value).__name__}: it must be {words}", name)
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
@@ -99,24 +108,9 @@ class SamplingParams:
             )
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, vocab_size - 1)
-        if not isinstance(self.logit_bias, dict | None):
-            raise InvalidRequest(
-                f"logit_bias is of type {type(self.logit_bias).__name__}: it must be a dict of token id to bias",
-                "logit_bias",
-            )
         for token, bias in (self.logit_bias or {}).items():
             _integer("logit_bias", token, 0, vocab_size - 1)
             _number("logit_bias", bias, -100.0, 100.0)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequest(f"{name} is of type {type(getattr(self, name)).__name__}: it must be a bool", name)
-        if not isinstance(self.json_schema, dict | str | None):
-            raise InvalidRequest(
-                f"json_schema is of type {type(self.json_schema).__name__}: it must be a dict, or JSON as a string",
-                "json_schema",
-            )
-        if not isinstance(self.regex, str | None):
-            raise InvalidRequest(f"regex is of type {type(self.regex).__name__}: it must be a string", "regex")
         if any(not isinstance(choice, str) for choice in self.choice):
             raise InvalidRequest("choice must be strings only", "choice")
         if (self.json_schema is not None) + (self.regex is not None) + bool(self.choice) > 1:

@@ -1,4 +1,4 @@
-"""The local Hugging Face cache: its snapshots of models, and the weights that they lack."""
+"""The snapshots of models in the local Hugging Face cache, and the weight files that are missing in each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Snapshot:
     missing: tuple[str, ...]  # weight files that are not there yet
 
     def complete(self, weights: bool = True) -> bool:
-        """Whether the download is complete; with `weights` False, that of config.json and the tokenizer."""
+        """True if all weights are there. With `weights` False: if the tokenizer is there."""
         return not self.missing if weights else (self.path / "tokenizer.json").is_file()
 
 
@@ -29,11 +29,6 @@ def cache_directory() -> Path:
         if os.environ.get(variable):
             return Path(os.environ[variable]).expanduser() / below
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "huggingface" / "hub"
-
-
-def find_cached(name: str) -> Path | None:
-    """The newest complete snapshot of a model in the local cache; a name without an organisation matches any."""
-    return next((snapshot.path for snapshot in snapshots_of(name) if snapshot.complete()), None)
 
 
 def cached_snapshots(pattern: str = "models--*") -> list[Snapshot]:
@@ -48,6 +43,7 @@ def cached_snapshots(pattern: str = "models--*") -> list[Snapshot]:
 
 
 def snapshots_of(name: str) -> list[Snapshot]:
+    """The cached snapshots of a model, the newest first; a name without an organisation matches any organisation."""
     return cached_snapshots("models--" + name.replace("/", "--") if "/" in name else f"models--*--{name}")
 
 

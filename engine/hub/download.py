@@ -1,4 +1,4 @@
-"""Downloads a checkpoint to the local Hugging Face cache: first its description, then its weights.
+"""Downloads a checkpoint to the local Hugging Face cache: first its configuration and tokenizer, then its weights.
 
 huggingface_hub transfers the files. A file that is complete in the cache is not downloaded again.
 """
@@ -17,7 +17,7 @@ from engine.files import CONFIG, INDEX, SINGLE, shard_names
 from engine.hub.cache import Snapshot, cache_directory
 from engine.progress import Progress
 
-# The files that are read besides config.json and the weights, and the licence.
+# The files to download besides config.json and the weights.
 DESCRIPTION = {
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
     INDEX, "LICENSE", "LICENSE.txt", "LICENSE.md",
@@ -157,7 +157,7 @@ def _status(error: BaseException | None) -> int | None:
 
 
 class _Watch:
-    """Reports the progress of a download, from the size of its folder."""
+    """Reports the progress of a download, measured by the size of its folder."""
 
     def __init__(self, folder: Path, name: str, total: int, done: int, on_progress: Progress | None) -> None:
         self._folder, self._name, self._total, self._tell = folder, name, total, on_progress

@@ -13,7 +13,7 @@ from engine.fields import shown
 from engine.hub.cache import Snapshot, cache_directory, snapshots_of
 from engine.progress import Progress
 
-# The organisation of a name without one, by its beginning.
+# The beginning of a name without an organisation -> the organisation.
 ORGANISATIONS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama", "mistral": "mistralai"}
 NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?")
 LONGEST_NAME = 96  # the limit of the hub
@@ -22,9 +22,9 @@ LONGEST_NAME = 96  # the limit of the hub
 def resolve_model(name: str, on_progress: Progress | None = None, weights: bool = True, tokenizer: bool = True) -> Path:
     """The directory of the checkpoint `name`: a directory, "Qwen3-8B" or "Qwen/Qwen3-8B".
 
-    It searches for a path first, then in the local Hugging Face cache, then on the hub. From there it downloads to the
-    cache, with progress, and continues an interrupted download. An unsupported model is refused before its weights are
-    downloaded. Raises CheckpointError with the places it has tried.
+    It tries a path first, then the local Hugging Face cache, then the hub. A model on the hub is downloaded to the
+    cache, and an interrupted download is continued. An unsupported model is refused before its weights are downloaded.
+    Raises CheckpointError, which names the places that were tried.
 
     `weights`: False if config.json and the tokenizer are enough. `tokenizer`: False if it is not needed.
     """

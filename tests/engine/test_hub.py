@@ -17,7 +17,7 @@ import pytest
 from huggingface_hub import constants
 
 from engine.errors import CheckpointError
-from engine.hub.cache import cached_snapshots, find_cached
+from engine.hub.cache import cached_snapshots, snapshots_of
 from engine.hub.resolve import resolve_model
 from minitui import tutor
 from minitui.cli import doctor
@@ -86,6 +86,11 @@ def test_a_directory_is_taken_as_it_stands(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     assert resolve_model("Qwen3-8B") == Path("Qwen3-8B")
     assert resolve_model(str(tmp_path / "Qwen3-8B")) == tmp_path / "Qwen3-8B"
+
+
+def find_cached(name: str) -> Path | None:
+    """The newest complete snapshot of a model."""
+    return next((snapshot.path for snapshot in snapshots_of(name) if snapshot.complete()), None)
 
 
 def make_cached(cache: Path, repository: str, files: dict[str, bytes], revision: str = "abc") -> Path:

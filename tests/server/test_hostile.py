@@ -43,11 +43,18 @@ def unharmed(server: Running, caplog: pytest.LogCaptureFixture) -> Iterator[None
 
 @pytest.fixture
 def untouched(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = server.service.client
+    original = client.control
+
     def submit(*arguments: Any, **options: Any) -> None:
         raise AssertionError("it reached the engine")
 
-    monkeypatch.setattr(server.service.client, "submit", submit)
-    monkeypatch.setattr(server.service.client, "control", submit)
+    def control(action: str, **arguments: Any) -> Any:
+        assert action == "snapshot", "it reached the engine"
+        return original(action, **arguments)
+
+    monkeypatch.setattr(client, "submit", submit)
+    monkeypatch.setattr(client, "control", control)
 
 
 @pytest.fixture(scope="module", autouse=True)
