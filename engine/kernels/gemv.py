@@ -137,7 +137,7 @@ def tiles(n: int, k: int, gate_up: bool, scaled: bool = False) -> tuple[int, int
 
 
 def byte_tiles(n: int, k: int, gate_up: bool) -> tuple[int, int, int, int]:
-    """The same for 8-bit weights: the same number of bytes ahead is twice as many columns."""
+    """`tiles` for 8-bit weights: the same number of bytes holds twice as many columns."""
     if gate_up:
         return (8, 1024, 1, 4) if k <= 2048 else (2, 4096, 1, 4)
     if n > 65536:

@@ -3,7 +3,7 @@
 All of it runs on the device, so a CUDA graph can contain it.
 
     router   x · router^T, in fp32 parts over slices of the hidden size
-    choose   softmax and top-k of each token; numbers each pair by the pairs that its expert has so far
+    choose   softmax and top-k of each token; numbers the pairs of each expert
     group    from the experts' counts: the place of each pair, and the tiles of the products
 
 T tokens of hidden size H, E experts, K of them for each token; a pair is t · K + k. Atomic counters number the pairs,

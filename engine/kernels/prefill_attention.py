@@ -5,8 +5,8 @@ of keys is loaded once for all of them. For short chunks after long contexts the
 1); the program that finishes last combines the splits, as in decode_attention.
 
 The keys and values of the chunk itself are read from the output of the projection, in whole tiles, by the bulk tensor
-copy engine. Only the cached context is read through the block table. Steps without cached context have a form of their
-own, without the loops over the cache.
+copy engine. Only the cached context is read through the block table. Steps without cached context use a form
+without the loops over the cache.
 
 Shapes: q [T, heads, d] with sequences laid end to end, cu_seqlens int32 [n + 1]; caches [blocks, block_size, kv_heads,
 d]; block_table int32 [n, max_blocks]; seq_lens int32 [n]. Token i of a sequence sees keys 0 ... seq_len - q_len + i.

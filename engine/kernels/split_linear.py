@@ -55,7 +55,7 @@ def _split_linear_kernel(
 class Form(NamedTuple):
     """The parts and tile sizes of a product."""
 
-    parts: int  # K is cut into so many
+    parts: int  # of K
     block_n: int
     block_k: int
     stages: int

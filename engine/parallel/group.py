@@ -30,7 +30,6 @@ from engine.parallel.mailbox import Mailbox
 from engine.parallel.shards import shard_config, shard_slots
 from engine.parallel.timing import Timings, measure
 
-Norm = tuple[torch.Tensor, torch.Tensor, float]  # residual, weight, eps
 TIMEOUT_S = 60.0  # for a rank that runs but does not answer; processes.py detects a dead one sooner
 
 
@@ -107,7 +106,7 @@ class Ranks(Group):
         self._connected = True
 
     def open_mailbox(self, hidden: int, dtype: torch.dtype) -> str:
-        """Between GPUs: measure the fastest way to sum [T, hidden]. Returns a sentence about it; "" on a CPU."""
+        """Between GPUs: measure how to sum [T, hidden] fastest. Returns a sentence about it; "" on a CPU."""
         if self.device.type != "cuda":
             return ""
         why_not = f"they carry half precision, and this is {str(dtype).removeprefix('torch.')}"
@@ -180,7 +179,9 @@ class Ranks(Group):
             return x
         begin = self._begin()
         if self.box is not None and self.direct(len(x)) and self.box.holds(x):
-            x = self._through_box(x)
+            from engine.kernels.mailbox import sum_ranks
+
+            x = sum_ranks(x, self.box)
         else:
             import torch.distributed as dist
 
@@ -188,19 +189,15 @@ class Ranks(Group):
         self._end(begin)
         return x
 
-    def _through_box(self, x: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
-        from engine.kernels.mailbox import sum_ranks
-
-        assert self.box is not None
-        return sum_ranks(x, self.box, norm)
-
     def add_norm(
         self, ops: Ops, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         if self.box is None or not self.direct(len(residual)) or not self.box.holds(residual):
             return super().add_norm(ops, x, residual, weight, eps)
+        from engine.kernels.mailbox import sum_ranks
+
         begin = self._begin()
-        x = self._through_box(x, (residual, weight, eps))
+        x = sum_ranks(x, self.box, (residual, weight, eps))
         self._end(begin)
         return x
 
@@ -249,9 +246,7 @@ class Ranks(Group):
         return spent
 
     def _begin(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        return self._event()
+        return self._event() if self.device.type == "cuda" else time.perf_counter()
 
     def _end(self, begin: Any) -> None:
         if self.device.type != "cuda":

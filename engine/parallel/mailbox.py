@@ -1,7 +1,7 @@
 """Memory of one rank that the others can write: the kernels of engine/kernels/mailbox.py exchange words through it.
 
 It is torch's symmetric memory: every rank allocates the same number of bytes, and maps the others' memory into its own
-address space, over NVLink or PCIe. Multicast, with which a switch can sum, is not used: it is not available everywhere.
+address space, over NVLink or PCIe. Multicast, which lets a switch sum, is not used: it is not available everywhere.
 """
 
 from __future__ import annotations

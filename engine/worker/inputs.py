@@ -1,4 +1,4 @@
-"""A step's inputs: its tokens in one row, and its draws."""
+"""A step's inputs: its tokens, laid end to end, and its draws."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.core.step import StepPlan
 
 
 class Layout(NamedTuple):
-    """The row, position and cache slot of each token. The T tokens of a plan's n entries form one row."""
+    """The row, position and cache slot of each of the T tokens of a plan's n entries, laid end to end."""
 
     ends: np.ndarray  # int64 [n]  entry i has the tokens from ends[i - 1] to ends[i]
     seq_lens: np.ndarray  # int32 [n]  keys of each entry, with this step's

@@ -27,7 +27,7 @@ class Limits:
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
-    """Decide every "auto" of `config`. Raises EngineError if the device or the model cannot do what it asks for."""
+    """Decide every "auto" of `config`. Raises EngineError if the device or the model does not support it."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

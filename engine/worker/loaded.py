@@ -60,12 +60,7 @@ class MemoryReport:
 
 
 class LoadedModel:
-    """Owns the model, the KV pool and the batch.
-
-    Public attributes: num_blocks (the null block included), block_size, vocab_size, max_num_batched_tokens,
-    max_model_len, device, device_name, dtype, kv_dtype, config, model_config, shard (the model as this rank holds it),
-    model, attention, attention_name, pool, batch, group, memory, notes.
-    """
+    """Owns the model, the KV pool and the batch. `shard`: the configuration of the model as this rank holds it."""
 
     def __init__(
         self,
@@ -110,7 +105,7 @@ class LoadedModel:
             self.attention_name = self.attention.name
             self.memory = MemoryReport(weights=self.model.nbytes, kv_cache=0)
             self.batch = Batch(max_rows, self.max_model_len, self.block_size, self.vocab_size, self.device)
-            self.num_blocks = group.least(self._count_blocks()) + 1  # and the null block
+            self.num_blocks = group.least(self._count_blocks()) + 1  # with the null block
             self.pool = self._make_pool(self.num_blocks)
         self.memory.kv_cache = self.pool.nbytes
         self._expert_load_due = math.inf if model_config.experts is None else 0.0

@@ -79,7 +79,7 @@ class LeadRunner:
         """Run a step on all ranks.
 
         DeviceLost if it fails on any of them: the ranks may then have made different collectives. An exception in
-        sampling is raised as it is: then they have made the same, and the engine goes on.
+        sampling is raised unchanged: all ranks have made the same collectives, and the engine can continue.
         """
         self._workers.send(plan)
         try:

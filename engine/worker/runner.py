@@ -72,7 +72,7 @@ class Runner:
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep:
         """Start a step with the first executor that can run it. `grammars`: by entry, where draws are constrained."""
-        # Tensors made in inference mode can be changed in it only: it covers the rows' settings, too.
+        # Tensors made in inference mode can only be changed in it, so it also covers the rows' settings.
         with torch.inference_mode():
             for executor in self.executors:
                 launched = executor.launch(plan, grammars)

@@ -150,7 +150,8 @@ class Sampler:
     def set_row(self, asked: RowSettings) -> None:
         """Set up a row for the request that takes it."""
         row, params = asked.row, asked.params
-        self._release(row)
+        self._counts.release(row)
+        self._bias.release(row)
         wants = 0
         if not params.greedy:
             wants |= Wants.NOISE
@@ -271,11 +272,6 @@ class Sampler:
         if self._sent_version != self.version:
             self._device_settings, self._device_keys = self._upload(self._settings), self._upload(self._keys)
             self._sent_version = self.version
-
-    def _release(self, row: int) -> None:
-        self._wants[row] = 0
-        self._counts.release(row)
-        self._bias.release(row)
 
     def _count(self, asked: RowSettings) -> None:
         line = self._counts.claim(asked.row)
