@@ -103,7 +103,7 @@ def test_a_batch_is_told_with_its_prompts_and_without(monkeypatch: pytest.Monkey
     monkeypatch.setattr(gpu, "REPLY", 8)
     llm = LLM(_bundled(), device="cpu", cpu_threads=1)
     work = Work.of(read_model_config(_bundled()), 4)
-    tries = [gpu.GpuRows(llm, work, LIMITS, {}).batch(4) for _ in range(3)]  # another process may slow one
+    tries = [tuple(gpu.GpuRows(llm, work, LIMITS, {}).batch(4)) for _ in range(3)]  # another process may slow one
     decoding, whole = tries[0]
     assert (decoding.name, whole.name) == ("batch 4", "batch 4 with its prompts")
     faster = [0 < whole.value < decoding.value for decoding, whole in tries]
@@ -152,10 +152,10 @@ def test_evicting_a_long_reply_block_by_block_costs_no_more_a_block_than_a_short
         node = tree.add(tree.root, 1, [(i,) * 16 for i in range(blocks)], held, -1)
         tree.unlock(node, log.append("finish", 1, "length", 0))
         allocator.release(held)
-        began = time.perf_counter()
+        began = time.thread_time()  # of this thread alone: other processes do not count
         for _ in range(blocks):
             assert tree.evict(1, "the pool is full") == 1
-        return (time.perf_counter() - began) / blocks
+        return (time.thread_time() - began) / blocks
 
     long, short = (min(per_block(blocks) for _ in range(5)) for blocks in (2048, 64))
     assert long < 5 * short  # it was 28 times as much
