@@ -25,7 +25,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt. Its first `kept` ids are those of the conversation so far. If the template changed an earlier turn,
+    """A prompt. Its first `kept` ids are the kept ids of the conversation. If the template changed an earlier turn,
     `diverges_at` is the first token that differs and `reason` says why."""
 
     ids: list[int]

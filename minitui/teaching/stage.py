@@ -336,7 +336,7 @@ class Stage:
 async def plain_stage(
     source: Source, sampling: Sampling, load: Callable[[dict[str, Any]], Codec], **fields: Any
 ) -> AsyncIterator[Stage]:
-    """A stage without the application: starts the engine, and closes it at the end. `fields` are those of Stage."""
+    """A stage without the application: starts the engine and closes it at the end. `fields`: of Stage."""
     try:
         await source.start(lambda progress: None)
         chats = Chats(source, sampling=sampling)

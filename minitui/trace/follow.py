@@ -1,6 +1,6 @@
 """Checks that each record of a trace is possible in the state before it.
 
-State.apply trusts its records. Those of a file or of another server must be checked first.
+State.apply trusts its records, so records from a file or from another server must be checked first.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Teller:
                 yield from self._fold()
 
     def rest(self) -> Iterator[Line]:
-        """Yields the lines held back so far: those of an unfinished run of decode steps."""
+        """Yields the lines held back so far, of an unfinished run of decode steps."""
         yield from self._fold()
         yield from self._flush()
 

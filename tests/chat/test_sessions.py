@@ -1,4 +1,4 @@
-"""Chats without a terminal: token-exact turns, forks, cancelling, what is kept."""
+"""Chats without a terminal: exact token ids, forks, cancelling, saving."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_the_second_turn_takes_every_full_block_of_the_first_from_the_cach
     assert session.messages[-1].metrics["cached_tokens"] == written // 16 * 16
 
 
-def test_generated_ids_are_kept_where_the_tokenizer_would_spell_otherwise():
+def test_generated_ids_are_kept_where_the_tokenizer_would_use_others():
     class Pairs(ByteCodec):  # id 258 spells "ab" too
         def decode(self, ids, skip_special_tokens=False):
             return super().decode([b for i in ids for b in ((97, 98) if i == 258 else (i,))], skip_special_tokens)
@@ -74,7 +74,7 @@ def test_generated_ids_are_kept_where_the_tokenizer_would_spell_otherwise():
     assert prompt.kept == 3
 
 
-def test_an_answer_cut_short_is_continued_by_the_template_behind_its_last_token():
+def test_after_a_cut_answer_the_template_continues_behind_its_last_token():
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "half an ans"}]
     rendered = CODEC.apply_chat_template(messages)
     kept = [*CODEC.apply_chat_template(messages[:1]), *b"half an ans"]
@@ -84,7 +84,7 @@ def test_an_answer_cut_short_is_continued_by_the_template_behind_its_last_token(
     assert prompt.diverges_at is None
 
 
-def test_an_answer_cut_inside_a_character_is_spelled_anew():
+def test_an_answer_cut_inside_a_character_gets_new_ids():
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "half a 🫨"}]
     rendered = CODEC.apply_chat_template(messages)
     kept = [*CODEC.apply_chat_template(messages[:1]), *"half a 🫨".encode()[:-2]]
@@ -109,7 +109,7 @@ async def test_a_template_that_drops_thinking_says_where_the_turn_diverges_and_w
     assert f"the prompt is new from token {at} on" in text
 
 
-async def test_an_answer_that_is_asked_for_again_blames_no_template():
+async def test_a_retried_answer_reports_no_difference_by_the_template():
     chats = await chats_on(FakeSource())
     session = chats.new(SYSTEM)
     chats.send(session, "What is a block table?")
@@ -134,7 +134,7 @@ async def test_a_changed_system_prompt_diverges_in_the_first_tokens():
 
 
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.text(max_size=12)), max_size=6), st.data())
-def test_whatever_was_kept_the_prompt_spells_what_the_template_renders(turns, data):
+def test_with_any_kept_ids_the_prompt_has_the_text_of_the_template(turns, data):
     rendered = CODEC.apply_chat_template([{"role": r, "content": c} for r, c in turns])
     kept = data.draw(st.one_of(st.just(rendered), st.lists(st.integers(0, 257), max_size=40)))
     if kept == rendered and rendered:
@@ -144,7 +144,7 @@ def test_whatever_was_kept_the_prompt_spells_what_the_template_renders(turns, da
     assert prompt.ids[: prompt.kept] == kept[: prompt.kept]
 
 
-async def test_a_fork_shares_its_past_and_goes_its_own_way():
+async def test_a_fork_shares_its_past_and_continues_independently():
     chats = await chats_on(FakeSource())
     session = chats.new(SYSTEM)
     chats.send(session, "What is a block table?")
@@ -187,7 +187,7 @@ async def in_mid_answer(store: Store) -> tuple[Chats, Session]:
     return chats, session
 
 
-async def test_cancelling_keeps_what_is_there_and_frees_the_request(tmp_path):
+async def test_cancelling_keeps_the_text_so_far_and_frees_the_request(tmp_path):
     store = Store(tmp_path / "chats.sqlite")
     chats, session = await in_mid_answer(store)
     assert chats.cancel(session)
@@ -214,7 +214,7 @@ async def test_a_question_is_saved_before_it_is_answered(tmp_path):
     assert session.state == "cancelled"
 
 
-async def test_a_chat_taken_up_again_is_token_exact(tmp_path):
+async def test_a_reopened_chat_continues_with_the_same_ids(tmp_path):
     store = Store(tmp_path / "chats.sqlite")
     chats = await chats_on(FakeSource(), store)
     session = chats.new(SYSTEM)
@@ -277,7 +277,7 @@ async def test_after_many_starts_only_the_chats_of_the_last_come_back_and_the_ot
     assert [one.title for one in chats.store.search("start 3")] == ["start 3"]
 
 
-async def test_of_very_many_chats_those_used_last_come_back(tmp_path):
+async def test_of_very_many_chats_the_last_used_come_back(tmp_path):
     store = Store(tmp_path / "chats.sqlite")
     chats = await asked(store, *(f"chat {number}" for number in range(12)))
     chats.send(chats.sessions[1], "and then?")
@@ -288,7 +288,7 @@ async def test_of_very_many_chats_those_used_last_come_back(tmp_path):
     assert [s.title for s in again.sessions] == ["chat 1", *(f"chat {number}" for number in range(4, 12))]
 
 
-async def test_what_one_minitui_has_open_a_second_forks_and_neither_overwrites_the_other(tmp_path):
+async def test_a_chat_that_is_open_elsewhere_opens_as_a_copy_and_neither_overwrites_the_other(tmp_path):
     path = tmp_path / "chats.sqlite"
     first = await asked(Store(path), "paging")
     second = await chats_on(FakeSource(), Store(path))
@@ -304,7 +304,7 @@ async def test_what_one_minitui_has_open_a_second_forks_and_neither_overwrites_t
         kept = second.store.load(session.id)
         assert [m.text for m in kept.messages if m.role == "user"] == ["paging", f"asked in the {word}"]
         assert [m.text for m in kept.messages] == [m.text for m in session.messages]
-    first.close(mine)  # it is nobody's now
+    first.close(mine)  # it belongs to no process now
     assert second.reopen(mine.id).id == mine.id
     assert first.reopen(mine.id).id != mine.id, "and now it is the second's"
 
@@ -387,7 +387,7 @@ def test_sampling_is_set_by_name_and_refused_with_a_sentence():
 
 
 @pytest.mark.parametrize(("full", "words"), [(False, "stopped at max_tokens"), (True, "stopped at 128 tokens")])
-def test_an_answer_that_was_cut_says_whose_limit_it_was(full: bool, words: str) -> None:
+def test_a_cut_answer_names_the_limit_that_it_reached(full: bool, words: str) -> None:
     metrics = {"finish": "length", "full": full, "prompt_tokens": 124, "cached_tokens": 0, "output_tokens": 4}
     assert words in " · ".join(t for t, _ in describe_answer(Message("assistant", "x", metrics=metrics)))
 
@@ -410,14 +410,14 @@ def test_the_line_under_an_answer_says_what_came_from_the_cache_and_why_no_more(
     assert words in text
 
 
-def test_thinking_is_split_off_also_while_its_tag_is_only_half_there():
+def test_thinking_is_split_off_also_while_its_tag_is_incomplete():
     assert split_thinking("<thi") == ("", "", True)
     assert split_thinking("<think>so it") == ("so it", "", True)
     assert split_thinking("<think>so</think>\nYes.") == ("so", "Yes.", False)
     assert split_thinking("<b>no</b>") == ("", "<b>no</b>", False)
 
 
-def test_the_rate_is_that_of_the_arrivals_and_not_of_how_often_one_looks():
+def test_the_rate_depends_on_the_arrivals_and_not_on_the_calls():
     session = Session("a", "t", "")
     for tick in range(11):
         session._arrivals.append((tick * 0.1, 2))
@@ -433,7 +433,7 @@ def test_the_rate_is_that_of_the_arrivals_and_not_of_how_often_one_looks():
     assert session.rate(now=9.3) == 0.0, "in slow motion the speed before it does not count"
 
 
-def test_an_answer_that_ended_with_the_process_says_so_and_one_that_was_cancelled_too(tmp_path):
+def test_an_answer_that_ended_with_the_process_and_a_cancelled_one_say_so(tmp_path):
     store = Store(tmp_path / "chats.sqlite")
     store.save_chat(Session("a", "t", ""))
     for position, state in ((1, "running"), (3, "cancelled")):
@@ -451,7 +451,7 @@ async def test_a_chat_closed_in_mid_answer_stays_closed(tmp_path):
     chats, session = await in_mid_answer(store)
     chats.close(session)
     assert session.state == "cancelled"
-    for _ in range(20):  # the engine's last word on it has come
+    for _ in range(20):  # the engine's last delta has arrived
         await asyncio.sleep(0.001)
     assert not chats.source.engine.has_work
     assert open_chats(store) == []
@@ -459,7 +459,7 @@ async def test_a_chat_closed_in_mid_answer_stays_closed(tmp_path):
     assert kept.messages[-1].state == "cancelled" and kept.messages[-1].text.startswith("yyyyy")
 
 
-async def test_a_chat_file_that_fails_for_a_while_ends_no_chat_and_lacks_nothing_afterwards(tmp_path, monkeypatch):
+async def test_after_a_failure_of_the_chat_file_all_chats_are_saved(tmp_path, monkeypatch):
     store = Store(tmp_path / "chats.sqlite")
     chats = await chats_on(FakeSource(), store)
     told: list[str] = []
@@ -485,7 +485,7 @@ async def test_a_chat_file_that_fails_for_a_while_ends_no_chat_and_lacks_nothing
     }
 
 
-async def test_a_chat_that_the_file_lacks_is_reopened_as_it_was_when_it_was_closed(tmp_path, monkeypatch):
+async def test_an_unsaved_chat_is_reopened_as_it_was_when_it_was_closed(tmp_path, monkeypatch):
     store = Store(tmp_path / "chats.sqlite")
     chats = await chats_on(FakeSource(), store)
     chat = chats.new(SYSTEM)
@@ -501,7 +501,7 @@ async def test_a_chat_that_the_file_lacks_is_reopened_as_it_was_when_it_was_clos
     assert [len(c.messages) for c in open_chats(store)] == [4] and not chats.saver.unsaved
 
 
-async def test_an_empty_chat_closed_while_the_file_fails_holds_up_no_other(tmp_path, monkeypatch):
+async def test_an_empty_chat_closed_while_the_file_fails_blocks_no_other(tmp_path, monkeypatch):
     store = Store(tmp_path / "chats.sqlite")
     chats = await chats_on(FakeSource(), store)
     chat = chats.new(SYSTEM)
@@ -521,7 +521,7 @@ def failing():
     yield
 
 
-async def test_whatever_goes_wrong_with_an_answer_ends_it(monkeypatch):
+async def test_any_exception_ends_the_answer(monkeypatch):
     chats = await chats_on(FakeSource())
     session = chats.new(SYSTEM)
     monkeypatch.setattr(CODEC, "apply_chat_template", lambda *_, **__: 1 // 0, raising=False)

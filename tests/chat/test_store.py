@@ -95,7 +95,7 @@ def test_any_words_can_be_searched_for(words, found):
     assert [one.id for one in store.search(words)] == ["id"] * found
 
 
-def test_a_file_that_is_no_database_is_a_sentence(tmp_path):
+def test_a_file_that_is_no_database_is_refused_with_advice(tmp_path):
     path = tmp_path / "chats.sqlite"
     path.write_text("not a database, but long enough to be taken for one" * 40)
     with pytest.raises(EngineError, match="Move it away"):
@@ -142,7 +142,7 @@ def test_settings_are_only_read_from_a_regular_file(tmp_path):
             settings_file.load(path)
 
 
-def test_a_file_that_cannot_be_written_is_told_in_a_sentence_and_nothing_is_half_in_it(tmp_path):
+def test_a_failed_write_is_reported_and_leaves_no_half_transaction(tmp_path):
     store = Store(tmp_path / "chats.sqlite")
     store.save_chat(chat())
     other = sqlite3.connect(tmp_path / "chats.sqlite", isolation_level=None)
@@ -159,7 +159,7 @@ def test_a_file_that_cannot_be_written_is_told_in_a_sentence_and_nothing_is_half
     assert [m.text for m in store.load("a").messages] == ["x"]
 
 
-def test_two_that_begin_at_once_make_one_file(tmp_path):
+def test_two_processes_that_start_at_once_create_one_file(tmp_path):
     def begin(_: int) -> int:
         store = Store(tmp_path / "chats.sqlite")
         try:
@@ -171,7 +171,7 @@ def test_two_that_begin_at_once_make_one_file(tmp_path):
         assert set(pool.map(begin, range(24))) == {len(MIGRATIONS)}
 
 
-def test_what_is_damaged_in_a_row_costs_no_word_that_was_said(tmp_path):
+def test_damaged_columns_do_not_lose_the_messages(tmp_path):
     store = Store(tmp_path / "chats.sqlite")
     store.save_chat(chat())
     store.save_message("a", 0, Message("user", "why?"))
@@ -181,7 +181,7 @@ def test_what_is_damaged_in_a_row_costs_no_word_that_was_said(tmp_path):
     assert (back.sampling, back.ids, [(m.text, m.metrics) for m in back.messages]) == (Sampling(), [], [("why?", {})])
 
 
-def test_a_data_directory_that_cannot_be_made_is_told_with_the_way_out(tmp_path, monkeypatch):
+def test_a_data_directory_that_cannot_be_created_is_reported_with_advice(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MINITUI_DATA", str(tmp_path / "file" / "data"))
     with pytest.raises(SettingsError, match=r"Not a directory.* MINITUI_DATA"):
@@ -198,7 +198,7 @@ def test_a_data_directory_that_cannot_be_made_is_told_with_the_way_out(tmp_path,
         (sqlite3.SQLITE_NOTADB, "Move it away to start with an empty one"),
     ],
 )
-def test_a_chat_file_that_cannot_be_made_is_moved_away_only_if_it_is_none(tmp_path, monkeypatch, code, way_out):
+def test_the_advice_for_a_chat_file_fits_its_error(tmp_path, monkeypatch, code, way_out):
     def refuse(*arguments, **options):
         error = sqlite3.OperationalError("refused")
         error.sqlite_errorcode = code
@@ -210,6 +210,6 @@ def test_a_chat_file_that_cannot_be_made_is_moved_away_only_if_it_is_none(tmp_pa
     assert ("Move it away" in str(told.value)) == (code == sqlite3.SQLITE_NOTADB)
 
 
-def test_a_chat_file_in_a_directory_that_is_not_there_cannot_be_made(tmp_path):
+def test_a_chat_file_in_a_missing_directory_cannot_be_created(tmp_path):
     with pytest.raises(StoreError, match="Make its directory writable, or set MINITUI_DATA to another"):
         Store(tmp_path / "missing" / "chats.sqlite")

@@ -1,4 +1,4 @@
-"""Chats as documents, and what one takes out of them or puts into them."""
+"""Chats as documents, pieces copied from them, and files quoted in them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_chat_as_json_has_its_parent_its_figures_and_how_each_answer_ended():
     assert (answer["content"], answer["state"], answer["metrics"]) == ("Because.", "done", {"prompt_tokens": 9})
 
 
-def test_the_ending_of_the_name_decides_and_nothing_is_overwritten(tmp_path):
+def test_the_suffix_decides_the_format_and_no_file_is_overwritten(tmp_path):
     write(paging(), tmp_path / "a.json")
     write(paging(), tmp_path / "a.md")
     assert json.loads((tmp_path / "a.json").read_text())["id"] == "a"
@@ -67,16 +67,16 @@ def test_the_ending_of_the_name_decides_and_nothing_is_overwritten(tmp_path):
         ("```\nstill being writ", ["still being writ"]),
     ],
 )
-def test_code_blocks_are_what_stands_between_the_fences(text, blocks):
+def test_code_blocks_are_the_text_between_the_fences(text, blocks):
     assert code_blocks(text) == blocks
 
 
-def test_what_can_be_copied_is_every_message_and_every_block_the_newest_first():
+def test_every_message_and_code_block_can_be_copied_the_newest_first():
     said = [Message("user", "Show me"), Message("assistant", "Here:\n```\nx\n```"), Message("assistant", "")]
     assert pieces(said) == [("code", "x"), ("answer", "Here:\n```\nx\n```"), ("question", "Show me")]
 
 
-def test_a_file_goes_into_the_prompt_between_fences_that_it_does_not_contain(tmp_path):
+def test_a_file_is_quoted_between_fences_that_it_does_not_contain(tmp_path):
     path = tmp_path / "notes.md"
     path.write_text("see\n```\ncode\n```\n")
     assert quoted_file(path) == "notes.md:\n````\nsee\n```\ncode\n```\n````\n"
@@ -101,7 +101,7 @@ def test_a_file_goes_into_the_prompt_between_fences_that_it_does_not_contain(tmp
         ("what is", "is"),
     ],
 )
-def test_a_title_says_what_was_asked(question, title):
+def test_a_title_is_taken_from_the_question(question, title):
     assert title_of(question) == title
 
 
@@ -140,7 +140,7 @@ def test_every_word_must_occur_in_the_title_or_a_message(tmp_path):
         ("a" * 300, "too long"),
     ],
 )
-def test_what_cannot_be_attached_is_told_at_once(tmp_path, name, why):
+def test_a_file_that_cannot_be_attached_is_refused_with_the_reason(tmp_path, name, why):
     os.mkfifo(tmp_path / "PIPE")
     with (tmp_path / "BIG").open("wb") as file:
         file.truncate(10_000_000_000)
@@ -149,7 +149,7 @@ def test_what_cannot_be_attached_is_told_at_once(tmp_path, name, why):
         quoted_file(named_file(name))
 
 
-def test_a_file_that_cannot_be_written_is_told_and_half_a_file_is_none(tmp_path):
+def test_a_failed_write_is_reported_and_leaves_no_file(tmp_path):
     chat = Session("abc", "t", "", messages=[Message("user", "x" * 100_000, created=1.0)])
     with pytest.raises(EngineError, match="too long"):
         write(chat, tmp_path / ("a" * 300))

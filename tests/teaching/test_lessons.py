@@ -152,7 +152,7 @@ def test_the_radix_lesson_tells_why_a_hit_ended_and_what_an_eviction_was_for(out
     needed, free = (int(re.search(p, text)[1]) for p in (r"needs (\d+)", r"only (\d+) were"))  # type: ignore[index]
     out = [(int(n), whose) for n, whose in re.findall(r"(\d+) of ([AB])'s blocks", text)]
     assert needed - free == sum(n for n, _ in out), text
-    assert [whose for _, whose in out] == ["B", "A"], "A's only when all of B's is gone"
+    assert [whose for _, whose in out] == ["B", "A"], "A's blocks are evicted only after all of B's"
 
 
 def test_the_figures_in_the_text_are_those_of_the_pool_on_screen(outcome: Callable[[int], Taught]) -> None:
@@ -312,7 +312,7 @@ async def test_a_lesson_is_read_predicted_run_and_answered(size: tuple[int, int]
         assert "the engine stands at step" in room.text() and "of 256 tokens" in room.text(), "text and panel"
         assert "You said b" in room.text(), "whether it was right"
         await room.press("a")
-        assert room.reading.predicted == {1: 1}, "what was said before stands"
+        assert room.reading.predicted == {1: 1}, "the earlier prediction is kept"
         await room.press("r")
         await room.until(lambda: 1 in room.reading.seen and not room.reading.running)
         await room.press("right", "enter")

@@ -172,7 +172,7 @@ def test_the_youngest_gives_way_and_finishes_all_the_same(hear: Callable[[str], 
     assert [record[5] for record in told.of("finish")] == [120] * 4
     assert any(record[3] == youngest and record[5] == "resumed" for record in told.of("admit"))
     for id, times in Counter(record[3] for record in told.of("preempt")).items():
-        assert f"r{id} {'once' if times == 1 else f'{times} times'}" in told.said[-1], "everybody who gave way is named"
+        assert f"r{id} {'once' if times == 1 else f'{times} times'}" in told.said[-1], "all are named"
 
 
 def test_forks_share_all_but_their_last_blocks(hear: Callable[[str], Told]) -> None:
@@ -181,7 +181,7 @@ def test_forks_share_all_but_their_last_blocks(hear: Callable[[str], Told]) -> N
     assert len(tables) == 4
     assert len({left.split("  ")[-1] for left, _ in tables}) == 1, "the same blocks before the bar"
     own = [block for _, right in tables for block in right.split()]
-    assert len(own) == len(set(own)) >= 4, "and nobody else's after it"
+    assert len(own) == len(set(own)) >= 4, "and no shared block after it"
 
 
 def test_continuous_batching_takes_fewer_steps(hear: Callable[[str], Told]) -> None:

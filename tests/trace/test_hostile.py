@@ -1,4 +1,4 @@
-"""Traces that somebody has made or broken by hand: one sentence that names the line, and never much memory."""
+"""Damaged and forged traces are refused with one sentence that names the line, within limits of memory."""
 
 from __future__ import annotations
 

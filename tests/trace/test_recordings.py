@@ -16,7 +16,7 @@ from minitui.trace.reader import TraceError, TraceReader
 from minitui.tui.replay_app import replay_app
 from tests.support.golden import GOLDEN, random_trace
 
-LARGEST = 1_500_000  # bytes of a file that everybody installs
+LARGEST = 1_500_000  # bytes: every installation has the file
 
 
 @pytest.fixture

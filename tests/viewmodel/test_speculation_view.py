@@ -84,7 +84,7 @@ def drafting_step(run: Run, requests: int | None = None) -> int:
     raise AssertionError("there is none")
 
 
-def test_a_step_s_tokens_are_decodes_drafts_and_prefill(played: Run) -> None:
+def test_the_tokens_of_a_step_are_decodes_drafts_and_prefill(played: Run) -> None:
     view = played.view()
     for step, drew in played.emitted.items():
         row = view.steps.get(step)
@@ -126,7 +126,7 @@ def test_lanes_mark_the_steps_in_which_drafts_were_right(played: Run) -> None:
     assert "═" in "".join(plain(row) for row in BatchLanes().picture(view, 100, 8).rows)
 
 
-def test_timings_and_vitals_tell_how_many_tokens_a_row_draws(played: Run) -> None:
+def test_timings_and_vitals_show_the_tokens_per_row(played: Run) -> None:
     view = played.view()
     t = view.timings
     panel = [plain(row) for row in StepTimings().picture(view, 80, 9).rows]
@@ -136,7 +136,7 @@ def test_timings_and_vitals_tell_how_many_tokens_a_row_draws(played: Run) -> Non
     assert any(f"{t.per_row:.1f} per row and step" in row for row in vitals)
 
 
-def test_a_sentence_tells_what_was_checked_and_what_came_of_it(played: Run) -> None:
+def test_the_sentence_of_a_step_has_its_drafts_and_the_accepted_ones(played: Run) -> None:
     alone = drafting_step(played, 1)
     (request, drafted, accepted), *_ = played.view(alone).steps.get(alone).drafts  # type: ignore[union-attr]
     told = narrate(played.view(alone), alone)
@@ -153,7 +153,7 @@ def test_a_sentence_tells_what_was_checked_and_what_came_of_it(played: Run) -> N
     assert any(label == "drafts" for label, _ in story.lines)
 
 
-def test_the_tail_counts_what_was_drawn(played: Run) -> None:
+def test_tail_counts_accepted_drafts_as_tokens(played: Run) -> None:
     view = View()
     view.reset(played.snapshot)
     teller = Teller(view)

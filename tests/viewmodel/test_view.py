@@ -58,7 +58,7 @@ def test_the_view_loads_without_textual_and_without_torch():
 
 @pytest.mark.parametrize("load", [SMALL, CLASSROOM, TIGHT])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_counts_codes_and_tables_are_the_allocators(load, seed):
+def test_counts_codes_and_tables_equal_the_allocators(load, seed):
     stress, view, _ = followed(load, 400, seed)
     allocator = stress.cache.allocator
     stress.cache.check(stress.scheduler.requests.values())
@@ -77,7 +77,7 @@ def test_counts_codes_and_tables_are_the_allocators(load, seed):
     assert set(view.shown.filling()) == filling
 
 
-def test_a_gap_stops_the_fold_until_a_snapshot_and_what_is_known_is_skipped():
+def test_a_gap_stops_the_fold_until_a_snapshot_and_known_records_are_skipped():
     stress, view, _ = followed(SMALL, 50)
     stress.run_steps(5)
     lost = stress.drain()
@@ -98,7 +98,7 @@ def test_a_gap_stops_the_fold_until_a_snapshot_and_what_is_known_is_skipped():
     assert view.live.state.snapshot() == state.snapshot()
 
 
-def test_lanes_tell_what_every_request_did_in_every_step():
+def test_lanes_have_the_phase_of_every_request_in_every_step():
     _, view, records = followed(TIGHT, 500, seed=3)
     assert any(record[2] == "preempt" for record in records), "the load must preempt, or this tests little"
     truth: dict[int, dict[int, int]] = {}
@@ -239,7 +239,7 @@ def test_a_slow_step_is_explained_by_its_prefill():
     assert "prefill tokens" not in why_slow(decode, view.timings)
 
 
-def test_a_refusal_names_the_chat_for_there_is_no_request():
+def test_a_refusal_names_the_chat_because_there_is_no_request():
     view = View()
     view.group_names = {"a45ce471": "3 paging"}
     events = Events()
@@ -255,7 +255,7 @@ def test_the_median_of_two_first_tokens_lies_between_them():
     assert summarise(Steps(), FirstTokens(), 0, 99).median_first_ms is None
 
 
-def test_a_slow_step_that_only_decodes_is_explained_by_what_the_records_tell():
+def test_a_slow_step_that_only_decodes_is_explained_from_its_records():
     def explained(rows: int, rest: float, host_us: int = 100) -> str:
         steps, t = Steps(), 0.0
         for step in range(21):
@@ -275,7 +275,7 @@ def test_a_slow_step_that_only_decodes_is_explained_by_what_the_records_tell():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_order_of_eviction_is_the_trees_own(seed):
+def test_the_order_of_eviction_is_that_of_the_engines_tree(seed):
     stress, view, _ = followed(CLASSROOM, 700 + 50 * seed, seed)
     expected = eviction_order(view.live.state)
     assert expected, "nothing is evictable: this would test nothing"
@@ -321,7 +321,7 @@ def test_the_view_at_step_k_is_the_state_at_step_k(load):
     stress.run_steps(3)
     view.fold(stress.drain(), stress.now)
     view.frame(stress.now)
-    assert view.horizon == at, "the picture of the past stands while the engine goes on"
+    assert view.horizon == at, "the picture of the past does not change while the engine runs"
     assert not view.travel_to(10**9), "there is nothing after the present"
     assert view.shown is view.live and view.travel_text == ""
     assert not view.travel_to(-5), "nor before the beginning"
@@ -379,7 +379,7 @@ def test_once_its_rings_are_full_the_view_needs_no_more_memory(monkeypatch):
     assert min(later) < 1.15 * max(samples), (samples, later)
 
 
-def test_rates_are_the_engines_own_under_slow_motion_and_at_the_gate():
+def test_slow_motion_and_pauses_do_not_lower_the_rates():
     def run(pace: float, closed: bool) -> Rates:
         rates = Rates()
         rates.reset(0.0, False, 1.0)
@@ -392,7 +392,7 @@ def test_rates_are_the_engines_own_under_slow_motion_and_at_the_gate():
             t += 0.005
             rates.advance(t)
             rates.timed(5.0, 0.2, 4.8)
-            t += 0.005 * (pace - 1) + (0.7 if closed else 0.0)  # the stretch, or a reader who thinks
+            t += 0.005 * (pace - 1) + (0.7 if closed else 0.0)  # the delay of slow motion, or a pause
         rates.advance(t)
         return rates
 
@@ -434,7 +434,7 @@ def test_events_keep_each_decision_with_its_reason():
     assert [event.seq for event in newest] == evictions[::-1][2:7]
 
 
-def test_glow_marks_what_just_changed_and_at_the_gate_what_the_last_step_changed():
+def test_glow_marks_recent_changes_and_while_paused_the_changes_of_the_last_step():
     stress, view = stress_view(SMALL, 4.0, 80)
     while not stress.scheduler.running:
         stress.run_steps(1)
@@ -458,7 +458,7 @@ def test_glow_marks_what_just_changed_and_at_the_gate_what_the_last_step_changed
     assert not view.glow().any(), "running, it fades"
 
 
-def test_a_selection_touches_the_same_thing_everywhere():
+def test_a_selection_is_linked_to_its_requests_nodes_and_blocks():
     stress, view, _ = followed(CLASSROOM, 600)
     state = view.shown.state
     request = max((r for r in state.requests.values() if r.table), key=lambda r: len(r.table))
@@ -505,7 +505,7 @@ def test_the_story_of_a_block_leads_to_its_holders_tokens_and_node():
         assert story.title and story.lines
 
 
-def test_what_was_held_at_the_gate_does_not_count_as_waiting():
+def test_time_in_a_paused_engine_does_not_count_as_waiting():
     view = View()
     view.reset(EMPTY.snapshot())
     lanes = view.lanes
@@ -541,8 +541,8 @@ def test_open_spans_reach_the_present():
     assert lane.spans == [[DECODING, 3, 4]]
 
 
-def test_figures_are_right_from_the_first_record_after_a_snapshot_whatever_the_clocks_say():
-    """The engine's clock may stand anywhere, and the caller's has an origin of its own."""
+def test_figures_are_right_from_the_first_record_after_a_snapshot_with_any_clocks():
+    """The clocks of the engine and of the caller may begin at any value."""
     view = View()
     stress = Stress(SMALL)
     view.reset(State(65, 16, SMALL.budget, SMALL.rows).snapshot())
@@ -558,7 +558,7 @@ def test_figures_are_right_from_the_first_record_after_a_snapshot_whatever_the_c
     assert tokens == pytest.approx(sum(view.steps.get(s).decodes for s in range(view.steps.last)), rel=0.2)
 
 
-def test_speed_in_slow_motion_is_the_engines_own():
+def test_slow_motion_does_not_lower_the_speed():
     stress = Stress(SMALL)
     stress.pace = 40.0
     stress.log.append("pace", 40.0)
@@ -575,7 +575,7 @@ def test_speed_in_slow_motion_is_the_engines_own():
     assert view.speed("decode") > 100
 
 
-def test_a_finished_requests_table_stays_with_what_became_of_its_blocks():
+def test_the_table_of_a_finished_request_stays_with_the_present_use_of_its_blocks():
     stress, view, records = followed(SMALL, 700)
     assert view.shown.last_tables
     in_tree = {b for node in stress.cache.tree.nodes.values() for b in node.blocks}
@@ -591,12 +591,12 @@ def test_a_finished_requests_table_stays_with_what_became_of_its_blocks():
     assert {"cached", "reused"} <= seen
 
 
-async def test_records_of_an_engine_that_is_gone_do_not_count_as_dropped():
+async def test_records_of_a_replaced_engine_do_not_count_as_dropped():
     stress = Stress(SMALL)
     stress.run(1.0)
 
     class Source:
-        """An engine in whose place another has been put: its last records are still on the way."""
+        """A replaced engine: its last records have not arrived yet."""
         info: ClassVar[dict] = {}
 
         late: ClassVar = stress.drain()
@@ -620,13 +620,13 @@ async def test_records_of_an_engine_that_is_gone_do_not_count_as_dropped():
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-async def test_records_that_wait_are_bounded_and_what_is_given_up_is_told(monkeypatch, frozen):
+async def test_the_backlog_is_bounded_and_dropped_records_are_counted(monkeypatch, frozen):
     monkeypatch.setattr("minitui.viewmodel.updater.KEEP", 300)
     stress = Stress(SMALL)
     state = State(SMALL.blocks + 1, SMALL.block_size, SMALL.budget, SMALL.rows)
 
     class Source:
-        """It says a hundred times as much as anybody could fold."""
+        """It sends a hundred times more records than can be folded."""
         info: ClassVar[dict] = {}
 
         def drain_packets(self) -> list:
@@ -666,7 +666,7 @@ def test_records_come_out_of_their_packets_as_they_went_in():
 
 
 @pytest.mark.parametrize("load", [SMALL, TIGHT])
-def test_a_board_is_the_state_at_every_record_and_its_copies_stand_still(load):
+def test_an_annotated_state_is_the_state_at_every_record_and_its_copies_do_not_change(load):
     stress = Stress(load)
     state = State(load.blocks + 1, load.block_size, load.budget, load.rows)
     shown = AnnotatedState(state.copy())

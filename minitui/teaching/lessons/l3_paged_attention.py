@@ -19,7 +19,7 @@ async def find_slots(stage: Stage) -> Seen:
         )
     return Seen(
         "\n".join(lines)
-        + f"\n\nThe last step had one query, that of token {n - 1}. In every layer it read {n} keys, those of tokens "
+        + f"\n\nThe last step had one query, for token {n - 1}. In every layer it read {n} keys, of tokens "
         f"0 to {n - 1} (its own included), through {len(request.table)} entries of the block table.",
         2,
     )
@@ -98,8 +98,8 @@ LESSON = Lesson(
             A token may attend to itself and to earlier tokens, never to later ones. For a prompt in one piece, that is
             a triangle. If its beginning is cached, only the rest has queries, and the triangle becomes a wide
             rectangle with a slanted end: query i of a chunk, counted from 0, sees keys 0 to K - Q + i. Q is the number
-            of queries of the chunk; K is the number of keys, those of the chunk included. A common mistake is
-            to forget the offset K - Q: the text then looks nearly right.
+            of queries of the chunk; K is the number of keys, with the keys of the chunk. A common mistake is to forget
+            the offset K - Q: the text then looks nearly right.
             """,
             panel="step",
             code="engine.attention.base:ForwardMeta",

@@ -21,11 +21,11 @@ async def disconnect(stage: Stage) -> Seen:
     state = stage.state()
     later = state.step - step
     return Seen(
-        f"r{gone.id} held {held} blocks when its client disconnected. It shared {shared} of them, those of the system "
-        f"prompt, with r{other.id}. {'Before the next step' if not later else f'{later} step later'} it had ended "
-        f"(reason “abort”) and its row was free. Of its other {held - shared} blocks {state.counts[FREE] - before} "
-        f"became free; {state.counts[CACHED]} were full and stay cached. Now only r{other.id} holds the shared blocks; "
-        "it continues unchanged.",
+        f"r{gone.id} held {held} blocks when its client disconnected. {shared} of them, with the system "
+        f"prompt, were shared with r{other.id}. {f'{later} step later' if later else 'Before the next step'} it had "
+        f"ended (reason “abort”) and its row was free. Of its other {held - shared} blocks "
+        f"{state.counts[FREE] - before} became free; {state.counts[CACHED]} were full and stay cached. "
+        f"Now only r{other.id} holds the shared blocks; it continues unchanged.",
         0 if later <= 1 else 1,
     )
 
