@@ -76,3 +76,6 @@ class LongestPrefix:
         ids = sorted(request.id for request in admitted)
         for request in islice(waiting, CANDIDATES):
             request.overtaken += len(ids) - bisect(ids, request.id)
+
+
+ORDERS = {"longest-prefix": LongestPrefix}  # policy -> the class that sorts the queue; other policies sort nothing

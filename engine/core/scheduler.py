@@ -24,7 +24,7 @@ from engine.config import POLICIES
 from engine.core.cache import KVCache
 from engine.core.masks import dead_end
 from engine.core.plan_writer import Entry, PlanWriter
-from engine.core.policy import LongestPrefix
+from engine.core.policy import ORDERS
 from engine.core.request import Request, RequestState
 from engine.core.speculation import PromptLookup
 from engine.core.step import Emitted, Scheduled, StepResult, TokenLogprobs
@@ -69,7 +69,7 @@ class Scheduler:
         self._writer = PlanWriter(cache, log)
         self._watermark = int(config.watermark * cache.allocator.total)
         self._lookup = PromptLookup(config.speculative_tokens) if config.speculative_tokens else None
-        self._order = LongestPrefix(cache, log) if config.policy == "longest-prefix" else None
+        self._order = ORDERS[config.policy](cache, log) if config.policy in ORDERS else None
 
     # ---- the queue
 

@@ -1,5 +1,7 @@
 """The metrics of /metrics, with vLLM's names, so that vLLM's dashboards work for this server.
 
+Metrics that vLLM does not have begin with "minitui:".
+
 Nearly all come from the engine's records, and so include requests whose caller has disconnected. Only generated tokens
 are counted in the answers (answer.py).
 """
@@ -171,10 +173,9 @@ class Metrics:
     def read(self, state: State | None) -> None:
         """Set the gauges from the state; None: there is no engine."""
         if state is None:
-            for gauge in (self.running, self.waiting, self.usage, self.cached):
-                gauge.set(0.0)
-            self.waiting_for.clear()
-            self.awake.clear()
+            for gauge in vars(self).values():
+                if isinstance(gauge, Gauge):
+                    gauge.reset()
             return
         waiting = len(state.queue)
         self.running.set(len(state.requests) - waiting)

@@ -42,9 +42,9 @@ class Gauge(Metric):
     def set(self, value: float, label_value: str = "") -> None:
         self._values[((self._label, label_value),) if self._label else ()] = value
 
-    def clear(self) -> None:
-        """Remove all values from the page."""
-        self._values = {}
+    def reset(self) -> None:
+        """Set the value to 0; with a label, remove all values from the page."""
+        self._values = {} if self._label else {(): 0.0}
 
 
 class Info(Metric):

@@ -8,6 +8,7 @@ first fault, and objects with too many fields are refused at once.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -87,11 +88,7 @@ class Sampled(Strict):
     def params(self, max_tokens: int | None, defaults: dict[str, Any], vocab_size: int, **more: Any) -> SamplingParams:
         """Returns the engine's parameters. `defaults`: the checkpoint's generation_config."""
         chosen: dict[str, Any] = {key: value for key, value in defaults.items() if value is not None}
-        for name in (
-            "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-            "frequency_penalty", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "skip_special_tokens",
-            "include_stop_str_in_output",
-        ):  # fmt: skip
+        for name in AS_IN_ENGINE:
             if (value := getattr(self, name)) is not None:
                 chosen[name] = value
         chosen["top_k"] = min(chosen.get("top_k", 0), vocab_size)
@@ -116,6 +113,10 @@ class Sampled(Strict):
         """The engine's field names -> those in the request, where they differ."""
         schema = "response_format" if self.guided_json is None else "guided_json"
         return {"regex": "guided_regex", "choice": "guided_choice", "json_schema": schema}
+
+
+# The fields with the same name and form in the engine.
+AS_IN_ENGINE = {field.name for field in fields(SamplingParams)} & set(Sampled.model_fields) - {"logit_bias"}
 
 
 class StreamOptions(Strict):

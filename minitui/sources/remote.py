@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 import uuid
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,10 @@ from minitui.sources.remote_records import RemoteRecords
 
 GIVE_UP_S = 60.0  # a server that cannot be reached for this long counts as dead
 LOADING_S = 600.0  # the time that a server gets to load its model
-SENT = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "min_tokens", "max_tokens", "seed", "ignore_eos", "skip_special_tokens", "logprobs",
+DEFAULTS = SamplingParams()
+NOT_SENT = (  # by a chat; the server takes all other fields of SamplingParams (minitui/server/telemetry.py)
+    "n", "logit_bias", "stop_token_ids", "include_stop_str_in_output", "prompt_logprobs", "json_schema", "regex",
+    "choice",
 )  # fmt: skip
 
 
@@ -176,10 +178,11 @@ class RemoteSource(Source):
 
     def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> RemoteStream:
         """Ask for an answer; returns at once. The stream raises a refusal."""
-        if params.structured or params.logit_bias or params.stop_token_ids:
-            raise InvalidRequest("a remote chat cannot use grammars, logit_bias or stop_token_ids", "params")
-        values = {name: getattr(params, name) for name in SENT}
-        values["stop"] = list(params.stop) or None
+        values = asdict(params)
+        for name in NOT_SENT:
+            if values.pop(name) != getattr(DEFAULTS, name):
+                raise InvalidRequest(f"a chat with a server cannot use {name}", name)
+        values["stop"] = values["stop"] or None
         return RemoteStream(self, {"tag": uuid.uuid4().hex, "ids": list(ids), "group": group, "params": values})
 
     async def control(self, verb: str, **arguments: Any) -> Any:

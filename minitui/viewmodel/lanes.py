@@ -142,8 +142,9 @@ class Lanes:
         """Add a request of the first snapshot: its lane starts now."""
         begin = self.step + 1
         lane = Lane(
-            request.id, request.group, request.prompt_tokens, None, begin, cached_tokens=request.cached_tokens
-        )
+            request.id, request.group, request.prompt_tokens, None, begin, cached_tokens=request.cached_tokens,
+            preemptions=request.preemptions,
+        )  # fmt: skip
         lane.running = request.state == "running"
         self.lanes[lane.id] = self.active[lane.id] = lane
         self.newest = max(self.newest, lane.id)

@@ -42,7 +42,7 @@ def unharmed(server: Running, caplog: pytest.LogCaptureFixture) -> Iterator[None
 
 
 @pytest.fixture
-def untouched(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def untouched(server: Running) -> Iterator[None]:
     client = server.service.client
     original = client.control
 
@@ -53,8 +53,10 @@ def untouched(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
         assert action == "snapshot", "it reached the engine"
         return original(action, **arguments)
 
-    monkeypatch.setattr(client, "submit", submit)
-    monkeypatch.setattr(client, "control", control)
+    with pytest.MonkeyPatch.context() as patch:  # undone before the other fixtures use the client again
+        patch.setattr(client, "submit", submit)
+        patch.setattr(client, "control", control)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

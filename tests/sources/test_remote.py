@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -354,3 +355,10 @@ async def test_the_application_shows_an_engine_elsewhere_as_its_own(server: Runn
                 break
             await pilot.pause(0.05)
         assert app.view.live.state.snapshot() == told
+
+
+def test_every_sampling_parameter_reaches_the_server_or_is_refused() -> None:
+    from minitui.server.telemetry import Params
+    from minitui.sources.remote import NOT_SENT
+
+    assert {field.name for field in fields(SamplingParams)} - set(NOT_SENT) == set(Params.model_fields)

@@ -254,9 +254,11 @@ async def test_a_replica_with_another_model_is_reported_and_not_used() -> None:
         assert {body["model"] for body in third.asked} <= {"big"}
 
 
-async def test_the_model_is_that_of_the_first_replica_however_late_it_answers() -> None:
+async def test_the_model_is_that_of_the_first_replica_however_late_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     from minitui.sources.replicas import UNDECIDED, ReplicaSource
 
+    for module in ("server_metrics", "replica"):
+        monkeypatch.setattr(f"minitui.sources.{module}.PATIENCE_S", 60.0)
     late, early = await FakeServer(("big",)).start(), await FakeServer(("small",)).start()
     late.silent.set()
     source = ReplicaSource([late.url, early.url], exact=False)

@@ -10,6 +10,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -125,7 +126,12 @@ class Album:
         text = "\n".join(self.pictures)
         if os.environ.get("UPDATE_SNAPSHOTS"):
             self.path.write_text(text, encoding="utf-8")
-        assert text == self.path.read_text(encoding="utf-8"), f"{self.path.name} differs: look, then UPDATE_SNAPSHOTS=1"
+        pairs = zip_longest(text.splitlines(), self.path.read_text(encoding="utf-8").splitlines(), fillvalue="")
+        first = next(((new, old) for new, old in pairs if new != old), None)
+        assert first is None, (
+            f"{self.path.name} differs, first where it has\n{first[1]}\nand now has\n{first[0]}\n"
+            "Look whether the new picture is right; UPDATE_SNAPSHOTS=1 keeps it."
+        )
 
 
 async def until(app: Any, true: Callable[[], Any]) -> None:

@@ -169,7 +169,8 @@ def test_every_page_fits_a_screen_of_80_by_24_before_it_is_run(one: Lesson) -> N
     for at in range(len(one.pages)):
         reading.at = at
         lines = page_lines(reading, 76)
-        assert len(lines) <= 20, f"{one.name}, {one.pages[at].title}: {len(lines)} lines"
+        page = "\n".join(text for text, _ in lines)
+        assert len(lines) <= 20, f"{one.name}, {one.pages[at].title}: {len(lines)} lines, more than 20:\n{page}"
         assert all(len(text) <= 76 for text, _ in lines)
     reading.at, reading.prepared = len(one.pages), True
     for question, check in enumerate(one.checks):
