@@ -1,4 +1,4 @@
-"""The user's settings, a TOML file: looks, keys, and defaults for new chats.
+"""The user's settings, a TOML file: theme, keys, and defaults for new chats.
 
     theme = "minitui-light"
     fps = 20
@@ -64,7 +64,7 @@ def data_dir() -> Path:
 
 @dataclass
 class ChatSettings:
-    """Defaults for new chats. None: those of the model."""
+    """Defaults for new chats. None: the model's default."""
 
     system: str | None = None
     temperature: float | None = None
@@ -79,14 +79,14 @@ class Settings:
     """All settings."""
 
     theme: str = "minitui-dark"
-    fps: int = 20  # frames per second; lower it on a slow line
+    fps: int = 20  # frames per second; lower it on a slow connection
     ascii: bool = False
     keys: dict[str, str] = field(default_factory=dict)
     chat: ChatSettings = field(default_factory=ChatSettings)
 
 
 def load(path: Path | None = None) -> Settings:
-    """Reads the settings; a missing file gives the defaults. Raises SettingsError naming what is wrong."""
+    """Reads the settings; a missing file gives the defaults. Raises SettingsError with the reason."""
     path = path or config_path()
     try:
         if path.exists() and not path.is_file():
@@ -95,7 +95,7 @@ def load(path: Path | None = None) -> Settings:
     except FileNotFoundError:
         return Settings()
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise SettingsError(f"{path} cannot be read: {error}. Correct it, or move it away for the defaults.") from None
+        raise SettingsError(f"{path} cannot be read: {error}. Correct it, or rename it to use the defaults.") from None
     settings = Settings()
     chat = data.pop("chat", {})
     keys = data.pop("keys", {})

@@ -1,14 +1,14 @@
 """Linear layers whose weights are e4m3 with a scale per row (engine.model.linear.Fp8Weight).
 
     1 token     gemv: weights are widened as they are read, activations are not rounded
-    2 to 64     this file's kernel, on the tensor cores: e4m3 times e4m3, each row of activations as a sum of two rows
-    more        torch._scaled_mm: e4m3 times e4m3, each row of activations rounded to one row
+    2 to 64     this file's kernel, on the tensor cores: e4m3 times e4m3, each row of activations is the sum of two
+    more        torch._scaled_mm: e4m3 times e4m3, each row of activations is rounded
 
 Up to 64 tokens the time is spent on reading weights. Widening them in registers would make arithmetic the limit.
 Instead each row of activations is written as high + low / 16, both e4m3, where low is the rounding error of high. This
 is as precise as bfloat16, and the weights go from memory to the tensor cores unchanged. Beyond 64 tokens arithmetic is
-the limit, and e4m3 is twice as fast; there activations lose as much precision as the weights. Scales per row on both
-sides are those of Micikevicius et al., FP8 formats for deep learning, 2022.
+the limit, and e4m3 is twice as fast; there activations lose as much precision as the weights. Activations and weights
+have one scale per row, as in Micikevicius et al., FP8 formats for deep learning, 2022.
 
 The four products of a layer of Qwen3-8B on an H200, bfloat16 -> e4m3: 97 -> 58 us for 1 token, 158 -> 120 us for 256,
 3,960 -> 2,240 us for 8,192 (MEASURED.md, with errors and smaller models).
@@ -26,7 +26,7 @@ from engine.kernels.gemv import ScaledMatrix, gemv
 
 SKINNY = 64  # tokens
 E4M3_MAX = 448.0
-BLOCK_K = 128  # products summed on the tensor cores, which keep fewer bits, before they are added in float32
+BLOCK_K = 128  # products that the tensor cores sum with fewer bits; these sums are then added in float32
 LOW = 16.0  # the rounding error of e4m3 is at most a sixteenth of the number
 
 
@@ -57,7 +57,8 @@ def _round_rows_kernel(
         v = (s * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
     else:
         v = tl.load(x + row * K + k, mask=inside, other=0.0).to(tl.float32)
-    largest = tl.max(tl.where(v != v, float("inf"), tl.abs(v)), 0)  # a NaN makes the whole row bad
+    # A NaN makes the scale of its row infinite, so the results of the row are NaN.
+    largest = tl.max(tl.where(v != v, float("inf"), tl.abs(v)), 0)
     tl.store(scale + row, largest / MOST)
     v = v * (MOST / tl.maximum(largest, 1e-30))
     high = v.to(values.dtype.element_ty)
@@ -68,9 +69,10 @@ def _round_rows_kernel(
 
 
 def round_rows(x: torch.Tensor, *, silu: bool = False, both: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, K] -> e4m3 [T, K] and scale fp32 [T, 1]; with `silu`, of silu(gate) * up for x = gate, up [T, 2 K].
+    """Rounds x [T, K]; returns e4m3 values [T, K] and their scales fp32 [T, 1].
 
-    With `both`, e4m3 [2 T, K]: first the high parts, then the low parts, which are to be divided by LOW.
+    With `silu`, x is [T, 2 K], gate and up; silu(gate) * up is rounded. With `both`, the values are [2 T, K]: first the
+    high parts, then the low parts multiplied by LOW.
     """
     tokens, k = x.shape[0], x.shape[1] // (2 if silu else 1)
     values = torch.empty(tokens * (2 if both else 1), k, dtype=torch.float8_e4m3fn, device=x.device)
@@ -114,7 +116,7 @@ def _skinny_kernel(
     low = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for k0 in tl.range(0, SPAN, BLOCK_K, num_stages=STAGES):
         a = w.load([tile * BLOCK_N, part * SPAN + k0])
-        b = x.load([0, part * SPAN + k0])  # rows past M belong to the low parts or are zeros; they are not stored
+        b = x.load([0, part * SPAN + k0])  # rows past M are low parts or zeros; their products are not stored
         c = x.load([M, part * SPAN + k0])
         high = tl.dot(a, b.T, high, max_num_imprecise_acc=BLOCK_K)
         low = tl.dot(a, c.T, low, max_num_imprecise_acc=BLOCK_K)
@@ -128,9 +130,9 @@ def skinny(
     values: torch.Tensor, scale: torch.Tensor, w: ScaledMatrix, parts: int = 1, dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The result of round_rows(both=True) for x [M, K], M at most 64 -> x W^T as [parts, M, N], to be summed.
+    """Returns x W^T as [parts, M, N], which the caller sums. K is cut into `parts` parts.
 
-    K is cut into `parts` parts and must be a multiple of 128 times `parts`.
+    values, scale: round_rows(x [M, K], both=True), M at most 64. K must be a multiple of 128 times `parts`.
     """
     m, (n, k) = len(scale), w.shape
     block_m = max(16, triton.next_power_of_2(m))
@@ -147,7 +149,7 @@ def skinny(
 def product(
     values: torch.Tensor, scale: torch.Tensor, w: ScaledMatrix, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The result of round_rows for x [T, K] -> x W^T [T, N] in bfloat16."""
+    """Returns x W^T [T, N] in bfloat16. values, scale: round_rows(x [T, K])."""
     if out is None:
         out = torch.empty(len(values), len(w.values), dtype=torch.bfloat16, device=values.device)
     torch._scaled_mm(
@@ -159,7 +161,7 @@ def product(
 
 def fp8_linear(x: torch.Tensor, w: ScaledMatrix, out: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, K] bfloat16 -> x W^T [T, N], in `out` if given."""
-    if not len(x):  # a step in which no row samples; the copy engine does not accept a tensor without rows
+    if not len(x):  # no request samples in this step; the copy engine does not accept a tensor without rows
         return x.new_empty(0, w.shape[0])
     if len(x) == 1:
         return gemv(x, w, out=out)
@@ -169,7 +171,10 @@ def fp8_linear(x: torch.Tensor, w: ScaledMatrix, out: torch.Tensor | None = None
 
 
 def back_to_hidden(x: torch.Tensor, w: ScaledMatrix, *, silu: bool = False) -> torch.Tensor:
-    """x [T, K] (with `silu`, gate and up [T, 2 K]), T > 1 -> [T, N], or fp32 [parts, T, N] for the norm to sum."""
+    """Returns x W^T [T, N], or its parts fp32 [parts, T, N], which the next norm sums. T > 1.
+
+    x: [T, K]; with `silu`, gate and up [T, 2 K], and silu(gate) * up takes the place of x.
+    """
     if len(x) > SKINNY:
         return product(*round_rows(x, silu=silu), w)
     (n, k), parts = w.shape, 1

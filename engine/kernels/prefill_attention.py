@@ -1,12 +1,12 @@
 """Causal attention of chunks of queries over a paged cache: prefill, also after a cached prefix.
 
 Query heads that share a key/value head are packed into one tile: BLOCK_M rows are BLOCK_M / GROUP tokens, so each tile
-of keys is loaded once for all of them. For short chunks after long contexts the keys are split over programs (SPLITS >
-1); the program that finishes last combines the splits, as in decode_attention.
+of keys is loaded once for all these rows. For short chunks after long contexts the keys are split over programs
+(SPLITS > 1); the program that finishes last combines the splits, as in decode_attention.
 
 The keys and values of the chunk itself are read from the output of the projection, in whole tiles, by the bulk tensor
-copy engine. Only the cached context is read through the block table. Steps without cached context use a form
-without the loops over the cache.
+copy engine. Only the cached context is read through the block table. Steps without cached context use a
+variant of the kernel without the loops over the cache.
 
 Shapes: q [T, heads, d] with sequences laid end to end, cu_seqlens int32 [n + 1]; caches [blocks, block_size, kv_heads,
 d]; block_table int32 [n, max_blocks]; seq_lens int32 [n]. Token i of a sequence sees keys 0 ... seq_len - q_len + i.
@@ -40,7 +40,7 @@ def _softmax_step(q, k, v, seen, m, mass, acc, scale, MASKED: tl.constexpr):
     m_new = tl.maximum(m, tl.max(scores, 1) * scale)
     p = tl.exp2(scores * scale - m_new[:, None])
     if MASKED:
-        p = tl.where(seen, p, 0.0)  # a query may see no key of this split: -1e30 minus -1e30 is not 0 once fused
+        p = tl.where(seen, p, 0.0)  # for a query that sees no key, the fused multiply-add above can overflow exp2
     alpha = tl.exp2(m - m_new)
     mass = mass * alpha + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
@@ -51,7 +51,7 @@ def _softmax_step(q, k, v, seen, m, mass, acc, scale, MASKED: tl.constexpr):
 def _over_cache(q, m, mass, acc, k_cache, v_cache, table, position, low, high, end, scale, kvh,
                 TOKEN: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
                 MASKED: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Add keys [low, high) of the cache. MASKED: some of them are after a query, or at or past `end`."""
+    """Add keys [low, high) of the cache. MASKED: some keys are later than a query, or not before `end`."""
     d = tl.arange(0, D)
     t = tl.arange(0, TILE)
     for n0 in tl.range(low, high, TILE, num_stages=STAGES):
@@ -151,7 +151,7 @@ def _prefill_kernel(
     q_tile = tl.load(q + (row * stride_q + head * D)[:, None] + d[None, :], mask=live[:, None], other=0.0)
     table = block_table + seq.to(tl.int64) * stride_table
 
-    end = tl.minimum(context + (tile + 1) * BLOCK_Q, length)  # the keys that this tile sees
+    end = tl.minimum(context + (tile + 1) * BLOCK_Q, length)  # this tile sees keys 0 ... end - 1
     low = 0
     high = end
     if SPLITS > 1:
@@ -167,7 +167,7 @@ def _prefill_kernel(
     position = context + query
     q_cache = q_tile
     scale_cache = scale
-    if FP8:  # as in decode_attention: the query takes the scale of the keys, the sum takes that of the values
+    if FP8:  # as in decode_attention: multiply the query by the scale of the keys, the sum by the scale of the values
         q_cache = (q_tile.to(tl.float32) * (scale * tl.load(kv_scales + kvh))).to(tl.float16)
         scale_cache = 1.0
     if DENSE:
@@ -247,7 +247,7 @@ class PrefillWorkspace:
 
 
 def num_splits(tiles: int, kv_heads: int) -> int:
-    """Programs that share the keys of a chunk, a power of two: 256 programs in all keep a GPU busy."""
+    """Returns how many programs share the keys of a chunk, a power of two. 256 programs in total keep a GPU busy."""
     splits = 1
     while splits < MAX_SPLITS and tiles * kv_heads * splits < 256:
         splits *= 2
@@ -260,12 +260,13 @@ def prefill_attention(
     first: int = 0, max_seq_len: int, dense: tuple[torch.Tensor, torch.Tensor] | None = None, splits: int | None = None,
     kv_scales: torch.Tensor | None = None, fresh: bool = False,
 ) -> None:  # fmt: skip
-    """Write attention of sequences `first` ... n - 1 to their tokens of `out` [T, heads * d].
+    """Write attention of sequences `first` ... n - 1 to the rows of their tokens in `out` [T, heads * d].
 
     The sequences before `first` have one token each. max_seq_len and the number of tiles decide whether keys are split.
-    dense: this step's rotated keys and values [T, kv_heads, d], as rows of one larger tensor; None: read them from the
-    cache too. kv_scales: fp32 [2, kv_heads] of an 8-bit cache (engine/attention/kv_fp8.py); `dense` is then rounded to
-    the values in the cache. fresh: no chunk has keys of earlier steps; with `dense`, the cache is not read.
+    dense: this step's rotated keys and values [T, kv_heads, d], views of the projection's output; None: they are read
+    from the cache too. kv_scales: fp32 [2, kv_heads] of an 8-bit cache (engine/attention/kv_fp8.py); `dense` must then
+    hold the rounded values, as the cache does. fresh: no chunk has keys of earlier steps; with `dense`, the cache is
+    not read.
     """
     block_size, kv_heads, head_dim = k_cache.shape[1:]
     group = q.shape[1] // kv_heads
@@ -273,7 +274,7 @@ def prefill_attention(
     block_m = max(BLOCK_M, triton.next_power_of_2(group))
     tiles = tokens // (block_m // group) + n
     if tiles > MAX_SPLIT_TILES:
-        splits = 1  # there are enough programs, and too many for the workspace
+        splits = 1  # enough programs without splits; their splits would not fit into the workspace
     elif splits is None:
         splits = num_splits(tiles, kv_heads) if max_seq_len >= 512 else 1
     tile = 64 if head_dim <= 128 else 32

@@ -18,10 +18,12 @@ class Architecture:
     qkv_bias: bool | None = False  # None: the field attention_bias decides, also for the output projection
     qk_norm: bool = False
     mlp_bias: bool = False  # True: the field mlp_bias decides
-    head_dim: int | None = None  # if config.json has none; None: hidden_size / num_attention_heads
-    kv_heads: int | None = None  # if config.json has no such field; null means num_attention_heads
-    # "always": `sliding_window` in the layers of layer_types, or in all. "layers": only with use_sliding_window, in the
-    # layers of layer_types or max_window_layers. "used": only with use_sliding_window, in all layers.
+    head_dim: int | None = None  # default if config.json has none; None: hidden_size / num_attention_heads
+    kv_heads: int | None = None  # default if num_key_value_heads is missing; None here, or null there: num_attention_heads
+    # The layers with a sliding window:
+    #   "always"  the layers that layer_types marks; without layer_types, all layers
+    #   "layers"  if use_sliding_window: the layers that layer_types marks; else the layers from max_window_layers on
+    #   "used"    if use_sliding_window: all layers
     window: str = "none"
     experts: bool = False  # the MLPs of some or all layers are mixtures of experts
 
@@ -107,7 +109,7 @@ class ModelConfig:
         return self.max_position
 
     def window(self, layer: int) -> int:
-        """The keys that a query of this layer sees, its own included; 0: all."""
+        """The number of keys that a query of this layer sees, including its own; 0: all keys."""
         return self.windows[layer] if self.windows else 0
 
     @property
@@ -117,7 +119,7 @@ class ModelConfig:
 
     @property
     def active_parameters(self) -> int:
-        """The parameters that one token uses: of the experts, only those that it is sent to."""
+        """The parameters that one token uses. Only the experts that the router selects for it are counted."""
         return self._parameters(self.experts.per_token if self.experts else 0)
 
     def _parameters(self, experts: int) -> int:

@@ -1,8 +1,8 @@
 """Keys of config.json that change the computation, and that this engine does not implement.
 
-They belong to other families, but derived checkpoints have them under the name of a supported architecture. A value is
-accepted only if it is null or neutral. A key that only adds, removes or reshapes tensors needs no entry here: weights
-are checked by name and shape (engine/model/weights.py).
+They belong to other model families, but a derived checkpoint may contain them and still name a supported architecture.
+A value is accepted only if it is null or neutral. A key that only adds, removes or reshapes tensors needs no entry
+here: weights are checked by name and shape (engine/model/weights.py).
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ FACTORS = """
     mlp_alpha_factor mlp_beta_factor
 """
 
-NAMED: dict[str, tuple[Any, ...]] = {
+# Neutral: null or one of the listed values.
+ACCEPTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "hidden_activation": ("silu", "swish"),
     "activation_function": ("silu", "swish"),
@@ -63,11 +64,11 @@ NAMED: dict[str, tuple[Any, ...]] = {
 
 
 def neutral_values(hidden: int, head_dim: int, layers: int) -> dict[str, tuple[Any, ...]]:
-    """By foreign key, the values besides null that change nothing in a model of this size."""
+    """Returns the neutral values of each foreign key, besides null, for a model of this size."""
     return {
         **dict.fromkeys(SWITCHES.split(), OFF),
         **dict.fromkeys(FACTORS.split(), (1,)),
-        **NAMED,
+        **ACCEPTED,
         "query_pre_attn_scalar": (head_dim,),
         "attention_multiplier": (head_dim**-0.5, 1 / math.sqrt(head_dim)),
         "rotary_dim": (head_dim,),

@@ -17,7 +17,7 @@ from minitui.bench import main as bench
 from minitui.bench.options import run
 from minitui.visible import json_text
 
-HELP = """Measure what only developers ask for.
+HELP = """Run measurements for developers of minitui.
 
 \b
   python -m minitui.dev.bench --host       the host's part of a step; the radix tree with 1,000 to 100,000 blocks
@@ -28,7 +28,7 @@ HELP = """Measure what only developers ask for.
 
 @dataclass(kw_only=True)
 class Options(bench.Options):
-    """The options of `minitui bench`, and those of these measurements."""
+    """The options of `minitui bench`, and the options for the measurements in HELP."""
 
     host: Annotated[bool, typer.Option("--host", help="The host's part of a step; loads no model.")] = False
     app: Annotated[bool, typer.Option("--app", help="The application over simulated records.")] = False

@@ -1,5 +1,7 @@
-"""Measures how much the application slows the engine down: an engine in its process and the application in a terminal,
-compared with no application and with records that are dropped.
+"""Measures how much the application slows the engine down.
+
+The engine runs in its own process, the application in a terminal. The time of a step is compared with runs without
+records, and with runs whose records are dropped.
 
     python -m minitui.dev.bench --attached [--shape 0.6B] [--model DIR] [--pairs 8] [--json]
 
@@ -7,8 +9,9 @@ All runs use one engine: `off` writes no records, `records` sends them to a clie
 and draws them in Inspect, in a terminal of 160 × 48. The engine measures the time of a step, from the first token of a
 run to its last. The client's other work, asking and reading answers, is the same in all three.
 
-On one H200 with 16 cores (64 rows of the 0.6B shape, 1.23 ms a step) neither slows a step measurably: attached -0.05 %
-(95 % interval -0.19 % to +0.09 %). On two cores the programs compete for them, and the report says so.
+On one H200 with 16 cores (64 rows of the 0.6B shape, 1.23 ms a step), neither the records nor the application slow a
+step measurably: `attached` changes its time by -0.05 % (95 % interval -0.19 % to +0.09 %). On a machine with two cores
+the engine and the application compete for the cores; the report then says that there are too few.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ class Numbers:
         return "".join(f" {token}" for token in ids)
 
     def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> NoReturn:
-        raise InvalidRequest("a shape without a checkpoint has no template")
+        raise InvalidRequest("a model shape without a checkpoint has no chat template")
 
 
 def codec_of(info: dict[str, Any]) -> Codec:
@@ -65,30 +68,30 @@ def codec_of(info: dict[str, Any]) -> Codec:
     return load_codec(info) if (Path(info["model_dir"]) / "tokenizer.json").exists() else Numbers()
 
 
-class Watched(MinituiApp):
-    """The application. While `looks` is False it drops all records and draws nothing."""
+class MeasuredApp(MinituiApp):
+    """The application. While `drawing` is False it drops all records and draws nothing."""
 
-    looks = True
+    drawing = True
     failure = ""
 
     def _frame(self) -> None:
-        if self.looks:
+        if self.drawing:
             super()._frame()
         else:
             self.source.drain_records()
 
-    async def look(self) -> None:
-        """Starts to fold and draw."""
+    async def start_drawing(self) -> None:
+        """Starts to fold records and draw the screen."""
         self.feed.replaced()
         await self.feed.sync()
-        self.looks = True
+        self.drawing = True
 
     def _show_engine_down(self, title: str, error: str, hang: bool = False) -> None:
         self.failure = f"{title}: {error}"
         self.exit()
 
 
-async def take_turns(app: Watched, rows: int, tokens: int, turns: int) -> dict[str, Any]:
+async def take_turns(app: MeasuredApp, rows: int, tokens: int, turns: int) -> dict[str, Any]:
     """Runs each of ARMS `turns` times; returns milliseconds per step and this process's share of a core."""
     app.switch_mode("inspect")
     found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
@@ -106,14 +109,14 @@ async def take_turns(app: Watched, rows: int, tokens: int, turns: int) -> dict[s
     }
 
 
-async def _run(app: Watched, arm: str, prompts: list[list[int]], tokens: int) -> dict[str, float]:
+async def _run(app: MeasuredApp, arm: str, prompts: list[list[int]], tokens: int) -> dict[str, float]:
     source = app.source
-    app.looks = False
+    app.drawing = False
     await source.control("clear_cache")  # the same start for every run
     await source.control("records", enabled=arm != "off")
     if arm == "attached":
-        await app.look()
-    await source.control("pause")  # so that all start in the same step
+        await app.start_drawing()
+    await source.control("pause")  # so that all requests start in the same step
     streams = [source.submit(ids, greedy(tokens), group=f"chat {i + 1}") for i, ids in enumerate(prompts)]
     replies = asyncio.gather(*map(_step_ms, streams))
     for stream in streams:
@@ -155,8 +158,8 @@ def attached(config: EngineConfig, rows: int, tokens: int = 256, turns: int = 8)
 
 
 def compare(figures: dict[str, Any]) -> dict[str, Any]:
-    """Adds to the figures by how much records and the application slow a step down: means over the turns, and half
-    widths of their 95 % intervals, relative to `off`."""
+    """Adds `slowdown` and `interval` to the figures: for `records` and `attached`, the mean slowdown of a step relative
+    to `off`, and half the width of its 95 % interval."""
     off = figures["step_ms"]["off"]
     slowdown, interval = {}, {}
     for arm in ARMS[1:]:
@@ -168,13 +171,13 @@ def compare(figures: dict[str, Any]) -> dict[str, Any]:
 def line_of(report: dict[str, Any]) -> str:
     """The report as one line; it says if the machine has too few cores for this measurement."""
     cores, threads = report["cores"], report["engine_threads"]
-    crowded = "" if cores - threads > 1 else f": too few for this measurement beside the engine's {threads}"
+    warning = "" if cores - threads > 1 else f": too few for this measurement, because the engine uses {threads}"
     step_ms = statistics.mean(report["step_ms"]["off"])
-    told = {arm: interval_text(report["slowdown"][arm], report["interval"][arm]) for arm in ARMS[1:]}
+    slowdown = {arm: interval_text(report["slowdown"][arm], report["interval"][arm]) for arm in ARMS[1:]}
     return (
-        f"application attached, compared with no records, {report['turns']} runs each with {report['rows']} rows, "
-        f"{step_ms:.2f} ms a step: {told['attached']}; records alone {told['records']}; "
-        f"the application used {report['core']['attached']:.2f} of a core ({cores} cores{crowded})"
+        f"slowdown compared with no records ({report['turns']} runs each with {report['rows']} rows, "
+        f"{step_ms:.2f} ms a step): application attached {slowdown['attached']}; records alone {slowdown['records']}; "
+        f"the application used {report['core']['attached']:.2f} of a core ({cores} cores{warning})"
     )
 
 
@@ -183,10 +186,10 @@ def main(folder: Path) -> None:
     task = json.loads((folder / TASK).read_text(encoding="utf-8"))
     source = LocalSource(EngineConfig(**task["config"]), folder / "engine.log")
     figures: dict[str, Any] = {}
-    made: list[Watched] = []
+    made: list[MeasuredApp] = []
 
-    def make(source: Source, chats: Chats, settings: Settings, **options: Any) -> Watched:
-        made.append(Watched(source, chats, settings, **{**options, "load_codec": codec_of}))
+    def make(source: Source, chats: Chats, settings: Settings, **options: Any) -> MeasuredApp:
+        made.append(MeasuredApp(source, chats, settings, **{**options, "load_codec": codec_of}))
         return made[-1]
 
     async def script(app: Any) -> None:

@@ -1,7 +1,7 @@
 """Pictures of the real application on the real engine: `python -m minitui.dev.screenshots [DIRECTORY] [NAME ...]`.
 
 Each scene runs in a headless terminal with the bundled model, stops between two steps and is written as SVG; with an
-installed Chromium also as PNG. Textual's SVG names a font from the web; these name fonts that machines have.
+installed Chromium also as PNG. Textual's SVG loads a font from the web; these files use installed fonts instead.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class Scene:
     replicas: int = 0  # instead of an engine: this many servers, and one that is missing
 
 
-async def until(true: Callable[[], Any], seconds: float = 60.0) -> None:
-    """Waits until `true()`. Raises TimeoutError."""
+async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+    """Waits until `condition()` is true. Raises TimeoutError."""
     end = time.monotonic() + seconds
-    while not true():
+    while not condition():
         if time.monotonic() > end:
             raise TimeoutError("the scene was not reached in time")
         await asyncio.sleep(0.02)
@@ -163,7 +163,7 @@ async def hot_experts(app: MinituiApp) -> None:
 
 
 async def lecture(app: MinituiApp) -> None:
-    """While one chat decodes, two new ones arrive with one system prompt: the second shares the blocks of the first."""
+    """One chat decodes. Two new chats arrive with the same system prompt: the second uses the blocks of the first."""
     await app.source.control("pause")
     questions = ("What is a token?", "What is a KV cache?", "Why is decode slow?")
     sessions = [app.session, app.chats.new(app.system), app.chats.new(app.system)]
@@ -193,7 +193,7 @@ async def lesson(app: MinituiApp) -> None:
 
 
 async def code(app: MinituiApp) -> None:
-    """Its second page, with the code of the lookup."""
+    """The second page of the radix lesson, with the code of the lookup."""
     await until(lambda: isinstance(app.screen, LessonScreen) and app.screen.stage is not None)
     await press(app, "right", "v")
 
@@ -204,7 +204,7 @@ async def replayed(app: MinituiApp) -> None:
     await app.replay.control("pause")
     step = next(step for step, text in app.replay.trace.bookmarks if "preemption" in text)
     await app.seek(step)
-    await until(lambda: app.replay.step >= step)  # overlapping steps: the next is planned before this one ends
+    await until(lambda: app.replay.step >= step)  # or later: an overlapping step is planned before `step` ends
 
 
 async def at_its_fullest(app: MinituiApp) -> None:
@@ -214,7 +214,7 @@ async def at_its_fullest(app: MinituiApp) -> None:
     marks = app.replay.trace.bookmarks
     step = next((step for step, text in marks if "fullest" in text), marks[-1][0])
     await app.seek(step)
-    await until(lambda: app.replay.step >= step)  # overlapping steps: the next is planned before this one ends
+    await until(lambda: app.replay.step >= step)  # or later: an overlapping step is planned before `step` ends
 
 
 async def helped(app: MinituiApp) -> None:
@@ -237,7 +237,7 @@ async def completed(app: MinituiApp) -> None:
 
 
 async def replicas(app: MinituiApp) -> None:
-    """Chats with the same beginning share a replica, one is pinned to the other; both write answers."""
+    """Three chats with one beginning share a replica, a fourth is pinned to the other; both replicas write answers."""
     assert isinstance(app, ReplicaApp)
     await until(lambda: len(app.replicas.usable) == len(app.replicas.replicas) - 1)
     first = app.chats.sessions[0]
@@ -252,7 +252,7 @@ async def replicas(app: MinituiApp) -> None:
     for session in app.chats.sessions:
         app.chats.send(session, "Why is decode memory bound?")
     app.commands.run("replicas")
-    await asyncio.sleep(3.0)  # the servers send figures every two seconds
+    await asyncio.sleep(3.0)  # the servers are polled every two seconds
 
 
 SMALL = {"kv_blocks": 80, "max_num_batched_tokens": 64}
@@ -299,7 +299,7 @@ async def application(scene: Scene) -> AsyncIterator[MinituiApp]:
 
 
 async def make(scene: Scene, folder: Path, servers: contextlib.ExitStack) -> MinituiApp:
-    """The scene's application, not yet running. `servers` closes its servers."""
+    """The scene's application, not yet running. `servers` stops the servers that it starts."""
     settings = Settings(theme=f"minitui-{scene.theme}")
     if scene.demo or scene.recording:
         trace = folder / "demo.trace" if scene.demo else bundled()[scene.recording]

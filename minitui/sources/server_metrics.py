@@ -21,11 +21,11 @@ from minitui.sources.http import httpx, load_json, reason_of
 from minitui.text import duration
 
 POLL_S = 2.0
-BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # between attempts to reach a server that is away
-PATIENCE_S = 6.0  # a server that answers later than this counts as away
+BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # between attempts to reach an unreachable server
+PATIENCE_S = 6.0  # a server that answers later than this counts as unreachable
 MAX_PAGE = 4 << 20
 KEPT = 120  # polls
-NO_KNOWN_NAME = "its /metrics has no name that minitui knows"
+NO_KNOWN_NAME = "its /metrics page has no metric that minitui knows"
 
 
 @dataclass
@@ -67,7 +67,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "output_tokens": ("vllm:generation_tokens_total", "sglang:generation_tokens_total"),
     "tokens_per_s": ("sglang:gen_throughput", "vllm:avg_generation_throughput_toks_per_s"),
 }
-AVERAGED = {"cache_use", "hit_rate"}  # over the engines of a server; other values are added up
+AVERAGED = {"cache_use", "hit_rate"}  # the mean over the engines of a server; other values are added up
 HITS = (
     ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
     ("vllm:gpu_prefix_cache_hits_total", "vllm:gpu_prefix_cache_queries_total"),
@@ -93,7 +93,7 @@ def read_samples(text: str) -> dict[str, list[float]]:
             continue
         labels = dict(_LABEL.findall(found[2] or ""))
         if labels.get("priority"):
-            continue  # SGLang repeats its counts for each priority; the total has an empty one
+            continue  # SGLang repeats its counts for each priority; the line of the total has an empty priority
         try:
             value = float(found[3])
         except ValueError:
@@ -146,12 +146,12 @@ class MetricsPoller:
     """Polls one server. `metrics`: the last page; `trouble`: a sentence while the server cannot be used, else empty."""
 
     def __init__(self, http: httpx.AsyncClient, ready: str = "") -> None:
-        """`ready`: a path that answers 503 while the server takes no requests, if it has one."""
+        """`ready`: a path that answers 503 while the server takes no requests; empty: there is no such path."""
         self.metrics = ServerMetrics()
         self.history: deque[ServerMetrics] = deque(maxlen=KEPT)  # one for each poll
         self.trouble = ""
-        self.no_metrics = ""  # why the page is of no use, as a sentence; empty if it is
-        self.retry_at = 0.0  # the time of the next poll, of time.monotonic
+        self.no_metrics = ""  # a sentence: why the page gives no metrics; empty if it gives some
+        self.retry_at = 0.0  # the time of the next poll, as time.monotonic()
         self.away = asyncio.Event()  # set while the server does not answer
         self.answers = 0  # polls that were answered
         self.on_return: Callable[[], None] = lambda: None  # called when the server answers again
@@ -173,7 +173,7 @@ class MetricsPoller:
                     await self._poll_now.wait()
 
     def report_failure(self, reason: str) -> None:
-        """Note that a request did not reach the server: it counts as away until it answers a poll. Poll at once."""
+        """Note that a request did not reach the server: `away` is set until a poll is answered. Poll at once."""
         self.trouble, self.metrics = reason, ServerMetrics()
         self.away.set()
         self._poll_now.set()

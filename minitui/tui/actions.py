@@ -35,7 +35,8 @@ _TABLE = {
         Action("new", "New chat", key="o", slash="new", takes="[title]", footer="new",
             help="Open an empty chat with the default system prompt."),
         Action("fork", "Fork this chat", key="f", slash="fork", footer="fork",
-            help="Open a copy of this chat. Ask in both (A): they share KV blocks up to the first token that differs."),
+            help="Open a copy of this chat. Send one prompt to both (A): they share KV blocks up to the first token "
+                 "that differs."),
         Action("replay", "Replay the system prompt", key="r", slash="replay", footer="replay",
             help="Ask the first question again in a new chat with the same system prompt, and show how much of the "
                  "prompt came from the cache."),
@@ -92,7 +93,7 @@ _TABLE = {
             help="Run until an admission, a hit, an eviction, a preemption, …, then pause."),
         Action("slower", "Slower", key="less_than_sign", footer="slow motion",
             help="Slow motion: stretch every step in proportion to its real duration. The figures stay real."),
-        Action("faster", "Faster", key="greater_than_sign", help="Less slow motion, down to real time."),
+        Action("faster", "Faster", key="greater_than_sign", help="Reduce the slow motion, down to real time."),
         Action("slow", "Slow motion", slash="slow", takes="factor",
             help="Stretch every step by a factor from 1 (real time) to 200."),
         Action("back", "Back in time", key="comma", help="Show the engine one step earlier (inspect)."),

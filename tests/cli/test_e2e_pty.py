@@ -115,7 +115,7 @@ def test_a_killed_engine_is_told_at_once_and_starts_again(chat: Terminal):
     chat.type("/slow 200\r")
     chat.until("slow motion")
     chat.type("What is the KV cache?\r")
-    chat.until(lambda s: "tutor    " in s and "asked" not in s)
+    chat.until(lambda s: "tutor    " in s and "queued…" not in s)
     [engine] = engines(chat)
     os.kill(engine, signal.SIGKILL)
     chat.until("The engine has ended")

@@ -23,7 +23,7 @@ async def test_only_who_is_attached_sees_the_engine(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(bench_attached, "SETTLE_S", 0.0)
     source = FakeSource(speed=0.002)
     numbers = bench_attached.Numbers()
-    app = bench_attached.Watched(source, Chats(source), Settings(), system="", load_codec=lambda info: numbers)
+    app = bench_attached.MeasuredApp(source, Chats(source), Settings(), system="", load_codec=lambda info: numbers)
     async with app.run_test(size=(100, 40)) as pilot:
         while not app.feed.live:
             await pilot.pause(0.01)
@@ -54,7 +54,7 @@ async def test_the_arms_take_turns_after_a_warm_up(monkeypatch: pytest.MonkeyPat
     source = FakeSource()
     await source.start(lambda progress: None)
     numbers = bench_attached.Numbers()
-    app = bench_attached.Watched(source, Chats(source), Settings(), system="", load_codec=lambda info: numbers)
+    app = bench_attached.MeasuredApp(source, Chats(source), Settings(), system="", load_codec=lambda info: numbers)
     app.switch_mode = lambda mode: None  # type: ignore[assignment, method-assign, return-value]
     found = await bench_attached.take_turns(app, rows=2, tokens=4, turns=6)
     await source.close()

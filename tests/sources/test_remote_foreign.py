@@ -95,7 +95,7 @@ def test_a_missing_value_is_unknown_and_not_zero() -> None:
 
 @pytest.mark.parametrize(
     ("status", "page", "said"),
-    [(404, "", "its /metrics answers 404"), (200, "python_info 1", "no name that minitui knows"), (200, VLLM, "")],
+    [(404, "", "its /metrics answers 404"), (200, "python_info 1", "no metric that minitui knows"), (200, VLLM, "")],
 )
 async def test_a_page_without_known_values_is_reported(status: int, page: str, said: str) -> None:
     import httpx

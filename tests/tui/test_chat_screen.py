@@ -763,7 +763,7 @@ async def test_thinking_is_folded_and_unfolds():
         screen,
     ):
         await ask(app, pilot, "why")
-        assert "thought for 4 words" in screen.transcript.text
+        assert "thinking: 4 words" in screen.transcript.text
         assert "then that" not in screen.transcript.text
         await press(pilot, "escape", "t")
         await until(pilot, lambda: "then that" in screen.transcript.text)

@@ -63,7 +63,7 @@ async def test_chats_look_as_they_did(size: tuple[int, int]) -> None:
             await ask(QUESTIONS[1])
             await source.steps(200)
             text = await album.take("three chats; an answer is written behind folded thinking")
-            assert "thought for" in text and "tok/s" in text
+            assert "thinking: " in text and "tok/s" in text
             app.commands.run("previous")
             await source.steps()
             text = await album.take("a block of code", rest=0.5)

@@ -1,8 +1,8 @@
 """Training rows: conversations rendered as token ids, packed end to end.
 
 A row holds several conversations that do not attend to each other (segment ids). Only the assistant's tokens have a
-loss. Half of the rows are short exchanges whose answer is cut after its beginning: the beginning decides the answer, so
-the model sees more questions for the same work.
+loss. Most conversations are short, and their last answer is cut after its first tokens. These tokens already decide
+which answer it is, so the model sees more questions for the same compute.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from minitui.dev.tutor.wordings import Damage, Wordings, casing, expand, typos
 from minitui.tutor import DEFAULT_SYSTEM_PROMPT
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-OPENING_TOKENS = 24  # tokens of an answer kept where it is cut short
+OPENING_TOKENS = 24  # tokens kept of an answer that is cut
 MOST_TURNS = 8
 BPE_DROPOUT = 0.1
-NOT_CAUGHT_SHARE = 0.12
+NOT_CAUGHT_SHARE = 0.12  # of the questions: unknown ones, answered with NOT_CAUGHT
 
 
 def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
@@ -72,7 +72,7 @@ class Conversations:
         self._follow_ups: dict[str, list[str]] = words["follow_ups"]
         self._common: list[str] = words["common"]
         self._tokenizer = tokenizer
-        # Without random merges, words split into other pieces, as they do after a typo or with another ending.
+        # This copy skips merges at random (BPE dropout): words split into other tokens, as after a typo.
         self._rough = Tokenizer.from_str(tokenizer.to_str())
         self._rough.model.dropout = BPE_DROPOUT
         self._start, self._end = (SPECIAL_TOKENS.index(token) for token in ("<|im_start|>", "<|im_end|>"))
@@ -160,7 +160,7 @@ def pack(
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
     """Rows of ids, loss masks and segment numbers, each [rows, length].
 
-    With one_chat a row is filled by one long chat where possible, for the phase with long contexts.
+    With one_chat a row is filled by one long chat where possible, for the training phase with long contexts.
     """
     rng = random.Random(seed)
     ids = np.zeros((rows, length), np.int16)

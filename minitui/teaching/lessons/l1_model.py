@@ -61,7 +61,7 @@ async def many_or_one(stage: Stage) -> Seen:
     ratio = one / (many / prompt.tokens)
     return Seen(
         f"{prompt.tokens} prompt tokens took {many:.1f} ms in one step, {many / prompt.tokens:.2f} ms each. A single "
-        f"token took {one:.1f} ms (median): {ratio:.0f} times as long as one of many. The figures vary.",
+        f"token took {one:.1f} ms (median): {ratio:.0f} times as long as one prompt token. The figures vary.",
         0 if ratio < 1.5 else 1 if ratio < 200 else 2,
     )
 
@@ -93,9 +93,9 @@ LESSON = Lesson(
             """
             The model is a stack of equal layers over a stream of vectors, one for each token. The token's id selects
             its first vector from the embedding table. Each layer adds two things to it: what attention collects from
-            earlier tokens, and the output of a small network (the MLP). Before each of the two the vector is
-            normalised (RMSNorm). After the last layer, a matrix as wide as the vocabulary gives the logits: one score
-            for each possible next token.
+            earlier tokens, and the output of a small network (the MLP). Before attention and before the MLP, the vector
+            is normalised (RMSNorm). After the last layer, a matrix as wide as the vocabulary gives the logits: one
+            score for each possible next token.
 
             Llama, Mistral, Qwen2 and Qwen3 differ only in configuration: with or without biases, with or without norms
             on queries and keys, how positions are scaled, whether the last matrix is the embedding table ("tied"). So
@@ -126,9 +126,9 @@ LESSON = Lesson(
             "The cost of reading weights",
             """
             To compute one token, all weights must be read once. To compute a hundred tokens in the same step, they are
-            also read once: only the arithmetic grows. As long as reading takes longer than computing, more tokens in a
-            step cost little. This is why a prompt is computed many tokens at a time, why many requests decode in one
-            batch, and why one chat alone leaves most of a device idle.
+            also read once: only the arithmetic grows. If reading takes longer than computing, more tokens in a step
+            cost little. This is why a prompt is computed many tokens at a time, why many requests decode in one batch,
+            and why one chat alone leaves most of a device idle.
             """,
             panel="timings",
             run=many_or_one,

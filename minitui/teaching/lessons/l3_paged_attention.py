@@ -65,8 +65,8 @@ LESSON = Lesson(
         Page(
             "Slots",
             """
-            The pool of one layer is two tensors, keys and values, of shape [blocks, 16, key heads, head size]. Seen as
-            one long row of slots, token p of a request is in
+            The pool of one layer is two tensors, keys and values, of shape [blocks, 16, key heads, head size]. Its
+            slots are numbered in one long row. Token p of a request is in
 
               slot  =  table[p // 16] * 16  +  p % 16
 
@@ -95,11 +95,11 @@ LESSON = Lesson(
         Page(
             "Causal, also after a hit",
             """
-            A token may attend to itself and to earlier tokens, never to later ones. For a prompt in one piece, that is
-            a triangle. If its beginning is cached, only the rest has queries, and the triangle becomes a wide
-            rectangle with a slanted end: query i of a chunk, counted from 0, sees keys 0 to K - Q + i. Q is the number
-            of queries of the chunk; K is the number of keys, with the keys of the chunk. A common mistake is to forget
-            the offset K - Q: the text then looks nearly right.
+            A token may attend to itself and to earlier tokens, never to later ones. For a prompt in one piece, the mask
+            is a triangle. If the beginning of the prompt is cached, only the rest has queries, and the triangle becomes
+            a wide rectangle with a slanted end: query i of a chunk, counted from 0, sees keys 0 to K - Q + i. Q is the
+            number of queries of the chunk; K is the number of keys, including the keys of the chunk. A common mistake
+            is to forget the offset K - Q: the text then looks nearly right.
             """,
             panel="step",
             code="engine.attention.base:ForwardMeta",
@@ -138,7 +138,7 @@ LESSON = Lesson(
         Check(
             "In which slot will its key be written?",
             "table",
-            "the block table: the physical number of the last block times 16, plus the tokens in it.",
+            "the block table: the physical number of the last block times 16, plus the number of tokens in that block.",
             lambda stage: f"slot {_next_slot(stage)}",
         ),
         Check(

@@ -43,8 +43,8 @@ async def shared_system_prompt(stage: Stage) -> Seen:
     return Seen(
         "All six arrived at the same moment, and none was cached. The system prompt was computed only once: "
         f"of {figures.prompt_tokens:,} prompt tokens the engine computed {figures.computed:,} and shared "
-        f"{figures.cached:,}, {figures.share_cached:.0%} of the prefill saved. Both are counted from the records of "
-        f"all six. Several requests held {shared} blocks at once."
+        f"{figures.cached:,}, {figures.share_cached:.0%} of the prefill saved. These figures are counted from the "
+        f"records of all six requests. Several requests held {shared} blocks at once."
         f"\n\n{stage.bars(rows)}",
         2 if figures.share_cached > 0.5 else 0,
     )
@@ -150,10 +150,10 @@ LESSON = Lesson(
             "All at the same time",
             """
             Six chats with one system prompt arrive together, in an empty engine. When the first step is planned, none
-            of them has been computed. But the blocks of a prompt are published when their step is planned, marked as
-            pending. Every layer writes all keys of a step before it reads any, so other requests can use them in the
-            same step. (The blocks of a reply are published when their step is committed: only then are its tokens
-            known.)
+            of them has been computed. But when the engine plans the step of a prompt, it adds the prompt's blocks to
+            the tree and marks them as pending. Every layer writes all keys of a step before it reads any, so other
+            requests can use these blocks in the same step. (The blocks of a reply are added when their step is
+            committed: only then does the engine know its tokens.)
             """,
             panel="tree",
             code="engine.core.cache:KVCache.publish_planned",
@@ -167,9 +167,9 @@ LESSON = Lesson(
             "What is evicted, and when",
             """
             When a request ends, its blocks stay in the tree until room is needed: a cache costs nothing while there is
-            room. Then leaves that no request holds are evicted, the least recently used first, whole or from their
-            end. A block that a request holds is never evicted. The engine remembers evicted prefixes for a while, so
-            that a later miss can say when the prefix was evicted.
+            room. Then leaves that no request holds are evicted, the least recently used first. If only some blocks of
+            a leaf are needed, these are taken from its end. A block that a request holds is never evicted. The engine
+            remembers evicted prefixes for a while: it can then explain a later miss with the step of the eviction.
 
             Chats A and B have different prompts. They are used in the order A, B, A. Then C comes with a long text.
             """,
@@ -188,8 +188,9 @@ The line under every answer says how much of its prompt came from the cache, and
 
 {match_reasons()}
 
-To use the cache well, put the text that is always the same first and the text that changes last. One changed token at
-the beginning of a system prompt makes everything after it new. Such a token is often part of a date or a name.
+To use the cache well, begin a prompt with the text that never changes, and end it with the text that changes. One
+changed token at the beginning of a system prompt makes everything after it new. Such a token is often part of a date or
+a name.
 """,
             panel="events",
         ),
@@ -211,7 +212,7 @@ the beginning of a system prompt makes everything after it new. Such a token is 
         Check(
             "How many prompt tokens did the third chat take from the tree?",
             "events",
-            "the events: the last hit, with its tokens and why it ended.",
+            "the events: the last hit, with its tokens and the reason why it ended.",
             _hit,
         ),
     ),

@@ -25,11 +25,11 @@ ABOUT = {
     "lesson": """\
 A lesson has pages of text beside a real engine. The figures of an experiment are counted while it runs.
 
-  right, left    the next page, the previous page; so do page down and page up, the keys of a presenter's remote
+  right, left    the next page, the previous page; also page down and page up, the keys of a presenter's remote
   a b c d        predict the result, before the experiment has run
   enter, r       run the experiment, or run it again; on the last page, answer the question
   tab            on the last page: the next question, and the panel that shows its answer
-  v              the code of this page, as it is installed
+  v              the installed code that this page explains
   L              all lessons
   0 1 2          the lesson, the chats of its experiment, the inspector""",
     "chat": f"""\
@@ -49,12 +49,12 @@ the pool. Two chats with the same number share that memory.
 A chat is kept as soon as it has a question. F searches all kept chats; minitui chat --resume opens the last ones again.
 A chat that is open in another minitui opens here as a copy, so neither overwrites the other.
 
-Try: ask something, press esc and then r.""",
+Try: ask a question, press esc, then r: the same question in a new chat uses the cached blocks.""",
     "inspect": """\
 The engine records what it does, step by step. This screen is computed from those records.
 
   vitals         the engine's health: speed, running and waiting requests, cache hits, pool, time per step
-  step           what it computes: one token for each decoding request, and chunks of prompts
+  step           what the engine computes in it: one token for each decoding request, and chunks of prompts
   KV blocks      the pool: free, cached (only in the tree), active (one request), shared (several requests)
   block table    positions → blocks of the selected request; the last block is partly filled
   radix tree     the cached texts: the requests that use them, the tokens saved, the order of eviction
@@ -67,27 +67,28 @@ marks it. z shows one panel alone.""",
     "lecture": """\
 One sentence says what the step did and why. Below it are the step, the blocks and the tree; what has changed glows.
 
-  n, page down    the next step, then the engine pauses; in the past, one step forward
-  comma, page up  one step back in time; the engine does not move
+  n, page down    the next step, then the engine pauses; after steps back, one step forward
+  comma, page up  show the previous step; the engine's state does not change
   d               predict: you are asked about an arrival, an eviction or a preemption before it is shown
   u               run until an admission, a hit, an eviction, a preemption, a finish, or a slow step
-  < and >         slow motion, to watch without pausing
+  < and >         slower, faster: slow motion shows every step without a pause
 
 The other keys of a presenter's remote have no effect here.""",
     "replicas": """\
 Several servers answer these chats. The first question of a chat goes to its home replica. A hash of the system prompt
 selects it; a chat without system prompt uses a hash of the question. So chats with the same beginning share one cache.
-Later questions go to the replica that wrote the last answer, because its cache holds the conversation. A replica is
-skipped if it has at least four requests and more than 1.25 times the mean; the next one by the hash gets the question.
+Later questions go to the replica that wrote the last answer, because its cache holds the conversation. A replica with
+at least four requests, and with more than 1.25 times the mean of all replicas, is skipped. The question then goes to
+the next replica in the order of the hash.
 
   up, down   choose a replica; the lines under the table describe it
   enter      show this replica in the panels of the other screens; pressed again, the panels follow the current chat
              (only minitui servers report to the panels)
-  P, U       pin the current chat to this replica; let every replica answer it again
+  P, U       pin the current chat to this replica; remove the pin
 
 A dash is a figure that the server does not report; "ours" counts the requests of this application. A replica that is
-down is tried again at growing intervals. Its requests go to the next replica, except those whose answer had begun: they
-end with an error.""",
+down is tried again at growing intervals. Its requests go to the next replica. A request whose answer had begun ends
+with an error.""",
 }
 
 

@@ -26,8 +26,8 @@ class BlockTable(LinePanel):
     TITLE = "Block table"
     help_text = paragraphs("""\
 Paging. A request numbers its tokens 0, 1, 2, …; tokens 0 to 15 are its logical block 0, and so on. The table shows,
-under each logical block, the physical block that stores it. Any free block will do, so memory is never fragmented. ×4:
-four requests have this block in their tables and read it. Only the last block is written to.""")
+under each logical block, the physical block that stores it. Every free block can be used, so memory is never
+fragmented. ×4: four requests have this block in their tables and read it. Only the last block is written to.""")
     BINDINGS: ClassVar = [
         Binding("left", "move(-1)", "block before", show=False, id="table.left"),
         Binding("right", "move(1)", "block after", show=False, id="table.right"),

@@ -31,8 +31,8 @@ them. Each row is a layer, each cell an expert; the height is its recent load. T
 two levels higher is twice the mean; a dot means no token. The figure at the right is the hottest expert's load, in
 multiples of the mean.
 
-A decode step reads the weights of every expert that some token of the batch uses, so a skewed router makes small
-batches cheap. On several GPUs, or in a large prefill, all experts wait for the hottest one.""")
+A decode step reads the weights of every expert that some token of the batch uses, so a small batch is cheap
+if its tokens use the same experts. On several GPUs, or in a large prefill, all experts wait for the hottest one.""")
     BINDINGS: ClassVar = [
         Binding("up", "layer(-1)", "layer before", show=False, id="experts.up"),
         Binding("down", "layer(1)", "layer after", show=False, id="experts.down"),

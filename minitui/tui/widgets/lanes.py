@@ -38,8 +38,8 @@ class BatchLanes(LinePanel):
 Continuous batching. Each row is a request, each column one or more steps. A request first waits, then its prompt is
 prefilled (many tokens per step), then it decodes one token in every step until it finishes. Requests join and leave
 between any two steps; none waits for the slowest of a batch. × means preempted: the pool was full and the request
-released its blocks. With more requests than rows, a row is reused when its request has finished: "r9 +2" is the row
-of r9 after two other requests. If you select one of these two, the row shows its name.""")
+released its blocks. With more requests than rows, a row is reused when its request has finished: "r9 +2" means that
+r9 uses the row now, and that two finished requests used it before. If you select one of the two, the row shows it.""")
     BINDINGS: ClassVar = [
         Binding("up", "choose(-1)", "request above", show=False, id="lanes.up"),
         Binding("down", "choose(1)", "request below", show=False, id="lanes.down"),

@@ -88,13 +88,13 @@ class Prompt(TextArea):
         self.complete: Callable[[str], list[Completion]] = lambda text: []
         self.asked: list[str] = []
         self._recalled: int | None = None  # index in the history while the user recalls from it
-        self._unsent = ""  # the text before the recall
+        self._unsent = ""  # the text that was in the prompt before the recall
         self._offers: list[Completion] = []
         self._chosen = -1
-        self._quiet = False  # `put` sets the text: offer no list
+        self._quiet = False  # True while `put` sets the text: no list is offered
 
     def render_line(self, y: int) -> Strip:
-        """At width 0, a blank line: Textual fails there. A shrinking terminal causes this width for one layout."""
+        """Returns a blank line at width 0, where Textual fails. A shrinking terminal has this width for one layout."""
         return super().render_line(y) if self.content_size.width > 0 else Strip.blank(0)
 
     # ---- completion

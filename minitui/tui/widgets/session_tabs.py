@@ -103,7 +103,7 @@ class SessionTabs(Bar):
             place = app.queue_place(session)
             if not app.source.info:
                 return "waits for the engine", "waiting"
-            state = "asked" if place is None else f"waiting, {ordinal(place)}" if place else "prefill"
+            state = "queued" if place is None else f"waiting, {ordinal(place)}" if place else "prefill"
             return state, "waiting"
         if session.state == "running":
             # Slow motion stretches the arrivals; the rate shown is the real one. A paused engine has no rate.

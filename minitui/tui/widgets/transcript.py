@@ -24,7 +24,7 @@ from minitui.tui.widgets.rows import Run, plain
 LABEL = 9  # cells of the column with the speaker
 WIDEST = 96  # cells of text at most: longer lines are hard to read
 
-TONE_STYLES = {  # of markdown.TONES
+TONE_STYLES = {  # the style of each of markdown.TONES
     "text": "ink", "strong": "bold ink", "em": "ink", "code": "hit", "link": "underline hit", "heading": "bold hit",
     "bullet": "running", "quote": "dim", "rule": "dim", "fence": "hit on empty-chip", "strike": "dim", "dim": "dim",
 }  # fmt: skip
@@ -34,7 +34,7 @@ _plain = lru_cache(maxsize=8)(markdown.plain)
 
 @dataclass
 class _Block:
-    """The rows of one message, and the key of the message they show."""
+    """The rows of one message. `key` identifies the version of the message that they show."""
 
     key: tuple[Any, ...] = ()
     rows: list[list[Run]] = field(default_factory=list)
@@ -153,7 +153,7 @@ class Transcript(ScrollView, can_focus=True):
         if thinking:
             words = f"{len(thinking.split()):,} words"
             mark = g.unfolded if message.unfolded else g.folded
-            state = "thinking" if open_ and message.busy else "thought for"
+            state = "thinking so far:" if open_ and message.busy else "thinking:"
             action = "folds" if message.unfolded else "unfolds"
             rows.append(self._runs([(f"{mark} {state} {words} {g.middot} t {action}", "dim")]))
             if message.unfolded:
@@ -177,7 +177,7 @@ class Transcript(ScrollView, can_focus=True):
         return rows
 
     def _waiting_text(self, message: Message) -> str:
-        return "waiting for the first token" if message.state == "running" else "asked" + glyphs().dots
+        return "waiting for the first token" if message.state == "running" else "queued" + glyphs().dots
 
     def _footer(self, parts: list[tuple[str, str]], width: int) -> list[list[Run]]:
         """Returns the parts joined by dots; lines break between parts where possible."""
