@@ -19,7 +19,7 @@ class Architecture:
     qk_norm: bool = False
     mlp_bias: bool = False  # True: the field mlp_bias decides
     head_dim: int | None = None  # default if config.json has none; None: hidden_size / num_attention_heads
-    kv_heads: int | None = None  # default if num_key_value_heads is missing; None here, or null there: num_attention_heads
+    kv_heads: int | None = None  # default if num_key_value_heads is missing; None, or null there: num_attention_heads
     # The layers with a sliding window:
     #   "always"  the layers that layer_types marks; without layer_types, all layers
     #   "layers"  if use_sliding_window: the layers that layer_types marks; else the layers from max_window_layers on
