@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("engine")
 
-GRAPH_BYTES = 1 << 30  # kept free of KV cache for the memory of CUDA graphs
+GRAPH_BYTES = 1 << 30  # reserved for CUDA graphs: the KV cache leaves them free
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ def build_engine(
     on_progress    called with {"stage", "done", "total", "text"}; `total` is 0 if unknown
     on_lost        called from another thread, with a sentence, when one of several ranks has ended unexpectedly
     before_torch   called when the model is found, before anything that needs torch
-    max_waiting    requests that may wait in the queue, others are refused; None: no limit
+    max_waiting    the most requests that may wait in the queue; more are refused; None: no limit
     """
     from engine.text.structured import Grammars
 
@@ -128,7 +128,7 @@ def make_runner(
 
 
 def choose_parts(model: ModelConfig, config: EngineConfig) -> Parts:
-    """The fastest parts of a runner that can run the model as `config` asks. Every rank chooses the same.
+    """The fastest parts of a runner that can run the model as `config` asks. All ranks choose the same parts.
 
     Modules are imported here because some need triton, which is not installed everywhere.
     """
@@ -157,7 +157,7 @@ def without_graphs(model: ModelConfig, config: EngineConfig) -> str:
         return f"the device is {limits.device}"
     prefill, decode = backend_names(config.attention_backend)
     if decode not in ("auto", "triton") or prefill == "torch":
-        return f"attention_backend is {config.attention_backend}, but graphs need triton (prompts: or flash)"
+        return f"attention_backend is {config.attention_backend}, but CUDA graphs need triton; prefill may use flash"
     ranks, experts = config.tensor_parallel_size, model.experts
     if ranks > 1 and config.speculation != "off":
         return f"steps with drafts are captured on one GPU only, but tensor_parallel_size is {ranks}"

@@ -1,9 +1,10 @@
-"""The time that the collectives of a captured step take, measured at the start: inside a graph it cannot be measured.
+"""Measures at the start how long each collective takes, because inside a captured step that cannot be measured.
 
-Each collective is captured alone, many times in one graph, at powers of two of rows; other sizes are interpolated. So
-the ranks arrive at the same time and are otherwise idle. In a real step, a collective also waits for the slowest rank,
-and part of it overlaps with other kernels. The same numbers decide between NCCL and the mailboxes. All ranks take the
-slowest rank's numbers, so they decide alike.
+Each collective is captured alone, many times in one graph, for 1, 2, 4, … rows; times for other sizes are
+interpolated. During this measurement, all ranks begin the collective at the same time and do nothing else. In a real
+step, a collective also waits for the slowest rank, and part of it overlaps with other kernels. The measured times also
+decide up to which size a sum uses the mailboxes (mailbox.py) instead of NCCL. All ranks use the times of the slowest
+rank, so all make the same decision.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ REPLAYS = 6
 class Timings:
     """Microseconds of each collective, by rows (ascending powers of two from 1)."""
 
-    nccl: list[float]  # a sum of [rows, H]
-    boxed: list[float]  # through mailboxes, up to the rows that they hold
-    gathers: list[float]  # of the logits of [rows, V]
-    elect: float  # one draw over the shards of the vocabulary; 0 without mailboxes
+    nccl: list[float]  # a sum of [rows, H] over the ranks by NCCL
+    boxed: list[float]  # the same sum through the mailboxes; ends at the largest that fits into them
+    gathers: list[float]  # gathering the logits [rows, V] from all ranks
+    elect: float  # choosing the best token of all vocabulary shards; 0 without mailboxes
 
     @property
     def direct_rows(self) -> int:
@@ -44,7 +45,7 @@ class Timings:
         return between(self.nccl, rows)
 
     def sum_us(self, rows: int) -> float:
-        """A sum of `rows` rows, by the faster path."""
+        """Microseconds of a sum of `rows` rows, by the faster path."""
         return between(self.boxed if rows <= self.direct_rows else self.nccl, rows)
 
     def note(self, why_not: str) -> str:
@@ -53,14 +54,14 @@ class Timings:
         if not self.boxed:
             return f"sums over ranks: {nccl}; no mailboxes, because {why_not}"
         if not self.direct_rows:
-            return f"sums over ranks: {nccl}, where mailboxes take {self.boxed[0]:.1f}"
+            return f"sums over ranks: {nccl} (mailboxes: {self.boxed[0]:.1f})"
         return (
-            f"sums over ranks: mailboxes up to {self.direct_rows} rows, {self.boxed[0]:.1f} us for one row where NCCL "
-            f"takes {self.nccl_us(1):.1f}"
+            f"sums over ranks: mailboxes up to {self.direct_rows} rows, {self.boxed[0]:.1f} us for one row "
+            f"(NCCL: {self.nccl_us(1):.1f})"
         )
 
     def draw_us(self, rows: int, gathered: bool) -> float:
-        """The exchange between ranks that a draw for `rows` rows needs."""
+        """Microseconds of the exchange between ranks when `rows` tokens are drawn; `gathered`: from gathered logits."""
         return between(self.gathers, rows) if gathered else self.elect
 
 
@@ -97,7 +98,7 @@ def measure(group: Group, hidden: int, dtype: torch.dtype) -> Timings:
     logits = torch.randn(256, -(-group.vocab_size // group.size), device=device).to(dtype)
     nccl = [_microseconds(group, partial(dist.all_reduce, x[:n])) for n in rows]
     gathers = [_microseconds(group, partial(group.gather, logits[:n])) for n in rows if n <= len(logits)]
-    boxed, voted = [], 0.0
+    boxed, elect_us = [], 0.0
     if box is not None:
         from engine.kernels.mailbox import elect, sum_ranks
 
@@ -105,15 +106,15 @@ def measure(group: Group, hidden: int, dtype: torch.dtype) -> Timings:
         ids, last = (torch.zeros(256, dtype=torch.int64, device=device) for _ in range(2))
         entries = torch.arange(256, dtype=torch.int32, device=device)
         scores = torch.zeros(256, device=device)
-        voted = _microseconds(group, partial(elect, scores, ids, entries, entries, last, box))
-    found = torch.tensor([*nccl, *boxed, *gathers, voted], dtype=torch.float64, device=device)
+        elect_us = _microseconds(group, partial(elect, scores, ids, entries, entries, last, box))
+    found = torch.tensor([*nccl, *boxed, *gathers, elect_us], dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     numbers = iter(found.tolist())
 
-    def taken(like: list[float]) -> list[float]:
+    def next_like(like: list[float]) -> list[float]:
         return [next(numbers) for _ in like]
 
-    return Timings(taken(nccl), taken(boxed), taken(gathers), next(numbers))
+    return Timings(next_like(nccl), next_like(boxed), next_like(gathers), next(numbers))
 
 
 def _microseconds(group: Group, run: Callable[[], object]) -> float:
@@ -124,7 +125,7 @@ def _microseconds(group: Group, run: Callable[[], object]) -> float:
         run()
         torch.cuda.synchronize(group.device)
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")  # NCCL's own thread queries events meanwhile
+        graph.capture_begin(capture_error_mode="thread_local")  # NCCL's thread queries events during the capture
         for _ in range(IN_GRAPH):
             run()
         graph.capture_end()

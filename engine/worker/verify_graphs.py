@@ -1,21 +1,21 @@
-"""Steps with drafts (engine/core/speculation.py) as CUDA graphs: a few tokens of each row, and a draw at every one.
+"""CUDA graphs of steps with drafts (engine/core/speculation.py): each row has several tokens, and each is sampled.
 
-Such a step is a decode step except in attention, where the tokens of a row are a chunk behind its cached tokens. The
-graphs are bucketed by tokens, and read
+Such a step runs as a decode step, except in attention: there, the tokens of a row are a chunk that follows the row's
+cached tokens. There is one graph for each bucket, a number of tokens. The graphs read
 
-    per token      id, position, slot, row, and the position of the token drawn there (0: draws nothing)
-    per sequence   line of the block table, end of its tokens, number of its keys
+    per token      id, position, slot, row, and the position of the token that is sampled from it (0: none is)
+    per sequence   row of the block table, end of its tokens in the batch, number of its keys
 
-The rest of a bucket is one more sequence, whose keys go to the null block. The sampling graphs do not know drafts: each
-token is a draw. Prompt chunks may share the step while tokens and sequences fit. Steps that fit no bucket run kernel by
-kernel.
+The padding of a bucket is one more sequence; its keys are written to the null block. The sampling graphs sample every
+token alone, whether it is a draft or not. A step may also contain prompt chunks, if all its tokens and sequences fit
+into a bucket. A step that fits into no bucket runs without a graph.
 
-On an H200, Qwen3-0.6B, drafts of 8 behind contexts of 300 tokens: one row takes 1.23 ms (a decode step 0.74), eight
-rows 1.75 ms (0.93), 28 rows 1.94 ms (1.24); kernel by kernel each takes 6.3 ms or more.
+On an H200, Qwen3-0.6B, drafts of 8 tokens after contexts of 300: one row takes 1.23 ms (a decode step 0.74), eight rows
+1.75 ms (0.93), 28 rows 1.94 ms (1.24); without a graph, each takes 6.3 ms or more.
 
-A graph for 16 tokens uses other matrix kernels than a graph for one token, which round differently in half precision,
-as decode steps of different batch sizes do. So a token equals that of the same model without speculation if the two
-best scores differ by more than the rounding. In float32 nothing is captured, and all tokens are equal
+A graph for 16 tokens uses other matrix kernels than a graph for one token. In half precision these kernels round
+differently. So speculation may change a token if its two best scores differ by less than the rounding; decode steps of
+different batch sizes have the same effect. In float32 nothing is captured, and speculation changes no token
 (tests/engine/gpu/test_speculation.py).
 """
 
@@ -38,8 +38,8 @@ from engine.worker.sampling_graphs import DRAWABLE, SamplingGraphs
 from engine.worker.step_graphs import StepGraphs
 from engine.worker.upload import Staging
 
-SIZES = (4, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # tokens; from 16 on as in `ladder`, for its sampling graphs
-PROGRAMS = 256  # this many keep a GPU busy reading keys
+SIZES = (4, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # tokens; `ladder` has these sizes too, so they share sampling graphs
+PROGRAMS = 256  # attention programs that keep a GPU busy reading keys
 MOST_SPLITS = 8
 
 
@@ -98,7 +98,7 @@ class VerifyGraphs(StepGraphs):
         self._sampling.lengths[:tokens].copy_(draws)
         bounds = torch.full((n + 1,), tokens, dtype=torch.int32, device=self._loaded.device)
         bounds[:1] = 0
-        bounds[1:n].copy_(ends[:-1])  # the last sequence takes the rest
+        bounds[1:n].copy_(ends[:-1])  # the last sequence is the padding
         meta = ForwardMeta(
             positions=positions,
             slot_mapping=slots,
@@ -111,7 +111,7 @@ class VerifyGraphs(StepGraphs):
             logit_rows=None,
             live=bounds[n - 1 : n],
         )
-        # One tile of queries for each row with a whole draft: only these programs have keys to read.
+        # The programs that have keys to read: one for each KV head of each row with a full draft.
         tiles = -(-tokens // (1 + self._loaded.config.speculative_tokens)) * self._loaded.shard.num_kv_heads
         splits = min(MOST_SPLITS, 1 << max(0, (PROGRAMS // tiles).bit_length() - 1))
         self._attention.plan(meta, splits=splits)
@@ -119,7 +119,7 @@ class VerifyGraphs(StepGraphs):
 
 
 def verify_sizes(loaded: LoadedModel) -> tuple[int, ...]:
-    """The sizes to capture: up to the first that holds a whole draft for every row."""
+    """The sizes to capture: up to the first size that holds a full draft for every row."""
     enough = loaded.batch.max_rows * (1 + loaded.config.speculative_tokens)
     largest = next((t for t in SIZES if t >= enough), SIZES[-1])
     return tuple(t for t in SIZES if t <= largest)

@@ -108,7 +108,7 @@ def _with_model(options: Options, say: Any) -> dict[str, Any]:
     report: dict[str, Any] = {"device": name, "torch": torch.__version__, "limits": vars(limits), "models": {}}
     with tempfile.TemporaryDirectory(prefix="minitui-bench-") as folder:
         for shape, model, dummy in models(options, Path(folder), on_gpu):
-            # Another label, so that no reference figures apply: those are for 16-bit caches.
+            # The reference figures are for 16-bit caches; this label has none.
             label = f"{shape}, fp8 KV cache" if options.kv_cache_dtype == "fp8" else shape
             say(f"\n{label}")
             report["models"][label] = _measure(label, model, dummy, options, limits, on_gpu, say)
@@ -181,7 +181,7 @@ def _measure(
     notes = [*info["notes"], *llm.engine.runner.loaded.memory.notes]  # type: ignore[attr-defined]
     quantised = info["quantization"] != "none"
     used = info["active_parameters"]
-    active = f" ({used / 1e9:.2f} for a token)" if used < info["parameters"] else ""
+    active = f" ({used / 1e9:.2f} active per token)" if used < info["parameters"] else ""
     say(
         f"{info['parameters'] / 1e9:.2f} billion parameters{active} "
         f"in {info['quantization' if quantised else 'dtype']}, attention {info['attention']}, KV cache in "

@@ -13,11 +13,11 @@ import time
 import uuid
 from pathlib import Path
 
-YOUNG_S = 60.0  # only older files are deleted: a new file exists shortly before its lock
+YOUNG_S = 60.0  # younger files are kept: a process creates its file shortly before it locks it
 
 
 class Presence:
-    """The lock of this process, held until `end`. `id` names it."""
+    """The lock of this process, held until `end`. `id` identifies the process."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

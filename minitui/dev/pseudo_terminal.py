@@ -9,9 +9,9 @@ from typing import Protocol
 
 import pexpect
 
-SILENCE_S = 300.0  # without output, the program counts as hung; making a large load takes long
-POLL_S = 0.005  # how often a typist gets its turn
-AT_ONCE = 1 << 16  # bytes of one read
+SILENCE_S = 300.0  # a program without output for this long has hung; to prepare a large load takes minutes
+POLL_S = 0.005  # the longest time between two calls of Typist.press
+AT_ONCE = 1 << 16  # the most bytes of one read
 
 
 class Typist(Protocol):
@@ -21,7 +21,7 @@ class Typist(Protocol):
         """Receives what the program has written."""
 
     def press(self, terminal: int, now: float) -> None:
-        """Writes a key into the terminal (a file descriptor), if it is time."""
+        """Writes a key into the terminal (a file descriptor) if the next key is due."""
 
 
 def start_in_terminal(
@@ -52,7 +52,7 @@ def run_in_terminal(
     Raises TimeoutError after SILENCE_S without output, and kills the program."""
     terminal = start_in_terminal(arguments, size, environment)
     arrived: list[tuple[float, int]] = []
-    heard = time.monotonic()
+    last_output = time.monotonic()
     try:
         while True:
             data = read(terminal, POLL_S if typist is not None else SILENCE_S)
@@ -60,11 +60,11 @@ def run_in_terminal(
             if typist is not None:
                 typist.press(terminal.child_fd, now)
             if data:
-                heard = now
+                last_output = now
                 arrived.append((now, len(data)))
                 if typist is not None:
                     typist.saw(data, now)
-            elif now - heard >= SILENCE_S:
+            elif now - last_output >= SILENCE_S:
                 raise TimeoutError(f"the measured program has been silent for {SILENCE_S:.0f} seconds")
     except EOFError:
         return arrived

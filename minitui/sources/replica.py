@@ -1,4 +1,4 @@
-"""One of several servers of one model: connection, load and state."""
+"""A replica: one of several servers of the same model. Its connection, load and state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Replica:
     """One server.
 
     `source` answers requests, `telemetry` has the records of a minitui server, `poller` reads the server's metrics.
-    They are None until the server was reached. `telemetry` stays None if it is not a minitui server.
+    They are None until the first connection. `telemetry` stays None if the server is not a minitui server.
     """
 
     def __init__(self, number: int, url: str, key: str, model: str, codec: TextCodec | None, cache: Path | None):
@@ -39,66 +39,66 @@ class Replica:
         self.telemetry: RemoteSource | None = None
         self.source: RemoteSource | OpenAISource | None = None
         self.poller: MetricsPoller | None = None
-        self.streams: set[Stream] = set()  # our requests that it has
-        self.tried = asyncio.Event()  # the first attempt to reach it has ended
+        self.streams: set[Stream] = set()  # our requests that the server is answering
+        self.tried = asyncio.Event()  # the first attempt to connect has ended
         self._key, self._model, self._codec, self._cache = key, model, codec, cache
         self._trouble = UNKNOWN
         self._polling: asyncio.Task[None] | None = None
         self._info: dict[str, Any] | None = None
         self._retry_at = 0.0
-        self._streams_then = (-1, 0)  # the last poll's number, and our requests at that time
+        self._streams_at_poll = (-1, 0)  # number of the last poll; how many of our requests ran at that time
         self._returned = asyncio.Event()
 
     @property
     def title(self) -> str:
-        """Its name in sentences."""
+        """The name of the replica in messages."""
         return f"replica {self.number} ({self.name})"
 
     @property
     def trouble(self) -> str:
-        """A sentence while it cannot take requests, else empty."""
+        """Why the replica cannot take requests, as a sentence; empty if it can."""
         return self._trouble or (self.poller.trouble if self.poller else "")
 
     @property
     def retry_in(self) -> float:
-        """Seconds until the next attempt to reach it."""
+        """Seconds until the next attempt to reach the server."""
         at = self.poller.retry_at if self.poller and not self._trouble else self._retry_at
         return max(0.0, at - time.monotonic())
 
     @property
     def metrics(self) -> ServerMetrics:
-        """The values of its last Prometheus page."""
+        """The values of the server's last Prometheus page."""
         return self.poller.metrics if self.poller and not self._trouble else ServerMetrics()
 
     @property
     def model(self) -> str:
-        """The model that it serves; empty if unknown."""
+        """The model that the server serves; empty if unknown."""
         return str(self.source.info.get("model", "")) if self.source else ""
 
     @property
     def load(self) -> float:
-        """The number of its requests: the last poll's value plus the change in our own requests since."""
+        """The requests at the server: the number of the last poll, plus the change in our own requests since."""
         metrics, poller, ours = self.metrics, self.poller, len(self.streams)
         if metrics.running is None or poller is None:
             return ours
-        if self._streams_then[0] != poller.answers:
-            self._streams_then = (poller.answers, ours)
-        return max(ours, metrics.running + (metrics.waiting or 0) + ours - self._streams_then[1])
+        if self._streams_at_poll[0] != poller.answers:
+            self._streams_at_poll = (poller.answers, ours)
+        return max(ours, metrics.running + (metrics.waiting or 0) + ours - self._streams_at_poll[1])
 
     def report_failure(self, reason: str) -> None:
-        """Note that a request to it was lost."""
+        """Record that a request to this replica was lost."""
         if self.poller is not None:
             self.poller.report_failure(reason)
 
     async def until_away(self) -> None:
-        """Wait until it stops answering its polls."""
+        """Wait until the server stops answering polls."""
         if self.poller is not None:
             await self.poller.away.wait()
 
     # ---- connection
 
     async def keep_connected(self) -> None:
-        """Connect, and connect again after it was away; until cancelled."""
+        """Connect, and reconnect when the server is back, until this task is cancelled."""
         failures = 0
         while True:
             try:
@@ -116,12 +116,12 @@ class Replica:
             await self._returned.wait()
 
     def _on_return(self) -> None:
-        """It answers again, perhaps with another model: no requests until that is known."""
+        """The server answers again, perhaps with another model: it gets no requests until that is checked."""
         self._trouble = "it is back; its model is being checked"
         self._returned.set()
 
     async def _connect(self) -> None:
-        """Ask what the server is and open its sources, unless they are open and it is unchanged. Raises EngineError."""
+        """Ask what the server is and open its sources. Keeps open ones if nothing has changed. Raises EngineError."""
         self._returned.clear()
         async with asyncio.timeout(PATIENCE_S):
             info = await introduce(self.url, self._key)
@@ -150,7 +150,7 @@ class Replica:
             await self.disconnect()
             raise
         if self.poller is None:
-            raise EngineError("it is not a minitui server, and the chats here are sent as token ids")
+            raise EngineError("it is not a minitui server, but these chats are sent as token ids")
         self._info, self.poller.on_return = info, self._on_return
 
     async def _same_models(self) -> bool:
@@ -158,7 +158,7 @@ class Replica:
         return not isinstance(source, OpenAISource) or await source.list_models() == source.models
 
     async def disconnect(self) -> None:
-        """Close its sources."""
+        """Close the sources."""
         self._trouble = UNKNOWN
         self.tried.clear()
         if self._polling is not None:

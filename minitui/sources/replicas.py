@@ -5,8 +5,8 @@ messages (`exact` is False). The state of every replica comes from its Prometheu
 one minitui server at a time: `shown`.
 
 If a replica is lost before the first piece of an answer, the request moves to the next replica in order. If it is lost
-later, the answer ends with an error. A replica that is away is tried at growing intervals, and takes requests when it
-is back.
+later, the answer ends with an error. A replica that is down is tried again at growing intervals, and gets requests when
+it is back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from minitui.sources.remote import LOADING_S, RemoteSource
 from minitui.sources.replica import LOADING, Replica
 from minitui.sources.routing import Opening
 
-UNDECIDED = "the model of the chats is not known yet: the replicas before it have not answered"
+UNDECIDED = "the model of the chats is not known yet: earlier replicas in the list have not answered"
 
 
 class ReplicaStream(Stream):
@@ -52,7 +52,7 @@ class ReplicaStream(Stream):
         self.replica.streams.add(self)
 
     def _move_on(self, error: EngineError) -> None:
-        """Ask the next replica. Raises if there is none, or if this request has already brought down two of them."""
+        """Ask the next replica. Raises if there is none, or if two replicas were lost while they had this request."""
         replica = self.replica
         replica.streams.discard(self)
         self._tried[replica.url] = str(error)
@@ -74,14 +74,14 @@ class ReplicaStream(Stream):
                 raise
 
     async def _accept(self) -> int:
-        """Wait until the replica accepts the request. Raises EngineDead if it stops answering polls before that."""
+        """Wait until the replica accepts the request. Raises EngineDead if the replica stops answering polls."""
         away = asyncio.create_task(self.replica.until_away())
         starting = asyncio.create_task(self._inner.started())
         try:
             await asyncio.wait({starting, away}, return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
                 self._inner.cancel()
-                raise EngineDead(self.replica.trouble or "it was away")
+                raise EngineDead(self.replica.trouble or "it was down")
             number = starting.result()
             self._accepted = True
             return number
@@ -104,8 +104,8 @@ class ReplicaStream(Stream):
                     if begun:
                         if isinstance(error, EngineDead):
                             self.replica.report_failure(str(error))
-                        lost = f"{self.replica.title} was lost while it wrote this ({error}). /retry asks another."
-                        raise EngineDead(lost) from error
+                        lost = f"{self.replica.title} was lost during this answer ({error})"
+                        raise EngineDead(f"{lost}. /retry asks another replica.") from error
                     self._move_on(error)
                     await self.started()
         finally:
@@ -123,12 +123,12 @@ class ReplicaStream(Stream):
 
 
 class ReplicaSource(Source):
-    """Several servers. `pins`: chat id -> address of its only replica; `shown`: the replica of the panels."""
+    """Several servers. `pins`: chat id -> address of its only replica; `shown`: the replica in the panels."""
 
     def __init__(
         self, urls: list[str], key: str = "", model: str = "", exact: bool = True, cache: Path | None = None
     ) -> None:
-        """`model`: the chats' model; by default that of the first replica in order that is not away. `key`: for all.
+        """`model`: the chats' model; by default, the first usable replica's. `key`: one API key for all servers.
 
         Raises InvalidRequest if one of `urls` is not an address, or if there are fewer than two.
         """
@@ -149,7 +149,7 @@ class ReplicaSource(Source):
     # ---- which replica
 
     def reason_against(self, replica: Replica) -> str:
-        """Returns why it cannot answer the chats here; empty if it can."""
+        """Returns why the replica cannot answer these chats; empty if it can."""
         if replica.trouble:
             return replica.trouble
         if not self.info:
@@ -161,18 +161,18 @@ class ReplicaSource(Source):
         else:
             same = replica.model == model
         if not same:
-            return f"it serves {replica.model}, but the chats here use {model}"
+            return f"it serves {replica.model}, but these chats use {model}"
         if self.exact and source is not None and source.info["model_dir"] != self.info["model_dir"]:
-            return f"the tokenizer of its {model} differs from that of the chats here"
+            return f"it serves {model} with another tokenizer than the one that these chats use"
         return ""
 
     @property
     def usable(self) -> list[Replica]:
-        """The replicas that can answer the chats here."""
+        """The replicas that can answer these chats."""
         return [replica for replica in self.replicas if not self.reason_against(replica)]
 
     def find(self, text: str) -> Replica:
-        """Returns the replica with this number, port, or part of an address. Raises InvalidRequest."""
+        """Returns the replica with this number, port, or part of an address. Raises InvalidRequest unless one fits."""
         fits = [r for r in self.replicas if text == str(r.number)]
         if not fits:
             fits = [r for r in self.replicas if (r.url.endswith(f":{text}") if text.isdigit() else text in r.url)]
@@ -194,7 +194,7 @@ class ReplicaSource(Source):
             if against[pinned.url]:
                 raise EngineDead(
                     f"this chat is pinned to {pinned.title}, which cannot answer: {against[pinned.url]}. "
-                    "/unpin lets the others answer."
+                    "/unpin lets other replicas answer."
                 )
             return pinned
         loads = {r.url: r.load for r in self.replicas if not against[r.url]}
@@ -231,7 +231,7 @@ class ReplicaSource(Source):
             waited = time.monotonic() - began
             for replica in self.replicas:
                 if not replica.tried.is_set():
-                    break  # it may be usable
+                    break  # this replica may be usable, and it comes first
                 if not replica.trouble and self._model in ("", replica.model):
                     return replica
             tried = all(r.tried.is_set() for r in self.replicas)
@@ -265,7 +265,7 @@ class ReplicaSource(Source):
         """Ask one replica; returns its stream."""
         assert replica.source is not None
         if isinstance(replica.source, OpenAISource):
-            replica.source.info["model"] = self.info["model"]  # a name from its list
+            replica.source.info["model"] = self.info["model"]  # a server may serve several models: this one is asked
         return replica.source.submit(ids, params, group)
 
     # ---- the panels
@@ -273,8 +273,8 @@ class ReplicaSource(Source):
     async def watch(self, replica: Replica) -> None:
         """Let the panels follow this replica. Raises EngineError if it has no records."""
         if replica.telemetry is None:
-            why = replica.trouble or "only a minitui server does"
-            raise EngineError(f"{replica.title} does not publish what its engine does: {why}")
+            why = replica.trouble or "only minitui servers do"
+            raise EngineError(f"{replica.title} does not publish the records of its engine: {why}")
         for other in self.replicas:
             if other is not replica and other.telemetry is not None:
                 await other.telemetry.unwatch()
@@ -287,22 +287,22 @@ class ReplicaSource(Source):
 
     @property
     def connection(self) -> str:
-        """A sentence while the panels' replica cannot be reached, else empty."""
+        """Why the replica in the panels cannot be reached, as a sentence; empty if it can."""
         return self._telemetry.connection if self._telemetry is not None else ""
 
     def drain_records(self) -> list[Record]:
-        """The records of the panels' replica."""
+        """The records of the replica in the panels."""
         return self._telemetry.drain_records() if self._telemetry is not None else []
 
     async def control(self, verb: str, **arguments: Any) -> Any:
-        """Controls the panels' replica; refused if there is none."""
+        """Controls the replica in the panels. Raises InvalidRequest if there is none."""
         if self._telemetry is None:
             what = verb.replace("_", " ")
             raise InvalidRequest(f"these servers cannot {what}: only a minitui server can be controlled", verb)
         return await self._telemetry.control(verb, **arguments)
 
     async def snapshot(self) -> dict[str, Any]:
-        """The state of the panels' replica; refused if there is none."""
+        """The state of the replica in the panels. Raises EngineError if there is none."""
         if self._telemetry is None:
             raise EngineError("these servers do not publish their state: only a minitui server does")
         return await self._telemetry.snapshot()

@@ -1,4 +1,4 @@
-"""Details of one thing, as labelled lines: of a block its holders, tokens and node; likewise for the other kinds."""
+"""Describes one request, chat, block, node or step in labelled lines. A block, for example, has its holders."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _request(view: View, id: int) -> Story:
             story.tell("path" if i == 0 else "", about)
         private = len(request.table) - request.shared_blocks
         if private:
-            story.tell("private", f"{count(private, 'block')} not in the tree yet: not full, or not all tokens known")
+            story.tell("private", f"{count(private, 'block')} not in the tree yet: not full, or tokens not all known")
     return story
 
 
@@ -127,7 +127,7 @@ def _block(view: View, block: int) -> Story:
         if saved:
             story.tell("saved", f"{count(saved, 'prompt token')} not computed thanks to this block")
     elif shown.holders_of(block):
-        story.tell("tokens", "private: not in the tree yet, because it is not full or not all tokens are known")
+        story.tell("tokens", "private: not in the tree yet, because it is not full or its tokens are not all known")
     ago = view.engine_now - float(shown.changed[block])
     if ago < 1e8:
         story.tell("changed", f"{ago:.1f} s ago")
@@ -186,11 +186,11 @@ def _step(view: View, step: int) -> Story:
     if row.comm_ms is not None:
         story.tell("exchange", f"{row.comm_ms:.2f} ms between {view.steps.ranks} ranks, waiting included")
     story.tell("waiting", f"{count(row.waiting, 'request')} in the queue" if row.waiting else "none")
-    told = view.events.of_step(step)
-    for i, event in enumerate(told[:10]):
+    events = view.events.of_step(step)
+    for i, event in enumerate(events[:10]):
         story.tell("events" if i == 0 else "", f"{event.kind}: {view.event_text(event)}")
-    if len(told) > 10:
-        story.tell("", f"and {len(told) - 10} more")
+    if len(events) > 10:
+        story.tell("", f"and {len(events) - 10} more")
     return story
 
 

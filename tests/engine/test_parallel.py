@@ -397,11 +397,11 @@ def test_a_sum_takes_the_path_that_measured_faster() -> None:
     assert [timings.sum_us(n) for n in (1, 2, 3, 4, 5, 8, 12, 32)] == [4, 5, 7, 9, 13.5, 15, 17.5, 40]
     assert timings.nccl_us(3) == 12.5
     assert timings.draw_us(256, gathered=False) == 5 and timings.draw_us(2, gathered=True) == 20
-    assert timings.note("") == ("sums over ranks: mailboxes up to 4 rows, 4.0 us for one row where NCCL takes 12.0")
+    assert timings.note("") == ("sums over ranks: mailboxes up to 4 rows, 4.0 us for one row (NCCL: 12.0)")
     assert (
         Timings([9.0], [], [1.0], 0.0).note("it rains").endswith("9.0 us for one row; no mailboxes, because it rains")
     )
-    assert Timings([9.0], [9.5], [1.0], 0.0).note("").endswith("9.0 us for one row, where mailboxes take 9.5")
+    assert Timings([9.0], [9.5], [1.0], 0.0).note("").endswith("9.0 us for one row (mailboxes: 9.5)")
     assert Timings([9.0, 9], [], [1.0], 0.0).direct_rows == Timings([9.0, 9], [9.0, 8], [1.0], 0.0).direct_rows == 0
 
 

@@ -47,7 +47,7 @@ RIGHT = {  # what each experiment must prove, by lesson and page title
     (5, "A long prompt"): "61",
     (5, "Waiting, with a reason"): "in the step after one of the others has ended",
     (6, "Byte by byte"): "nothing yet",
-    (6, "Stop strings"): "no, the reply ends before it, unless requested",
+    (6, "Stop strings"): "no, the reply ends before it, unless the request asks for it",
     (7, "A client disconnects"): "at once, or after one",
     (8, "The same beginning, another question"): "everything after the last whole block that both have in common",
     (8, "All at the same time"): "once",
@@ -305,7 +305,7 @@ async def test_a_lesson_is_read_predicted_run_and_answered(size: tuple[int, int]
     async with Classroom(size) as room:
         assert "L3 Test · 1 of 4" in room.text() and "Some text." in room.text()
         await room.press("right")
-        assert "Predict: What?" in room.text() and "Enter runs it." in room.text()
+        assert "Predict: What?" in room.text() and "Press enter to run" in room.text()
         await room.press("b")
         assert room.reading.predicted == {1: 1} and "→ b) that" in room.text()
         await room.press("enter")
@@ -334,7 +334,7 @@ async def test_a_lesson_is_read_while_its_engine_starts() -> None:
     async with Classroom((80, 24), loaded=False) as room:
         await room.until(lambda: "Some text." in room.text())
         await room.press("right", "b", "enter")
-        assert "The engine is starting; then enter runs it." in room.text()
+        assert "The engine is starting. Please wait." in room.text()
         assert not room.reading.running and room.reading.predicted == {1: 1}
         await room.press("v")
         await room.until(lambda: isinstance(room.app.screen, CodeScreen))
@@ -343,7 +343,7 @@ async def test_a_lesson_is_read_while_its_engine_starts() -> None:
         assert isinstance(room.app.screen, CodeScreen), "nothing is taken from the reader"
         await room.press("escape")
         await room.up()
-        assert room.reading.at == 1 and "Enter runs it." in room.text()
+        assert room.reading.at == 1 and "Press enter to run" in room.text()
         await room.press("enter")
         await room.until(lambda: 1 in room.reading.seen)
         assert "You said b" in room.text()

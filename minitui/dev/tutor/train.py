@@ -1,6 +1,7 @@
 """Trains the bundled model from scratch: python -m minitui.dev.tutor.train --out DIR (a GPU; a few minutes).
 
-The network is Qwen3's, written out here with the names of its checkpoints, so that the weights load anywhere.
+The network has Qwen3's architecture, and its weights have the names of a Qwen3 checkpoint. So every program that loads
+Qwen3 can load them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the network; few and wide layers, because a CPU pays per layer."""
+    """Sizes of the network; few and wide layers, because on a CPU each layer has a fixed cost."""
 
     vocab_size: int = 2560
     hidden_size: int = 384
@@ -55,12 +56,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How long and how hard to train."""
+    """The settings of a training run."""
 
     steps: int = 7000
     rows: int = 48
     length: int = 1024
-    long_steps: int = 250  # at the end, with rows of long_length, for long chats
+    long_steps: int = 250  # after `steps`, with rows of long_length tokens: the model learns long chats
     long_rows: int = 12
     long_length: int = 4096
     peak_rate: float = 2e-3
@@ -95,11 +96,11 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        queries, pairs = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, queries, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, pairs, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, pairs, bias=False)
-        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
+        q_size, kv_size = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, q_size, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(q_size, shape.hidden_size, bias=False)
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
 
@@ -110,11 +111,11 @@ class Attention(nn.Module):
         )
         q = rotate(self.q_norm(q).transpose(1, 2), cos, sin)
         k = rotate(self.k_norm(k).transpose(1, 2), cos, sin)
-        share = self.shape.num_attention_heads // self.shape.num_key_value_heads
-        k = k.repeat_interleave(share, dim=1)
-        v = v.transpose(1, 2).repeat_interleave(share, dim=1)
-        seen = F.scaled_dot_product_attention(q, k, v.to(q.dtype), attn_mask=mask)
-        return self.o_proj(seen.transpose(1, 2).reshape(batch, length, -1))
+        repeats = self.shape.num_attention_heads // self.shape.num_key_value_heads
+        k = k.repeat_interleave(repeats, dim=1)
+        v = v.transpose(1, 2).repeat_interleave(repeats, dim=1)
+        out = F.scaled_dot_product_attention(q, k, v.to(q.dtype), attn_mask=mask)
+        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
 
 
 class MLP(nn.Module):
@@ -131,7 +132,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm transformer layer, with dropout on the output of each half."""
+    """Pre-norm transformer layer, with dropout on the outputs of the attention and of the MLP."""
 
     def __init__(self, shape: Shape, dropout: float) -> None:
         super().__init__()
@@ -157,7 +158,7 @@ class Decoder(nn.Module):
 
 
 class Network(nn.Module):
-    """The whole model; the output matrix is the embedding."""
+    """The whole model. The embedding is also the output matrix."""
 
     cos: Tensor  # [T, D]
     sin: Tensor
@@ -172,8 +173,8 @@ class Network(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
-                deep = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(weight, std=0.02 / (2 * shape.num_hidden_layers) ** 0.5 if deep else 0.02)
+                adds_to_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(weight, std=0.02 / (2 * shape.num_hidden_layers) ** 0.5 if adds_to_residual else 0.02)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """ids: [B, T]; mask: [B, 1, T, T], true where a query may attend. Returns the last hidden states [B, T, C]."""
@@ -203,12 +204,12 @@ def make_conversations(tokenizer: Tokenizer, damage: Damage) -> Conversations:
     return Conversations(load_items(), load_words(), HeldOut(held_out), damage, tokenizer)
 
 
-def loss_of(network: Network, ids: Tensor, loss_mask: Tensor, segments: Tensor, noise: Tensor) -> Tensor:
-    """Mean cross-entropy of the assistants' tokens. All: [B, T]; noise: ids that replace some inputs."""
+def loss_of(network: Network, ids: Tensor, loss_mask: Tensor, segments: Tensor, noisy_ids: Tensor) -> Tensor:
+    """Mean cross-entropy of the assistant's tokens. All tensors are [B, T]; the network reads `noisy_ids`."""
     length = ids.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
     mask = (segments[:, :, None] == segments[:, None, :])[:, None] & causal
-    hidden = network(noise, mask)[:, :-1]
+    hidden = network(noisy_ids, mask)[:, :-1]
     logits = hidden @ network.model.embed_tokens.weight.T
     losses = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
     wanted = loss_mask[:, 1:].flatten().float()
@@ -216,7 +217,7 @@ def loss_of(network: Network, ids: Tensor, loss_mask: Tensor, segments: Tensor, 
 
 
 def with_noise(ids: Tensor, loss_mask: Tensor, share: float, vocabulary: int) -> Tensor:
-    """The inputs with some of the users' tokens replaced, a different share in each row."""
+    """Returns the ids with some of the user's tokens replaced by random ones; the share differs from row to row."""
     chance = torch.rand(ids.shape[0], 1, device=ids.device) * share
     replaced = (torch.rand_like(ids, dtype=torch.float) < chance) & (loss_mask == 0) & (ids > 2)
     return torch.where(replaced, torch.randint_like(ids, 3, vocabulary), ids)
@@ -246,9 +247,9 @@ def train(network: Network, tokenizer: Tokenizer, shape: Shape, recipe: Recipe, 
             left = 1 - step / steps
             for group in optimizer.param_groups:
                 group["lr"] = recipe.peak_rate * warm * min(1.0, left / 0.5)
-            noise = with_noise(ids, loss_mask, recipe.token_dropout, shape.vocab_size)
+            noisy_ids = with_noise(ids, loss_mask, recipe.token_dropout, shape.vocab_size)
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                loss = compute(network, ids, loss_mask, segments, noise)
+                loss = compute(network, ids, loss_mask, segments, noisy_ids)
             loss.backward()
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
@@ -269,7 +270,7 @@ def _batches(pool: Any, recipe: Recipe) -> Iterator[tuple[Any, Any, Any]]:
 
 @torch.inference_mode()
 def answer_with(network: Network, tokenizer: Tokenizer, chats: Sequence[Chat], most: int = 260) -> list[str]:
-    """Greedy answers, all chats in one batch; for measuring right after training."""
+    """Greedy answers, all chats in one batch; used for the evaluation after training."""
     device = next(network.parameters()).device
     end = tokenizer.token_to_id("<|im_end|>")
     prompts = [tokenizer.encode(render(chat)).ids for chat in chats]
@@ -292,16 +293,17 @@ def answer_with(network: Network, tokenizer: Tokenizer, chats: Sequence[Chat], m
 
 
 def render(chat: Chat) -> str:
-    """The chat template, as a function."""
+    """The text that CHAT_TEMPLATE makes of a chat."""
     turns = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in chat)
     return turns + "<|im_start|>assistant\n"
 
 
 @torch.no_grad()
 def mix(network: Network, old: dict[str, Tensor], keep: float) -> None:
-    """Averages the weights with the initial ones: the mean keeps most strengths of both.
+    """Replaces the weights by a mean of them and the `old` weights, of which `keep` is the share.
 
-    (Wortsman et al. 2022, "Robust fine-tuning of zero-shot models".)
+    The mean model is good at most of what either model is good at (Wortsman et al. 2022, "Robust fine-tuning of
+    zero-shot models").
     """
     for name, weight in network.named_parameters():
         weight.lerp_(old[name].to(weight.dtype), keep)
@@ -339,7 +341,7 @@ def save(network: Network, tokenizer: Tokenizer, shape: Shape, out: Path) -> Non
 
 
 def changed(settings: Settings, name: str, value: str) -> Settings:
-    """The settings with one field read from the command line, as the type it has."""
+    """Returns a copy of the settings with one field changed; `value` is converted to the type of the field."""
     return replace(settings, **{name: type(getattr(settings, name))(value)})
 
 
@@ -352,7 +354,7 @@ def main(
     changes: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="NAME=VALUE", help="Change a field of the recipe, the shape or the damage: steps=500."
+            "--set", metavar="NAME=VALUE", help="Change a field of Recipe, Shape or Damage: steps=500."
         ),
     ] = None,
     workers: Annotated[int, typer.Option(help="Processes that make rows.")] = max(1, multiprocessing.cpu_count() - 1),
@@ -368,7 +370,7 @@ def main(
         elif hasattr(damage, name):
             damage = changed(damage, name, value)
         else:
-            raise typer.BadParameter(f"--set {change}: no field named {name!r} in the recipe, the shape or the damage")
+            raise typer.BadParameter(f"--set {change}: no field named {name!r} in Recipe, Shape or Damage")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(recipe.seed)
     items = load_items()
@@ -389,7 +391,7 @@ def main(
         for weight in network.parameters():
             weight.copy_(weight.to(torch.bfloat16))
     if device == "cpu":
-        print(f"measure it with: python -m minitui.dev.tutor.evaluate --model {out}")
+        print(f"to evaluate the model: python -m minitui.dev.tutor.evaluate --model {out}")
         return
     answer = functools.partial(answer_with, network, tokenizer)
     for name in ("development.jsonl", "evaluation.jsonl"):
@@ -399,8 +401,8 @@ def main(
         (out / name.replace(".jsonl", "_report.json")).write_text(json.dumps(report, indent=0))
     for system in (DEFAULT_SYSTEM_PROMPT, None):
         right = known(items, answer, system)
-        print(f"canonical questions word for word: {len(right)} of {len(items)}", flush=True)
-    print("missed:", sorted(set(items) - set(right)))
+        print(f"canonical questions answered word for word: {len(right)} of {len(items)}", flush=True)
+    print("answered differently:", sorted(set(items) - set(right)))
 
 
 if __name__ == "__main__":

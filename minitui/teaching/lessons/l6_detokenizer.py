@@ -1,4 +1,4 @@
-"""L6: ids become text, while they arrive."""
+"""L6: token ids become text while a reply streams."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def byte_by_byte(stage: Stage) -> Seen:
 
 
 async def held_back(stage: Stage) -> Seen:
-    """Stops a reply at a string and counts the deltas that were held back."""
+    """Stops a reply at a string and counts the empty deltas: their text was held back."""
     assert stage.chats.codec is not None
     messages = [{"role": "system", "content": stage.system}, {"role": "user", "content": "What is paged attention?"}]
     ids = stage.chats.codec.apply_chat_template(messages, add_generation_prompt=True)
@@ -60,7 +60,7 @@ async def held_back(stage: Stage) -> Seen:
 
 
 async def close(stage: Stage) -> None:
-    """Stops the engine in a reply."""
+    """Pauses the engine in the middle of a reply."""
     await stage.write("What is incremental detokenization?", 12, 6)
 
 
@@ -119,7 +119,7 @@ LESSON = Lesson(
             run=held_back,
             predict=Prediction(
                 "Is the stop string itself part of the reply?",
-                ("yes, the reply ends after it", "no, the reply ends before it, unless requested"),
+                ("yes, the reply ends after it", "no, the reply ends before it, unless the request asks for it"),
             ),
         ),
         Page(
@@ -130,9 +130,9 @@ LESSON = Lesson(
             could end the message and start another one in the name of the system. Here, only the template makes
             control tokens.
 
-            A chat keeps the ids that it sent and received. The next prompt uses these ids where the text is the same,
-            even if the tokenizer would split it differently from the model. Only then does the prompt find its blocks
-            in the cache.
+            A chat keeps the ids that it sent and received. The model may have written a text with other ids than the
+            tokenizer would choose for it. So the next prompt uses the kept ids wherever the text is the same: the
+            cache finds blocks by ids, not by text.
 
             All of this happens outside the step: the next step may already run while the ids of the last one become
             text.
@@ -145,7 +145,7 @@ LESSON = Lesson(
         Check(
             "How many tokens has this reply so far?",
             "lanes",
-            "the batch lanes: its steps from the end of the prompt on, that step included.",
+            "the batch lanes: count its decode steps, and one for the step that ended its prompt.",
             _written,
         ),
         Check(

@@ -72,7 +72,7 @@ class LessonText(ScrollPanel):
         self.reading = reading
 
     def follow(self) -> None:
-        """Scroll to the end at the next paint: new lines are there."""
+        """Scroll to the end at the next paint, to show new lines."""
         self._follow = True
 
     def picture(self, view: View, width: int, height: int) -> Picture:
@@ -84,9 +84,9 @@ class LessonText(ScrollPanel):
         self._height = height
         shown, below = self.window(rows, height)
         title = f"{reading.lesson.name} {glyphs().middot} {reading.at + 1} of {reading.pages}"
-        legend = [(f"{below} lines more: down", "accent")] if below else [(_keys(reading), "dim")]
+        legend = [(f"down: {below} more lines", "accent")] if below else [(_keys(reading), "dim")]
         if self.top and not below:
-            legend.insert(0, (f"up: {self.top} lines more {glyphs().middot} ", "dim"))
+            legend.insert(0, (f"up: {self.top} more lines {glyphs().middot} ", "dim"))
         return Picture(shown, title, legend=legend)
 
 
@@ -94,16 +94,16 @@ def _keys(reading: Reading) -> str:
     page = reading.page
     parts = []
     if page is None:
-        parts.append("enter answers, tab next question")
+        parts.append("enter shows answer, tab next question")
     elif page.run is not None:
         if reading.at in reading.seen:
             parts.append("enter runs it again")
         else:
             letters = " ".join(LETTERS[: len(page.predict.choices)]) if page.predict else ""
-            parts.append(f"{letters} predicts, enter runs" if letters else "enter runs")
+            parts.append(f"{letters} predict, enter runs" if letters else "enter runs")
     if page is not None and page.code:
         parts.append("v code")
-    return f" {glyphs().middot} ".join([*parts, "left right pages"])
+    return f" {glyphs().middot} ".join([*parts, "left/right pages"])
 
 
 def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
@@ -133,7 +133,7 @@ def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
             lines.append((_verdict(reading.predicted.get(reading.at), seen.answer), "bold good"))
         lines += [(line, "hit") for line in paragraphs(seen.text, width)]
     elif page.run is not None:
-        hint = "Enter runs it." if reading.ready else "The engine is starting; then enter runs it."
+        hint = "Press enter to run the experiment." if reading.ready else "The engine is starting. Please wait."
         lines += [("", "ink"), (hint, "running")]
     if page.code:
         path, _, name = page.code.partition(":")
