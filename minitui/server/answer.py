@@ -25,7 +25,7 @@ from engine.text.output import Delta
 from minitui.server.errors import ApiError
 from minitui.server.schema import PromptDetails, Usage
 from minitui.server.service import Service
-from minitui.server.sse import DONE, EventStream, event, unless_gone
+from minitui.server.sse import DONE, EventStream, event, unless_disconnected
 
 
 @dataclass(slots=True)
@@ -119,11 +119,11 @@ class Answer:
         """
         streaming = False
         try:
-            await unless_gone(request.receive, self.prepare())
+            await unless_disconnected(request.receive, self.prepare())
             if self._stream_events:
                 streaming = True  # the event stream calls `close`
                 return EventStream(self._all_events(), self.close, self.service.settings.stalled_reader_s)
-            return JSONResponse(self.whole(await unless_gone(request.receive, self._all_outputs())))
+            return JSONResponse(self.whole(await unless_disconnected(request.receive, self._all_outputs())))
         finally:
             if not streaming:
                 self.close()

@@ -1,13 +1,13 @@
-"""The number of connections that fit into this process's limit of open files."""
+"""Limits connections so that this process stays within its limit of open files."""
 
 from __future__ import annotations
 
 import resource
 
-OTHERS = 100  # open files that are not connections
+RESERVED = 100  # open files for everything that is not a connection
 
 
 def most_connections(wanted: int) -> int:
-    """Returns `wanted`, or fewer if the limit of open files is lower."""
+    """Returns `wanted`, or a smaller number of connections if the limit of open files requires it; at least 16."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return wanted if soft == resource.RLIM_INFINITY else max(16, min(wanted, soft - OTHERS))
+    return wanted if soft == resource.RLIM_INFINITY else max(16, min(wanted, soft - RESERVED))

@@ -1,4 +1,4 @@
-"""Every error in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+"""Answers every error in OpenAI's format: {"error": {"message", "type", "param", "code"}}.
 
 A message is a sentence for the caller. Tracebacks and paths go to the log, for the operator.
 """
@@ -35,7 +35,7 @@ class ErrorBody(BaseModel):
 
 
 class ApiError(Exception):
-    """An error that becomes an HTTP answer."""
+    """An error that the server answers with its status, message and headers."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None,
@@ -56,24 +56,24 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Returns the answer for an exception. An unexpected one is logged."""
+    """Returns the ApiError for an exception. Logs an unexpected exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):
         return ApiError(400, str(error), error.field)
     if isinstance(error, EngineDead):
         return ApiError(
-            503, "the engine has ended and is being restarted: try again in a few seconds", code="engine_dead",
+            503, "the engine does not respond or is being restarted: try again in a few seconds", code="engine_dead",
             headers={"Retry-After": "5"},
         )  # fmt: skip
     if isinstance(error, EngineError):
         return ApiError(500, str(error))
     logger.error("an unexpected error", exc_info=error)
-    return ApiError(500, "unexpected error in the server; its log has the details", code="internal_error")
+    return ApiError(500, "unexpected error in the server: see the server's log for the details", code="internal_error")
 
 
 def install(app: FastAPI) -> None:
-    """Make the application answer every exception in OpenAI's shape."""
+    """Make the application answer every exception in OpenAI's format."""
 
     async def refused(request: Request, error: Exception) -> JSONResponse:
         return as_api_error(error).response()
@@ -97,13 +97,13 @@ def install(app: FastAPI) -> None:
 
 
 def _describe(error: RequestValidationError) -> ApiError:
-    """Returns the first fault, with the name of its field. The value is not quoted, because it may be large."""
+    """Returns an ApiError that names the field of the first fault. Its value is not quoted: it may be large."""
     first = error.errors()[0]
     location = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
         return ApiError(400, f"the body is not JSON: {reason}", None, "bad_json")
-    # For a union, pydantic adds the branch to the location; the caller knows only the field.
+    # For a field of several types, pydantic adds the tried type to the location. Callers know only the field.
     param = ".".join(part for part in location if "[" not in part and part not in ("str", "float", "int")) or None
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
@@ -119,7 +119,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         400: "The request is not valid; `param` names the field.",
         401: "The API key is missing or unknown.",
         403: "The API key's role does not allow this.",
-        404: "There is no such model.",
+        404: "The model or file does not exist.",
         408: "The body did not arrive in time.",
         413: "The body is too large.",
         429: "The queue is full; see Retry-After.",

@@ -1,4 +1,4 @@
-"""/health, /ready and /metrics: the state of the engine, for load balancers and Prometheus."""
+"""/health, /ready and /metrics report the engine's state to load balancers and Prometheus."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ PAGE: dict[str, Any] = {"content": {"text/plain": {"schema": {"type": "string"}}
 
 
 class Health(BaseModel):
-    """`status`: ok | loading | draining, or with 503 restarting | stalled | busy | failed | stopped.
+    """The state of the server. `open`: the number of running and waiting sequences.
 
-    stalled: the engine process has not responded for `silent_s`. busy: one step or command takes longer than a minute;
-    `long` describes it.
+    `status`: ok | loading | draining, or one for which /health answers 503: restarting | stalled | busy | failed |
+    stopped. stalled: the engine process has not responded for `silent_s`. busy: one step or command has taken longer
+    than a minute. `long` describes a long step or command.
     """
 
     status: str
@@ -36,13 +37,13 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/health", response_model=Health, responses={503: {"model": Health}})
     async def health() -> JSONResponse:
-        """200 while the engine is alive or loading its model; 503 while it is dead or does not answer."""
+        """Answers 200 while the engine runs or loads its model; 503 while it is dead, does not respond, or is busy."""
         alive, state = service.health()
         return JSONResponse(state, 200 if alive else 503)
 
     @routes.get("/ready", response_model=Health, responses={503: {"model": Health}})
     async def ready() -> JSONResponse:
-        """200 if a request would be accepted now, else 503."""
+        """Answers 200 while the server accepts requests, else 503. A full queue does not count."""
         _, state = service.health()
         try:
             service.check_ready()
@@ -54,7 +55,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/metrics", response_class=Response, responses={200: PAGE, **refusals})
     async def metrics() -> Any:
-        """Metrics for Prometheus, with vLLM's names."""
+        """Returns metrics for Prometheus, with vLLM's names."""
         service.broadcast.pump()
         service.metrics.read(service.broadcast.state)
         return PlainTextResponse(service.metrics.page(service.model), media_type=CONTENT_TYPE)

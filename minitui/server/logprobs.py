@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes, for chat and for completions."""
+"""Converts log-probabilities to OpenAI's two formats: one for chat, one for completions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from engine.core.step import TokenLogprobs
 from engine.text.tokenizer import Tokenizer
 
-LOWEST = -9999.0  # JSON has no -inf
+LOWEST = -9999.0  # replaces -inf, which JSON does not have
 
 
 def without_end(
@@ -20,7 +20,7 @@ def without_end(
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int) -> dict[str, Any]:
-    """Returns the logprobs for /v1/chat/completions: one object per token."""
+    """Returns the logprobs for /v1/chat/completions: one object per token, with at most `top` alternatives."""
     return {
         "content": [
             {
@@ -34,7 +34,10 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: i
 
 
 class Offsets:
-    """Positions of a reply's tokens in its text, in characters. A part of a character has the character's position."""
+    """Computes where each token of a reply begins in its text, in characters.
+
+    A token that is only a part of a character gets the position of that character.
+    """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -45,13 +48,14 @@ class Offsets:
         """Returns the position of the next token."""
         own, piece, at = _text(self._tokenizer, token_id), self._text.push([token_id]), self._shown
         self._shown += len(piece)
-        return self._shown - len(own) if piece.endswith(own) else at  # a broken character may precede the token's text
+        # `piece` may begin with an incomplete character of earlier tokens.
+        return self._shown - len(own) if piece.endswith(own) else at
 
 
 def completion_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int, offsets: Offsets
 ) -> dict[str, Any]:
-    """Returns the logprobs for /v1/completions: parallel lists. `offsets`: of the tokens before these."""
+    """Returns the logprobs for /v1/completions: parallel lists. `offsets` has taken all earlier tokens of the reply."""
     return {
         "tokens": [_text(tokenizer, entry.token_id) for entry in entries],
         "token_logprobs": [max(entry.logprob, LOWEST) for entry in entries],

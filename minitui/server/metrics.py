@@ -1,9 +1,9 @@
-"""The metrics of /metrics, with vLLM's names, so that vLLM's dashboards work for this server.
+"""Defines the metrics of /metrics. They have vLLM's names, so vLLM's dashboards also work for this server.
 
 Metrics that vLLM does not have begin with "minitui:".
 
-Nearly all come from the engine's records, and so include requests whose caller has disconnected. Only generated tokens
-are counted in the answers (answer.py).
+Most are computed from the engine's records, and so include requests whose caller has disconnected. The answers
+(answer.py) count generated tokens, and n, max_tokens and the longest sample of each request.
 """
 
 from __future__ import annotations
@@ -28,24 +28,26 @@ class Metrics:
         self.waiting = Gauge("vllm:num_requests_waiting", "Requests waiting to be admitted.")
         self.waiting_for = Gauge(
             "vllm:num_requests_waiting_by_reason",
-            "Waiting requests, by reason: for room (capacity) or for the gate (deferred).", "reason",
+            "Waiting requests by reason: no room (capacity) or a closed gate (deferred).", "reason",
         )  # fmt: skip
-        self.awake = Gauge("vllm:engine_sleep_state", "1 for the engine's state; absent without an engine.",
+        self.awake = Gauge("vllm:engine_sleep_state", "1 for the engine's state, else 0; absent without an engine.",
                            "sleep_state")  # fmt: skip
         self.usage = Gauge("vllm:kv_cache_usage_perc", "Share of KV blocks that requests use, 0 to 1.")
         self.cached = Gauge("minitui:kv_cache_cached_perc", "Share of KV blocks that are cached but unused, 0 to 1.")
         self.cache_config = Info("vllm:cache_config_info", "The configuration of the KV cache.")
-        self.preemptions = Counter("vllm:num_preemptions_total", "Preemptions because blocks ran out.")
+        self.preemptions = Counter(
+            "vllm:num_preemptions_total", "Requests put back into the queue: no blocks left, or a failed step."
+        )
         self.queries = Counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.")
         self.hits = Counter("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache.")
         self.prompt_tokens = Counter("vllm:prompt_tokens_total", "Prompt tokens of requests that generated a token.")
-        self.prompt_cached = Counter("vllm:prompt_tokens_cached_total", "Prompt tokens that came from the cache.")
+        self.prompt_cached = Counter("vllm:prompt_tokens_cached_total", "Prompt tokens taken from the prefix cache.")
         self.sources = Counter(
             "vllm:prompt_tokens_by_source_total", "Prompt tokens by the source of their KV.", "source",
             (COMPUTED, FOUND),
         )  # fmt: skip
         self.generated = Counter("vllm:generation_tokens_total", "Generated tokens.")
-        self.drafts = Counter("vllm:spec_decode_num_drafts_total", "Drafts verified, one per request and step.")
+        self.drafts = Counter("vllm:spec_decode_num_drafts_total", "Drafts verified; at most one per request and step.")
         self.draft_tokens = Counter("vllm:spec_decode_num_draft_tokens_total", "Draft tokens verified.")
         self.accepted_tokens = Counter("vllm:spec_decode_num_accepted_tokens_total", "Draft tokens accepted.")
         self.accepted_at = Counter(
@@ -59,12 +61,12 @@ class Metrics:
             "minitui:requests_refused_total", "HTTP answers with a status of 400 and above, by status.", "status",
             ("400", "429", "503"),
         )
-        self.lost = Counter("minitui:records_lost_total", "Records of the engine that came too fast and were lost.")
+        self.lost = Counter("minitui:records_lost_total", "Engine records lost because they came too fast.")
         self.restarts = Counter("minitui:engine_restarts_total", "Restarts of the engine process.")
         self.ttft = Histogram("vllm:time_to_first_token_seconds", "Seconds until the first token.", LATENCY)
-        self.tpot = Histogram("vllm:time_per_output_token_seconds", "Seconds per token, mean of a request.", PER_TOKEN)
+        self.tpot = Histogram("vllm:time_per_output_token_seconds", "Mean seconds per token of a request.", PER_TOKEN)
         self.per_token = Histogram(
-            "vllm:request_time_per_output_token_seconds", "Seconds per token, mean of a request.", PER_TOKEN
+            "vllm:request_time_per_output_token_seconds", "Mean seconds per token of a request.", PER_TOKEN
         )
         self.inter_token = Histogram("vllm:inter_token_latency_seconds", "Seconds between two tokens.", PER_TOKEN)
         self.e2e = Histogram("vllm:e2e_request_latency_seconds", "Seconds from submission to the end.", LATENCY)
@@ -87,7 +89,7 @@ class Metrics:
         self._resumed: set[int] = set()  # preempted requests: their cache hits on resumption are not counted
 
     def engine_began(self, info: dict[str, object]) -> None:
-        """Start again with a new engine: forget the requests of the last one."""
+        """Forget the requests of the previous engine, and describe the KV cache of the new one."""
         self._first_at.clear()
         self._resumed.clear()
         self.cache_config.set(
@@ -96,11 +98,11 @@ class Metrics:
         )  # fmt: skip
 
     def refusal(self, status: int) -> None:
-        """Count an HTTP answer with an error."""
+        """Count an HTTP answer with an error status."""
         self.refused.add(label_value=str(status))
 
     def ended(self, samples: int, max_tokens: int | None, longest: int) -> None:
-        """Count a request that has ended. `longest`: the tokens of its longest sample."""
+        """Count a request that has ended. `longest`: the number of tokens in its longest sample."""
         self.params_n.observe(samples)
         if max_tokens is not None:
             self.params_max_tokens.observe(max_tokens)
@@ -130,7 +132,7 @@ class Metrics:
             self.ttft.observe((queue_ms + prefill_ms + sample_ms) / 1e3)
             self.queued.observe(queue_ms / 1e3)
             self.prefill.observe((prefill_ms + sample_ms) / 1e3)
-            if request is not None:  # None if the first token was also the last
+            if request is not None:  # None if the request ended with its first token
                 self._first_at[fields[0]] = t
                 self._prompt_done(request)
         elif kind == "finish":
@@ -144,7 +146,7 @@ class Metrics:
         self.success.add(label_value="error" if reason.startswith("error") else reason)
         self.request_prompt.observe(request.prompt_tokens)
         self.request_output.observe(output_tokens)
-        if request.submitted:  # 0 if it was submitted before the first snapshot
+        if request.submitted:  # 0 if the request was submitted before the first snapshot
             self.e2e.observe(t - request.submitted)
         self._resumed.discard(request_id)
         first = self._first_at.pop(request_id, None)
@@ -162,7 +164,7 @@ class Metrics:
                 self.inter_token.observe(between, output_tokens - 1)
 
     def _prompt_done(self, request: RequestView) -> None:
-        """Count a prompt at its request's first token, when all of it is in the cache."""
+        """Count a prompt when its request gets the first token: by then, all of the prompt has been computed."""
         found = request.cached_tokens
         self.prompt_tokens.add(request.prompt_tokens)
         self.prompt_cached.add(found)
@@ -171,7 +173,7 @@ class Metrics:
         self.request_computed.observe(request.prompt_tokens - found)
 
     def read(self, state: State | None) -> None:
-        """Set the gauges from the state; None: there is no engine."""
+        """Set the gauges from the state. Without an engine, `state` is None, and the gauges are reset."""
         if state is None:
             for gauge in vars(self).values():
                 if isinstance(gauge, Gauge):
@@ -183,7 +185,7 @@ class Metrics:
         held = state.gate != "open"
         self.waiting_for.set(0 if held else waiting, "capacity")
         self.waiting_for.set(waiting if held else 0, "deferred")
-        for name in ("awake", "weights_offloaded", "discard_all"):  # minitui never has the last two
+        for name in ("awake", "weights_offloaded", "discard_all"):  # minitui is never in the last two states
             self.awake.set(name == "awake", name)
         total = max(1, state.num_blocks - 1)
         self.usage.set((state.counts[ACTIVE] + state.counts[SHARED]) / total)

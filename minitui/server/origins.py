@@ -1,7 +1,8 @@
-"""Host and Origin headers: the address that a browser uses, and the site of the page that sends a request.
+"""Parses and compares the headers Host and Origin.
 
-With DNS rebinding, a foreign name resolves to this machine, but the browser still sends that name as Host. A foreign
-page that uses the right name sends its own site as Origin. So both headers are checked.
+A browser sends as Host the address that it uses, and as Origin the site of the page that makes the request. With DNS
+rebinding, a foreign name resolves to this machine, but Host is still the foreign name. If a foreign page uses this
+server's own name, Origin is still the foreign site. So both headers are checked.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ AUTHORITY = re.compile(r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9._-]{1,255}))(?
 
 
 def authority(text: str) -> tuple[str, str] | None:
-    """Returns (name, port or "") of a Host header; None if it is not an address.
+    """Returns (name, port or "") from a Host header; None if the header is not an address.
 
-    The name is in lower case, without brackets and final dot.
+    The name is in lower case, without brackets and without a final dot.
     """
     found = AUTHORITY.fullmatch(text)
     if found is None:

@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms in Prometheus' text format, version 0.0.4.
+"""Provides counters, gauges and histograms, and writes them in Prometheus' text format, version 0.0.4.
 
 prometheus_client is not used: its `Histogram.observe` has no weights, so every reply would need a loop over its tokens.
 """
@@ -22,7 +22,7 @@ class Metric:
         self._values: dict[Labels, float] = {(): 0.0}
 
     def lines(self, common: Labels) -> list[str]:
-        """Returns its lines of the page; every value gets the `common` labels."""
+        """Returns the metric's lines of the page; every value also gets the `common` labels."""
         body = [f"{self.name}{_labels(common + labels)} {_number(v)}" for labels, v in self._values.items()]
         return self._head() + body
 
@@ -31,7 +31,7 @@ class Metric:
 
 
 class Gauge(Metric):
-    """A value that goes up and down; with a `label`, one for each label value that was set."""
+    """A value that goes up and down. With a `label`, there is a value for each label value that was set."""
 
     def __init__(self, name: str, about: str, label: str = "") -> None:
         super().__init__(name, about)
@@ -48,7 +48,7 @@ class Gauge(Metric):
 
 
 class Info(Metric):
-    """A gauge of 1 whose labels hold facts; absent until `set`."""
+    """A gauge with the value 1 whose labels hold facts. Before `set` is called, the page does not have it."""
 
     def __init__(self, name: str, about: str) -> None:
         super().__init__(name, about)
@@ -59,7 +59,7 @@ class Info(Metric):
 
 
 class Counter(Metric):
-    """A value that only grows. The `label_values` begin at zero, so that rates are right from the first event."""
+    """A value that only grows. Each of the `label_values` starts at zero, so that rates include the first event."""
 
     kind = "counter"
 
@@ -86,7 +86,7 @@ class Histogram(Metric):
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value, `times` times."""
+        """Count `value` as `times` observations."""
         self._counts[bisect_left(self._bounds, value)] += times
         self.sum += value * times
 
@@ -101,7 +101,7 @@ class Histogram(Metric):
 
 
 def page(metrics: Sequence[Metric], common: Labels) -> str:
-    """Returns the whole page."""
+    """Returns the page with all of the metrics; every value also gets the `common` labels."""
     return "\n".join(line for metric in metrics for line in metric.lines(common)) + "\n"
 
 

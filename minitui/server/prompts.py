@@ -1,7 +1,7 @@
-"""Encodes texts and conversations. This is slow for long ones: call these functions in a thread.
+"""Encodes texts and conversations. Encoding a long text is slow: call these functions in a thread.
 
 If a prompt is much too long, only its beginning is encoded, and the prompt is refused. Encoding all of it could take
-ten seconds and a gigabyte, and delay other prompts.
+ten seconds and a gigabyte of memory, and delay other prompts.
 """
 
 from __future__ import annotations
@@ -15,22 +15,26 @@ from minitui.server.errors import ApiError
 from minitui.server.schema import ChatMessage
 from minitui.server.tools import as_plain_messages, with_parsed_arguments
 
-CHARACTERS = 8  # per token; real texts have fewer on average
-MARGIN = 16  # tokens that cutting a text may add
+CHARACTERS_PER_TOKEN = 8  # an upper limit: real texts have fewer on average
+MARGIN = 16  # tokens: cutting a text may add a few
 
 
 def too_long(field: str, tokens: int, most: int, more: str = "") -> ApiError:
-    """Returns the error for a prompt that leaves no room for a reply. `more`: "more than " if not all was counted."""
+    """Returns the error for a prompt that leaves no room for a reply.
+
+    `more`: "more than " if only the beginning of the prompt was counted.
+    """
     return ApiError(
-        400, f"{field} has {more}{tokens:,} tokens; this model's context is {most:,}, including the reply: shorten it",
+        400,
+        f"{field} has {more}{tokens:,} tokens; the limit for prompt and reply together is {most:,}: shorten the prompt",
         field, "context_length_exceeded",
     )  # fmt: skip
 
 
 def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
-    """Returns the ids of a prompt; control tokens spelled in it are encoded as such.
+    """Returns the ids of a prompt. If its text spells out a control token, the ids contain that control token.
 
-    Raises ApiError if it is much longer than `most` tokens.
+    Raises ApiError if the prompt is much longer than `most` tokens.
     """
     _check_beginning(tokenizer, text, most, "prompt")
     try:
@@ -41,7 +45,10 @@ def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int 
 
 def conversation(tokenizer: Tokenizer, messages: list[ChatMessage], tools: list[dict[str, Any]] | None, generate: bool,
                  values: dict[str, Any], most: int | None = None) -> list[int]:  # fmt: skip
-    """Returns the ids of a conversation. Raises InvalidRequest, or ApiError if it is much longer than `most` tokens."""
+    """Returns the ids of a conversation. `generate`: add the generation prompt; `values`: variables of the template.
+
+    Raises InvalidRequest if the template fails, and ApiError if the conversation is much longer than `most` tokens.
+    """
     plain = with_parsed_arguments([message.plain() for message in messages])
     template = tokenizer.chat_template or ""
     if tools and "tools" in template:
@@ -61,7 +68,7 @@ def conversation(tokenizer: Tokenizer, messages: list[ChatMessage], tools: list[
 
 
 def _check_beginning(tokenizer: Tokenizer, text: str, most: int | None, field: str) -> None:
-    if most is None or len(text) <= most * CHARACTERS:
+    if most is None or len(text) <= most * CHARACTERS_PER_TOKEN:
         return
-    if len(tokenizer.encode(text[: most * CHARACTERS], add_special_tokens=False)) > most + MARGIN:
+    if len(tokenizer.encode(text[: most * CHARACTERS_PER_TOKEN], add_special_tokens=False)) > most + MARGIN:
         raise too_long(field, most, most, "more than ")

@@ -4,7 +4,7 @@
     <tool_call>{"name", "arguments"}</tool_call>   a call, in the format of Hermes and Qwen
     everything else                         content
 
-A marker may come in pieces. Text that may begin a marker is held back until the next text completes or excludes it.
+A marker may arrive in pieces. Text that may be the beginning of a marker is held back until more text decides this.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class Parts:
 
 
 class ReplyParser:
-    """Parses one reply. `thinking`: the prompt ends with an open think tag; `tools`: look for tool calls."""
+    """Parses one reply. `thinking`: the prompt ends with an open think tag. `tools`: look for tool calls."""
 
     def __init__(self, thinking: bool = False, tools: bool = False) -> None:
         self._mode = "think" if thinking else "start"
         self._tools = tools
         self._held = ""
-        self._after_thinking = False
+        self._skip_newlines = False
 
     def push(self, text: str) -> Parts:
-        """Take the next text; returns the parts that are decided."""
+        """Take the next text; returns all parts that later text cannot change."""
         self._held += text
         parts = Parts()
         while self._advance(parts):
@@ -60,34 +60,34 @@ class ReplyParser:
         return parts
 
     def _advance(self, parts: Parts) -> bool:
-        """Parse a part of the held text; returns False when more text is needed."""
+        """Parse the next part of the held text; returns False when more text is needed."""
         if self._mode == "start":
             stripped = self._held.lstrip()
             if stripped.startswith(THINK):
                 self._held, self._mode = stripped[len(THINK) :], "think"
                 return True
             if THINK.startswith(stripped):
-                return False  # nothing yet, or "<thi"
+                return False  # no text yet, or an incomplete tag: "<thi"
             self._mode = "content"
             return True
         if self._mode == "think":
             found, text = self._until(END_THINK)
             parts.reasoning += text
             if found:
-                self._mode, self._after_thinking = "content", True
+                self._mode, self._skip_newlines = "content", True
             return found
         if self._mode == "call":
             body, end, rest = self._held.partition(END_CALL)
             if not end:
                 return False
             _take_call(body, parts, CALL + body + END_CALL)
-            self._held, self._mode, self._after_thinking = rest, "content", True
+            self._held, self._mode, self._skip_newlines = rest, "content", True
             return True
-        if self._after_thinking:  # drop the empty lines between reasoning or a call and the content
+        if self._skip_newlines:  # empty lines between reasoning or a call and the content are dropped
             self._held = self._held.lstrip("\n")
             if not self._held:
                 return False
-            self._after_thinking = False
+            self._skip_newlines = False
         if not self._tools:
             parts.content += self._held
             self._held = ""
@@ -99,9 +99,9 @@ class ReplyParser:
         return found
 
     def _until(self, marker: str) -> tuple[bool, str]:
-        """Remove the text before the marker from the held text; returns (was the marker found, that text).
+        """Take the text before the marker out of the held text; returns (was the marker found, the text taken).
 
-        Without a marker, text that may begin one stays held.
+        If the marker is not found, text at the end that may be its beginning stays held.
         """
         before, found, rest = self._held.partition(marker)
         if found:
@@ -109,14 +109,14 @@ class ReplyParser:
             return True, before
         keep = next((n for n in range(min(len(marker) - 1, len(before)), 0, -1) if marker.startswith(before[-n:])), 0)
         cut = len(before) - keep
-        if marker == CALL:  # newlines before a call belong to it
+        if marker == CALL:  # newlines before a call are not content
             cut = len(before[:cut].rstrip("\n"))
         self._held = before[cut:]
         return False, before[:cut]
 
 
 class ForcedCallParser(ReplyParser):
-    """Parses a reply whose grammar allows one tool call and nothing else."""
+    """Parses a reply whose grammar allows exactly one tool call and no other text."""
 
     def _advance(self, parts: Parts) -> bool:
         return False
@@ -139,7 +139,7 @@ def _take_call(text: str, parts: Parts, as_written: str) -> None:
         parts.content += as_written
         return
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    # JSON can spell lone surrogates, which cannot be sent.
+    # JSON can contain escaped lone surrogates, which cannot be sent.
     name, written = (spelled.encode("utf-8", "replace").decode() for spelled in (name, written))
     function = {"name": name, "arguments": written}
     parts.calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})

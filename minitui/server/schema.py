@@ -1,9 +1,9 @@
-"""The fields of requests and answers. Types are strict ("5" is not a number), and unknown fields are errors.
+"""Defines the fields of requests and answers. Types are strict ("5" is not a number), and unknown fields are errors.
 
-Some fields of OpenAI's clients are accepted without effect; comments say which.
+Some fields that OpenAI's clients send are accepted but have no effect; comments mark them.
 
-A body may have a million faults, and collecting them all would take longer than a reply. Lists therefore stop at their
-first fault, and objects with too many fields are refused at once.
+A body may have a million faults, and collecting all of them would take longer than a reply. So checking a list stops at
+its first fault, and an object with too many fields is refused before its fields are checked.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from engine.params import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
 MAX_SEQUENCES = 128
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
-MAX_FIELDS = 100  # of an object; the largest request has fewer than half as many
+MAX_FIELDS = 100  # in one object; the largest valid request has fewer than half as many
 MAX_BIASES = 1024
 MAX_METADATA = 16
-MAX_TOKENIZED = 1_000_000  # characters for /tokenize; they take one or two seconds and 200 MB
+MAX_TOKENIZED = 1_000_000  # characters that /tokenize accepts; encoding them takes one or two seconds and 200 MB
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -36,7 +36,7 @@ Stop = StopString | Annotated[list[StopString], Field(fail_fast=True, max_length
 
 
 def at_most(count: int) -> BeforeValidator:
-    """Returns a validator that refuses a larger object before its values are validated."""
+    """Returns a validator that refuses an object with more entries than `count` before it checks their values."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > count:
@@ -86,7 +86,10 @@ class Sampled(Strict):
     user: str | None = Field(None, max_length=256)
 
     def params(self, max_tokens: int | None, defaults: dict[str, Any], vocab_size: int, **more: Any) -> SamplingParams:
-        """Returns the engine's parameters. `defaults`: the checkpoint's generation_config."""
+        """Returns the engine's parameters. `defaults`: the checkpoint's generation_config.
+
+        `more`: fields of SamplingParams that take precedence; a value of None is ignored.
+        """
         chosen: dict[str, Any] = {key: value for key, value in defaults.items() if value is not None}
         for name in AS_IN_ENGINE:
             if (value := getattr(self, name)) is not None:
@@ -104,18 +107,18 @@ class Sampled(Strict):
                 chosen[name] = value
         if chosen.get("min_tokens", 0) > (max_tokens or 1 << 31):
             raise InvalidRequest(
-                f"min_tokens is {chosen['min_tokens']}, more than max_tokens, which is {max_tokens}", "min_tokens"
+                f"min_tokens is {chosen['min_tokens']}, more than max_tokens ({max_tokens})", "min_tokens"
             )
         return SamplingParams(max_tokens=max_tokens, **chosen)
 
     @property
     def field_names(self) -> dict[str, str]:
-        """The engine's field names -> those in the request, where they differ."""
+        """Maps the engine's field names to the request's field names, where the two differ."""
         schema = "response_format" if self.guided_json is None else "guided_json"
         return {"regex": "guided_regex", "choice": "guided_choice", "json_schema": schema}
 
 
-# The fields with the same name and form in the engine.
+# The fields that have the same name and type in SamplingParams.
 AS_IN_ENGINE = {field.name for field in fields(SamplingParams)} & set(Sampled.model_fields) - {"logit_bias"}
 
 
@@ -152,14 +155,14 @@ class ChatMessage(Strict):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = Field(None, max_length=256)
     reasoning_content: str | None = None
-    # Parts of an answer that clients send back; no effect.
+    # Fields of an answer that clients send back with the message; no effect.
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
 
     @model_validator(mode="after")
-    def _has_something(self) -> ChatMessage:
+    def _has_content_or_calls(self) -> ChatMessage:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise ValueError(f"a message with the role {self.role} has no content")
         return self
@@ -211,11 +214,11 @@ class ResponseFormat(Strict):
     @model_validator(mode="after")
     def _complete(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError(f"type {self.type}: a json_schema belongs to the type json_schema and to no other")
+            raise ValueError(f"the type is {self.type}: type json_schema needs a json_schema, other types have none")
         return self
 
     def grammar(self) -> dict[str, Any] | None:
-        """Returns the JSON schema that the reply must follow; None for free text."""
+        """Returns the JSON schema that the reply must follow; None if any text is allowed."""
         if self.json_schema is not None:
             return self.json_schema.schema_
         return {"type": "object"} if self.type == "json_object" else None
@@ -234,7 +237,7 @@ class ChatRequest(Sampled):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     stream_options: StreamOptions | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # enable_thinking, and other variables of the template
+    chat_template_kwargs: dict[str, Any] | None = None  # variables of the template, such as enable_thinking
     # Fields of OpenAI's clients; no effect, except reasoning_effort "none".
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
@@ -246,10 +249,10 @@ class ChatRequest(Sampled):
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _no_clash(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        taken = {"messages", "tools", "add_generation_prompt", "self"} & set(value or ())
-        if taken:
-            raise ValueError(f"{sorted(taken)[0]} is set by the server")
+    def _no_reserved_names(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        reserved = {"messages", "tools", "add_generation_prompt", "self"} & set(value or ())
+        if reserved:
+            raise ValueError(f"{sorted(reserved)[0]} cannot be given: the server sets it")
         return value
 
     @model_validator(mode="after")
@@ -267,7 +270,7 @@ class ChatRequest(Sampled):
 
 
 class CompletionRequest(Sampled):
-    """POST /v1/completions: a text is continued without a chat template."""
+    """POST /v1/completions: continues a text, without a chat template."""
 
     prompt: (
         str
@@ -285,7 +288,7 @@ class CompletionRequest(Sampled):
 
 
 class GenerateRequest(Strict):
-    """POST /generate: the plain endpoint."""
+    """POST /generate: a simple endpoint for one prompt, with few parameters."""
 
     prompt: str = Field(min_length=1)
     max_tokens: int = Field(128, ge=1, le=1 << 31)
@@ -298,7 +301,7 @@ class GenerateRequest(Strict):
     stream: bool = False
 
     def sampled(self) -> Sampled:
-        """Returns the same parameters under the names of the other endpoints."""
+        """Returns the same parameters with the field names of the other endpoints."""
         values = self.model_dump(include={"temperature", "top_k", "top_p", "seed", "stop"})
         return Sampled.model_validate({**values, "repetition_penalty": self.rep_penalty})
 
@@ -307,7 +310,7 @@ class GenerateRequest(Strict):
 
 
 class TokenizeRequest(Strict):
-    """POST /tokenize: a text, or a conversation."""
+    """POST /tokenize: encodes a text or a conversation."""
 
     model: str | None = Field(None, max_length=512)
     prompt: str | None = None
@@ -316,7 +319,7 @@ class TokenizeRequest(Strict):
     add_generation_prompt: bool = True
 
     @model_validator(mode="after")
-    def _one_of_them(self) -> TokenizeRequest:
+    def _exactly_one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         size = sum(len(m.plain()["content"]) for m in self.messages or ()) + len(self.prompt or "")
@@ -326,7 +329,7 @@ class TokenizeRequest(Strict):
 
 
 class DetokenizeRequest(Strict):
-    """POST /detokenize."""
+    """POST /detokenize: decodes token ids."""
 
     model: str | None = Field(None, max_length=512)
     tokens: TokenIds
@@ -347,7 +350,7 @@ class Usage(BaseModel):
 
 
 class OpenAIResponse(BaseModel):
-    """What the answers of OpenAI's endpoints have in common."""
+    """The fields that the answers of all OpenAI endpoints have."""
 
     id: str
     object: str

@@ -1,4 +1,4 @@
-"""Owns the engine client of a server: loading, restart, admission, drain.
+"""Owns the engine client of a server: loads the model, restarts the engine, admits requests, and drains at the end.
 
 Requests are refused here, before they reach the engine: while the engine is not running (503), when the queue is full
 (429), and when a prompt cannot fit (400).
@@ -35,11 +35,11 @@ from minitui.trace.recorder import Recording
 logger = logging.getLogger("minitui.server")
 T = TypeVar("T")
 
-BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)  # before a restart, after one, two, … deaths in a row
-STABLE_S = 60.0  # an engine that ran for this long starts the count again
-CLOSE_S = 1.0  # for the engine to end by itself when the server stops
-MASK_TEXT = "."
-CHAT_ID = re.compile(r"[0-9a-f]{8}")  # random ids of minitui/chat/conversation.py
+BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)  # the wait before a restart, after the first, second, … death in a row
+STABLE_S = 60.0  # after a run of this length, a death counts as the first again
+CLOSE_S = 1.0  # when the server stops, the engine gets this much time to end by itself
+MASK_TEXT = "."  # shown for every token of a hidden text
+CHAT_ID = re.compile(r"[0-9a-f]{8}")  # the form of the random ids in minitui/chat/conversation.py
 
 
 class Service:
@@ -55,28 +55,28 @@ class Service:
         self.broadcast = Broadcast(self.metrics, recording=self.recording)
         self.open = 0  # admitted sequences that have not ended
         self.began = int(time.time())
-        self.connections: dict[Any, None] = {}  # of connection.py, the oldest first
+        self.connections: dict[Any, None] = {}  # open connections (connection.py), the oldest first
         self.gate_owner: str | None = None  # the watcher that closed the gate or slowed the engine
         self._client: EngineClient | None = None
         self._tokenizer: Tokenizer | None = None
         self._grammars: Grammars | None = None
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenise")
-        self._durations: deque[float] = deque(maxlen=64)
+        self._durations: deque[float] = deque(maxlen=64)  # seconds that the last requests took
         self._tasks: set[asyncio.Task[None]] = set()
-        self._deaths = 0
+        self._deaths = 0  # of the engine, in a row
         self._up_since = 0.0
         self._starting: asyncio.Task[None] | None = None
-        self._loading: EngineClient | None = None  # while its process starts
+        self._launched: EngineClient | None = None  # set before the model is loaded; `_client` is set afterwards
 
     # ---- life
 
     async def start(self) -> None:
         """Load the model. Raises EngineError if that fails."""
-        self._loading = EngineClient(self.config, self.log_file, self._tell_progress)
-        self._starting = asyncio.ensure_future(self._loading.launch())
+        self._launched = EngineClient(self.config, self.log_file, self._tell_progress)
+        self._starting = asyncio.ensure_future(self._launched.launch())
         try:
             await self._starting
-            self._client = self._loading
+            self._client = self._launched
             self._tokenizer = await asyncio.to_thread(Tokenizer, Path(self._client.info["model_dir"]))
             self._tokenizer.context = self.longest
             self._tokenizer.start_rendering()
@@ -87,9 +87,9 @@ class Service:
         if self.settings.hide_text:
             self.broadcast.mask_id = self._tokenizer.encode(MASK_TEXT, add_special_tokens=False)[0]
         self._client.on_death(self._died)
-        await self._up()
+        await self._become_ready()
 
-    async def _up(self) -> None:
+    async def _become_ready(self) -> None:
         await self.broadcast.begin(self.client)
         self.state, self._up_since = "ready", time.monotonic()
 
@@ -110,7 +110,7 @@ class Service:
             self._spawn(self._restart())
 
     async def _restart(self) -> None:
-        """Restart the engine, after a longer wait each time if it keeps dying."""
+        """Restart the engine after a wait, which is longer after each death in a row."""
         await self.broadcast.end()
         if time.monotonic() - self._up_since > STABLE_S:
             self._deaths = 0
@@ -120,7 +120,7 @@ class Service:
             try:
                 self.metrics.restarts.add()
                 await self.client.restart()
-                await self._up()
+                await self._become_ready()
             except (EngineError, OSError) as error:
                 logger.error("the engine could not be restarted: %s", error)
             else:
@@ -128,7 +128,7 @@ class Service:
                 return
 
     def release_gate(self) -> None:
-        """Let the engine run freely again, because the owner of the gate has disconnected."""
+        """Open the gate and end slow motion, because the watcher that controlled them has disconnected."""
         if self.gate_owner is None:
             return
         self.gate_owner = None
@@ -141,13 +141,13 @@ class Service:
         self._spawn(release())
 
     async def drain(self) -> None:
-        """Refuse new requests, and wait up to `drain_s` for the running ones."""
+        """Refuse new requests, and wait up to `drain_s` for the sequences that still run."""
         self.draining = True
         deadline = time.monotonic() + self.settings.drain_s
         while self.open and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         if self.open:
-            logger.warning("%d sequences have not finished in time and are ended", self.open)
+            logger.warning("%d sequences have not finished within %g s and are ended", self.open, self.settings.drain_s)
         for watcher in list(self.broadcast.watchers):
             watcher.close()
 
@@ -155,7 +155,7 @@ class Service:
         """End the engine process, by force if necessary."""
         self.state = "stopped"
         if self._starting is not None and not self._starting.done():
-            self._starting.cancel()  # which kills the process
+            self._starting.cancel()  # this kills the engine process
             with contextlib.suppress(asyncio.CancelledError, EngineError):
                 await self._starting
         tasks = list(self._tasks)
@@ -200,15 +200,15 @@ class Service:
     @property
     def condition(self) -> Condition:
         """Whether the engine process responds, and which step or command takes long."""
-        return self._loading.condition if self._loading is not None else Condition()
+        return self._launched.condition if self._launched is not None else Condition()
 
     @property
     def overdue(self) -> bool:
-        """Has one step or command taken so long that the server should get no requests?"""
+        """Has one step or command taken so long that load balancers should send no requests?"""
         return bool(self.condition.long) and self.condition.task_s > self.settings.stalled_engine_s
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Returns (is the engine alive or loading, the body of /health)."""
+        """Returns (is the engine running or loading, the body of /health)."""
         condition = self.condition
         if condition.hung:
             return False, {"status": "stalled", "silent_s": round(condition.silent_s, 1)}
@@ -228,25 +228,29 @@ class Service:
         if self.state == "loading":
             raise ApiError(503, f"the model is still loading: {self.progress}", headers={"Retry-After": "2"})
         if self.condition.hung:
-            raise EngineDead("the engine does not answer")
+            raise EngineDead("the engine does not respond")
         if self.state != "ready" or self.overdue:
             raise EngineDead("the engine is not running")
 
     @property
     def longest(self) -> int:
-        """The most tokens of a prompt and its reply together."""
+        """The largest number of tokens that a prompt and its reply may have together."""
         return int(self.info["max_model_len"])
 
     # ---- admission
 
     @property
     def capacity(self) -> int:
-        """The limit of open sequences: running and waiting ones."""
+        """The largest number of open sequences, running and waiting together."""
         return int(self.info["max_num_seqs"]) + self.settings.max_waiting
 
     @contextlib.contextmanager
     def admit(self, sequences: int) -> Iterator[None]:
-        """Holds places for this many sequences until the block ends. Raises ApiError 429 if there are too few."""
+        """Reserve places for this many sequences while the `with` block runs.
+
+        Raises ApiError 429 if too few places are free, ApiError 400 if there are too few places at all, and the errors
+        of `check_ready`.
+        """
         self.check_ready()
         if sequences > self.capacity:
             raise ApiError(
@@ -277,13 +281,13 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def label(self, user: str | None = None, chat: str = "") -> str:
-        """Returns the group of a request in the records. If texts are hidden, only minitui's own chat ids are kept."""
+        """Returns the group that labels a request in the records; if texts are hidden, only minitui's own chat ids."""
         if self.settings.hide_text:
             return chat if CHAT_ID.fullmatch(chat) else ""
         return user or chat
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 if the model has another name."""
+        """Raises ApiError 404 if `name` is not the model's name. None is accepted."""
         if name is not None and name != self.model:
             raise ApiError(
                 404, f"there is no model {name!r}; this server has {self.model!r}", "model", code="model_not_found"
@@ -299,6 +303,6 @@ class Service:
             if len(ids) >= longest:
                 raise too_long(field, len(ids), longest)
             if not 0 <= min(ids) <= max(ids) < vocabulary:
-                raise ApiError(400, f"{field} has an id outside this model's range, 0 to {vocabulary - 1:,}", field)
+                raise ApiError(400, f"{field} has a token id outside the model's range, 0 to {vocabulary - 1:,}", field)
         if params.structured and self._grammars is not None:
             await self.in_thread(self._grammars.compile, params)

@@ -1,4 +1,4 @@
-"""The operator's choices for a server: its address, keys and limits."""
+"""The settings that an operator chooses for a server: address, keys and limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIN_KEY_LENGTH = 8
 
 
 class Role(IntEnum):
-    """What a caller may do; each role includes the ones before it."""
+    """The rights of a caller. Each role includes the rights of the roles before it."""
 
     NOBODY = 0
     WATCH = 1  # telemetry and metrics
@@ -25,7 +25,7 @@ class Role(IntEnum):
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """The defaults suit one user on one machine. Sizes are in bytes, times in seconds."""
+    """The settings of a server. The defaults suit one user on one machine. Sizes are in bytes, times in seconds."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -37,37 +37,37 @@ class ServerSettings:
     max_body: int = 4 << 20
     body_s: float = 30.0  # a request's body must arrive within this time
     max_waiting: int = 128  # sequences that may wait while others run
-    request_s: float = 600.0  # a reply, including its time in the queue, ends with an error after this time
+    request_s: float = 600.0  # a reply that takes longer than this, with its time in the queue, ends with an error
     stalled_reader_s: float = 20.0  # a reader that reads nothing for this long is dropped
     max_watchers: int = 256
-    drain_s: float = 3.0  # after SIGTERM, running replies get this much time
-    stalled_engine_s: float = 60.0  # /health fails when one step of the engine takes longer
+    drain_s: float = 3.0  # after SIGTERM, running replies get this much time to finish
+    stalled_engine_s: float = 60.0  # /health answers 503 when one step or command takes longer than this
 
     def __post_init__(self) -> None:
         for key in self.keys:
             if len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
                 raise EngineError(
-                    f"an API key of {len(key)} characters: keys need at least {MIN_KEY_LENGTH} printable ASCII "
-                    "characters without spaces, for example those of `openssl rand -hex 16`"
+                    f"an API key of {len(key)} characters is not valid: a key needs at least {MIN_KEY_LENGTH} "
+                    "characters, all printable ASCII, without spaces; `openssl rand -hex 16` makes one"
                 )
         if "*" in self.cors_origins and not self.keys:
             raise EngineError(
-                "--cors-origin '*' lets every web page use the engine through a browser here, which requires a key: "
-                "set --api-key (or MINITUI_API_KEY), or name the origins"
+                "--cors-origin '*' lets every web page use the engine, which requires a key: "
+                "set --api-key (or MINITUI_API_KEY), or name the allowed origins"
             )
         if not self.keys and not self.loopback:
             raise EngineError(
-                f"listening on {self.host} opens the engine to other machines, which requires a key: set --api-key "
+                f"listening on {self.host} lets other machines use the engine, which requires a key: set --api-key "
                 "(or MINITUI_API_KEY), or listen on 127.0.0.1"
             )
 
     @property
     def loopback(self) -> bool:
-        """Can only this machine reach the address?"""
+        """Can the address be reached from this machine only?"""
         return is_loopback(self.host)
 
     def role_of(self, key: str | None) -> Role:
-        """Returns the role of a key. The time does not depend on how much of the key is right."""
+        """Returns the role of a key. The time that this takes does not reveal how much of a wrong key is right."""
         if not self.keys:
             return Role.CONTROL
         given = hashlib.sha256((key or "").encode("utf-8", "surrogateescape")).digest()

@@ -1,4 +1,4 @@
-"""Server-sent events. Every event is one line of ASCII JSON, so that no text can end an event or the stream."""
+"""Sends server-sent events. The data of an event is one line of ASCII JSON, so no text in it can end the event."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ KEEP_ALIVE = b": \n\n"
 
 
 def event(value: Any, name: str = "") -> bytes:
-    """Returns one event; `name` is its type, if it has one."""
+    """Returns one event, with `value` as JSON. `name`: the event's type; may be empty."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(value, separators=(',', ':'), allow_nan=False)}\n\n".encode("ascii")
 
 
 class EventStream(Response):
-    """Sends frames as they come; ends when the caller disconnects or reads nothing for `stalled_s`.
+    """Sends frames as they come. The stream ends when the caller disconnects or reads nothing for `stalled_s`.
 
-    `on_end` is always called, to free resources. An exception in `frames` becomes an event with OpenAI's error body,
-    because the status has already been sent.
+    `on_end` is called at every end, to free resources. An exception in `frames` becomes an event with OpenAI's error
+    body, because the status has already been sent.
     """
 
     media_type = "text/event-stream"
@@ -80,8 +80,8 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Awaitable[T]) -> T:
-    """Returns the result of `work`. If the caller disconnects first, cancels it and raises ApiError."""
+async def unless_disconnected(receive: Callable[[], Awaitable[Any]], work: Awaitable[T]) -> T:
+    """Returns the result of `work`. If the caller disconnects first, cancels `work` and raises ApiError."""
     task = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))
     try:

@@ -1,12 +1,12 @@
-"""/minitui/…: what minitui's own client uses; the other end is minitui/sources/remote.py.
+"""The endpoints /minitui/…, which minitui's own client (minitui/sources/remote.py) uses.
 
     GET  info              facts about the engine, and the caller's role
     GET  tokenizer/{file}  the files that a client needs to encode and decode
-    GET  snapshot          the engine's state at some record
+    GET  snapshot          the engine's state after its latest record
     GET  records           the records from now on, as server-sent events
-    POST submit            token ids in, deltas out as server-sent events
+    POST submit            answer token ids with deltas, as server-sent events
     POST cancel            end the request with this tag
-    POST control           the gate, slow motion, the cache
+    POST control           control the gate and slow motion, or clear the cache
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Params(Strict):
 
 
 class Submission(Strict):
-    """A request. `tag`: its name for /minitui/cancel; `group`: its label in the records."""
+    """A request. `tag`: its name for /minitui/cancel. `group`: its label in the records."""
 
     tag: Tag
     ids: Prompt
@@ -70,12 +70,14 @@ class Cancellation(Strict):
 
 
 class Until(Strict):
+    """The event at which run_until stops. `ms`: the duration of a step that counts as slow."""
+
     event: Literal["admission", "prefill", "hit", "eviction", "preemption", "finish", "slow"]
     ms: Finite = Field(0.0, ge=0)
 
 
 class Control(Strict):
-    """An action and its arguments: step takes n, run_until predicate, pace factor."""
+    """An action and its argument: `n` for step, `predicate` for run_until, `factor` for pace."""
 
     action: Literal["pause", "resume", "step", "run_until", "pace", "clear_cache"]
     n: int = Field(1, ge=1, le=1_000_000)
@@ -96,12 +98,12 @@ class Done(BaseModel):
 
 
 class TokenAnswer(Answer):
-    """The answer to token ids, as events: text and ids, and at the end finish_reason and metrics."""
+    """Answers a Submission with events. Each has text and ids; the last one also has finish_reason and metrics."""
 
     cancellable = True
 
     def __init__(self, service: Service, body: Submission, answers: dict[str, TokenAnswer]) -> None:
-        """`answers`: where it is found by its tag until it is closed."""
+        """`answers`: the running answers by tag. This one adds itself, and removes itself in `close`."""
         service.check_ready()
         if body.tag in answers:
             raise ApiError(400, f"tag {body.tag} is in use", "tag")
@@ -131,7 +133,7 @@ class TokenAnswer(Answer):
 
 @functools.lru_cache(maxsize=4)
 def _digests(directory: Path) -> dict[str, str]:
-    """Returns name -> SHA-256 of the tokenizer's files in this directory."""
+    """Returns the SHA-256 of each tokenizer file in this directory, by file name."""
     paths = [directory / name for name in TOKENIZER_FILES]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()}
 
@@ -142,11 +144,11 @@ Client = Annotated[str | None, Header(alias="X-Minitui-Client", max_length=64)]
 def router(service: Service) -> APIRouter:
     """Returns the endpoints."""
     routes = APIRouter(prefix="/minitui", responses=RESPONSES)
-    answers: dict[str, TokenAnswer] = {}  # running, by tag
+    answers: dict[str, TokenAnswer] = {}  # the running answers, by tag
 
     @routes.get("/info")
     async def info(request: Request) -> dict[str, Any]:
-        """Facts about the engine, and the caller's role."""
+        """Returns facts about the engine, and the caller's role."""
         known = {key: value for key, value in service.info.items() if key not in PRIVATE}
         role: Role = request.scope["state"]["role"]
         return {
@@ -161,7 +163,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/tokenizer/{name}", response_class=FileResponse)
     async def tokenizer_file(name: str) -> FileResponse:
-        """One of the files that `info` lists."""
+        """Sends one of the tokenizer files that /minitui/info lists."""
         path = _directory() / name
         if name not in TOKENIZER_FILES or not path.is_file():
             raise ApiError(404, "there is no such file; /minitui/info lists the files")
@@ -169,7 +171,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/snapshot")
     async def snapshot() -> Response:
-        """The whole state. Records that are sent after this answer follow it without a gap."""
+        """Returns the whole state. Records that are sent after this answer continue it without a gap."""
         state = service.broadcast.snapshot()
         if state is None:
             raise EngineDead("the engine is not running")
@@ -178,17 +180,18 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/records", response_class=Response, responses=STREAMED)
     async def records(client: Client = None) -> Response:
-        """Every record from now on. A gap in the numbers means that records were lost: request a new snapshot."""
+        """Sends every record from now on. After a gap in the numbers, records were lost: request a new snapshot."""
         if len(service.broadcast.watchers) >= service.settings.max_watchers:
             count = len(service.broadcast.watchers)
-            raise ApiError(429, f"{count} clients watch already, which is the limit", headers={"Retry-After": "10"})
+            raise ApiError(429, f"{count} clients are watching, which is the limit", headers={"Retry-After": "10"})
         if service.draining:
             service.check_ready()
         watcher = Watcher(client)
 
         def end() -> None:
             service.broadcast.watchers.discard(watcher)
-            if client == service.gate_owner and not service.broadcast.watches(client):  # unless it has connected again
+            # The client may have connected again.
+            if client == service.gate_owner and not service.broadcast.watches(client):
                 service.release_gate()
 
         service.broadcast.pump()
@@ -198,12 +201,12 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/submit", response_class=Response, responses=STREAMED)
     async def submit(body: Submission, request: Request) -> Response:
-        """Token ids in; events {"text", "ids"} out, the last with "finish_reason" and "metrics"."""
+        """Answers token ids with events {"text", "ids"}. The last one also has "finish_reason" and "metrics"."""
         return await TokenAnswer(service, body, answers).respond(request)
 
     @routes.post("/cancel", response_model=Done)
     async def cancel(body: Cancellation) -> Done:
-        """End the request with this tag: its last event says "abort". The value is the number of requests found."""
+        """End the request with this tag: its finish_reason is "abort". The value is the number of requests found."""
         answer = answers.get(body.tag)
         for stream in answer.streams if answer is not None else ():
             stream.cancel()
@@ -211,7 +214,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/control", response_model=Done)
     async def control(body: Control, client: Client = None) -> Any:
-        """Close or open the gate, step, slow down, clear the cache.
+        """Close or open the gate, run single steps, set slow motion, or clear the cache.
 
         When the watcher that closed the gate or slowed the engine disconnects, the engine runs freely again.
         """
@@ -224,7 +227,7 @@ def router(service: Service) -> APIRouter:
         elif body.action == "pace":
             arguments = {"factor": body.factor}
         if body.action in ("pause", "step", "run_until", "pace") and service.broadcast.watches(client):
-            service.gate_owner = client  # only a watcher's disconnection is noticed
+            service.gate_owner = client  # the server notices a disconnection only of a watcher
         value = await service.client.control(body.action, **arguments)
         return JSONResponse({"value": value if isinstance(value, int) else None})
 

@@ -25,18 +25,18 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/v1/models", response_model=ModelList)
     async def models() -> ModelList:
-        """The one model that is served."""
+        """Lists the one model that this server has."""
         return ModelList(data=[card()])
 
     @routes.get("/v1/models/{model:path}", response_model=ModelCard)
     async def model(model: str) -> ModelCard:
-        """The model of this name."""
+        """Describes the model with this name."""
         service.check_model(model)
         return card()
 
     @routes.post("/tokenize", response_model=Tokens)
     async def tokenize(body: TokenizeRequest) -> Any:
-        """The token ids of a text, or of a conversation with the chat template applied."""
+        """Returns the token ids of a text, or of a conversation after the chat template has been applied."""
         service.check_model(body.model)
         tokenizer = service.tokenizer
         if body.prompt is not None:
@@ -49,11 +49,11 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/detokenize", response_model=Text)
     async def detokenize(body: DetokenizeRequest) -> Text:
-        """The text of token ids, including control tokens."""
+        """Returns the text of token ids, including control tokens."""
         service.check_model(body.model)
         size = service.info["vocab_size"]
         if max(body.tokens, default=0) >= size:
-            raise ApiError(400, f"tokens has an id above {size - 1:,}, this model's largest", "tokens")
+            raise ApiError(400, f"tokens has an id above {size - 1:,}, the largest token id of this model", "tokens")
         try:
             text = await service.in_thread(service.tokenizer.decode, body.tokens, False)
         except (TypeError, ValueError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""Tools for the model: through its chat template if that supports them, else as text in the format of Hermes."""
+"""Describes tools to a model: through its chat template if it supports tools, else as text in the Hermes format."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ You are provided with function signatures within <tools></tools> XML tags:
 For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""  # Qwen's wording, which models of other families know as well
+</tool_call>"""  # the wording of Qwen's templates; models of other families know it, too
 
 
 def with_parsed_arguments(messages: list[Message]) -> list[Message]:
-    """Returns the messages with the arguments of calls as objects, as templates need them, instead of JSON strings.
+    """Returns the messages with the arguments of tool calls parsed: templates need objects, not JSON strings.
 
-    Raises InvalidRequest if they are not JSON objects.
+    Raises InvalidRequest if the arguments are not a JSON object.
     """
     done: list[Message] = []
     for number, message in enumerate(messages):
@@ -50,7 +50,7 @@ def with_parsed_arguments(messages: list[Message]) -> list[Message]:
 
 
 def as_plain_messages(messages: list[Message], tools: list[Message] | None) -> list[Message]:
-    """Returns the conversation for a template without tools: calls and their results become content."""
+    """Returns the conversation for a template that does not support tools: tools, calls and results become text."""
     plain: list[Message] = []
     for message in messages:
         content = message.get("content") or ""
@@ -71,12 +71,12 @@ def as_plain_messages(messages: list[Message], tools: list[Message] | None) -> l
     return plain
 
 
-# Without this, a small model may write spaces between two tokens of JSON until its reply is too long.
+# Without these options, a small model may write spaces inside the JSON until its reply reaches the length limit.
 ONE_LINE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 
 
 def on_one_line(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema with the JSON on one line, unless it has its own x-guidance options (of llguidance)."""
+    """Returns the schema with llguidance's options for JSON on one line. Its own x-guidance options take precedence."""
     return {**ONE_LINE, **schema}
 
 

@@ -1,1 +1,1 @@
-"""Where the application gets its data: an engine process, a server, several servers or a recording."""
+"""The sources of the application's data: an engine process, a server, several servers, or a recording."""

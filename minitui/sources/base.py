@@ -1,6 +1,7 @@
-"""`Source`: an engine on this machine, a server, several servers, or a recording.
+"""Defines `Source`: an engine on this machine, a server, several servers, or a recording.
 
-The folders above use a Source, never an engine. `start` imports the heavy modules, because the application draws first.
+Other folders use a Source, never an engine directly. Only `start` imports the heavy modules, so that the application
+can draw its first screen without them.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 class Source(ABC):
     """An engine, or a recording of one, that the application shows.
 
-    Every source implements the abstract methods. The others have defaults for sources that cannot do them.
+    Every source implements the abstract methods. The other methods have defaults, for sources that do not support them.
     """
 
-    log_file: Path | None = None  # of an engine process on this machine
+    log_file: Path | None = None  # the log of an engine process on this machine
 
     def __init__(self) -> None:
         self.info: dict[str, Any] = {}  # facts about the engine; empty before `start`
@@ -42,17 +43,17 @@ class Source(ABC):
 
     @abstractmethod
     async def start(self, on_progress: Progress) -> None:
-        """Make it ready and report progress. Raises EngineError with a sentence for the user."""
+        """Make the source ready and report progress. Raises EngineError with a sentence for the user."""
 
     async def restart(self, on_progress: Progress) -> None:
-        """Start again after its end, or after ending what still runs."""
+        """Stop everything that still runs, and start again."""
         self._ready.clear()
         await self._stop()
         await self.start(on_progress)
 
     @contextlib.contextmanager
     def _starting(self) -> Iterator[None]:
-        """Starts the engine in its block. Afterwards `ready` returns, or raises the block's EngineError."""
+        """The `with` block starts the engine. Afterwards `ready` returns, or raises the block's error as EngineDead."""
         self.error = None
         try:
             yield
@@ -78,20 +79,20 @@ class Source(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """End it; returns when it has ended."""
+        """Close the source; returns when it is closed."""
 
     async def ready(self) -> None:
-        """Return when it can answer. Raises EngineDead if it could not be started or has ended."""
+        """Return when the source can answer. Raises EngineDead if it could not be started or has ended."""
         await self._ready.wait()
         if self.error is not None:
             raise EngineDead(self.error)
 
     async def reconfigure(self, config: EngineConfig) -> None:
-        """Replace the engine by one with another configuration. Raises EngineError, also if this source cannot."""
+        """Restart the engine with another configuration. Raises EngineError if that fails or is not supported."""
         raise EngineError("only an engine that this minitui started can change its configuration")
 
     def on_death(self, callback: Callable[[str], None]) -> None:
-        """Call `callback` with a sentence when it ends by itself. Some sources never do."""
+        """Call `callback` with a sentence when the source ends by itself. Some sources never end by themselves."""
         self._on_death.append(callback)
 
     def _died(self, sentence: str) -> None:
@@ -107,12 +108,12 @@ class Source(ABC):
 
     @abstractmethod
     async def control(self, verb: str, **arguments: Any) -> Any:
-        """pause | resume | step (n) | run_until (predicate) | pace (factor) | clear_cache.
+        """Control the engine: pause | resume | step (n) | run_until (predicate) | pace (factor) | clear_cache.
 
-        Raises InvalidRequest if this source cannot do it.
+        Raises InvalidRequest if this source does not support the verb.
         """
 
-    # ---- what the engine does
+    # ---- records
 
     @abstractmethod
     async def snapshot(self) -> dict[str, Any]:
@@ -126,24 +127,24 @@ class Source(ABC):
         """Returns the same records, packed, for a reader that unpacks them later."""
         return packets(self.drain_records())
 
-    # ---- how it is
+    # ---- health
 
     @property
     def condition(self) -> Condition:
-        """Whether the engine process responds. A source without a process on this machine reports no problem."""
+        """Tells whether the engine process responds. A source without a process on this machine reports no problem."""
         return Condition()
 
     @property
     def connection(self) -> str:
-        """A sentence while the server cannot be reached, else empty."""
+        """The problem, as a sentence, while the server cannot be reached; else empty."""
         return ""
 
     # ---- recording
 
     @property
     def recording_error(self) -> str:
-        """Why the recording stopped, else empty."""
+        """The reason why the recording stopped; else empty."""
         return ""
 
     def name_groups(self, names: dict[str, str]) -> None:  # noqa: B027  (most sources have no recording)
-        """Store the titles of chats, by group, in the recording."""
+        """Store the titles of chats in the recording. `names`: the title of each group."""

@@ -1,7 +1,7 @@
-"""An HTTP client with limits on what it reads, for servers that it does not trust.
+"""An HTTP client that limits how much it reads, for servers that are not trusted.
 
-    head     100 KiB (h11), complete within the request's read timeout
-    body     MAX_BODY bytes and BODY_S seconds, unless the request has other Bounds; never compressed
+    head     100 KiB (h11), complete within the request's connect and read timeouts together
+    body     MAX_BODY bytes and BODY_S seconds, or the request's own Bounds; never compressed
     stream   unlimited (RECORDS) or MAX_ANSWER bytes (ANSWER); reading takes at most half of the event loop's time
 
 A server that exceeds a limit causes Excess, a transport error with the numbers in its message.
@@ -25,7 +25,7 @@ except ImportError as error:
 MAX_BODY = 8 << 20
 BODY_S = 60.0
 MAX_ANSWER = 256 << 20  # a token takes about 300 bytes
-BRIEF_S = 0.002  # if handling one piece took longer, the event loop gets as much time for other work
+BRIEF_S = 0.002  # after a piece that took longer to handle, other work of the event loop gets as much time
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Bounds:
     seconds: float | None = BODY_S
 
     def extension(self) -> dict[str, Any]:
-        """Returns the bounds as `extensions` of a request."""
+        """Returns these bounds as the `extensions` of a request."""
         return {"bounds": self}
 
 
 LARGE = Bounds(64 << 20, 300.0)  # a tokenizer, or the state of a large pool
 ANSWER = Bounds(MAX_ANSWER, None)
-RECORDS = Bounds(None, None)
+RECORDS = Bounds(None, None)  # a record stream does not end
 
 
 class Excess(httpx.ReadError):
@@ -53,7 +53,7 @@ class BoundedClient(httpx.AsyncClient):
     """httpx.AsyncClient with the limits that the module's docstring lists."""
 
     async def send(self, request: httpx.Request, *, stream: bool = False, **options: Any) -> httpx.Response:
-        """Like httpx.AsyncClient.send. Raises Excess."""
+        """Send as httpx.AsyncClient.send does. Raises Excess if the server exceeds a limit."""
         request.headers["Accept-Encoding"] = "identity"
         allowed = request.extensions.get("timeout", {})
         silence = allowed.get("read")
@@ -65,8 +65,10 @@ class BoundedClient(httpx.AsyncClient):
         try:
             encoding = response.headers.get("Content-Encoding", "identity")
             if encoding != "identity":
-                raise Excess(f"{request.url} compressed its answer ({encoding[:40]}), but minitui asked for plain text",
-                             request=request)  # fmt: skip
+                raise Excess(
+                    f"{request.url} compressed its answer ({encoding[:40]}), but minitui asked for uncompressed data",
+                    request=request,
+                )
             failed = response.status_code >= 400
             bounds = Bounds() if failed else request.extensions.get("bounds", Bounds())
             assert isinstance(response.stream, httpx.AsyncByteStream)
@@ -98,7 +100,7 @@ class _Bounded(httpx.AsyncByteStream):
             yield piece
             spent = time.monotonic() - handed_out
             if spent > BRIEF_S:
-                await asyncio.sleep(spent)  # a flood of data leaves the application half of its time
+                await asyncio.sleep(spent)  # so a flood of data takes at most half of the time
 
     def _excess(self, what: str) -> Excess:
         return Excess(f"{self._request.url} sent {what}", request=self._request)

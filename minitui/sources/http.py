@@ -1,4 +1,4 @@
-"""HTTP for the clients of servers: one client per server, server-sent events, errors as sentences."""
+"""HTTP for sources that use a server: one client per server, server-sent events, errors as sentences."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from minitui.sources.bounds import BoundedClient, Excess, httpx
 
 CONNECT_S = 5.0
 CLOSE_S = 1.0  # the time that connections get to close
-SILENCE_S = 35.0  # servers send at least a comment more often
+SILENCE_S = 35.0  # the read timeout; servers send at least a comment more often
 MAX_EVENT = 8 << 20
 QUIET_S = 600.0  # a queued answer may send nothing but comments for this long
-MAX_VALUES = 4_000_000  # strings, lists and objects of a JSON document; each takes about 60 bytes of memory
+MAX_VALUES = 4_000_000  # strings, lists and objects in a JSON document; each takes about 60 bytes of memory
 MAX_CHARACTERS, MAX_PIECES = 16 << 20, 1 << 18  # of an answer
 MAX_MESSAGE = 2_000  # characters of a server's error message
-LOST = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError, httpx.ReadTimeout)  # after a connection was made
+# Errors after the connection was made.
+LOST = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError, httpx.ReadTimeout)
 
 
 class AnswerLimit:
-    """Counts the pieces and characters of one answer."""
+    """Counts the pieces and characters of one answer, and enforces their limits."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -39,8 +40,8 @@ class AnswerLimit:
         self._characters += len(text)
         if self._pieces > MAX_PIECES or self._characters > MAX_CHARACTERS:
             raise EngineError(
-                f"{self._url} sent {self._characters:,} characters in {self._pieces:,} pieces as one answer; the limit "
-                f"is {MAX_CHARACTERS:,} in {MAX_PIECES:,}"
+                f"{self._url} sent {self._characters:,} characters in {self._pieces:,} pieces as one answer; the "
+                f"limits are {MAX_CHARACTERS:,} characters and {MAX_PIECES:,} pieces"
             )
 
 
@@ -49,7 +50,7 @@ class Overloaded(InvalidRequest):
 
 
 def normalise(url: str) -> str:
-    """Returns a server's base address from what a user typed. Raises InvalidRequest if it is not an address."""
+    """Returns the base address of the server that a user typed. Raises InvalidRequest if `url` is not an address."""
     text = url.strip() if "://" in url else f"http://{url.strip()}"
     text = text.rstrip("/")
     try:
@@ -65,7 +66,7 @@ def normalise(url: str) -> str:
 
 @functools.cache
 def _tls_context(https: bool) -> ssl.SSLContext:
-    """The TLS settings; the certificates are loaded for https only. Loading takes 80 ms, so the result is cached."""
+    """Returns the TLS settings. Certificates are loaded for https only; this takes 80 ms, so the result is cached."""
     return httpx.create_ssl_context() if https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
@@ -93,8 +94,10 @@ async def close_client(client: httpx.AsyncClient) -> None:
 
 
 async def check(response: httpx.Response) -> httpx.Response:
-    """Returns a successful response. Raises EngineDead for 503, Overloaded for 429, InvalidRequest for other client
-    errors and EngineError for the rest, with the server's own message where there is one."""
+    """Returns the response if it is successful. Else raises an error with the server's own message, if there is one.
+
+    503: EngineDead; 429: Overloaded; 400, 404, 413 and 422: InvalidRequest; other statuses: EngineError.
+    """
     if response.status_code < 400:
         return response
     body = await response.aread()
@@ -105,7 +108,7 @@ async def check(response: httpx.Response) -> httpx.Response:
     except (EngineError, KeyError, TypeError, AttributeError):
         pass
     if response.status_code == 401:
-        message += " (set it with MINITUI_KEY or --key)"
+        message += " (set the key with MINITUI_KEY or --key)"
     if response.status_code == 503:
         raise EngineDead(message)
     if response.status_code == 429:
@@ -116,7 +119,7 @@ async def check(response: httpx.Response) -> httpx.Response:
 
 
 def reason_of(error: Exception) -> str:
-    """Returns a transport error in a few words."""
+    """Returns a short description of a transport error."""
     message, cause = str(error), error.__cause__ or error.__context__
     if isinstance(error, Excess):
         return message
@@ -129,19 +132,19 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, httpx.TimeoutException):
         return f"no data for {SILENCE_S:g} s"
     if isinstance(error, LOST) and ("closed" in message or "disconnected" in message or not message):
-        return "the server closed it"
+        return "the server closed the connection"
     return message or type(error).__name__
 
 
 def unreachable(url: str, error: Exception) -> EngineDead:
-    """Returns a transport error as an EngineDead with a sentence."""
+    """Returns an EngineDead that describes a transport error in a sentence."""
     if isinstance(error, LOST):
         return EngineDead(f"the connection to {url} was lost: {reason_of(error)}")
     return EngineDead(f"{url} cannot be reached ({reason_of(error)}): is the server running, and is the address right?")
 
 
 def load_json(text: str | bytes) -> Any:
-    """Returns the JSON document that a server sent. Raises EngineError if it is not JSON or is too large or deep."""
+    """Returns the value of a server's JSON document. Raises EngineError if it is not JSON, too large or too deep."""
     document = text.encode("utf-8", "replace") if isinstance(text, str) else text
     parts = sum(document.count(sign) for sign in (b"[", b"{", b'"'))
     if parts > MAX_VALUES:
@@ -161,7 +164,7 @@ async def server_events(response: httpx.Response, quiet_s: float | None = QUIET_
     """
     url, last = response.request.url, time.monotonic()
     name, data, size = "", [], 0  # size: bytes of the unfinished event
-    rest: list[bytes] = []  # of an unfinished line
+    rest: list[bytes] = []  # the parts of an unfinished line
     async for piece in response.aiter_bytes():
         if quiet_s is not None and time.monotonic() - last > quiet_s:
             raise EngineError(f"{url} sent no event for {quiet_s:g} s")
@@ -187,7 +190,7 @@ async def server_events(response: httpx.Response, quiet_s: float | None = QUIET_
 
 
 def parse(data: str) -> dict[str, Any]:
-    """Returns the JSON object of an event. If it is an error, raises EngineDead or EngineError."""
+    """Returns the JSON object of an event. If the object is an error, raises EngineDead or EngineError."""
     value = load_json(data)
     if "\\u" in data:  # JSON can hold lone surrogates, which cannot be shown, stored or sent
         value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))

@@ -1,4 +1,4 @@
-"""An engine on this machine as a Source, in its own process. The process starts after the application has drawn."""
+"""A Source for an engine on this machine. Its process starts after the application has drawn its first screen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LocalSource(Source):
     """An engine process that minitui starts."""
 
     def __init__(self, config: EngineConfig, log_file: Path, label: str = "") -> None:
-        """`label`: the model's name on the screen, if not that of its directory."""
+        """`label`: the model's name on the screen. If empty, the engine's name for the model is shown."""
         super().__init__()
         self.config, self.log_file = config, log_file
         self._label = label
@@ -48,14 +48,14 @@ class LocalSource(Source):
         await self._wait_for(self._client.reconfigure(config))
 
     async def _wait_for(self, launch: Awaitable[None]) -> None:
-        """Wait until the engine is up. Raises EngineError if it cannot start."""
+        """Wait until the engine is ready. Raises EngineError if it cannot start."""
         assert self._client is not None
         with self._starting():
             await launch
             self.info = {**self._client.info, **({"model": self._label} if self._label else {})}
 
     def _died(self, sentence: str) -> None:
-        if self.info:  # before that, `start` raises
+        if self.info:  # an engine that ends earlier makes `start` raise
             super()._died(sentence)
 
     async def close(self) -> None:

@@ -1,8 +1,7 @@
-"""Any OpenAI-compatible server as a Source: chats stream from it, its state comes from its Prometheus page.
+"""A Source for any OpenAI-compatible server. It streams chats, and reads the server's state from its Prometheus page.
 
-Such a server takes messages, not token ids. TextCodec therefore gives every text an id, so that chats are stored and
-compared as with other sources. The server has no records, no snapshot and no gate. Its unknown values are None, never
-zero.
+Such a server takes messages, not token ids. So TextCodec gives every text an id, and chats are stored and compared as
+with other sources. The server has no records, no snapshot and no gate.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ from minitui.sources.http import (
 from minitui.sources.remote_checks import count
 from minitui.sources.server_metrics import MetricsPoller, ServerMetrics
 
-MAX_MODELS, MAX_NAME = 1_000, 400  # models that a server lists, characters of a name
+MAX_MODELS, MAX_NAME = 1_000, 400  # models in a server's list; characters of a model's name
 ROLES = ("system", "user", "assistant")
 END = len(ROLES)
 
 
 class TextCodec:
-    """Ids of texts. Control ids are the roles and the end of a message.
+    """Encodes each text as one id. The roles and the end of a message have control ids.
 
-    `spelling` names this set of ids. No other codec knows them, so a stored chat is encoded again.
+    `spelling` is unique to this codec: no other codec knows its ids, so a stored chat is encoded again.
     """
 
     special_ids = frozenset(range(END + 1))
@@ -90,7 +89,7 @@ class OpenAIStream(Stream):
         super().__init__()
         self._source, self._number = source, number
         self._began = time.perf_counter()
-        self._first = self._last = 0.0  # when the first and last piece came
+        self._first = self._last = 0.0  # when the first and the last piece arrived
         self._pieces = 0
         self._usage: dict[str, Any] = {}
         self._thinking = False
@@ -119,7 +118,7 @@ class OpenAIStream(Stream):
             self.put(error)
         except (httpx.HTTPError, OSError) as error:
             self.put(unreachable(self._source.url, error))
-        except (TypeError, AttributeError, ValueError) as error:  # JSON of another shape
+        except (TypeError, AttributeError, ValueError) as error:  # unexpected JSON
             self.put(EngineError(
                 f"{self._source.url} does not answer like an OpenAI-compatible server ({error}): is the address right?"
             ))  # fmt: skip
@@ -128,7 +127,7 @@ class OpenAIStream(Stream):
             self._end("abort")
 
     def _take(self, delta: dict[str, Any]) -> None:
-        """Put the text of a chunk; reasoning is enclosed in think tags."""
+        """Add the text of a chunk to the stream. Reasoning is enclosed in think tags."""
         thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
         content = delta.get("content") or ""
         text = ""
@@ -149,7 +148,10 @@ class OpenAIStream(Stream):
         self.put(Delta(self._number, "", [], reason, self._measured()))
 
     def _measured(self) -> dict[str, Any]:
-        """Metrics from the server's usage and this side's clock. Without usage, each piece counts as one token."""
+        """Returns metrics from the server's usage and this client's clock; unknown values are None.
+
+        Without usage, each piece counts as one token.
+        """
         tokens = count(self._usage.get("completion_tokens")) or self._pieces
         seconds = self._last - self._first
         details = self._usage.get("prompt_tokens_details")
@@ -162,15 +164,15 @@ class OpenAIStream(Stream):
         }
 
     def cancel(self) -> None:
-        """Close the connection, which ends the request. Does nothing after the end."""
+        """Close the connection, which ends the request. Does nothing if the request has ended."""
         self._task.cancel()
 
 
 class OpenAISource(Source):
-    """One OpenAI-compatible server. `models`: the names that it lists."""
+    """One OpenAI-compatible server. `models`: the model names that the server lists."""
 
     def __init__(self, url: str, key: str = "", model: str = "", codec: TextCodec | None = None) -> None:
-        """`model`: the name to ask for; by default the first in the server's list.
+        """`model`: the model to use; by default the first in the server's list.
 
         `codec`: a codec shared with other sources, so that their chats can continue here.
         """
@@ -191,15 +193,15 @@ class OpenAISource(Source):
             if self._model and names and self._model not in names:
                 raise EngineError(f"{self.url} has no model {self._model!r}; it has {', '.join(names[:8])}")
             if not self._model and not names:
-                raise EngineError(f"{self.url} lists no model: name one with --model")
+                raise EngineError(f"{self.url} lists no model: choose one with --model")
             model = self._model or names[0]
-            self.info = {"model": model, "device": self.url, "generation": {}, "log_file": "at the server"}
+            self.info = {"model": model, "device": self.url, "generation": {}, "log_file": "on the server"}
             self.keep(self.poller.run())
 
     async def list_models(self) -> list[str]:
         """Returns the names of the server's models. Raises EngineError with a sentence.
 
-        If a model was given, a failure to list them gives an empty list: some servers serve models without a list.
+        If the user named a model, the result may be empty: some servers do not list their models.
         """
         try:
             response = await self.http.get("/v1/models")
@@ -211,7 +213,9 @@ class OpenAISource(Source):
         except (httpx.HTTPError, OSError) as error:
             raise unreachable(self.url, error) from error
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"{self.url} is not an OpenAI-compatible server: /v1/models has another shape") from error
+            raise EngineError(
+                f"{self.url} is not an OpenAI-compatible server: /v1/models has an unexpected form"
+            ) from error
 
     @property
     def metrics(self) -> ServerMetrics:
@@ -223,7 +227,7 @@ class OpenAISource(Source):
         return self.poller.trouble
 
     def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> OpenAIStream:
-        """Ask for an answer to the conversation that `ids` encode; the server has no use for `group`."""
+        """Ask for an answer to the conversation that `ids` encode. `group` is not sent."""
         self._answers += 1
         body: dict[str, Any] = {
             "model": self.info["model"], "messages": self.codec.messages(ids), "stream": True,
@@ -238,16 +242,16 @@ class OpenAISource(Source):
         return OpenAIStream(self, body, self._answers)
 
     async def control(self, verb: str, **arguments: Any) -> Any:
-        """Always refused: such a server has no gate."""
+        """Always raises InvalidRequest: such a server has no gate."""
         what = verb.replace("_", " ")
         raise InvalidRequest(f"{self.url} cannot {what}: only a minitui server can be controlled", verb)
 
     async def snapshot(self) -> dict[str, Any]:
-        """Always refused: such a server does not publish its state."""
+        """Always raises EngineError: such a server does not publish its state."""
         raise EngineError(f"{self.url} does not publish its state: only a minitui server does")
 
     def drain_records(self) -> list[Record]:
-        """Always empty: such a server has no records."""
+        """Returns an empty list: such a server has no records."""
         return []
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A Source that writes the records of another one to a trace file on their way to the application."""
+"""A Source that gets its records from another source, and also writes them to a trace file."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class RecordingSource(Source):
-    """Another source, recorded. Its `info` and `error` are those of the recorded source."""
+    """Wraps a source and records it. `info`, `error` and other attributes are read from the recorded source."""
 
     def __init__(self, source: Source, path: str | Path) -> None:
-        # Source.__init__ is not called: the state is the recorded source's alone.
+        # Source.__init__ is not called: only the recorded source has its state.
         self.source = source
         self.log_file = source.log_file
         self.recording = Recording(path)
@@ -40,7 +40,7 @@ class RecordingSource(Source):
         await self._begin()
 
     async def reconfigure(self, config: EngineConfig) -> None:
-        """As the recorded source does; the new engine is recorded in another file."""
+        """Reconfigure the recorded source. The new engine is recorded in another file."""
         self.drain_records()
         await self.source.reconfigure(config)
         await self._begin()
@@ -49,10 +49,10 @@ class RecordingSource(Source):
         self.recording.begin(self.source.info, await self.source.snapshot())
 
     async def close(self) -> None:
-        with contextlib.suppress(EngineDead, TimeoutError):  # a dead engine's last records are recorded, too
+        with contextlib.suppress(EngineDead, TimeoutError):  # the last records of a dead engine are still recorded
             if self.source.error is None and self.source.info:
-                async with asyncio.timeout(LAST_RECORDS_S):  # a hung engine does not answer
-                    await self.source.snapshot()  # all records before the answer have arrived with it
+                async with asyncio.timeout(LAST_RECORDS_S):  # a hung engine does not respond
+                    await self.source.snapshot()  # when it has arrived, all earlier records have arrived, too
         self.drain_records()
         await self.source.close()
         self.recording.close()

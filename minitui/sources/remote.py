@@ -1,7 +1,6 @@
-"""A minitui server as a Source.
+"""A Source for a minitui server.
 
-The application gets the same from it as from its own engine process: records in order, deltas with token ids,
-snapshots.
+The application gets the same data as from its own engine process: records in order, deltas with token ids, snapshots.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from minitui.sources.remote_checks import Refused
 from minitui.sources.remote_info import load_tokenizer, read_info
 from minitui.sources.remote_records import RemoteRecords
 
-GIVE_UP_S = 60.0  # a server that cannot be reached for this long counts as dead
+GIVE_UP_S = 60.0  # a server that cannot be reached for longer counts as dead
 LOADING_S = 600.0  # the time that a server gets to load its model
 DEFAULTS = SamplingParams()
-NOT_SENT = (  # by a chat; the server takes all other fields of SamplingParams (minitui/server/telemetry.py)
+NOT_SENT = (  # /minitui/submit accepts all other fields of SamplingParams (minitui/server/telemetry.py)
     "n", "logit_bias", "stop_token_ids", "include_stop_str_in_output", "prompt_logprobs", "json_schema", "regex",
     "choice",
 )  # fmt: skip
@@ -87,7 +86,7 @@ class RemoteStream(Stream):
             self.put(error)
         except (httpx.HTTPError, OSError) as error:
             self.put(unreachable(url, error))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:  # JSON of another shape
+        except (KeyError, TypeError, AttributeError, ValueError) as error:  # unexpected JSON
             fault = f"{type(error).__name__}: {error}"
             self.put(EngineError(f"{url} does not answer like a minitui server of this version ({fault})"))
         except asyncio.CancelledError:
@@ -106,7 +105,7 @@ class RemoteSource(Source):
     def __init__(
         self, url: str, key: str = "", cache: Path | None = None, give_up_s: float = GIVE_UP_S, watching: bool = True
     ) -> None:
-        """`cache`: the directory for servers' tokenizers. Without `watching`, only `watch` follows the records.
+        """`cache`: the directory for servers' tokenizers. `watching`: `start` also calls `watch`.
 
         Raises InvalidRequest if `url` is not an address.
         """
@@ -120,7 +119,7 @@ class RemoteSource(Source):
     # ---- life
 
     async def start(self, on_progress: Progress) -> None:
-        """Connect, and wait while the server loads its model. Raises EngineError with a sentence."""
+        """Connect, and wait while the server loads its model. Raises EngineError with a sentence for the user."""
         on_progress({"stage": "connect", "done": 0, "total": 0, "text": f"connecting to {self.url}"})
         with self._starting():
             try:
@@ -130,7 +129,7 @@ class RemoteSource(Source):
                     await self.watch()
             except (httpx.HTTPError, OSError) as error:
                 raise unreachable(self.url, error) from error
-            self.info = {**info, "model_dir": str(directory), "log_file": f"at the server {self.url}"}
+            self.info = {**info, "model_dir": str(directory), "log_file": f"on the server {self.url}"}
 
     async def _load_info(self, on_progress: Progress) -> dict[str, Any]:
         deadline = time.monotonic() + LOADING_S
@@ -157,7 +156,10 @@ class RemoteSource(Source):
     # ---- records
 
     async def watch(self) -> None:
-        """Follow the server's records; returns when they come. Raises EngineDead if they do not, and keeps trying."""
+        """Follow the server's records; returns when the stream begins.
+
+        Raises EngineDead if it does not begin in time. The source then keeps trying.
+        """
         await self.records.follow()
 
     async def unwatch(self) -> None:
@@ -177,7 +179,7 @@ class RemoteSource(Source):
     # ---- requests
 
     def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> RemoteStream:
-        """Ask for an answer; returns at once. The stream raises a refusal."""
+        """Ask for an answer; returns at once. If the server refuses the request, the stream raises the error."""
         values = asdict(params)
         for name in NOT_SENT:
             if values.pop(name) != getattr(DEFAULTS, name):
@@ -189,7 +191,7 @@ class RemoteSource(Source):
         return (await self.post("/minitui/control", {"action": verb, **arguments})).get("value")
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """POST a JSON object; returns the answer's object. Raises EngineError."""
+        """POST a JSON object; returns the JSON object of the answer. Raises EngineError."""
         try:
             response = await check(await self.http.post(path, json=body))
         except (httpx.HTTPError, OSError) as error:
@@ -198,7 +200,7 @@ class RemoteSource(Source):
         return answer if isinstance(answer, dict) else {}
 
     def spawn(self, work: Any) -> None:
-        """Run `work` in the background and ignore its failure."""
+        """Run `work` in the background, and ignore its EngineErrors."""
 
         async def run() -> None:
             with contextlib.suppress(EngineError):

@@ -1,7 +1,7 @@
-"""Checks what a minitui server sends, before it is stored or applied: types, ranges and sizes.
+"""Checks the types, ranges and sizes of data from a minitui server, before the data is stored or applied.
 
-Records and snapshots pass the checks of a trace (minitui/trace/check.py, minitui/trace/follow.py). Checked here are the
-things that a trace does not have: sizes that grow over hours, facts about the engine, and answers.
+Records and snapshots pass the checks of a trace (minitui/trace/check.py, minitui/trace/follow.py). This module adds
+checks of data that a trace does not have: sizes that grow over hours, facts about the engine, and answers.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from minitui.trace import check as trace_check
 from minitui.trace.check import MOST, MOST_BLOCKS, MOST_NUMBER
 from minitui.trace.follow import Follower
 
-MOST_TEXT = 4_096  # characters of a name or a reason; thousands of them are kept
+MOST_TEXT = 4_096  # characters of a name or a reason; thousands of such texts are kept
 MOST_REQUESTS = 1 << 16
-MOST_LOADS = 1 << 16  # layers times experts; hundreds of such records are kept
+MOST_LOADS = 1 << 16  # expert loads in a record: layers times experts; hundreds of such records are kept
 
 
 class Refused(EngineError):
-    """The server sent data of another type, size or order than expected; none of it is shown."""
+    """The server sent data of an unexpected type, size or order. Such data is not shown."""
 
 
 def greeting(data: Any) -> tuple[str, int]:
-    """Returns (engine, number of its last record) of the event that begins a record stream."""
+    """Returns (the engine's name, the number of its last record) from the event that begins a record stream."""
     if type(data) is not dict or not _text(data.get("began")) or not _count(data.get("seq")):
-        raise Refused("its greeting lacks the engine or the record number")
+        raise Refused("its greeting lacks the engine's name or the record number")
     return data["began"], data["seq"]
 
 
 def records(data: Any) -> list[Record]:
-    """Returns the records of one event; whether they fit the state is checked later (Watch)."""
+    """Returns the records of one event. `Watch` checks later whether they fit the state."""
     if type(data) is not list:
         raise Refused("its records are not a list")
     checked: list[Record] = []
@@ -49,22 +49,23 @@ def records(data: Any) -> list[Record]:
             raise Refused(f"a text in record {row[0]:,} ({record[2]}) has more than {MOST_TEXT:,} characters")
         if record[2] == "experts" and sum(len(tokens) for _, tokens in record[4]) > MOST_LOADS:
             raise Refused(f"record {row[0]:,} has more than {MOST_LOADS:,} expert loads")
-        checked.append((*record[:2], intern(record[2]), *record[3:]))  # thousands are kept: share the kind's string
+        # Thousands of records are kept: those of one kind share its string.
+        checked.append((*record[:2], intern(record[2]), *record[3:]))
     return checked
 
 
 def snapshot(data: Any) -> dict[str, Any]:
-    """Returns a snapshot from JSON in the form of engine.trace.state, plus "began"."""
+    """Returns a snapshot, checked, in the form of engine.trace.state, plus "began"."""
     if type(data) is not dict or not _text(data.get("began")):
         raise Refused("its snapshot does not name the engine")
     try:
         return trace_check.snapshot(data)
     except ValueError as error:
-        raise Refused(str(error).replace("a trace has", "at most it may have")) from error
+        raise Refused(str(error).replace("a trace has", "the allowed range is")) from error
 
 
 class Watch:
-    """The state that a snapshot and the records after it give."""
+    """Computes the state from a snapshot and the records that follow it."""
 
     def __init__(self, snapshot: dict[str, Any]) -> None:
         self._follower = Follower(State.from_snapshot(snapshot))
@@ -81,11 +82,11 @@ class Watch:
         except ValueError as error:
             raise Refused(str(error)) from error
         if len(self._follower.state.requests) > MOST_REQUESTS:
-            raise Refused(f"it has more than {MOST_REQUESTS:,} requests")
+            raise Refused(f"its state has more than {MOST_REQUESTS:,} requests")
 
 
 def info(data: Any) -> dict[str, Any]:
-    """Returns the answer of /minitui/info, checked."""
+    """Returns the answer of /minitui/info. Raises Refused if a field is missing or not valid."""
     if type(data) is not dict:
         raise Refused("its /minitui/info is not a JSON object")
     for name, check in INFO.items():
@@ -95,19 +96,19 @@ def info(data: Any) -> dict[str, Any]:
 
 
 def accepted(event: dict[str, Any]) -> tuple[int, int | None]:
-    """Returns (the request's id, its seed) of the event that begins an answer."""
+    """Returns (the request's id, its seed) from the event that begins an answer."""
     request, seed = event["request"], event.get("seed")
     if "seed" not in event or not _count(request) or not METRICS["seed"](seed):
-        raise Refused("its answer begins without the request's number and seed")
+        raise Refused("its answer begins without the request's id and seed")
     return request, seed
 
 
 def delta(event: Any) -> dict[str, Any]:
-    """Returns a piece of an answer: text, ids, finish_reason (empty before the end) and metrics."""
+    """Returns a piece of an answer, checked: text, ids, finish_reason (empty before the end) and metrics."""
     if type(event) is not dict or type(event.get("text")) is not str or not _tokens(event.get("ids")):
         raise Refused("a piece of its answer has no text and ids")
     if not _text(event.get("finish_reason") or ""):
-        raise Refused("the finish reason of its answer is not a text")
+        raise Refused("the finish reason of its answer is not a short text")
     return {**event, "finish_reason": event.get("finish_reason") or "", "metrics": metrics(event.get("metrics"))}
 
 
@@ -125,7 +126,7 @@ def metrics(given: Any) -> dict[str, Any]:
 
 
 def count(value: Any) -> int | None:
-    """Returns a number of tokens; None if it is not one."""
+    """Returns `value` if it is a valid number of tokens, else None."""
     return value if type(value) is int and 0 <= value <= MOST else None
 
 
@@ -150,7 +151,7 @@ def _tokens(value: Any) -> bool:
 
 
 def _generation(value: Any) -> bool:
-    """Is it a checkpoint's generation_config?"""
+    """Is this a valid generation_config of a checkpoint?"""
     if value is None:
         return True
     return type(value) is dict and all(

@@ -1,4 +1,4 @@
-"""What a minitui server says about itself, and the files of its tokenizer."""
+"""Gets a minitui server's facts about itself, and the files of its tokenizer."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from minitui.sources.remote_checks import Refused
 
 
 def probe(url: str, key: str = "") -> dict[str, Any] | None:
-    """Returns what a server says about itself; None if it is not a minitui server, {} if it still loads its model.
+    """Returns a server's /minitui/info; None if it is not a minitui server, {} if it is not ready yet (503).
 
     Called before the application is drawn. Raises EngineError if the server cannot be reached or refuses the key.
     """
-    return asyncio.run(introduce(normalise(url), key))
+    return asyncio.run(probe_async(normalise(url), key))
 
 
 def probe_all(urls: list[str], key: str = "") -> list[dict[str, Any] | EngineError | None]:
-    """`probe` for several servers at once; a server's error takes the place of its result.
+    """Probe several servers at once; returns for each the result of `probe`, or the EngineError that it raised.
 
     Raises InvalidRequest if one of `urls` is not an address.
     """
@@ -34,7 +34,7 @@ def probe_all(urls: list[str], key: str = "") -> list[dict[str, Any] | EngineErr
 
     async def ask(url: str) -> dict[str, Any] | EngineError | None:
         try:
-            return await introduce(url, key)
+            return await probe_async(url, key)
         except EngineError as error:
             return error
 
@@ -44,8 +44,8 @@ def probe_all(urls: list[str], key: str = "") -> list[dict[str, Any] | EngineErr
     return asyncio.run(ask_all())
 
 
-async def introduce(url: str, key: str = "") -> dict[str, Any] | None:
-    """Like `probe`, on the running event loop."""
+async def probe_async(url: str, key: str = "") -> dict[str, Any] | None:
+    """Does the same as `probe`, on the running event loop."""
     async with open_client(url, key) as client:
         try:
             response = await client.get("/minitui/info")
@@ -59,7 +59,7 @@ async def introduce(url: str, key: str = "") -> dict[str, Any] | None:
 
 
 def read_info(url: str, text: bytes) -> dict[str, Any]:
-    """Returns the checked answer of /minitui/info. Raises EngineError."""
+    """Returns the checked answer of /minitui/info. Raises EngineError if it is not valid."""
     try:
         return remote_checks.info(load_json(text))
     except Refused as error:
@@ -67,9 +67,9 @@ def read_info(url: str, text: bytes) -> dict[str, Any]:
 
 
 async def load_tokenizer(http: httpx.AsyncClient, url: str, files: dict[str, str], cache: Path) -> Path:
-    """Returns the directory in `cache` that holds a server's tokenizer; missing files are downloaded.
+    """Returns the directory in `cache` with a server's tokenizer, after downloading the missing files.
 
-    `files`: name -> SHA-256, as /minitui/info lists them.
+    `files`: the SHA-256 of each file by name, from /minitui/info.
     """
     if not set(files) <= set(TOKENIZER_FILES):
         unknown = sorted(set(files) - set(TOKENIZER_FILES))

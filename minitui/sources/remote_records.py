@@ -1,8 +1,8 @@
 """Follows the records of a minitui server.
 
-A lost connection is opened again. Missed records leave a gap in the numbers, which a snapshot closes. If the server has
-restarted its engine in the meantime, record numbers start at 0 again. An offset then continues the numbers already
-seen, after a gap.
+A lost connection is opened again. Missed records leave a gap in the numbers, and a new snapshot is needed. If the
+server has restarted its engine in the meantime, its record numbers start at 0 again. Then an offset is added to them:
+they continue after the numbers already seen, with a gap.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from minitui.sources.http import (
 )
 from minitui.sources.remote_checks import Refused, Watch
 
-MAX_RECORDS = 200_000  # kept for a reader that does not drain
+MAX_RECORDS = 200_000  # kept while the reader does not drain them
 AT_ONCE = 2_000  # records checked per drain: several frames' worth at the highest rate
-CATCH_UP_S = 1.0  # how long a snapshot waits for the records before it
+CATCH_UP_S = 1.0  # the longest time that a snapshot waits for the records before it
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 4.0)
 CONNECTED_S = 15.0  # within this time the record stream must begin
 TIMEOUT = httpx.Timeout(22.0, connect=CONNECT_S)  # the record stream has at least a comment every 10 s
 
 
 class RemoteRecords:
-    """The record stream of one server, checked. `connection` is a sentence while it is interrupted, else empty."""
+    """The record stream of one server, checked. `connection`: the problem while the stream is down, else empty."""
 
     def __init__(self, http: httpx.AsyncClient, url: str, give_up_s: float, on_lost: Callable[[str], None]) -> None:
-        """`on_lost` is called with a sentence when the server was away for `give_up_s`, or sends invalid data."""
+        """`on_lost` is called with a sentence when the server is unreachable for `give_up_s`, or sends invalid data."""
         self.connection = ""
         self._http, self._url = http, url
         self._give_up_s, self._on_lost = give_up_s, on_lost
@@ -50,10 +50,10 @@ class RemoteRecords:
         self._unchecked: deque[Record] = deque(maxlen=MAX_RECORDS)
         self._checked: list[Record] = []
         self._watch: Watch | None = None  # the state that records are checked against; None: a snapshot is needed
-        self._snapshots = 0  # requested now; records wait for them
+        self._snapshots = 0  # requested and not yet received; until then, no records are drained
         self._engine: str | None = None  # the server's name for its engine; None before the first greeting
         self._offset = 0  # added to the server's record numbers
-        self._seq = 0  # of the last record, offset included
+        self._seq = 0  # number of the last record, with the offset
 
     @property
     def following(self) -> bool:
@@ -62,11 +62,14 @@ class RemoteRecords:
 
     @property
     def backlog(self) -> int:
-        """The number of records that were received and not drained."""
+        """The number of records that were received and not yet drained."""
         return len(self._unchecked) + len(self._checked)
 
     async def follow(self) -> None:
-        """Follow the stream; returns when it begins. Raises EngineDead if it does not, and keeps trying."""
+        """Follow the stream; returns when it begins.
+
+        Raises EngineDead if it does not begin within CONNECTED_S, and keeps trying.
+        """
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
         try:
@@ -102,7 +105,7 @@ class RemoteRecords:
                     async for name, data in server_events(response, quiet_s=None):
                         self._take(name, load_json(data))
                         lost_at, attempt = None, 0
-                reason = "the server ended the connection"
+                reason = "the server closed the connection"
             except Refused as error:
                 self._refuse(error)
                 return
@@ -111,10 +114,10 @@ class RemoteRecords:
             except (EngineError, ValueError) as error:
                 reason = str(error)
             lost_at = lost_at or time.monotonic()
-            away = time.monotonic() - lost_at
-            self.connection = f"no connection to {self._url} for {away:.0f} s ({reason}); trying again"
-            if away > self._give_up_s:
-                self._on_lost(f"{self._url} has not been reached for {away:.0f} s: {reason}")
+            lost_s = time.monotonic() - lost_at
+            self.connection = f"no connection to {self._url} for {lost_s:.0f} s ({reason}); trying again"
+            if lost_s > self._give_up_s:
+                self._on_lost(f"{self._url} has not been reached for {lost_s:.0f} s: {reason}")
                 return
             await asyncio.sleep(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)] * random.uniform(0.7, 1.3))
             attempt += 1
@@ -138,12 +141,12 @@ class RemoteRecords:
             self._unchecked.append((self._seq, *record[1:]))
 
     def _greet(self, engine: str, seq: int) -> None:
-        """The stream begins after the engine's record `seq`. If records were missed, the next number leaves a gap."""
+        """Begin a stream that continues after record `seq` of `engine`. Missed records leave a gap in the numbers."""
         first = self._engine is None
         if first:
             self._seq = seq
         elif engine != self._engine:
-            self._offset = self._seq + 2  # numbers start again: put them behind ours, with a gap
+            self._offset = self._seq + 2  # the new engine's numbers continue after ours, with a gap
         elif seq + self._offset != self._seq:
             self._offset += 1  # a single missed record must leave a gap, too
         if not first and seq + self._offset != self._seq:
@@ -156,8 +159,8 @@ class RemoteRecords:
     def drain(self) -> list[Record]:
         """Returns the records since the last call, at most about AT_ONCE of them.
 
-        There are none before the first snapshot and while one is being requested. After a gap, the first record behind
-        it is returned, and then none until the next snapshot.
+        Returns none before the first snapshot and while a snapshot is being requested. After a gap, returns the first
+        record behind the gap, and then none until the next snapshot.
         """
         if self._snapshots:
             return []
@@ -184,7 +187,7 @@ class RemoteRecords:
             self._refuse(error)
 
     async def _caught_up(self, seq: int) -> bool:
-        """Wait briefly for the record `seq`; returns whether it has come."""
+        """Wait briefly for the record `seq`; returns whether it has arrived."""
         end = time.monotonic() + CATCH_UP_S
         while self._watch is not None and self._watch.state.seq < seq and time.monotonic() < end:
             self._check()
@@ -192,7 +195,7 @@ class RemoteRecords:
         return self._watch is not None and self._watch.state.seq >= seq
 
     async def snapshot(self) -> dict[str, Any]:
-        """Returns the state at some record; records drained later may begin before that."""
+        """Returns the state after some record. Records drained later may begin before that record."""
         self._snapshots += 1
         try:
             for _ in range(100):
@@ -202,11 +205,11 @@ class RemoteRecords:
                     for node in snapshot["nodes"].values():
                         node["last_used"] += self._offset
                     if await self._caught_up(snapshot["seq"]) and self._watch is not None:
-                        return self._watch.state.snapshot()  # the records drained later follow this one
+                        return self._watch.state.snapshot()  # the records drained later follow this state
                     self._watch = Watch(snapshot)
                     return snapshot
-                await asyncio.sleep(0.1)  # the engine was restarted: wait for the greeting that says so
-            raise EngineDead(f"{self._url} restarts its engine again and again")
+                await asyncio.sleep(0.1)  # the engine was restarted: wait for its greeting
+            raise EngineDead(f"{self._url} keeps restarting its engine")
         except Refused as error:
             raise self._refuse(error) from error
         finally:
@@ -221,5 +224,5 @@ class RemoteRecords:
 
 
 def decode_snapshot(text: str | bytes) -> dict[str, Any]:
-    """Returns a snapshot for engine.trace.state from its JSON, where keys are strings. Raises Refused."""
+    """Returns a snapshot for engine.trace.state from its JSON, whose keys are strings. Raises Refused."""
     return remote_checks.snapshot(load_json(text))

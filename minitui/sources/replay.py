@@ -1,8 +1,8 @@
-"""A trace as a Source: the application shows it like an engine, and the viewer controls the clock.
+"""A Source that plays a trace: the application shows it like an engine, and the viewer controls the clock.
 
-Records are returned as they were recorded, with new numbers. The viewer controls gate and slow motion, so the recorded
-gate and pace records are replaced by the viewer's. A speed below 1 is slow motion, as with a live engine. A speed above
-1 makes the engine's time run faster.
+Records are returned as they were recorded, with new numbers and times. The viewer controls the gate and slow motion, so
+the recorded gate and pace records are left out, and new ones are added. A speed below 1 is slow motion, as with a live
+engine. A speed above 1 makes the engine's time run faster.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from minitui.trace.bundled import is_bundled
 from minitui.trace.reader import TraceReader
 
 MIN_SPEED, MAX_SPEED = 1.0 / MAX_PACE, 1000.0
-AT_ONCE = 20_000  # the most records of one drain
+AT_ONCE = 20_000  # the largest number of records in one drain
 STEPS_BEFORE = 200  # a seek begins this many steps earlier where possible, so that the panels have a history
-CONTROL = ("gate", "pace")
+CONTROL = ("gate", "pace")  # the kinds of records that the viewer's actions replace
 
 
 class ReplaySource(Source):
@@ -38,20 +38,20 @@ class ReplaySource(Source):
         self.speed = speed
         self.reader: TraceReader | None = None
         self._clock = clock
-        self._part = 0
+        self._part = 0  # index of the part of the trace that is played
         self._at = 0  # index of the next record in the part
         self._state: State | None = None  # after the records handed out so far
         self._seq = 0
         self._played = 0.0  # the playhead, in seconds of play
-        self._ticked = 0.0  # the clock when the playhead last moved
+        self._ticked = 0.0  # the time of the clock when the playhead last moved
         self._t = 0.0  # time of the last record handed out: the keyframe's time plus the seconds played since
-        self._last_due = 0.0
-        self._closed = False
-        self._allowed = 0
+        self._last_due = 0.0  # when the last record handed out was due, in seconds of play
+        self._closed = False  # the viewer's gate
+        self._allowed = 0  # steps that may still run through the closed gate
         self._in_step = False  # the last step handed out has not ended yet
         self._finishing = False  # the gate was closed within a step: the rest of that step is still handed out
-        self._until: tuple[str, float] | None = None
-        self._cause = ""  # the event that ended a run_until; shown at the end of its step
+        self._until: tuple[str, float] | None = None  # (event, milliseconds for "slow") of a run_until
+        self._cause = ""  # the event that ended a run_until; shown when its step ends
         self._seek_to: tuple[int, int] | None = None  # (part, record) of a seek: records before it are due at once
         self._control: list[tuple[Any, ...]] = []  # gate and pace records for the next drain
 
@@ -70,7 +70,7 @@ class ReplaySource(Source):
         raise InvalidRequest("a recording cannot answer; `minitui chat` starts an engine")
 
     async def control(self, verb: str, **arguments: Any) -> Any:
-        """pause | resume | step n= | run_until predicate= | pace factor= | speed factor= | seek step=."""
+        """Do one of: pause | resume | step n= | run_until predicate= | pace factor= | speed factor= | seek step=."""
         if verb == "pause":
             self._gate("closed", "paused")
         elif verb == "resume":
@@ -91,7 +91,7 @@ class ReplaySource(Source):
         elif verb == "seek":
             self.seek(arguments["step"])
         else:
-            raise InvalidRequest(f"a recording cannot do {verb!r}", "action")
+            raise InvalidRequest(f"a recording does not support {verb!r}", "action")
 
     async def snapshot(self) -> dict[str, Any]:
         """Returns the state after the records handed out so far."""
@@ -113,8 +113,8 @@ class ReplaySource(Source):
                 break
             self._at += 1
             self._played = max(self._played, due)
-            slow = self._seek_to is None and not self._closed
-            self._t += (due - self._last_due) * (self.pace if slow else 1.0)
+            paced = self._seek_to is None and not self._closed
+            self._t += (due - self._last_due) * (self.pace if paced else 1.0)
             self._last_due = due
             if record[2] not in CONTROL:
                 out.append(self._make(*record[2:]))
@@ -132,7 +132,7 @@ class ReplaySource(Source):
 
     @property
     def trace(self) -> TraceReader:
-        """The trace, once started."""
+        """The trace; available after `start`."""
         assert self.reader is not None, "the replay has not been started"
         return self.reader
 
@@ -143,12 +143,12 @@ class ReplaySource(Source):
 
     @property
     def step(self) -> int:
-        """The last step handed out."""
+        """The last step handed out; -1 before `start`."""
         return self._state.step if self._state is not None else -1
 
     @property
     def pace(self) -> float:
-        """The factor of slow motion: 1 at the engine's own speed and above."""
+        """The factor of slow motion; 1 if the replay is as fast as the engine was, or faster."""
         return max(1.0, round(1.0 / self.speed, 2))
 
     @property
@@ -157,7 +157,7 @@ class ReplaySource(Source):
         return self.reader is not None and self._next()[0] is None
 
     def set_speed(self, speed: float) -> None:
-        """Set the speed: 1 is the engine's own, 0.1 ten times slower. Raises InvalidRequest if it is out of range."""
+        """Set the speed: 1 is the engine's own, 0.1 is ten times slower. Raises InvalidRequest if out of range."""
         if not MIN_SPEED <= speed <= MAX_SPEED:
             raise InvalidRequest(f"the speed is {speed:g}: it must be from {MIN_SPEED:g} to {MAX_SPEED:g}", "factor")
         self._advance_clock()
@@ -166,9 +166,10 @@ class ReplaySource(Source):
             self._control = [item for item in self._control if item[0] != "pace"] + [("pace", self.pace)]
 
     def seek(self, step: int) -> None:
-        """Go to the end of `step`.
+        """Move the playhead to the end of `step`.
 
-        The next snapshot is of an earlier step. The records from there are due at once: the panels need a history.
+        The next snapshot shows an earlier step, because the panels need a history. The records from that step to `step`
+        are due at once.
         """
         trace = self.trace
         step = max(trace.first_step, min(step, trace.last_step))
@@ -177,13 +178,13 @@ class ReplaySource(Source):
         self._place(begin, 0)
         self._seek_to = target if step > trace.first_step else (0, 0)
         self._until, self._allowed = None, 0
-        # Those records need normal pace and an open gate. `_arrive` restores the viewer's.
+        # These records need an open gate and normal pace. `_arrive` restores the viewer's gate and pace.
         assert self._state is not None
         self._state.gate, self._state.pace = "open", 1.0
         self._control.clear()
 
     def bookmark(self, text: str) -> None:
-        """Bookmark the step at the playhead. A bundled trace keeps the bookmark in memory only."""
+        """Bookmark the step at the playhead. The bookmark of a bundled trace is not saved."""
         if is_bundled(self.path):
             self.trace.bookmarks.append((self.step, text))
             self.trace.bookmarks.sort()
@@ -203,7 +204,7 @@ class ReplaySource(Source):
         chosen = self.trace.part(part)
         self._part, self._at = part, at
         state = chosen.state
-        # Numbers continue behind those handed out, with a gap, so that the reader notices the jump.
+        # Numbers continue after those handed out, with a gap, so that the reader notices the jump.
         if self._state is not None:
             state.seq = max(self._seq + 2, state.seq)
         state.gate = "closed" if self._closed else "open"

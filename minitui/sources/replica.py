@@ -13,7 +13,7 @@ from minitui.sources.base import Stream
 from minitui.sources.http import httpx, normalise
 from minitui.sources.openai import OpenAISource, TextCodec
 from minitui.sources.remote import RemoteSource
-from minitui.sources.remote_info import introduce
+from minitui.sources.remote_info import probe_async
 from minitui.sources.server_metrics import PATIENCE_S, MetricsPoller, ServerMetrics, trouble_of, wait_after
 
 LOADING = "it is loading its model"
@@ -124,7 +124,7 @@ class Replica:
         """Ask what the server is and open its sources. Keeps open ones if nothing has changed. Raises EngineError."""
         self._returned.clear()
         async with asyncio.timeout(PATIENCE_S):
-            info = await introduce(self.url, self._key)
+            info = await probe_async(self.url, self._key)
         if info == {}:
             raise EngineDead(LOADING)
         if info is not None:

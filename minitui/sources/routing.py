@@ -1,16 +1,16 @@
-"""Which of several replicas answers a request. The rule works on addresses and loads alone.
+"""Chooses which of several replicas answers a chat, from the chat and the replicas' addresses and loads alone.
 
-1. A chat stays with the replica that wrote its last answer: that cache holds the whole conversation.
+1. A chat stays with the replica that wrote its last answer: its cache holds the whole conversation.
 2. A chat without an answer is routed by its prefix: its system prompt, or else its first question. The hash of prefix
    and replica is the replica's weight, and the replica with the highest weight gets the chat. So chats that begin alike
-   use the same cache, and no table is needed. When a replica leaves, only its own chats move, each to the second in its
-   order. (Rendezvous hashing: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM ToN
-   1998.)
-3. A replica that is full is skipped. Full means more than its share: SLACK times the mean number of requests over the
-   usable replicas, running and waiting, but at least FEW, because such a small batch costs hardly more than one
-   request. As the share is above the mean, at least one replica always has room. ("Consistent hashing with bounded
-   loads": Mirrokni, Thorup and Zadimoghaddam, 2016, with rendezvous order instead of the ring. SGLang's router makes a
-   similar trade-off: by prefix until the loads differ too much.)
+   use the same cache, and no table is needed. When a replica leaves, only its own chats move, each to the replica with
+   the next highest weight. (Rendezvous hashing: Thaler and Ravishankar, "Using name-based mappings to increase hit
+   rates", IEEE/ACM ToN 1998.)
+3. A full replica is asked last. A replica is full when its requests, running and waiting, reach its share: SLACK times
+   the mean number of requests over the usable replicas, but at least FEW, because a batch of FEW requests costs hardly
+   more than one request. The share is above the mean, so at least one replica always has room. ("Consistent hashing
+   with bounded loads": Mirrokni, Thorup and Zadimoghaddam, 2016, with rendezvous order instead of the ring. SGLang's
+   router makes a similar trade-off: it routes by prefix until the loads differ too much.)
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def opening_of(session: Conversation) -> Opening:
 
 
 def rank(prefix: str, names: Iterable[str]) -> list[str]:
-    """Returns the names by their weight for this prefix, the highest first."""
+    """Returns the names in the order of their weights for this prefix, the highest weight first."""
 
     def weight(name: str) -> bytes:
         return hashlib.blake2b(f"{name}\0{prefix}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
@@ -67,7 +67,7 @@ def rank(prefix: str, names: Iterable[str]) -> list[str]:
 
 
 def capacity(loads: Iterable[float]) -> int:
-    """Returns the number of requests at which a replica is full, when one more request is to be placed."""
+    """Returns the number of requests at which a replica is full. The request to be placed is part of the mean."""
     counts = list(loads)
     return max(FEW, math.ceil(SLACK * (sum(counts) + 1) / max(1, len(counts))))
 
@@ -75,7 +75,7 @@ def capacity(loads: Iterable[float]) -> int:
 def order(prefix: str, loads: Mapping[str, float], last: str = "") -> list[str]:
     """Returns the usable replicas in the order in which they should be asked.
 
-    `loads`: the current requests of each; `last`: the replica that wrote this chat's last answer, if known.
+    `loads`: the current requests of each replica. `last`: the replica that wrote this chat's last answer, if known.
     """
     ranked = rank(prefix, loads)
     ranked.sort(key=lambda name: name != last)  # the sort is stable: the others keep their order

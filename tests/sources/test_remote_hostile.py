@@ -101,7 +101,7 @@ def whole(body: bytes) -> bytes:
         (endless(b"", b"HTTP/1.1 103 Early Hints\r\n\r\n", every=0.001), "no complete head within 0.5 s"),
         (once(whole(DEEP)), "not JSON"),
         (once(whole(WIDE)), "of 2,000,005 parts"),
-        (once(whole(b'{"data": 3}')), "another shape"),
+        (once(whole(b'{"data": 3}')), "an unexpected form"),
     ],
     ids=["gzip", "body", "announced length", "line", "head", "slow head", "hints", "deep", "wide", "odd"],
 )

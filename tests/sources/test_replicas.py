@@ -53,7 +53,7 @@ def test_losing_a_replica_moves_only_its_own_chats_each_to_its_second() -> None:
     assert len(moved) == 3, "all of its share went to one of the others"
 
 
-def test_a_full_replica_is_skipped_and_at_least_one_has_room() -> None:
+def test_a_full_replica_is_asked_last_and_at_least_one_has_room() -> None:
     first, second, third, fourth = rank("x", NAMES)
     assert order("x", {first: FEW - 1, second: 0, third: 0, fourth: 0})[0] == first, "a few cost nothing"
     assert order("x", {first: FEW, second: 0, third: 0, fourth: 0}) == [second, third, fourth, first]
