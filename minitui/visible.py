@@ -1,15 +1,15 @@
-"""Keeps text from outside from controlling the terminal: control characters become visible symbols.
+"""Replaces control characters by visible symbols, so that text from outside cannot control the terminal.
 
 Models, servers, chat templates, traces, file names and pasted text may contain escape sequences that set the window's
 title, write the clipboard, clear the screen or reverse the reading order. Stored text stays exact, because an answer is
-part of the next prompt. The text is made visible where it leaves the process, so panels and commands need not do it:
+part of the next prompt. Control characters are replaced only where text leaves the process:
 
     the application   every line of a widget passes minitui/tui/line_filters.py; frames of panels minitui/tui/theme.py
     commands          the command line replaces sys.stdout and sys.stderr by `PlainStream` (minitui/cli/main.py)
     documents         Markdown by `visible`; JSON by `json_text`, whose escapes keep the text exact
     clipboard         MinituiApp.copy_to_clipboard
 
-Only our own code writes escape sequences: Textual's driver, and the status line through `PlainStream.stream`.
+Only Textual's driver and our status line write escape sequences; the status line writes to `PlainStream.stream`.
 """
 
 from __future__ import annotations
@@ -21,50 +21,50 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
-LOST = "\ufffd"  # for characters without a symbol of their own
+LOST = "\ufffd"  # replaces the characters that have no symbol in _SYMBOLS
 # C1, line separators, bidirectional embeddings, overrides and isolates, lone surrogates, characters invalid in XML.
 _RARE = "\x80-\x9f\u2028-\u202e\u2066-\u206f\ud800-\udfff\ufffe\uffff"
 _IN_TEXT = re.compile(f"\r\n|[\\x00-\\x08\\x0b-\\x1f\\x7f{_RARE}]")
 _IN_LINE = re.compile(f"[\\x00-\\x1f\\x7f{_RARE}]")
 _IN_JSON = re.compile(f"[\\x7f{_RARE}]")
-_SIGNS = {chr(code): chr(0x2400 + code) for code in range(32)} | {
+_SYMBOLS = {chr(code): chr(0x2400 + code) for code in range(32)} | {
     "\r\n": "\n", "\x7f": "\u2421", "\x85": "\u2424", "\u2028": "\u2424", "\u2029": "\u2424",
 }  # fmt: skip
 
 
-def _sign(found: re.Match[str]) -> str:
-    return _SIGNS.get(found[0], LOST)
+def _symbol(found: re.Match[str]) -> str:
+    return _SYMBOLS.get(found[0], LOST)
 
 
 def visible(text: str) -> str:
-    """The text with symbols for characters that control a terminal. Newlines and tabs stay."""
-    return text if text.isprintable() else _IN_TEXT.sub(_sign, text)
+    """Returns the text with symbols for characters that control a terminal. Newlines and tabs are kept."""
+    return text if text.isprintable() else _IN_TEXT.sub(_symbol, text)
 
 
 def visible_line(text: str) -> str:
-    """The same on one line: newlines and tabs become symbols too."""
-    return text if text.isprintable() else _IN_LINE.sub(_sign, text)
+    """Returns the text with symbols for all characters that `visible` replaces, and for newlines and tabs."""
+    return text if text.isprintable() else _IN_LINE.sub(_symbol, text)
 
 
 def json_text(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    """JSON in which every character that `visible` would change is escaped, so the text stays exact."""
+    """Returns JSON in which the characters that `visible` replaces are escaped, so the text stays exact."""
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
     return _IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class PlainStream:
-    """A wrapper of `stream` that writes only visible text."""
+    """A wrapper of `stream` that replaces control characters in everything written."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        """Writes `visible(text)`."""
+        """Write `visible(text)`; returns the length of `text`."""
         self.stream.write(visible(text))
         return len(text)
 
     def writelines(self, lines: Any) -> None:
-        """Writes each line."""
+        """Write each of the lines."""
         for line in lines:
             self.write(line)
 
@@ -74,7 +74,7 @@ class PlainStream:
 
 @contextlib.contextmanager
 def plain_output() -> Iterator[None]:
-    """Within this, stdout and stderr get only visible text, and encoding raises no errors."""
+    """Inside this context, control characters in stdout and stderr are replaced, and encoding raises no errors."""
     before = sys.stdout, sys.stderr
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")

@@ -1,4 +1,4 @@
-"""The bundled model: its directory, system prompt and known questions. Imports nothing heavy."""
+"""The bundled model: its directory, system prompt and known questions. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ DEFAULT_SYSTEM_PROMPT = (
 
 
 def model_dir() -> Path:
-    """The directory of the bundled checkpoint: config, weights, tokenizer and chat template."""
+    """Returns the directory of the bundled checkpoint: config, weights, tokenizer and chat template."""
     return HERE / "model"
 
 
 def known_questions() -> list[str]:
-    """The questions that the model answered word for word in the evaluation, in corpus order; empty without the list.
+    """Returns the questions that the model answered word for word in the evaluation, in corpus order.
 
-    The prompt completes them, and /ask lists them.
+    The chat prompt completes them, and /ask lists them. Empty if the file with the questions does not exist.
     """
     path = model_dir() / "known_questions.json"
     if not path.exists():

@@ -1,1 +1,1 @@
-"""What the panels show, folded from the engine's records. No Textual."""
+"""The data that the panels show, folded from the engine's records. Does not import Textual."""

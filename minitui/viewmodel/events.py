@@ -1,4 +1,4 @@
-"""Events: each admission, hit, eviction, preemption and finish, in words and with the engine's reason."""
+"""Events: admissions, cache hits, evictions, preemptions, finishes and others, in words with the engine's reason."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from minitui.text import count, match_reason
 from minitui.viewmodel.lanes import Lane
 
 EVENTS_KEPT = 20_000
-LEAST_HELD = 0.05  # seconds: shorter pauses are not mentioned
-EVENTS_ALWAYS = 4_000  # events kept even if older than the records kept
+SHORTEST_PAUSE_S = 0.05  # shorter pauses are not mentioned
+EVENTS_ALWAYS = 4_000  # the newest events, kept even after their records are dropped
 KINDS = ("admit", "hit", "miss", "evict", "preempt", "finish", "wait", "refuse", "fail", "pace")
 
 
 class Event(NamedTuple):
-    """One recorded decision. `step`: the step being planned, or the last one for an event of a commit."""
+    """One recorded decision. `step`: the step being planned; for other events, such as a finish, the last planned step;
+    for a failure, the failed step."""
 
     seq: int
     step: int
@@ -34,20 +35,20 @@ _new = tuple.__new__
 
 
 class Events:
-    """The last EVENTS_KEPT events, never merged. Their text is made when it is shown."""
+    """The last EVENTS_KEPT events, never merged. The text of an event is made when it is shown."""
 
     def __init__(self) -> None:
         self.items: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self.count = 0
 
-    def evicted(self, record: Record, step: int, ids: Sequence[int]) -> None:
-        """Add an `evict` record with the first token ids evicted. `step` is the last planned one."""
+    def fold_evict(self, record: Record, step: int, ids: Sequence[int]) -> None:
+        """Add an `evict` record; `ids` are the first evicted token ids. `step` is the last planned step."""
         self.count += 1
-        # Like `Event(...)`, in a third of the time.
+        # The same as `Event(...)`, in a third of the time.
         self.items.append(_new(Event, (record[0], step + 1, "evict", -1, record[3], record, ids, -1)))
 
     def fold(self, record: Record, step: int, writer: int = -1) -> None:
-        """Add any other record that is a decision. `step` is the last planned one."""
+        """Add any other record that is a decision. `step` is the last planned step."""
         kind = record[2]
         decision = _RECORDS.get(kind)
         if decision is None:
@@ -65,7 +66,7 @@ class Events:
         self.items.append(event)
 
     def forget_before(self, seq: int) -> None:
-        """Drop events before this record, but keep the last EVENTS_ALWAYS."""
+        """Drop the events of records before `seq`, but keep the last EVENTS_ALWAYS events."""
         items = self.items
         while len(items) > EVENTS_ALWAYS and items[0].seq < seq:
             items.popleft()
@@ -81,12 +82,12 @@ class Events:
         return found[::-1]
 
     def tail(self, n: int, seq: int, wanted: Callable[[Event], bool], skip: int = 0) -> list[Event]:
-        """Returns up to `n` wanted events at or before `seq`, newest first; skips the newest `skip` of them."""
+        """Returns up to `n` wanted events up to record `seq`, newest first, without the newest `skip` of them."""
         events = (event for event in reversed(self.items) if event.seq <= seq and wanted(event))
         return list(islice(events, skip, skip + n))
 
 
-_RECORDS = {  # kind of record -> (kind of event, 1 if it belongs to the step being planned, has a request)
+_RECORDS = {  # kind of record -> (kind of event, 1 if it belongs to the step being planned else 0, has a request)
     "admit": ("admit", 1, True), "match": ("hit", 1, True), "preempt": ("preempt", 1, True),
     "requeue": ("preempt", 0, True), "finish": ("finish", 0, True),
     "wait": ("wait", 1, True), "refuse": ("refuse", 0, False), "fail": ("fail", 0, False),
@@ -95,13 +96,13 @@ _RECORDS = {  # kind of record -> (kind of event, 1 if it belongs to the step be
 
 
 def looked_up(event: Event) -> int:
-    """Returns the number of tokens a match looked up: the prompt, and the reply so far after a preemption."""
+    """Returns the number of tokens that a match looked up: the prompt and, after a preemption, the reply so far."""
     return int(event.record[7].split(" of ")[1].split()[0].replace(",", ""))
 
 
 def describe(event: Event, lane: Lane | None, quote: str = "", short: bool = False) -> str:
-    """Returns the event in a sentence, or in few words if `short`. `lane`: of its request, if known; `quote`: the
-    evicted text."""
+    """Returns the event as a sentence, or in few words if `short`. `lane`: the lane of its request, if known. `quote`:
+    the evicted text."""
     kind, fields = event.record[2], event.record[3:]
     name = f"r{event.request}"
     if kind == "admit":
@@ -116,7 +117,7 @@ def describe(event: Event, lane: Lane | None, quote: str = "", short: bool = Fal
             return f"{name}: {reason}" if short else f"{name} takes nothing from the tree · {reason}"
         if short:
             return f"{name}: {tokens:,} of {looked_up(event):,} cached"
-        early = f", which r{event.writer} is still computing" if event.writer >= 0 else ""
+        early = f" (r{event.writer} is still computing them)" if event.writer >= 0 else ""
         return f"{name} takes {tokens:,} of {looked_up(event):,} tokens from the tree{early} · {reason}"
     if kind == "preempt":
         text = f"{name} releases {count(fields[2], 'block')}"
@@ -147,11 +148,11 @@ def describe(event: Event, lane: Lane | None, quote: str = "", short: bool = Fal
 
 
 def _arrival(lane: Lane | None) -> str:
-    """Returns the length of an admitted prompt and how long the request waited."""
+    """Returns the prompt's length and the time that the request waited before its admission."""
     if lane is None:
         return ""
     text = f" · {count(lane.prompt_tokens, 'prompt token')}"
     if lane.waited_ms is None:
         return text
-    paused = f" and {lane.held:,.1f} s while paused or slowed" if lane.held >= LEAST_HELD else ""
+    paused = f" and {lane.paused_s:,.1f} s while paused or slowed" if lane.paused_s >= SHORTEST_PAUSE_S else ""
     return f"{text} · waited {lane.waited_ms:,.0f} ms{paused}"

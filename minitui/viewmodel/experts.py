@@ -10,12 +10,13 @@ import numpy as np
 from engine.trace.records import Record
 
 KEPT = 240  # records; the engine writes up to four a second
-SUMMED = 8
+SUMMED = 8  # records in one ExpertLoad
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """Tokens of each expert, int64 [layers, experts], over the last SUMMED records; `layers` numbers the rows."""
+    """`tokens`: tokens of each expert over the last SUMMED records, int64 [layers, experts]. `layers`: the layer number
+    of each row."""
 
     layers: tuple[int, ...]
     tokens: np.ndarray

@@ -1,6 +1,7 @@
-"""The history: steps in columns, rates in buckets of time, first tokens.
+"""The history: columns of step figures, rates in buckets of time, and times to first token.
 
-All are rings of fixed size. Columns are `array`s: no objects for the garbage collector, and numpy reads them in place.
+All are rings of fixed size. Columns are `array`s: the garbage collector does not scan them, and numpy reads them in
+place.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ BUCKET = 0.25  # seconds
 BUCKETS_KEPT = 2048
 FIRST_TOKENS_KEPT = 256
 
-Chunk = tuple[int, int, int, bool]  # request, start, tokens, samples a token
+Chunk = tuple[int, int, int, bool]  # request, start, tokens, True if the step samples a token after it
 Draft = tuple[int, int, int]  # request, tokens drafted, accepted (-1: not known yet)
 KINDS = ("", "decode", "mixed", "prefill")
 
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One step. Durations in ms; None until its timing has arrived, or if it is unknown."""
+    """One step. Durations are in ms; None if unknown, or if the timing of the step has not arrived yet."""
 
     step: int
     t: float
@@ -41,9 +42,9 @@ class StepRow:
     device_ms: float | None
     ended: float | None  # engine time of its `time` record
     end_seq: int  # sequence number of its `time` record; 0: none yet
-    rest: float = 0.0  # seconds from the end of the previous step to this one's plan; 0 if unknown
+    pause_s: float = 0.0  # time from the end of the previous step to the plan of this step; 0 if unknown
     drafts: tuple[Draft, ...] = ()
-    comm_ms: float | None = None  # time in collectives between ranks, waiting included
+    comm_ms: float | None = None  # time in collectives between ranks: the `comm` record
 
     @property
     def drafted(self) -> int:
@@ -52,7 +53,7 @@ class StepRow:
 
     @property
     def accepted(self) -> int:
-        """Number of draft tokens accepted: the step produced so many tokens more than `decodes`."""
+        """Number of draft tokens accepted. The requests decoded `decodes` + `accepted` tokens."""
         return sum(max(0, draft[2]) for draft in self.drafts)
 
     @property
@@ -67,7 +68,7 @@ class StepRow:
 
 
 class Steps:
-    """The last STEPS_KEPT steps, by number."""
+    """The last `capacity` steps, by step number."""
 
     def __init__(self, capacity: int = STEPS_KEPT) -> None:
         self.capacity = capacity
@@ -89,17 +90,17 @@ class Steps:
         self.ranks = 1  # GPUs that share the model
         self._ended = array("d", [0.0]) * capacity
         self._end_seq = array("q", [0]) * capacity
-        self._bucket = array("q", [0]) * capacity  # the bucket of Rates in which it was planned
+        self._bucket = array("q", [0]) * capacity  # the bucket of Rates in which the step was planned
         self._chunks: list[list[Chunk] | None] = [None] * capacity
-        self._drafts: dict[int, array[int]] = {}  # step -> the fields of its Drafts, one after the other
+        self._drafts: dict[int, array[int]] = {}  # step -> its Drafts, with their fields in one flat array
         self._nan = float("nan")
 
-    def drafting(self, record: Record) -> None:
+    def fold_draft(self, record: Record) -> None:
         """Fold a `draft` record; it precedes the `step` record of its step."""
         _seq, _t, _kind, step, drafts = record
         self._drafts[step] = array("q", [field for request, tokens in drafts for field in (request, tokens, -1)])
 
-    def accepted(self, record: Record) -> tuple[int, int]:
+    def fold_accept(self, record: Record) -> tuple[int, int]:
         """Fold an `accept` record. Returns (tokens drafted, tokens accepted)."""
         _seq, _t, _kind, step, drafts = record
         drafted, accepted = sum(draft[1] for draft in drafts), sum(draft[2] for draft in drafts)
@@ -110,8 +111,8 @@ class Steps:
             self._accepted[step % self.capacity] = accepted
         return drafted, accepted
 
-    def planned(self, record: Record, bucket: int = 0) -> int:
-        """Fold a `step` record; `bucket` is the current one of Rates. Returns the prefill tokens."""
+    def fold_step(self, record: Record, bucket: int = 0) -> int:
+        """Fold a `step` record; `bucket` is the current bucket of Rates. Returns the number of prefill tokens."""
         _seq, t, _kind, step, prefills, _joined, _left, tokens, waiting = record
         i = step % self.capacity
         prefill_tokens = 0
@@ -133,7 +134,7 @@ class Steps:
                 self._drafts.pop(self.first - 1, None)
         return prefill_tokens
 
-    def timed(self, record: Record) -> None:
+    def fold_time(self, record: Record) -> None:
         """Fold a `time` record."""
         seq, t, _kind, step, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
         i = step % self.capacity
@@ -144,7 +145,7 @@ class Steps:
         self._device[i] = self._nan if device_ms is None else device_ms
         self._ended[i], self._end_seq[i] = t, seq
 
-    def exchanged(self, record: Record) -> None:
+    def fold_comm(self, record: Record) -> None:
         """Fold a `comm` record."""
         _seq, _t, _kind, step, self.ranks, ms = record
         if step in self:
@@ -160,7 +161,7 @@ class Steps:
         i = step % self.capacity
         timed = self._end_seq[i] > 0
         before = (step - 1) % self.capacity
-        known = self._step[before] == step - 1 and self._end_seq[before] > 0
+        before_timed = self._step[before] == step - 1 and self._end_seq[before] > 0
         device, comm = self._device[i], self._comm[i]
         return StepRow(
             step=step,
@@ -176,7 +177,7 @@ class Steps:
             device_ms=None if not timed or device != device else device,
             ended=self._ended[i] if timed else None,
             end_seq=self._end_seq[i],
-            rest=max(0.0, self._t[i] - self._ended[before]) if known else 0.0,
+            pause_s=max(0.0, self._t[i] - self._ended[before]) if before_timed else 0.0,
             drafts=self._drafts_of(step),
             comm_ms=None if comm != comm else comm,
         )
@@ -189,7 +190,7 @@ class Steps:
         return self._chunks[step % self.capacity] or []
 
     def indices(self, first: int, last: int) -> np.ndarray:
-        """Returns the column positions of the kept steps from `first` to `last`."""
+        """Returns the column indices of the kept steps from `first` to `last`."""
         first, last = max(first, self.first, 0), min(last, self.last)
         if last < first:
             return np.empty(0, np.int64)
@@ -203,7 +204,7 @@ class Steps:
         return np.frombuffer(store, np.float64 if store.typecode == "d" else np.int64)
 
     def prefilled(self, at: np.ndarray) -> np.ndarray:
-        """Returns the prompt tokens computed in the steps at these positions."""
+        """Returns the number of prompt tokens computed in each step at these column indices."""
         return self.column("tokens")[at] - self.column("decodes")[at] - self.column("drafted")[at]
 
     def decoded(self, step: int) -> int:
@@ -211,7 +212,7 @@ class Steps:
         return self._decodes[step % self.capacity]
 
     def since(self, t: float, last: int) -> int:
-        """Returns the first kept step planned at `t` or later, up to `last`; `last` + 1 if none."""
+        """Returns the first kept step up to `last` that was planned at engine time `t` or later; `last` + 1 if none."""
         first = max(self.first, 0)
         return first + bisect_left(range(first, last + 1), t, key=lambda step: self._t[step % self.capacity])
 
@@ -223,7 +224,7 @@ class Rates:
     """
 
     SUMS = ("decode", "prefill", "cached", "steps", "drafted", "accepted", "device_ms", "host_ms")
-    LEVELS = ("running", "waiting", "used")  # the last value in each bucket
+    LEVELS = ("running", "waiting", "used")  # each bucket keeps the last value
 
     def __init__(self) -> None:
         names = (*self.SUMS, *self.LEVELS, "worst_ms")
@@ -231,13 +232,13 @@ class Rates:
         self.now = 0.0  # working time since the history began, in seconds
         self._t = 0.0  # engine time of the last record
         self._stretched = 0.0  # seconds of slow motion still to be excluded
-        self._closed = False
+        self._closed = False  # the gate is closed: the engine is paused
         self._pace = 1.0
         self.bucket = 0  # the bucket being filled
-        self._slot = 0  # the bucket's position in the columns
+        self._slot = 0  # the index of this bucket in the columns
 
     def reset(self, t: float, closed: bool, pace: float) -> None:
-        """Start at engine time `t`."""
+        """Set the engine time, gate and pace from which the rates start."""
         self._t, self._closed, self._pace = t, closed, pace
 
     def advance(self, t: float) -> None:
@@ -249,12 +250,12 @@ class Rates:
         if self._closed:
             return
         if self._stretched:
-            left_out = min(elapsed, self._stretched)
-            self._stretched -= left_out
-            elapsed -= left_out
-        self._move(elapsed)
+            excluded = min(elapsed, self._stretched)
+            self._stretched -= excluded
+            elapsed -= excluded
+        self._add_working_time(elapsed)
 
-    def _move(self, seconds: float) -> None:
+    def _add_working_time(self, seconds: float) -> None:
         self.now += seconds
         bucket = int(self.now / BUCKET)
         if bucket == self.bucket:
@@ -274,7 +275,7 @@ class Rates:
     def level(self, name: str, value: float) -> None:
         self._columns[name][self._slot] = value
 
-    def planned(self, decodes: int, prefill: int) -> None:
+    def add_step(self, decodes: int, prefill: int) -> None:
         """Count a planned step."""
         columns, slot = self._columns, self._slot
         columns["decode"][slot] += decodes
@@ -282,7 +283,7 @@ class Rates:
         if prefill:
             columns["prefill"][slot] += prefill
 
-    def timed(self, wall_ms: float, host_ms: float, device_ms: float | None) -> None:
+    def add_durations(self, wall_ms: float, host_ms: float, device_ms: float | None) -> None:
         """Count the durations of a finished step."""
         columns, slot = self._columns, self._slot
         if wall_ms > columns["worst_ms"][slot]:
@@ -291,7 +292,7 @@ class Rates:
         if device_ms is not None:
             columns["device_ms"][slot] += device_ms
         if self._closed:
-            self._move(wall_ms / 1e3)
+            self._add_working_time(wall_ms / 1e3)
         elif self._pace > 1:
             self._stretched += wall_ms / 1e3 * (self._pace - 1)
 
@@ -302,7 +303,10 @@ class Rates:
         self._pace = factor
 
     def series(self, name: str, n: int, end: int | None = None) -> np.ndarray:
-        """Returns the `n` buckets before `end` (default: the one being filled), oldest first; zeros where none are."""
+        """Returns the `n` buckets before bucket `end`, oldest first; 0 for missing buckets.
+
+        Without `end`: those before the bucket being filled.
+        """
         end = self.bucket if end is None else min(end, self.bucket + 1)
         n = min(n, BUCKETS_KEPT - 1)
         first = end - n
@@ -318,20 +322,20 @@ class Rates:
         return self._columns[name][bucket % BUCKETS_KEPT]
 
     def per_second(self, name: str, seconds: float = 1.0, end: int | None = None) -> float:
-        """Returns the mean rate over complete buckets before `end`."""
+        """Returns the mean per second over the last `seconds`, in complete buckets before `end`."""
         end = self.bucket if end is None else end
         n = min(max(1, round(seconds / BUCKET)), max(1, end))
         return float(self.series(name, n, end).sum() / (n * BUCKET))
 
     def total(self, name: str, seconds: float, end: int | None = None) -> float:
-        """Returns the sum over the last `seconds`, bucket `end` included."""
+        """Returns the sum over bucket `end` and the `seconds` before it."""
         end = self.bucket if end is None else end
         return float(self.series(name, max(1, round(seconds / BUCKET)), end).sum() + self.at(name, end))
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """Time to first token of a request, in ms: queue + prefill + sample."""
+    """The time to first token of a request, in ms: the sum of queue, prefill and sample."""
 
     request: int
     seq: int
@@ -355,5 +359,5 @@ class FirstTokens:
         self.items.append(FirstToken(request, seq, queue_ms, prefill_ms, sample_ms))
 
     def until(self, seq: int) -> list[FirstToken]:
-        """Returns those recorded up to `seq`, oldest first."""
+        """Returns the first tokens up to record `seq`, oldest first."""
         return [item for item in self.items if item.seq <= seq]

@@ -1,7 +1,7 @@
 """Lanes: the phases of each request over steps: waiting, prefilling, decoding, preempted, finished.
 
-A lane is a list of spans `(code, first step, last step)`; the last step of the current span is OPEN. A column of `k`
-steps shows the code with the highest priority: preempted, finished, prefill, decode, waiting.
+A lane is a list of spans `(code, first step, last step)`; the last step of the current span is OPEN. On screen, a
+column of `k` steps shows the code with the highest priority: preempted, finished, prefill, decode, waiting.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import chain, takewhile
 from engine.trace.records import Record
 from engine.trace.state import RequestView
 
-NOTHING, QUEUED, DECODING, GAINING, PREFILLING, FINISHED, PREEMPTED = range(7)  # in order of priority;
+NOTHING, QUEUED, DECODING, GAINING, PREFILLING, FINISHED, PREEMPTED = range(7)  # lowest priority first;
 #   GAINING: a decode step in which drafts were accepted
 OPEN = 1 << 60  # the last step of a span that has not ended
 LANES_KEPT = 4_096  # lanes of finished requests
@@ -28,11 +28,11 @@ class Lane:
     group: str
     prompt_tokens: int
     submitted: float | None  # working time (see Rates), as are admitted, first_token and finished
-    submitted_step: int  # the first step it could have joined
+    submitted_step: int  # the first step that the request could have joined
     spans: list[list[int]] = field(default_factory=list)  # [code, first, last]
     gains: list[list[int]] = field(default_factory=list)  # [first, last]: steps in which drafts were accepted
-    came: float = 0.0  # engine time of its submission
-    held: float = 0.0  # seconds it waited because the engine was paused or slowed; not part of `waited_ms`
+    submitted_t: float = 0.0  # engine time of its submission
+    paused_s: float = 0.0  # time that it waited because the engine was paused or slowed; not part of `waited_ms`
     admitted: float | None = None
     first_token: float | None = None
     cached_tokens: int = 0
@@ -45,12 +45,12 @@ class Lane:
     output_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
-    stop: str = ""  # why its last match stopped
+    stop: str = ""  # why its last prefix match stopped
     stop_at: int = 0
     ttft: tuple[float, float, float] | None = None  # queue, prefill, sample, in ms
 
     def close(self, step: int) -> None:
-        """End the open span at `step`; remove it if it would be empty."""
+        """End the open span at `step`; remove the span if it would be empty."""
         if self.spans and self.spans[-1][2] == OPEN:
             if self.spans[-1][1] > step:
                 self.spans.pop()
@@ -83,7 +83,7 @@ class Lane:
         return any(kind == code and first <= step <= last for kind, first, last in self.spans)
 
     def columns(self, first_step: int, k: int, n: int, until: int) -> list[int]:
-        """Returns `n` codes, one for each `k` steps from `first_step`; NOTHING after step `until`."""
+        """Returns `n` codes, each for `k` steps; the first begins at `first_step`. NOTHING after step `until`."""
         out = [NOTHING] * n
         end = min(until, first_step + k * n - 1)
         gains = takewhile(lambda gain: gain[1] >= first_step, reversed(self.gains))
@@ -111,8 +111,8 @@ class Lane:
 
     @property
     def waited_ms(self) -> float | None:
-        """Milliseconds in the queue: measured by the engine once the first token is there, before that from the
-        records. None while it waits, or if it was submitted before the history began."""
+        """Milliseconds in the queue: measured by the engine; before the first token, computed from records. None while
+        the request waits, or if it was submitted before the history began."""
         if self.ttft is not None:
             return self.ttft[0]
         if self.submitted is None or self.admitted is None:
@@ -121,7 +121,7 @@ class Lane:
 
 
 class Lanes:
-    """The requests within the step history, by id: all running and waiting ones, and the last LANES_KEPT finished."""
+    """The lanes of the requests in the step history, by id. Of finished requests, only the last LANES_KEPT are kept."""
 
     def __init__(self) -> None:
         self.lanes: dict[int, Lane] = {}
@@ -139,7 +139,7 @@ class Lanes:
             handler(self, record)
 
     def adopt(self, request: RequestView) -> None:
-        """Add a request of the first snapshot: its lane starts now."""
+        """Add a request from the snapshot with which the history begins; its lane starts at the next step."""
         begin = self.step + 1
         lane = Lane(
             request.id, request.group, request.prompt_tokens, None, begin, cached_tokens=request.cached_tokens,
@@ -165,13 +165,13 @@ class Lanes:
         return [lane for lane in (*self.active.values(), *self.ended_since(step)) if lane.submitted_step <= step]
 
     def ended_since(self, step: int) -> list[Lane]:
-        """Returns the lanes that ended at this step or later, the last to end first."""
+        """Returns the lanes that ended at this step or later, the most recent first."""
         return list(takewhile(lambda lane: lane.finish_step >= step, reversed(self.ended)))
 
     def _submit(self, record: Record) -> None:
         _seq, _t, _kind, id, group, prompt_tokens, _max_total = record
         lane = self.lanes[id] = self.active[id] = Lane(
-            id, group, prompt_tokens, self.now, self.step + 1, came=record[1]
+            id, group, prompt_tokens, self.now, self.step + 1, submitted_t=record[1]
         )
         self.newest = id
         lane.mark(QUEUED, self.step + 1, OPEN)
@@ -184,11 +184,12 @@ class Lanes:
             if lane.admitted is None:
                 lane.admitted = self.now
                 if lane.submitted is not None:
-                    lane.held = max(0.0, record[1] - lane.came - (self.now - lane.submitted))
+                    lane.paused_s = max(0.0, record[1] - lane.submitted_t - (self.now - lane.submitted))
 
     def _match(self, record: Record) -> None:
         lane = self.lanes.get(record[3])
-        if lane is not None and not lane.preemptions:  # only the first prefill counts, as in the engine's figures
+        # As in the engine's figures, only matches before the first preemption count.
+        if lane is not None and not lane.preemptions:
             lane.cached_tokens = min(lane.prompt_tokens, lane.cached_tokens + record[4])
             lane.stop, lane.stop_at = record[5], record[6]
 

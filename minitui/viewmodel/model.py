@@ -1,6 +1,7 @@
-"""The view model: everything that the panels show, folded from records. No Textual.
+"""The view model: everything that the panels show, folded from records. Does not import Textual.
 
-View              `reset` it with a snapshot, `fold` records, call `frame` before each painted frame; `select`, `travel`
+View              call `reset` with a snapshot, `fold` with records, and `frame` before each painted frame;
+                  `select` and `travel` change what the panels show
 AnnotatedState    the state at one moment: `view.live` is the newest, `view.shown` the one on screen, live or past
 Steps, Rates, Lanes, Events, FirstTokens    the history, in rings of fixed size
 Tree              the radix tree in display order
@@ -30,14 +31,14 @@ from minitui.viewmodel.tree import Tree, quoted, without_markup
 __all__ = ["AnnotatedState", "Event", "Frame", "Lane", "Links", "Selection", "StepRow", "View"]
 
 TIMINGS_SECONDS = 0.5  # between two computations of the percentiles
-GLOW_SECONDS, WARM_SECONDS = 0.4, 1.2
+GLOW_SECONDS, WARM_SECONDS = 0.4, 1.2  # after a change: full highlight, then fading highlight
 EMPTY = State(num_blocks=2, block_size=16, budget=1, max_num_seqs=1)
 QUOTE_WIDTH = 28
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The steps between two painted frames: their means, and the peak, which is the step with the most tokens."""
+    """Means over the steps between two painted frames, and the peak, which is the step with the most tokens."""
 
     count: int = 0
     first: int = -1
@@ -53,19 +54,19 @@ class Frame:
 
 
 class View:
-    """See the module's docstring. Parameters called `now` are seconds of any monotonic clock."""
+    """Everything that the panels show (see above). Parameters called `now` are seconds of any monotonic clock."""
 
     def __init__(self) -> None:
         self.group_names: dict[str, str] = {}
         self.ids_to_text: Callable[[list[int]], str] | None = None
         self.caching = True  # prefix caching is on
         self.selection: Selection | None = None
-        self.home: str | None = None  # single-request panels show requests of this group; None: of any
+        self.home: str | None = None  # panels of a single request show only requests of this group; None: of all groups
         self.frozen = False  # the user froze the picture: no record is folded
-        self.dropped = 0  # records lost on the way
+        self.dropped = 0  # records missing from the history: lost, or dropped from a long backlog
         self.gap = False  # records are missing: `reset` with a snapshot is needed
         self.loaded = False
-        self.version = 0  # of the selection, for widgets with caches
+        self.version = 0  # increases with each selection: screens then paint again
         self._now = 0.0
         self._start(AnnotatedState(EMPTY))
 
@@ -87,15 +88,16 @@ class View:
         self.links = Links()
         self.timings = Timings()
         self._timings_at = (-1e9, -1)
-        self._settled: tuple[int, int | None] | None = None  # the moment of a still picture
+        # Of the last frame, if its picture was still: (record number, step travelled to).
+        self._still_moment: tuple[int, int | None] | None = None
         self._folded_at: float | None = None  # the caller's clock at the last fold
         self._framed = shown.state.step
         self._travelled: int | None = None
         self._words: dict[int, str] = {}
 
     def speed(self, what: str) -> float:
-        """Returns tokens per second of "decode" or "prefill". In slow motion, while paused and in the past, only
-        time inside steps counts, so the delays do not lower the speed."""
+        """Returns the tokens per second of "decode" or "prefill". In slow motion, when paused and in the past, only
+        time inside steps counts, so the delays between steps do not lower the speed."""
         state = self.shown.state
         if state.pace == 1 and not self.exact:
             return self.rates.per_second(what, 1.0, self.bucket)
@@ -109,10 +111,10 @@ class View:
         tokens = decodes + accepted if what == "decode" else int(self.steps.prefilled(at).sum())
         return tokens / seconds if seconds else 0.0
 
-    # ---- feeding
+    # ---- folding
 
     def reset(self, snapshot: dict[str, Any]) -> None:
-        """Start again from `Engine.snapshot()`; the history starts here."""
+        """Start again from a snapshot (`Engine.snapshot()`); the history begins with it."""
         state = State.from_snapshot(snapshot)
         self._start(AnnotatedState(state))
         self.gap, self.loaded = False, True
@@ -121,8 +123,8 @@ class View:
             self.lanes.adopt(request)
 
     def fold(self, records: list[Record], now: float = 0.0, packed: bytes | None = None) -> None:
-        """Fold records. Known ones are skipped; a gap sets `gap`, and folding stops until `reset`. `packed`: the same
-        records as marshal bytes, if the caller has them; the history stores them."""
+        """Fold records; those folded before are skipped. If records are missing, nothing is folded and `gap` is set:
+        call `reset`. `packed`: the same records as marshal bytes for the history, if the caller has them."""
         if not records or not self.loaded:
             return
         expected = self.live.state.seq + 1
@@ -132,51 +134,51 @@ class View:
             if not records:
                 return
         elif first > expected:
-            self._lost(first - expected)
+            self._note_gap(first - expected)
             return
         missing = records[-1][0] - records[0][0] + 1 - len(records)
         if missing:
-            self._lost(missing)
+            self._note_gap(missing)
             return
         if self._folded_at is None:  # rates start at the first record
             self.rates.reset(records[0][1], self.live.state.gate == "closed", self.live.state.pace)
         self._folded_at = now
-        self._remember(self.live.fold(records))
+        self._fold_history(self.live.fold(records))
         self.past.keep(records, self.live, packed)
 
-    def _lost(self, records: int) -> None:
+    def _note_gap(self, records: int) -> None:
         if not self.gap:
             self.dropped += records
         self.gap = True
 
-    def _remember(self, records: list[Record]) -> None:
+    def _fold_history(self, records: list[Record]) -> None:
         steps, rates, lanes, events = self.steps, self.rates, self.lanes, self.events
         evicted, computing = self.live.evicted, self.live.computing
         for record in records:
             kind = record[2]
             if kind == "evict":  # the most frequent kind; it belongs to no lane
-                events.evicted(record, lanes.step, evicted[record[0]])
+                events.fold_evict(record, lanes.step, evicted[record[0]])
                 continue
             if kind == "time":
-                steps.timed(record)
+                steps.fold_time(record)
                 rates.advance(record[1])
                 _, _, _, _, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
-                rates.timed(wall_ms, (plan_us + launch_us + commit_us) / 1e3, device_ms)
+                rates.add_durations(wall_ms, (plan_us + launch_us + commit_us) / 1e3, device_ms)
                 continue
             if kind == "comm":
-                steps.exchanged(record)
+                steps.fold_comm(record)
                 continue
             if kind == "step":
                 rates.advance(record[1])
-                prefill = steps.planned(record, rates.bucket)
-                rates.planned(steps.decoded(record[3]), prefill)
+                prefill = steps.fold_step(record, rates.bucket)
+                rates.add_step(steps.decoded(record[3]), prefill)
                 lanes.fold_step(record)
                 continue
             if kind == "draft":
-                steps.drafting(record)
+                steps.fold_draft(record)
                 continue
             if kind == "accept":
-                drafted, accepted = steps.accepted(record)
+                drafted, accepted = steps.fold_accept(record)
                 rates.add("drafted", drafted)
                 rates.add("accepted", accepted)
                 rates.add("decode", accepted)
@@ -209,10 +211,10 @@ class View:
         rates.level("used", (self.live.total - free) / self.live.total)
 
     def frame(self, now: float) -> None:
-        """Finish a frame: sum up its steps, age the highlights, resolve the selection. The tree's order and the
-        percentiles are computed now and then; for a still picture, at once."""
+        """Prepare a frame: summarise its steps, age the highlights, resolve the selection. The order of the tree and
+        the percentiles are computed at intervals; for a new still picture, at once."""
         moment = (self.shown.state.seq, self._travelled) if self.still else None
-        if self.frozen and moment == self._settled:
+        if self.frozen and moment == self._still_moment:
             return
         self._now = now
         if self.live.state.gate == "open" and self.loaded:
@@ -228,10 +230,10 @@ class View:
             self.shown = self.live
         self.links = resolve(self.selection, self.shown, self.steps, self.requests_of)
         moment = (self.shown.state.seq, self._travelled) if self.still else None
-        settle, self._settled = moment is not None and moment != self._settled, moment
-        self.tree.refresh(self.shown, now, force=settle)
+        is_new_still, self._still_moment = moment is not None and moment != self._still_moment, moment
+        self.tree.refresh(self.shown, now, force=is_new_still)
         at, horizon = self._timings_at
-        if settle or (horizon != self.horizon and now - at >= TIMINGS_SECONDS):
+        if is_new_still or (horizon != self.horizon and now - at >= TIMINGS_SECONDS):
             self._timings_at = (now, self.horizon)
             self.timings = summarise(self.steps, self.first_tokens, self.horizon, self.shown.state.seq)
 
@@ -263,19 +265,19 @@ class View:
 
     @property
     def engine_now(self) -> float:
-        """The engine's clock now, in seconds; it advances between records too."""
+        """The present engine time in seconds; it also advances between records."""
         if self._folded_at is None:
             return self.live.state.t
         return self.live.state.t + max(0.0, self._now - self._folded_at)
 
     @property
     def exact(self) -> bool:
-        """True if one step is shown exactly: the engine is paused, or the picture is of the past."""
+        """True if the picture shows one exact step: the engine is paused, or the picture is of the past."""
         return self.shown.state.gate == "closed" or self._travelled is not None
 
     @property
     def still(self) -> bool:
-        """True if the picture does not move: frozen, paused or in the past."""
+        """True if the picture does not change: frozen, paused or in the past."""
         return self.frozen or self.exact
 
     @property
@@ -290,7 +292,7 @@ class View:
 
     @property
     def bucket(self) -> int:
-        """The bucket of `rates` that belongs to the picture's last step."""
+        """The bucket of `rates` in which the picture's last step was planned; for the live picture, the current one."""
         if self._travelled is None or self._travelled not in self.steps:
             return self.rates.bucket
         return int(self.steps.column("bucket")[self._travelled % self.steps.capacity])
@@ -301,7 +303,7 @@ class View:
         return self._glow(self.shown.changed)
 
     def glow_of(self, changed: float) -> int:
-        """Returns the same for one time of change."""
+        """Returns the highlight, 0 to 2 as in `glow`, of a thing that last changed at engine time `changed`."""
         return int(self._glow(changed))
 
     def _glow(self, changed: Any) -> Any:
@@ -312,7 +314,8 @@ class View:
         return one * (age < GLOW_SECONDS) + one * (age < WARM_SECONDS)
 
     def shown_step(self) -> StepRow | None:
-        """Returns the step to show exactly: the selected one, the picture's last one, or the frame's only one."""
+        """Returns the step to show exactly: the selected step, else the last step of an exact picture, else the only
+        step of the last frame. None if that frame has several steps."""
         if self.selection is not None and self.selection.kind == "step":
             row = self.steps.get(self.selection.id)
             if row is not None:
@@ -321,20 +324,21 @@ class View:
             return self.steps.get(self.horizon)
         return None
 
-    # ---- travel
+    # ---- time travel
 
     def travel(self, steps: int) -> bool:
-        """Move the picture by `steps` steps (negative: back). Returns False at the end of the history."""
+        """Move the picture by `steps` steps (negative: back). Returns the same as `travel_to`."""
         return self.travel_to(self.horizon + steps)
 
     def travel_to(self, step: int) -> bool:
-        """Show the picture at the commit of `step`; a step after the last one shows the present."""
+        """Show the state after `step`; the last step or a later one shows the live picture. Failed steps are skipped.
+        Returns True if a past step is shown; False for the live picture, or if the step is no longer kept."""
         if step >= self.steps.last:
             self.present()
             return False
         direction = -1 if step < self.horizon else 1
         row = self.steps.get(step)
-        while row is not None and not row.end_seq:  # a failed step has no timing
+        while row is not None and not row.end_seq:  # a failed step has no timing: skip it
             row = self.steps.get(row.step + direction)
         if row is None or row.end_seq < self.past.first_seq:
             return False
@@ -363,8 +367,8 @@ class View:
         return [lane.id for lane in self.lanes.lanes.values() if lane.group == group]
 
     def subject(self) -> int | None:
-        """Returns the request for single-request panels: the selected one, else the newest running one, else the last
-        finished one. With a `home`, only requests of that group count."""
+        """Returns the request that panels of a single request show: the selected one, else the newest running one, else
+        the last finished one. With a `home`, only requests of that group count."""
         requests = self.shown.state.requests
         known = [id for id in self.links.requests if id in self.lanes.lanes]
         if self.home is not None:
@@ -385,7 +389,7 @@ class View:
 
     @property
     def gate_text(self) -> str:
-        """ "PAUSED at step 812", "RUNNING until the next eviction", or nothing."""
+        """The text "PAUSED at step 812" or "RUNNING until the next eviction"; empty while the gate is open."""
         state = self.live.state
         if state.gate == "open":
             return ""
@@ -396,18 +400,18 @@ class View:
 
     @property
     def pace_text(self) -> str:
-        """ "slow motion ×50", or nothing."""
+        """The text "slow motion ×50"; empty without slow motion."""
         return f"slow motion ×{self.live.state.pace:g}" if self.live.state.pace != 1 else ""
 
     @property
     def travel_text(self) -> str:
-        """ "PAST step 790, 22 back", or nothing."""
+        """The text "PAST step 790, 22 back"; empty if the picture is live."""
         if self._travelled is None:
             return ""
         return f"PAST step {self._travelled:,}, {self.steps.last - self._travelled:,} back"
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of token ids; the ids themselves while there is no tokenizer."""
+        """Returns the text of token ids; without a tokenizer, the ids as numbers."""
         if self.ids_to_text is None:
             return " ".join(map(str, ids))
         return self.ids_to_text(list(ids))
@@ -416,8 +420,8 @@ class View:
         return self.group_names.get(group, group)
 
     def event_text(self, event: Event, short: bool = False) -> str:
-        """Returns the sentence for an event; `short` for narrow panels."""
-        if event.kind == "refuse" and event.record[3]:  # it never became a request: the chat names it
+        """Returns the event as a sentence, or in few words for narrow panels if `short`."""
+        if event.kind == "refuse" and event.record[3]:  # a refused request has no number: name its chat
             return f"chat {self.group_name(event.record[3])} · {event.record[4]}"
         if short:
             return describe(event, self.lanes.lanes.get(event.request), short=True)

@@ -1,4 +1,4 @@
-"""A step in plain sentences: what it did and why, from the engine's records.
+"""Explains a step in plain sentences: what it did and why, from the engine's records.
 
     "r61 is admitted: the first 544 of its 1,039 tokens are in the tree already (34 blocks); the other 495 tokens are
     prefilled and its first token is sampled. 17 other requests decode one token each."
@@ -14,14 +14,14 @@ from minitui.viewmodel.events import looked_up
 from minitui.viewmodel.lanes import DECODING
 from minitui.viewmodel.model import Event, Lane, StepRow, View
 
-NAMED = 3  # requests named one by one; the others are counted
+NAMED = 3  # a sentence names at most this many requests; the others are only counted
 FINISHES = {
     "stop": "finished (end token or stop string)", "length": "finished (length limit)", "abort": "was cancelled",
 }  # fmt: skip
 
 
 def narrate(view: View, step: int) -> str:
-    """Returns what step `step` did and why; empty if it is not in the history."""
+    """Returns sentences on what this step did and why; empty if the step is not in the history."""
     row = view.steps.get(step)
     if row is None:
         return ""
@@ -35,7 +35,7 @@ def narrate(view: View, step: int) -> str:
 
 
 def computed(view: View, row: StepRow, left_out: Collection[int] = ()) -> list[str]:
-    """Returns sentences on a step's prefill (without the requests `left_out`), decodes and drafts."""
+    """Returns sentences on the step's prefill, decodes and drafts. The prefill of requests in `left_out` is omitted."""
     return [*_chunks(view, row, left_out), *_decodes(view, row), *_drafts(row)]
 
 
@@ -99,7 +99,7 @@ def _admissions(view: View, row: StepRow, events: list[Event]) -> list[str]:
 def _prompt(
     view: View, lane: Lane | None, match: Event | None, chunk: tuple[int, int, int, bool] | None, again: bool
 ) -> str:
-    """Returns where the tokens of an admitted request come from."""
+    """Returns how many tokens of an admitted request come from the tree, and how many are prefilled."""
     if chunk is None:
         return " and waits for token budget"
     _request, start, n, done = chunk
@@ -121,7 +121,7 @@ def _prompt(
 
 
 def _match_text(match: Event, total: int, block_size: int) -> str:
-    """Returns what a request's prefix match found in the tree."""
+    """Returns the part of the sentence on what the request's prefix match found in the tree."""
     if match.kind == "hit":
         taken = match.record[4]
         where = f"being computed by r{match.writer} already" if match.writer >= 0 else "in the tree already"
@@ -168,7 +168,8 @@ def _drafts(row: StepRow) -> list[str]:
         advance = count(len(row.drafts) + row.accepted, "token")
         return [f"{text}: {row.accepted:,} are accepted, so together they advance by {advance}."]
     request, drafted, accepted = row.drafts[0]
-    text = f"r{request} also verifies {count(drafted, 'draft token')}, found after the same tokens earlier in its text"
+    drafts = count(drafted, "draft token")
+    text = f"r{request} also verifies {drafts}, copied from earlier in its text (prompt lookup)"
     if accepted < 0:
         return [f"{text}."]
     if accepted == 0:
@@ -180,12 +181,13 @@ def _drafts(row: StepRow) -> list[str]:
 
 
 def _new_blocks(view: View, row: StepRow, decoding: list[int]) -> str:
-    """Returns the requests that start a block with this token; empty unless the picture shows this step."""
+    """Returns the part of the sentence on requests whose token starts a new block; empty unless the picture shows this
+    step."""
     if view.horizon != row.step or not view.exact:
         return ""
     state = view.shown.state
     begun = []
-    drafting = {draft[0] for draft in row.drafts}  # they may have advanced by more than one token
+    drafting = {draft[0] for draft in row.drafts}  # these may have advanced by more than one token
     for id in decoding:
         request = state.requests.get(id)
         if request is not None and request.joined_at >= 0 and id not in drafting:

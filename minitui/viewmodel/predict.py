@@ -1,6 +1,6 @@
-"""Predict, then reveal: a question about the next step, answered by the step itself.
+"""Questions about the next step, for users to predict; the step itself then shows the answer.
 
-The engine has taken the step already, but the picture still shows the one before it.
+The engine has already run that step, but the picture still shows the step before it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question with up to three choices, shuffled the same way each time."""
+    """A question with two or three choices, in a random order that is the same each time."""
 
     step: int
     text: str
@@ -27,7 +27,8 @@ class Question:
 
 
 def question_about(view: View, step: int) -> Question | None:
-    """Returns a question about `step`, while the picture shows the step before; None if the step only decodes."""
+    """Returns a question about `step`; None if the step has no decision to predict. The picture must show the step
+    before it."""
     events = view.events.of_step(step)
     for ask in (_which_is_preempted, _which_is_evicted, _how_much_is_computed):
         question = ask(view, step, events)
@@ -36,8 +37,9 @@ def question_about(view: View, step: int) -> Question | None:
     return None
 
 
-def unasked(view: View, step: int) -> str:
-    """Returns why a step with a decision has no question; empty if it has one, or has no decision."""
+def why_no_question(view: View, step: int) -> str:
+    """Returns why there is no question about a step that preempts or evicts. Empty if there is a question, and for
+    other steps."""
     events = view.events.of_step(step)
     if question_about(view, step) is not None:
         return ""
@@ -45,9 +47,9 @@ def unasked(view: View, step: int) -> str:
         return f"step {step:,} preempts the only running request: there is no choice to predict"
     evicted = [event for event in events if event.kind == "evict" and event.record[5] != CLEARED]
     if evicted and any(event.node not in view.shown.state.nodes for event in evicted):
-        return f"step {step:,} evicts blocks that it added to the tree itself: they cannot be predicted"
+        return f"step {step:,} evicts blocks that it added to the tree: the eviction cannot be predicted"
     if evicted:
-        return f"step {step:,} evicts the only text that no request held: there is no choice to predict"
+        return f"step {step:,} evicts the only text that no request holds: there is no choice to predict"
     return ""
 
 

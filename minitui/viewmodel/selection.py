@@ -1,4 +1,4 @@
-"""The selection, and everything linked to it: each panel highlights its part."""
+"""The selection, and the requests, nodes, blocks and step linked to it, which the panels highlight."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Links:
 def resolve(
     selection: Selection | None, shown: AnnotatedState, steps: Steps, in_group: Callable[[str], list[int]]
 ) -> Links:
-    """Returns the things in state `shown` that belong to the selection. `in_group` lists the requests of a group."""
+    """Returns what belongs to the selection in the state `shown`. `in_group` returns the requests of a group."""
     links = Links()
     if selection is None:
         return links

@@ -1,4 +1,4 @@
-"""The engine's records as lines of text: one for each decision, each step, and each run of decode steps."""
+"""The engine's records as lines of text: a line for each decision, each step, and each run of equal decode steps."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from minitui.trace.reader import TraceReader
 
 LONGEST_RUN_S = 2.0  # a run of decode steps is reported at least this often
-LEADS = {"evict": "eviction: ", "refuse": "refused: ", "fail": "failure: "}  # for events whose text omits their kind
+# For events whose text does not name their kind.
+KIND_PREFIXES = {"evict": "eviction: ", "refuse": "refused: ", "fail": "failure: "}
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line. `step`: -1 before the first step. `kind`: one of minitui.viewmodel.events.KINDS, "step", "steps",
-    "submit" or "gap"."""
+    """A line of text about one record, step or run. `step`: -1 before the first step. `kind`: one of
+    minitui.viewmodel.events.KINDS, "step", "steps", "submit" or "gap"."""
 
     t: float
     step: int
@@ -51,7 +52,7 @@ class _Run:
 
 
 class Teller:
-    """Turns records into lines; folds them into `view` on the way."""
+    """Turns records into lines of text. Also folds the records into `view`."""
 
     def __init__(self, view: View) -> None:
         self.view = view
@@ -59,14 +60,14 @@ class Teller:
         self._run: _Run | None = None
 
     def tell(self, records: Iterable[Record]) -> Iterator[Line]:
-        """Yields the lines that these records complete."""
+        """Yields the lines for these records. A line that later records may change is held back."""
         for record in records:
             self._batch.append(record)
             if record[2] in ("time", "fail", "refuse", "gate", "pace", "finish"):
                 yield from self._fold()
 
     def rest(self) -> Iterator[Line]:
-        """Yields the lines held back so far, of an unfinished run of decode steps."""
+        """Yields the lines held back so far."""
         yield from self._fold()
         yield from self._flush()
 
@@ -106,7 +107,7 @@ class Teller:
             for r in submits if r[3] in view.lanes.lanes
         ]  # fmt: skip
         lines += [
-            Line(event.record[1], event.step, event.kind, LEADS.get(event.kind, "") + view.event_text(event))
+            Line(event.record[1], event.step, event.kind, KIND_PREFIXES.get(event.kind, "") + view.event_text(event))
             for event in events
         ]
         yield from sorted(lines, key=lambda line: line.t)
@@ -156,7 +157,7 @@ class Teller:
 
 
 def step_text(row: StepRow, view: View) -> str:
-    """Returns what a step computed, the budget it used, and how long it took."""
+    """Returns what a step computed, how much of the token budget it used, and how long it took."""
     text = f"{' '.join(computed(view, row)).removesuffix('.')} · {row.tokens:,} of {view.live.state.budget:,} tokens"
     if row.waiting:
         text += f" · {row.waiting:,} waiting"

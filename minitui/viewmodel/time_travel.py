@@ -1,7 +1,8 @@
-"""Time travel: recent records and keyframes (copies of the state), from which any past state is rebuilt.
+"""Time travel: recent records and keyframes (copies of the state), from which past states are rebuilt.
 
-RECORDS_KEPT bounds the history; KEPT_SECONDS bounds it when records are few. A past state is exact: the nearest
-keyframe before it, plus the records since. Records are kept as compressed bytes, about 30 each, which the garbage
+The history is limited to about RECORDS_KEPT records. If there are fewer, records older than KEPT_SECONDS are dropped,
+except the last KEYFRAME_EVERY. To rebuild a state exactly, a copy of the nearest earlier keyframe is made, and the
+records since then are folded into it. Records are kept as compressed bytes, about 30 bytes each, which the garbage
 collector does not visit.
 """
 
@@ -18,22 +19,22 @@ from minitui.viewmodel.annotated_state import AnnotatedState
 RECORDS_KEPT = 400_000
 KEPT_SECONDS = 600.0  # older records are dropped, except the last KEYFRAME_EVERY
 KEYFRAME_EVERY = 40_000  # records between two keyframes
-KEYFRAME_SECONDS = 4.0  # and seconds between them: copying a large state takes tens of milliseconds
-SEGMENT = 1_024  # records compressed at once: about a millisecond
-STRIDE = 4_000  # records between the copies made while travelling: the next move starts from a near one
-LEAD = 400  # records before the destination at which one more copy is made
+KEYFRAME_SECONDS = 4.0  # minimum time between two keyframes: copying a large state takes tens of milliseconds
+SEGMENT = 1_024  # records compressed together, which takes about a millisecond
+STRIDE = 4_000  # records between two copies made while travelling: the next move can start from a nearby copy
+LEAD = 400  # one more copy is made when at most this many records remain to the destination
 
 Chunk = tuple[int, int, bytes]  # first and last sequence number, the records
 
 
 class PastStates:
-    """Past states: a ring of records with keyframes."""
+    """A ring of records with keyframes. `kept`: records to keep; `every`: records between two keyframes."""
 
     def __init__(self, kept: int = RECORDS_KEPT, every: int = KEYFRAME_EVERY) -> None:
         self.kept = kept
         self.every = every
         self._segments: deque[Chunk] = deque()  # compressed, several packets each
-        self._packets: deque[Chunk] = deque()  # the newest, not compressed yet
+        self._packets: deque[Chunk] = deque()  # the newest packets, not compressed yet
         self._keyframes: deque[AnnotatedState] = deque()
         self._stops: list[AnnotatedState] = []  # copies made while travelling, oldest first
 
@@ -52,14 +53,14 @@ class PastStates:
         newest = self._keyframes[-1].state
         if annotated.state.seq - newest.seq >= self.every and annotated.state.t - newest.t >= KEYFRAME_SECONDS:
             self._keyframes.append(annotated.copy())
-        while len(self._keyframes) > 1 and self._outlived(annotated):
+        while len(self._keyframes) > 1 and self._first_keyframe_expired(annotated):
             self._keyframes.popleft()
             for chunks in (self._segments, self._packets):
                 while chunks and chunks[0][1] <= self._keyframes[0].state.seq:
                     chunks.popleft()
 
-    def _outlived(self, annotated: AnnotatedState) -> bool:
-        """True if history may start at the second keyframe."""
+    def _first_keyframe_expired(self, annotated: AnnotatedState) -> bool:
+        """True if the records before the second keyframe can be dropped."""
         second = self._keyframes[1].state
         since = annotated.state.seq - second.seq
         return since > self.kept or (since > self.every and annotated.state.t - second.t > KEPT_SECONDS)
@@ -74,7 +75,8 @@ class PastStates:
         return sum(last - first + 1 for first, last, _ in (*self._segments, *self._packets))
 
     def _after(self, seq: int) -> Iterator[tuple[int, list[Record]]]:
-        """Yields (number of the first record, records) of each packet that reaches beyond record `seq`."""
+        """Yields (first, records) of the packets that may contain records after `seq`. `first`: the number of the first
+        record of the packet or, if it is compressed, of its segment."""
         for first, last, data in self._segments:
             if last > seq:
                 for packet in marshal.loads(zlib.decompress(data)):
@@ -85,7 +87,7 @@ class PastStates:
 
     @property
     def first_seq(self) -> int:
-        """The earliest record number whose state can be rebuilt."""
+        """The number of the earliest record after which the state can be rebuilt."""
         return self._keyframes[0].state.seq if self._keyframes else 0
 
     def back_to_present(self) -> None:
@@ -93,11 +95,11 @@ class PastStates:
         self._stops.clear()
 
     def state_at(self, seq: int) -> AnnotatedState:
-        """Returns the state just after record `seq`. ValueError if it is no longer kept."""
+        """Returns the state just after record `seq`. Raises ValueError if the record is no longer kept."""
         if not self._keyframes or seq < self.first_seq:
-            raise ValueError(f"record {seq:,} is gone: the history begins at {self.first_seq:,}")
+            raise ValueError(f"record {seq:,} is no longer kept: the history begins at record {self.first_seq:,}")
         known = [annotated for annotated in (*self._keyframes, *self._stops) if annotated.state.seq <= seq]
-        annotated = max(known, key=lambda one: one.state.seq).copy()
+        annotated = max(known, key=lambda copy: copy.state.seq).copy()
         copied_at, near = annotated.state.seq, False
         for first, records in self._after(annotated.state.seq):
             if first > seq:

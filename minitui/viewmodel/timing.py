@@ -9,15 +9,15 @@ import numpy as np
 from minitui.viewmodel.history import FirstToken, FirstTokens, StepRow, Steps
 
 WINDOW_SECONDS = 10.0
-MOST_STEPS = 20_000
+MAX_STEPS = 20_000  # in the window
 RECENT_FIRST_TOKENS = 32
-REST = 0.1  # seconds: a longer, unusual pause before a step may explain its length
-USUAL = 0.25  # a step less than this share above the median needs no explanation
+LONG_PAUSE_S = 0.1  # a pause before a step explains its length only if longer than this
+USUAL_EXCESS = 0.25  # a step longer than the median by less than this share needs no explanation
 
 
 @dataclass(frozen=True, slots=True)
 class KindStats:
-    """Durations of one kind of step in the window, in ms; `share` of the total step time."""
+    """Durations of one kind of step in the window, in ms. `share`: its share of the total step time."""
 
     steps: int = 0
     p50: float = 0.0
@@ -28,7 +28,7 @@ class KindStats:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Figures of the window that ends at the picture's last step; `seconds` is the sum of its step times."""
+    """Figures of the window of steps that ends at the picture's last step. `seconds`: the sum of their step times."""
 
     decode: KindStats = KindStats()
     mixed: KindStats = KindStats()
@@ -36,16 +36,16 @@ class Timings:
     seconds: float = 0.0
     steps: int = 0
     slowest: StepRow | None = None
-    first_token: FirstToken | None = None  # the newest
-    median_first_ms: float | None = None  # of the last RECENT_FIRST_TOKENS
-    first_tokens: int = 0
+    first_token: FirstToken | None = None  # the newest first token
+    median_first_ms: float | None = None  # median time to first token, of the last RECENT_FIRST_TOKENS
+    first_tokens: int = 0  # number of first tokens in this median
     host_ms: float = 0.0  # mean per step: plan + launch + commit
     device_ms: float | None = None  # mean per step; None: not measured
     device_busy: float = 0.0  # device time as a share of step time
     rows: float = 0.0  # median number of rows in decode-only steps
-    rest: float = 0.0  # median pause between two steps, in seconds
+    pause_s: float = 0.0  # median pause between two steps
     ranks: int = 1  # GPUs that share the model
-    comm_ms: float = 0.0  # mean per step in collectives, waiting included
+    comm_ms: float = 0.0  # mean time per step in collectives: the `comm` records
     comm_share: float = 0.0  # share of step time in collectives
     recent: tuple[StepRow, ...] = field(default=())  # the last few steps, oldest first
     drafted: int = 0  # draft tokens verified
@@ -59,14 +59,14 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
     Only time inside steps counts: a long pause does not empty the window.
     """
     last = steps.get(horizon)
-    while last is not None and last.wall_ms is None:  # its timing has not arrived
+    while last is not None and last.wall_ms is None:  # the timing of this step has not arrived
         last = steps.get(last.step - 1)
     seen = firsts.until(seq)[-RECENT_FIRST_TOKENS:]
     median = float(np.median([item.total_ms for item in seen])) if seen else None
     if last is None:
         return Timings(first_token=seen[-1] if seen else None, median_first_ms=median, first_tokens=len(seen))
-    for many in (MOST_STEPS // 8, MOST_STEPS):  # the first is almost always enough
-        at = steps.indices(max(steps.first, last.step - many), last.step)
+    for most in (MAX_STEPS // 8, MAX_STEPS):  # the smaller number is almost always enough
+        at = steps.indices(max(steps.first, last.step - most), last.step)
         at = at[~np.isnan(steps.column("wall")[at])]
         spent = np.cumsum(steps.column("wall")[at][::-1])  # ms, from the last step back
         if spent[-1] > WINDOW_SECONDS * 1e3:
@@ -100,7 +100,7 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
         device_ms=float(device[known].mean()) if known.any() else None,
         device_busy=min(1.0, float(device[known].sum()) / float(wall[known].sum())) if known.any() else 0.0,
         rows=float(np.median(decodes[prefills == 0])) if (prefills == 0).any() else 0.0,
-        rest=float(np.median(np.maximum(0.0, began[1:] - ended[:-1]))) if len(at) > 1 else 0.0,
+        pause_s=float(np.median(np.maximum(0.0, began[1:] - ended[:-1]))) if len(at) > 1 else 0.0,
         ranks=steps.ranks if exchanged.any() else 1,
         comm_ms=float(comm[exchanged].mean()) if exchanged.any() else 0.0,
         comm_share=float(comm[exchanged].sum() / (wall[exchanged].sum() or 1.0)) if exchanged.any() else 0.0,
@@ -127,7 +127,7 @@ def why_slow(row: StepRow, timings: Timings) -> str:
     """Returns why this step took longer than the median decode-only step: "+7.1 ms: 495 prefill tokens".
 
     The causes that records can show, in this order: prefill, drafts, exchange between ranks, host time, more rows
-    than usual, a pause before it; otherwise the text says that none applies.
+    than usual, a pause before the step. If none applies, the text says so.
     """
     if row.wall_ms is None:
         return ""
@@ -135,7 +135,7 @@ def why_slow(row: StepRow, timings: Timings) -> str:
     if not usual:
         return f"{row.prefill_tokens:,} prefill tokens" if row.prefill_tokens else ""
     excess = row.wall_ms - usual
-    if excess < USUAL * usual:
+    if excess < USUAL_EXCESS * usual:
         return "a usual decode step" if not row.chunks else "no longer than a decode step"
     host = (row.plan_ms or 0) + (row.launch_ms or 0) + (row.commit_ms or 0)
     if row.prefill_tokens:
@@ -148,8 +148,8 @@ def why_slow(row: StepRow, timings: Timings) -> str:
         cause = f"host {host:.1f} ms, usually {timings.host_ms:.1f}"
     elif row.decodes >= 1.5 * timings.rows:
         cause = f"{row.decodes:,} rows, usually {timings.rows:,.0f}"
-    elif row.rest > max(REST, 4 * timings.rest):
-        cause = f"first step after a pause of {row.rest:,.1f} s"
+    elif row.pause_s > max(LONG_PAUSE_S, 4 * timings.pause_s):
+        cause = f"first step after a pause of {row.pause_s:,.1f} s"
     else:
         cause = "no cause recorded"
     return f"+{excess:.1f} ms: {cause}"

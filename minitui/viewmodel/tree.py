@@ -1,8 +1,8 @@
-"""The radix tree for display: nodes that save most first, the eviction order, and where each text diverges.
+"""The radix tree for display: its rows, with the nodes that saved most first; their texts; and the eviction order.
 
 Ordering the rows visits every node, so it happens at most every REORDER_SECONDS. The figures of the visible rows are
-always current; so is the eviction order, except in trees of more than RANKED_NODES nodes, where it is as old as the
-order of the rows.
+always current. The eviction order is current in trees of up to RANKED_NODES nodes; in larger trees it is updated
+together with the order of the rows.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from minitui.viewmodel.annotated_state import AnnotatedState
 
 REORDER_SECONDS = 2.0
 RANKED_NODES = 4000
-CONTEXT_TOKENS = 16
+CONTEXT_TOKENS = 16  # the last tokens of the parent, decoded together with a node
 DOTS = "…"
-HEAD_TOKENS = 96  # tokens of a node that are decoded for its row
+HEAD_TOKENS = 96  # the first tokens of a node, decoded for its row
 SIBLINGS_COMPARED = 256
 TEXTS_KEPT = 4096
 
@@ -43,7 +43,7 @@ class TreeRow:
     node: int
     depth: int
     role: str  # sys | usr | ast | tool | ""
-    text: str  # from where it diverges from its siblings
+    text: str  # from the point where it diverges from its siblings
     tokens: int
     users: int
     saved: int
@@ -55,7 +55,7 @@ class TreeRow:
 
 @dataclass(slots=True)
 class TreePicture:
-    """The rows that fit, and the size of the whole tree."""
+    """The rows to show, and figures of the whole tree."""
 
     nodes: int = 0
     tokens: int = 0
@@ -65,8 +65,8 @@ class TreePicture:
 
 
 def eviction_order(state: State) -> list[int]:
-    """Returns the node ids in eviction order: the least recently used leaf first, a parent after its children. Nodes
-    that a request holds are left out."""
+    """Returns the node ids in eviction order: the least recently used leaf first, a parent after its children.
+    Nodes that a request holds are left out."""
     left = {n.id: len(n.children) for n in state.nodes.values() if n.id}
     heap = [(n.last_used, n.id) for n in state.nodes.values() if n.id and not n.users and not n.children]
     heapq.heapify(heap)
@@ -83,12 +83,12 @@ def eviction_order(state: State) -> list[int]:
 
 
 class Tree:
-    """Ranks, order and texts of the nodes, kept between frames."""
+    """The display order, eviction ranks and texts of the nodes, kept between frames."""
 
     def __init__(self) -> None:
         self.folded: set[int] = set()
-        self._order: dict[int, tuple[int, int, int]] = {}  # node -> (saved, users, tokens) when last ordered
-        self._children_of: dict[int, list[int]] = {}  # in that order
+        self._order: dict[int, tuple[int, int, int]] = {}  # node -> (saved, users, tokens) at the last ordering
+        self._children_of: dict[int, list[int]] = {}  # node -> its children, in display order
         self._ranks: dict[int, int] = {}
         self._ranked_at: tuple[AnnotatedState, int] | None = None  # the state and record number of the ranks
         self._ordered_at = -1e9
@@ -97,7 +97,7 @@ class Tree:
         self._end_roles: dict[tuple[int, int], str] = {}
 
     def rank(self, node: int) -> int:
-        """Returns the position in eviction order at the last `rerank`, from 1; 0 for a node that a request holds."""
+        """Returns the node's place in the eviction order, from 1, at the last `rerank`; 0 if a request holds it."""
         return self._ranks.get(node, 0)
 
     def rerank(self, shown: AnnotatedState) -> None:
@@ -108,7 +108,7 @@ class Tree:
             self._ranks = {id: i + 1 for i, id in enumerate(eviction_order(shown.state))}
 
     def refresh(self, shown: AnnotatedState, now: float, force: bool = False) -> None:
-        """Reorder the nodes if due. Call once per frame before `picture`."""
+        """Order the nodes again if REORDER_SECONDS have passed. Call once per frame before `picture`."""
         if not force and shown is self._ordered_for and now - self._ordered_at < REORDER_SECONDS:
             return
         self._ordered_at, self._ordered_for = now, shown
@@ -128,8 +128,8 @@ class Tree:
         search: str = "",
         everything: bool = False,
     ) -> TreePicture:
-        """Returns at most `limit` rows in tree order: `pinned` nodes and those that save most, with their ancestors.
-        With `search`: only nodes whose text contains it. With `everything`: all nodes; the caller scrolls."""
+        """Returns at most `limit` rows in tree order: `pinned` nodes and those that saved most, with their ancestors.
+        With `search`: all nodes whose text contains it, with their ancestors. With `everything`: all nodes."""
         state = shown.state
         size = state.block_size
         if len(state.nodes) <= RANKED_NODES:
@@ -178,7 +178,7 @@ class Tree:
         for id in sorted(pinned):
             if id in state.nodes and len(chosen) < limit:
                 chosen.update(n.id for n in state.path(id))
-        # Best first: the heap holds the next child of each node, since children are in order.
+        # Best first. The children of each node are sorted, so the heap needs only the next child of each node.
         heap: list[tuple[tuple[int, int, int, int], int, list[int], int]] = []
 
         def offer(children: list[int], at: int) -> None:
@@ -195,7 +195,7 @@ class Tree:
         return chosen
 
     def _ordered(self, state: State, parent: int) -> list[int]:
-        """Returns the children of a node in their last order; newer children come last."""
+        """Returns the children of a node in the order of the last ordering; children added since come last."""
         children, nodes = state.nodes[parent].children, state.nodes
         known = [id for id in self._children_of.get(parent, ()) if id in nodes and nodes[id].parent == parent]
         if len(known) == len(children):
@@ -206,7 +206,7 @@ class Tree:
     # ---- texts
 
     def text(self, state: State, node: NodeView, decode: Decode) -> tuple[str, str]:
-        """Returns (role, text) of a node; the text begins at the first token that no sibling shares."""
+        """Returns (role, text) of a node. The text begins at the first token that differs from all siblings."""
         siblings = state.nodes[node.parent].children
         key = (node.id, min(len(node.ids), HEAD_TOKENS), node.parent, len(siblings))
         found = self._texts.get(key)
@@ -227,11 +227,11 @@ class Tree:
         head = decode(context + list(node.ids[:HEAD_TOKENS]))
         before = decode(context + list(node.ids[:common]))
         if not head.startswith(before):
-            before = decode(context)  # the cut is inside a character: show the node from its beginning
+            before = decode(context)  # the texts diverge inside a character: show the text from the beginning
         if before == head:
-            before = ""  # the text is hidden: show the replacement whole
-        half = _PART.search(before)  # the siblings diverge inside a marker
-        start = len(before) - len(half.group()) if half else len(before)
+            before = ""  # the server hides texts: show all of the replacement
+        partial = _PART.search(before)  # if the siblings diverge inside a marker, show all of the marker
+        start = len(before) - len(partial.group()) if partial else len(before)
         role = self._end_role(state, node.parent, decode)
         begin = start
         for marker in _ROLES.finditer(head):
@@ -243,8 +243,8 @@ class Tree:
         return role, (DOTS + text if begin == start and start > 0 and text else text)
 
     def _end_role(self, state: State, id: int, decode: Decode) -> str:
-        """Returns the role at the end of this node: of the last marker in it or above it."""
-        unmarked: list[tuple[int, int]] = []  # a loop: the tree may be deeper than the recursion limit
+        """Returns the role at the end of this node: the role in the last marker of the node or of its ancestors."""
+        unmarked: list[tuple[int, int]] = []  # not recursive: the tree may be deeper than Python's recursion limit
         role = ""
         for node in state.path(id):
             key = (node.id, len(node.ids))
@@ -267,7 +267,7 @@ def without_markup(text: str) -> str:
 
 
 def quoted(text: str, most: int) -> str:
-    """Returns `text` in at most `most` characters, with dots where it was cut."""
+    """Returns `text` in at most `most` characters; a text that was cut ends with "…"."""
     return text if len(text) <= most else text[: most - 1].rstrip() + DOTS
 
 

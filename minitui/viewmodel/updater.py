@@ -1,11 +1,11 @@
-"""Moves records from the source into the View: drained once per frame, folded in short slices of time.
+"""Moves records from the source into the View: drains them once per frame, folds them in short slices of time.
 
 Queued records stay packed as bytes and are unpacked just before folding: unpacked on arrival, a long backlog would be
-cache-cold. A backlog is folded between frames, in slices that let the event loop handle keys. On two slow cores this
-folds some 900 steps per second (49,000 records) at most 0.2 s late; `python -m minitui.dev.simulator_app --measure
---load large --size 200x60` measures it.
+cache-cold. A backlog is folded between frames, in slices short enough for the event loop to handle keys. On two slow
+cores, the view folds about 900 steps (49,000 records) per second with a delay of at most 0.2 s. To measure this:
+`python -m minitui.dev.simulator_app --measure --load large --size 200x60`.
 
-While the picture is frozen the engine continues: records queue up here. No Textual.
+While the picture is frozen, the engine continues, and its records queue up here. Does not import Textual.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from minitui.sources.base import Source
 if TYPE_CHECKING:
     from minitui.viewmodel.model import View
 
-SLICE = 0.008  # seconds of folding at a time
-REST = 0.002  # seconds between two slices, for the event loop
-GIVE_WAY = 0.030  # seconds without folding after a key: its effect is drawn first
-KEEP = 400_000  # queued records at most; beyond, they are dropped and a snapshot replaces them
+SLICE_S = 0.008  # length of a slice of folding
+BETWEEN_SLICES_S = 0.002  # for the event loop
+AFTER_KEY_S = 0.030  # no folding for this time after a key press, so that its effect is drawn first
+MAX_BACKLOG = 400_000  # if more records are queued, all are dropped and a snapshot replaces them
 
 
 class Updater:
@@ -37,9 +37,9 @@ class Updater:
         self.view = view
         self.live = False  # the view holds a snapshot
         self._clock = clock
-        self._held: deque[Packet] = deque()
-        self.backlog = 0  # records drained and not folded yet
-        self._newest = -1  # the last step in any record
+        self._queue: deque[Packet] = deque()
+        self.backlog = 0  # number of records drained but not folded yet
+        self._newest = -1  # the last step in any drained record
         self._syncing = False
         self._next_slice: asyncio.TimerHandle | None = None
 
@@ -59,19 +59,19 @@ class Updater:
 
     @property
     def steps_behind(self) -> int:
-        """Steps by which the picture is behind the engine."""
+        """The number of steps by which the picture is behind the engine."""
         return max(0, self._newest - self.view.live.state.step)
 
     def pump(self) -> bool:
-        """Drain the source and fold for one slice. Returns True if a snapshot is needed: then await `sync`."""
+        """Drain the source and fold for one slice. Returns True if the caller must await `sync` for a snapshot."""
         for packet in self.source.drain_packets():
-            self._held.append(packet)
+            self._queue.append(packet)
             self.backlog += len(packet)
             self._newest = max(self._newest, packet.step)
         if not self.live:
             return False
-        if self.backlog > KEEP:
-            self._drop()  # the view notices the gap, and a snapshot closes it
+        if self.backlog > MAX_BACKLOG:
+            self._drop()  # the view then finds a gap, and a snapshot closes it
         if self.frozen:
             return False
         self._fold()
@@ -79,14 +79,14 @@ class Updater:
 
     def keep_up(self) -> None:
         """Fold the rest of the backlog between frames, slice by slice."""
-        if self._held and self._next_slice is None:
-            self._next_slice = asyncio.get_running_loop().call_later(REST, self._continue)
+        if self._queue and self._next_slice is None:
+            self._next_slice = asyncio.get_running_loop().call_later(BETWEEN_SLICES_S, self._continue)
 
     def give_way(self) -> None:
-        """Delay the next slice after a key press, until its effect has been drawn."""
+        """Delay the next slice by AFTER_KEY_S, so that the effect of a key press is drawn first."""
         if self._next_slice is not None:
             self._next_slice.cancel()
-            self._next_slice = asyncio.get_running_loop().call_later(GIVE_WAY, self._continue)
+            self._next_slice = asyncio.get_running_loop().call_later(AFTER_KEY_S, self._continue)
 
     def _continue(self) -> None:
         self._next_slice = None
@@ -96,20 +96,21 @@ class Updater:
 
     def _fold(self) -> None:
         """Fold for one slice of time."""
-        end = self._clock() + SLICE
-        while self._held:
-            packet = self._held.popleft()
+        end = self._clock() + SLICE_S
+        while self._queue:
+            packet = self._queue.popleft()
             self.backlog -= len(packet)
             self.view.fold(packet.records(), self._clock(), packet.data)
             if self._clock() >= end:
                 break
 
     def _drop(self) -> None:
-        self._held.clear()
+        self._queue.clear()
         self.backlog = 0
 
     async def sync(self) -> None:
-        """Start from a snapshot: at the beginning, after a gap, after a restart. Later records follow it."""
+        """Reset the view with a new snapshot: at the start, after a gap and after a restart. Later records continue
+        from this snapshot."""
         self._syncing = True
         try:
             self.view.reset(await self.source.snapshot())

@@ -1,1 +1,1 @@
-"""The application in a browser: one for each tab, or one that many viewers watch."""
+"""The application in a browser: one application for each tab, or one application that many viewers watch."""

@@ -2,10 +2,10 @@
 
 A viewer begins with a keyframe, which is the whole screen, and then gets all output. At most MAX_UNREAD bytes are
 queued for a viewer. If the queue of a slow viewer is full, it is cleared, and the viewer continues with a new keyframe:
-this viewer sees fewer pictures, and other viewers are not delayed. A keyframe costs the application a full drawing, so
-all viewers that need one share it, and there are at most two per second.
+this viewer sees fewer pictures, and other viewers are not delayed. For a keyframe, the application must draw the whole
+screen. So all viewers that need a keyframe share it, and the application sends at most two per second.
 
-Forty viewers cost the serving process hardly more than one: 5.0 % of a core and 91 MB instead of 4.2 % and 90 MB.
+The serving process uses 4.2 % of a core and 90 MB with one viewer, 5.0 % and 91 MB with forty.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 
 from minitui.web.process import WebProcess
 
-MAX_UNREAD = 256 << 10  # bytes queued for a viewer; a keyframe of 120x36 has about 20,000
+MAX_UNREAD = 256 << 10  # bytes queued for a viewer; a keyframe of 120x36 cells has about 20,000
 KEYFRAME_S = 0.5  # the shortest time between two keyframes
 MOUSE = b"\x1b[?1000h\x1b[?1003h\x1b[?1015h\x1b[?1006h\x1b[?2004h"
 PRELUDE = b"\x1b[?1049h\x1b[?25l"  # the alternate screen, no cursor
@@ -28,9 +28,9 @@ class Viewer:
     def __init__(self, send: Callable[[bytes], Awaitable[object]], presenter: bool = False) -> None:
         self.presenter = presenter
         self.wants_keyframe = asyncio.Event()
-        self.lost = 0  # times that the queue was cleared
+        self.times_cleared = 0  # how often the full queue was cleared
         self._send = send
-        self._live = False  # the viewer has a keyframe and everything after it
+        self._live = False  # the viewer has a keyframe and all later output
         self._unread: deque[bytes] = deque()
         self._size = 0
         self._wake = asyncio.Event()
@@ -43,21 +43,21 @@ class Viewer:
             self._unread.clear()
             self._size = 0
             self._live = False
-            self.lost += 1
+            self.times_cleared += 1
             return
         self._unread.append(data)
         self._size += len(data)
         self._wake.set()
 
     def begin(self, keyframe: bytes) -> None:
-        """Queue a keyframe if the viewer waits for one."""
+        """Queue a keyframe if the viewer waits for a keyframe."""
         if self.wants_keyframe.is_set():
             self.wants_keyframe.clear()
             self._live = True
             self.put(keyframe)
 
     async def run(self, request_keyframe: Callable[[], None]) -> None:
-        """Send what is queued, until cancelled or until `send` raises."""
+        """Send the queued output, until cancelled or until `send` raises."""
         await self._send(PRELUDE + (MOUSE if self.presenter else b""))
         while True:
             while self._unread:
@@ -72,19 +72,19 @@ class Viewer:
             await self._wake.wait()
 
     @property
-    def kept(self) -> int:
+    def queued_bytes(self) -> int:
         """The number of queued bytes."""
         return self._size
 
 
 class Mirror:
-    """All viewers of one application. `ask` requests a keyframe from the application."""
+    """All viewers of one application. `request` requests a keyframe from the application."""
 
-    def __init__(self, ask: Callable[[], object]) -> None:
+    def __init__(self, request: Callable[[], object]) -> None:
         self.viewers: set[Viewer] = set()
-        self._ask = ask
-        self._asked = False
-        self._last = float("-inf")
+        self._request = request
+        self._requested = False
+        self._last_keyframe_at = float("-inf")
 
     async def show(self, viewer: Viewer) -> None:
         """Send output to a viewer, until cancelled or until its connection ends."""
@@ -95,11 +95,11 @@ class Mirror:
             self.viewers.discard(viewer)
 
     def _request_keyframe(self) -> None:
-        if self._asked:
+        if self._requested:
             return
-        self._asked = True
+        self._requested = True
         loop = asyncio.get_running_loop()
-        loop.call_at(max(loop.time(), self._last + KEYFRAME_S), self._ask)
+        loop.call_at(max(loop.time(), self._last_keyframe_at + KEYFRAME_S), self._request)
 
     def drawn(self, data: bytes) -> None:
         """Pass output on to all viewers."""
@@ -107,8 +107,8 @@ class Mirror:
             viewer.put(data)
 
     def keyframe(self, data: bytes) -> None:
-        """Pass a keyframe on to the viewers that wait for one."""
-        self._asked, self._last = False, asyncio.get_running_loop().time()
+        """Pass a keyframe on to the viewers that wait for a keyframe."""
+        self._requested, self._last_keyframe_at = False, asyncio.get_running_loop().time()
         for viewer in self.viewers:
             viewer.begin(data)
 
@@ -120,7 +120,7 @@ class Mirror:
 
 
 class Application(WebProcess):
-    """The process of the application that is mirrored."""
+    """The process of a mirrored application."""
 
     driver = "minitui.web.mirror_driver:MirrorDriver"
     fps = 30
@@ -129,8 +129,8 @@ class Application(WebProcess):
         """`size`: columns and rows."""
         super().__init__(command, size)
         self.mirror = Mirror(lambda: self.send(type="keyframe"))
-        self._takers = {b"D": self.mirror.drawn, b"K": self.mirror.keyframe, b"C": self.mirror.copied}
+        self._handlers = {b"D": self.mirror.drawn, b"K": self.mirror.keyframe, b"C": self.mirror.copied}
 
-    async def take(self, kind: bytes, data: bytes) -> None:
-        if kind in self._takers:
-            self._takers[kind](data)
+    async def handle(self, kind: bytes, data: bytes) -> None:
+        if kind in self._handlers:
+            self._handlers[kind](data)

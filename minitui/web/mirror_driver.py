@@ -1,7 +1,7 @@
 """The driver of a mirrored application: Textual's web driver, which can also send the whole screen.
 
 The variable TEXTUAL_DRIVER selects it, and minitui/web/mirror.py reads its output. Textual's own packets are D (output)
-and M (metadata). Added are K, the whole screen on request, and C, text for the presenter's clipboard.
+and M (metadata). This driver adds K, the whole screen on request, and C, text for the presenter's clipboard.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ CLIPBOARD = "\x1b]52;"
 
 
 class MirrorDriver(WebDriver):
-    """A driver of fixed size, given by COLUMNS and ROWS."""
+    """A web driver of fixed size; the variables COLUMNS and ROWS set the size."""
 
     def write(self, data: str) -> None:
         if data.startswith(CLIPBOARD):
@@ -28,7 +28,7 @@ class MirrorDriver(WebDriver):
             super().on_meta(packet_type, payload)
 
     def keyframe(self) -> None:
-        """Send the whole screen. Later output continues from it."""
+        """Send the whole screen. Later output updates this screen."""
         self._packet(b"K", self.whole_screen())
 
     def whole_screen(self) -> str:
@@ -39,7 +39,8 @@ class MirrorDriver(WebDriver):
         update = compositor.render_update(full=True, screen_stack=app._background_screens)
         compositor._dirty_regions |= dirty
         assert isinstance(update, CompositorUpdate), "a full update is always a CompositorUpdate"
-        ground = ";".join(map(str, app.screen_stack[0].background_colors[1].rgb))  # fills a larger terminal
+        # The background also fills the rest of a larger terminal.
+        ground = ";".join(map(str, app.screen_stack[0].background_colors[1].rgb))
         return f"\x1b[0;48;2;{ground}m\x1b[2J\x1b[0m{update.render_segments(app.console)}"
 
     def _packet(self, kind: bytes, text: str) -> None:

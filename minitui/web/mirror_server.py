@@ -1,6 +1,6 @@
 """`minitui chat --web --mirror`: one application for a class. Every tab shows it; only the presenter's tab can type.
 
-The viewers' address and the presenter's have different tokens, which minitui/web/site.py checks. minitui/web/mirror.py
+The addresses of viewers and presenter contain different tokens, which minitui/web/site.py checks. minitui/web/mirror.py
 passes output from the application to the tabs.
 """
 
@@ -22,9 +22,10 @@ from minitui.web.site import Site, messages, stopped
 
 SIZE = (120, 36)  # columns, rows; the same for all viewers
 LEGIBLE = "abcdefghjkmnpqrstuvwxyz23456789"  # people may type the viewers' address from a blackboard
-VIEWERS_TOKEN = 10  # letters; guessing takes 2,500 years at 10,000 guesses a second
+VIEWERS_TOKEN = 10  # characters; trying all tokens takes 2,500 years at 10,000 guesses a second
 
-# The font is as large as the window allows for all columns and rows. After a resize the page is loaded again.
+# The script sets the largest font with which all columns and rows fit in the window. If a resize changes this font
+# size, the page is loaded again.
 FITTING = """
 <script>
   const fitting = () => String(Math.max(4, Math.floor(
@@ -40,19 +41,19 @@ FITTING = """
 
 
 class MirrorSite(Site):
-    """Viewers' sockets show the application; the presenter's can also type."""
+    """The page and sockets of a mirrored application. All sockets show it; the presenter's sockets can also type."""
 
     head = FITTING
 
     def __init__(self, application: Application, host: str, viewers: str, presenter: str) -> None:
-        """`viewers`, `presenter`: the two tokens."""
+        """`viewers`, `presenter`: the tokens of viewers and presenter."""
         super().__init__(host, {viewers: False, presenter: True})
         self.application = application
 
     async def attend(self, websocket: web.WebSocketResponse, request: web.Request, may_type: bool) -> None:
         showing = asyncio.create_task(self._show(websocket, Viewer(websocket.send_bytes, may_type)))
         try:
-            async for kind, rest in messages(websocket):  # viewers can only ping; the size is fixed
+            async for kind, rest in messages(websocket):  # other messages of viewers are ignored; the size is fixed
                 if may_type and kind == "stdin" and rest and isinstance(rest[0], str):
                     self.application.type(rest[0])
                 elif may_type and kind in ("focus", "blur"):
@@ -70,9 +71,9 @@ class MirrorSite(Site):
 async def serve_mirror(
     host: str, listening: socket.socket, command: list[str], on_ready: Callable[[str, str], None]
 ) -> int:
-    """Serve until the application ends or a signal comes; returns the exit code.
+    """Serve until the application ends or a signal arrives; returns the exit code.
 
-    `on_ready` gets the viewers' token and the presenter's.
+    `on_ready` is called with the tokens of viewers and presenter.
     """
     stop = stopped()
     application = Application(command, SIZE)
@@ -100,12 +101,12 @@ def run_mirror(host: str, listening: socket.socket, command: list[str]) -> int:
     from minitui.server.command import address
 
     port = listening.getsockname()[1]
-    presenters = address("127.0.0.1" if host in ("0.0.0.0", "::") else host, port)
+    presenter_address = address("127.0.0.1" if host in ("0.0.0.0", "::") else host, port)
 
     def ready(viewers: str, presenter: str) -> None:
         print(
             f"viewers watch at {address(host, port)}/?token={viewers}\n"
-            f"you type at {presenters}/?token={presenter}",
+            f"you type at {presenter_address}/?token={presenter}",
             file=sys.stderr, flush=True,
         )  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""An application whose screen is a browser.
+"""Runs an application that a browser displays.
 
-Its process communicates through two pipes, in the packets of Textual's web driver: one byte for the type, four for the
-length, then the payload.
+The process of the application communicates through two pipes, in the packets of Textual's web driver: one byte for the
+type, four bytes for the length, then the payload.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from engine.errors import EngineError
 from minitui.lifeline import VARIABLE, lifeline
 
 READY = b"__GANGLION__\n"  # the first line of Textual's web driver
-QUIT_S = 4.0  # for each way to end the application
+QUIT_S = 4.0  # waiting time after each way to end the application
 MAX_UNREAD = 4 << 20  # bytes of input that an application has not read yet; more is dropped
 
 
 class WebProcess:
-    """One such process. Subclasses handle its packets in `take`. It ends with this process (minitui/lifeline.py)."""
+    """The process of an application. It ends when the process that started it ends (minitui/lifeline.py). Subclasses
+    handle its packets in `handle`."""
 
     driver = "textual.drivers.web_driver:WebDriver"
     fps = 60
@@ -32,12 +33,12 @@ class WebProcess:
         self._stderr = b""  # the last 4096 bytes
         self._reading: asyncio.Task[None] | None = None
 
-    async def take(self, kind: bytes, data: bytes) -> None:
+    async def handle(self, kind: bytes, data: bytes) -> None:
         """Handle a packet of the application."""
         raise NotImplementedError
 
     async def start(self) -> None:
-        """Start the process; returns when it draws. Raises EngineError with its stderr if it does not."""
+        """Start the process; returns when its driver is ready. Raises EngineError with its stderr if it ends before."""
         columns, rows = self._size
         environment = {
             **os.environ, "TEXTUAL_DRIVER": self.driver, "TEXTUAL_COLOR_SYSTEM": "truecolor",
@@ -63,20 +64,20 @@ class WebProcess:
             self._stderr = (self._stderr + data)[-4096:]
 
     async def run(self) -> None:
-        """Pass its packets to `take`; returns when it has ended."""
+        """Pass the packets of the process to `handle`; returns when the process has ended."""
         assert self._process is not None and self._process.stdout is not None
         read = self._process.stdout.readexactly
         with contextlib.suppress(asyncio.IncompleteReadError):
             while True:
                 head = await read(5)
-                await self.take(head[:1], await read(int.from_bytes(head[1:], "big")))
+                await self.handle(head[:1], await read(int.from_bytes(head[1:], "big")))
 
     def type(self, text: str) -> None:
-        """Send typed text."""
+        """Send typed text to the application."""
         self._write(b"D", text.encode("utf-8", "replace"))  # a browser can send lone surrogates
 
     def send(self, **message: object) -> None:
-        """Send a message of Textual's web protocol, such as a resize."""
+        """Send the application a message of Textual's web protocol, such as a resize."""
         self._write(b"M", json.dumps(message).encode())
 
     def _write(self, kind: bytes, data: bytes) -> None:
@@ -86,12 +87,12 @@ class WebProcess:
         pipe.write(b"%s%s%s" % (kind, len(data).to_bytes(4, "big"), data))
 
     async def stop(self) -> None:
-        """End the process: ask, then SIGTERM, then SIGKILL."""
+        """End the process: first with a quit message, then with SIGTERM, then with SIGKILL."""
         process = self._process
         if process is None:
             return
         assert process.stdout is not None
-        unread = asyncio.create_task(_discard(process.stdout))  # a full pipe would keep it from ending
+        unread = asyncio.create_task(_discard(process.stdout))  # with a full pipe, the process could not end
         self.send(type="quit")
         for end in (lambda: None, process.terminate, process.kill):
             if process.returncode is None:

@@ -20,7 +20,8 @@ from engine.errors import EngineError, not_installed
 
 @dataclass(frozen=True)
 class WebSettings:
-    """`connect`: the servers to use; without any, an engine is started. `options`: of the applications."""
+    """`connect`: addresses of the servers to use; if empty, an engine is started. `options`: command-line options for
+    the applications."""
 
     host: str = "127.0.0.1"
     port: int = 8001
@@ -30,7 +31,7 @@ class WebSettings:
 
 
 def run_web(settings: WebSettings, config: Any, label: str, log_file: Path) -> int:
-    """Serve the application until a signal comes; returns the exit code. Raises EngineError."""
+    """Serve the application until a signal arrives; returns the exit code. Raises EngineError."""
     try:
         from minitui.web.mirror_server import run_mirror
         from minitui.web.tabs import serve_tabs
@@ -68,7 +69,8 @@ def run_web(settings: WebSettings, config: Any, label: str, log_file: Path) -> i
 class OwnServer:
     """`minitui serve` in a thread, on a free port of the loopback.
 
-    A random key keeps other users of this machine out; the started applications get it in MINITUI_KEY.
+    The server requires a random key, so other users of this machine have no access. The started applications get the
+    key in MINITUI_KEY.
     """
 
     def __init__(self, config: Any, label: str, log_file: Path) -> None:
@@ -79,7 +81,7 @@ class OwnServer:
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
 
     def start(self) -> str:
-        """Start it; returns its address when the model is loaded. Raises EngineError."""
+        """Start the server; returns its address when the model is loaded. Raises EngineError."""
         self._thread.start()
         self._up.wait()
         if self._error is not None:

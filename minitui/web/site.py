@@ -4,11 +4,11 @@ The page and its terminal come from textual-serve. As with Jupyter, the printed 
 and the socket require. A socket gives the rights of the user who started minitui, files included. Three checks
 therefore keep other pages out:
 
-    Host     must be a name of the printed address; this refuses foreign names that DNS resolves to this machine
-    Origin   of a socket must be the same address, and must be present
-    token    in the address of the page and of the socket; not in a cookie, because all ports of a host share cookies
+    Host     must name the printed address; this refuses foreign domain names that resolve to this machine
+    Origin   must be present when a socket is opened, and must be the same address as Host
+    token    must be in the address of the page and of the socket; a cookie would be shared by all ports of the host
 
-Origin and Host must have the same port. It may differ from our own, because of tunnels (ssh -L).
+Origin and Host must have the same port. This port may differ from the port of this server, because of tunnels (ssh -L).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
-# The font is served from here, so the page works offline and no other server learns of it.
+# This server sends the font itself, so the page works offline and no font server learns of the visit.
 SCRIPT = """
 <style>@font-face { font-family: "Roboto Mono"; src: url(/static/fonts/RobotoMono-VariableFont_wght.ttf); }</style>
 <script>
@@ -72,7 +72,7 @@ def _part(name: str) -> Path:
 
 
 def is_served(name: str, host: str) -> bool:
-    """Is `name` a valid name for a server that listens on `host`?"""
+    """Returns True if `name` is a valid name for a server that listens on `host`."""
     wanted = host.strip("[]").lower().removesuffix(".")
     if name == wanted or (is_loopback(name) and is_loopback(wanted)):
         return True
@@ -87,15 +87,15 @@ def is_served(name: str, host: str) -> bool:
 
 
 class Site:
-    """Serves the page at /?token=TOKEN and its socket at /ws/TOKEN. Subclasses handle a socket in `attend`."""
+    """Serves the page at /?token=TOKEN and its websocket at /ws/TOKEN. Subclasses handle each socket in `attend`."""
 
     head = ""  # added to the page's head
-    most = 300  # open sockets
+    max_sockets = 300  # open sockets that may type, and as many that may not
 
     def __init__(self, host: str, tokens: Mapping[str, bool]) -> None:
-        """`host`: the address it listens on. `tokens`: token -> may its bearer type?"""
+        """`host`: the address on which it listens. `tokens`: token -> True if its bearer may type."""
         self._host, self._tokens = host, tokens
-        self._sockets: dict[web.WebSocketResponse, bool] = {}  # True: may type
+        self._sockets: dict[web.WebSocketResponse, bool] = {}  # socket -> True if its user may type
         self._busy: set[Any] = set()  # connections with a running request
         self.app = web.Application(middlewares=[self._around])
         self.app.on_response_prepare.append(_add_headers)
@@ -125,7 +125,7 @@ class Site:
             self._busy.discard(request.protocol)
 
     def _may_type(self, token: str) -> bool:
-        """May the bearer of `token` type? Raises HTTPForbidden for an unknown token."""
+        """Returns True if the bearer of `token` may type. Raises HTTPForbidden for an unknown token."""
         given = token.encode("utf-8", "replace")
         allowed = [may for known, may in self._tokens.items() if hmac.compare_digest(given, known.encode())]
         if not allowed:
@@ -142,8 +142,9 @@ class Site:
         if len(origins) != 1 or not is_same_origin(origins[0], request.headers["Host"]):
             raise web.HTTPForbidden(text="only a page of this address may open the socket")
         may_type = self._may_type(request.match_info["token"])
-        if list(self._sockets.values()).count(may_type) >= self.most:  # viewers do not use up the presenter's places
-            raise web.HTTPServiceUnavailable(text=f"{self.most} tabs are open already, which is the limit")
+        # Viewers do not count towards the presenter's limit.
+        if list(self._sockets.values()).count(may_type) >= self.max_sockets:
+            raise web.HTTPServiceUnavailable(text=f"{self.max_sockets} tabs are open already, which is the limit")
         websocket = web.WebSocketResponse(heartbeat=15, compress=False, max_msg_size=MAX_TYPED)
         self._sockets[websocket] = may_type
         try:
@@ -160,7 +161,7 @@ class Site:
 
     @contextlib.asynccontextmanager
     async def serving(self, listening: socket.socket) -> Any:
-        """Serve on this socket until the block ends."""
+        """Serve on this listening socket until the `async with` block ends."""
         quiet = logging.getLogger("minitui.web.serve")
         quiet.propagate = False  # addresses contain tokens, and invalid requests must not reach the terminal
         quiet.addHandler(logging.NullHandler())
@@ -170,7 +171,7 @@ class Site:
         await runner.setup()
 
         def connect() -> asyncio.BaseProtocol:
-            """Accept a connection. At the limit, close the oldest ones without a running request."""
+            """Accept a connection. At the limit, close the oldest connections without a running request."""
             assert runner.server is not None
             connections, most = runner.server.connections, most_connections(MAX_CONNECTIONS)
             if len(connections) >= most:
@@ -192,7 +193,7 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
 
 
 async def messages(websocket: web.WebSocketResponse) -> Any:
-    """Yields a browser's messages as (kind, arguments). Pings are answered, invalid messages are ignored."""
+    """Yields a browser's messages as (kind, arguments). Answers pings and ignores invalid messages."""
     async for message in websocket:
         if message.type != WSMsgType.TEXT:
             continue
@@ -207,7 +208,7 @@ async def messages(websocket: web.WebSocketResponse) -> Any:
 
 
 def stopped() -> asyncio.Event:
-    """Returns an event that SIGINT, SIGTERM and SIGHUP set from now on."""
+    """Returns an event that is set when SIGINT, SIGTERM or SIGHUP arrives."""
     event = asyncio.Event()
     for number in STOPS:
         asyncio.get_running_loop().add_signal_handler(number, event.set)

@@ -14,23 +14,23 @@ from engine.errors import EngineError
 from minitui.web.process import WebProcess
 from minitui.web.site import Site, messages, stopped
 
-MAX_TABS = 32  # each is a process of 100 MB
+MAX_TABS = 32  # each tab has a process of 100 MB
 COLUMNS, ROWS = (20, 1000), (5, 500)  # minimum and maximum
 
 
 class Tab(WebProcess):
-    """The application of one socket. A slow browser slows down this application only."""
+    """The application of one tab. A slow browser slows down only its own application."""
 
     def __init__(self, command: list[str], size: tuple[int, int], websocket: web.WebSocketResponse) -> None:
         super().__init__(command, size)
         self._websocket = websocket
 
-    async def take(self, kind: bytes, data: bytes) -> None:
+    async def handle(self, kind: bytes, data: bytes) -> None:
         if kind == b"D":
             await self._websocket.send_bytes(data)
 
     async def work(self) -> None:
-        """Run the application, then close the socket. If it does not start, the browser shows why."""
+        """Run the application, then close the socket. If the start fails, the browser shows the error."""
         try:
             await self.start()
             await self.run()
@@ -39,15 +39,15 @@ class Tab(WebProcess):
         await self._websocket.close()
 
     def resize(self, columns: int, rows: int) -> None:
-        """Set the size of the window."""
+        """Set the size of the application's screen."""
         self._size = (columns, rows)  # used if the process has not started yet
         self.send(type="resize", width=columns, height=rows)
 
 
 class TabSite(Site):
-    """Every socket gets its own process of `command`."""
+    """Runs `command` as a separate process for every socket."""
 
-    most = MAX_TABS
+    max_sockets = MAX_TABS
 
     def __init__(self, host: str, token: str, command: list[str]) -> None:
         super().__init__(host, {token: True})
@@ -55,8 +55,8 @@ class TabSite(Site):
 
     async def attend(self, websocket: web.WebSocketResponse, request: web.Request, may_type: bool) -> None:
         wanted = [request.query.get("width"), request.query.get("height")]
-        begin = _size([int(n) if n and n.isdecimal() and len(n) < 5 else n for n in wanted]) or (80, 24)
-        tab = Tab(self._command, begin, websocket)
+        initial_size = _size([int(n) if n and n.isdecimal() and len(n) < 5 else n for n in wanted]) or (80, 24)
+        tab = Tab(self._command, initial_size, websocket)
         working = asyncio.create_task(tab.work())
         try:
             async for kind, rest in messages(websocket):
@@ -74,7 +74,7 @@ class TabSite(Site):
 
 
 def _size(wanted: Sequence[Any]) -> tuple[int, int] | None:
-    """Returns (columns, rows) within the limits; None if they are not integers."""
+    """Returns (columns, rows) clamped to the limits; None if `wanted` does not contain integers."""
     if any(type(number) is not int for number in wanted):
         return None
     columns, rows = (max(least, min(most, n)) for n, (least, most) in zip(wanted, (COLUMNS, ROWS), strict=True))
@@ -82,7 +82,7 @@ def _size(wanted: Sequence[Any]) -> tuple[int, int] | None:
 
 
 async def serve_tabs(host: str, listening: socket.socket, command: list[str], on_ready: Callable[[str], None]) -> int:
-    """Serve until a signal comes; returns the exit code. `on_ready` gets the token."""
+    """Serve until a signal arrives; returns the exit code. `on_ready` is called with the token."""
     stop = stopped()
     token = secrets.token_urlsafe(24)
     async with TabSite(host, token, command).serving(listening):

@@ -17,7 +17,7 @@ from minitui.tui.widgets.block_table import _with_ends
 from minitui.viewmodel.events import Events
 from minitui.viewmodel.lanes import Lanes
 from minitui.viewmodel.model import View
-from minitui.viewmodel.predict import question_about, unasked
+from minitui.viewmodel.predict import question_about, why_no_question
 from minitui.viewmodel.timing import summarise
 from minitui.viewmodel.tree import eviction_order
 from tests.support.driving import press, until
@@ -131,7 +131,7 @@ def test_with_prediction_no_eviction_passes_without_a_question_or_a_word() -> No
             decided.add(event.step)
     for step in sorted(decided):
         if view.travel_to(step - 1):
-            question, why = question_about(view, step), unasked(view, step)
+            question, why = question_about(view, step), why_no_question(view, step)
             assert (question is None) == bool(why), step
             words.add(why)
         view.present()

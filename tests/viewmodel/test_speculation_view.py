@@ -140,7 +140,7 @@ def test_the_sentence_of_a_step_has_its_drafts_and_the_accepted_ones(played: Run
     alone = drafting_step(played, 1)
     (request, drafted, accepted), *_ = played.view(alone).steps.get(alone).drafts  # type: ignore[union-attr]
     told = narrate(played.view(alone), alone)
-    assert f"r{request} also verifies {drafted} draft token" in told and "the same tokens earlier in its text" in told
+    assert f"r{request} also verifies {drafted} draft token" in told and "copied from earlier in its text" in told
     assert f"so it advances by {accepted + 1} tokens." in told
     assert f"r{request} starts block" not in told, "not with the token that it decodes"
     several = drafting_step(played, 2)

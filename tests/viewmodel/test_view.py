@@ -27,7 +27,7 @@ from minitui.viewmodel.model import EMPTY, AnnotatedState, View
 from minitui.viewmodel.story import tell
 from minitui.viewmodel.timing import summarise, why_slow
 from minitui.viewmodel.tree import eviction_order
-from minitui.viewmodel.updater import GIVE_WAY, Updater
+from minitui.viewmodel.updater import AFTER_KEY_S, Updater
 
 # A pool so tight that requests are preempted, and a budget so small that prompts are chunked.
 TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
@@ -155,10 +155,10 @@ def test_steps_are_kept_exactly_in_a_ring():
     plans = {}
     for record in records:
         if record[2] == "step":
-            small.planned(record)
+            small.fold_step(record)
             plans[record[3]] = record
         elif record[2] == "time":
-            small.timed(record)
+            small.fold_time(record)
     for steps, first in ((view.steps, 0), (small, small.last - 63)):
         assert steps.first == first
         for step in range(first, steps.last + 1):
@@ -262,10 +262,10 @@ def test_a_slow_step_that_only_decodes_is_explained_from_its_records():
             last = step == 20
             t += rest if last else 0.001
             n, wall = (rows, 20.0) if last else (4, 5.0)
-            steps.planned((step, t, "step", step, [], [], [], n, 0))
+            steps.fold_step((step, t, "step", step, [], [], [], n, 0))
             t += wall / 1e3
             host = host_us if last else 100
-            steps.timed((step + 1, t, "time", step, host, 0, 0, wall, wall - host / 1e3, "decode"))
+            steps.fold_time((step + 1, t, "time", step, host, 0, 0, wall, wall - host / 1e3, "decode"))
         return why_slow(steps.get(20), summarise(steps, FirstTokens(), 20, 99))
 
     assert explained(9, 0.001) == "+15.0 ms: 9 rows, usually 4"
@@ -388,10 +388,10 @@ def test_slow_motion_and_pauses_do_not_lower_the_rates():
         rates.gate(closed)
         for _ in range(2000):
             rates.advance(t)
-            rates.planned(4, 0)
+            rates.add_step(4, 0)
             t += 0.005
             rates.advance(t)
-            rates.timed(5.0, 0.2, 4.8)
+            rates.add_durations(5.0, 0.2, 4.8)
             t += 0.005 * (pace - 1) + (0.7 if closed else 0.0)  # the delay of slow motion, or a pause
         rates.advance(t)
         return rates
@@ -621,7 +621,7 @@ async def test_records_of_a_replaced_engine_do_not_count_as_dropped():
 
 @pytest.mark.parametrize("frozen", [False, True])
 async def test_the_backlog_is_bounded_and_dropped_records_are_counted(monkeypatch, frozen):
-    monkeypatch.setattr("minitui.viewmodel.updater.KEEP", 300)
+    monkeypatch.setattr("minitui.viewmodel.updater.MAX_BACKLOG", 300)
     stress = Stress(SMALL)
     state = State(SMALL.blocks + 1, SMALL.block_size, SMALL.budget, SMALL.rows)
 
@@ -687,7 +687,7 @@ def test_an_annotated_state_is_the_state_at_every_record_and_its_copies_do_not_c
 
 
 async def test_a_backlog_is_folded_between_frames_and_keys_come_first(monkeypatch):
-    monkeypatch.setattr("minitui.viewmodel.updater.SLICE", 0.0)  # a packet at a time
+    monkeypatch.setattr("minitui.viewmodel.updater.SLICE_S", 0.0)  # a packet at a time
     stress = Stress(SMALL)
     empty = State(SMALL.blocks + 1, SMALL.block_size, SMALL.budget, SMALL.rows).snapshot()
 
@@ -708,7 +708,7 @@ async def test_a_backlog_is_folded_between_frames_and_keys_come_first(monkeypatc
     assert waited > PACKET and feed.steps_behind > 0
     feed.keep_up()
     feed.give_way()
-    await asyncio.sleep(0.4 * GIVE_WAY)
+    await asyncio.sleep(0.4 * AFTER_KEY_S)
     assert feed.backlog == waited, "a key was pressed: its echo comes first"
     async with asyncio.timeout(10):
         while feed.backlog:

@@ -165,7 +165,7 @@ def test_the_names_of_the_printed_address() -> None:
 async def test_viewers_watch_the_typist_types_and_a_full_class_keeps_him_not_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Site, "most", 2)
+    monkeypatch.setattr(Site, "max_sockets", 2)
     application = Application([], (120, 36))
     reached: list[str] = []
     application.type = reached.append  # type: ignore[method-assign]

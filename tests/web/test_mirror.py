@@ -90,10 +90,10 @@ async def test_a_slow_viewer_has_a_bounded_queue_delays_no_other_and_continues_w
     most = 0
     for _ in range(100):
         mirror.drawn(piece)
-        most = max(most, slow.viewer.kept)
+        most = max(most, slow.viewer.queued_bytes)
         await settle()
     assert quick.pictures == b"[K1]" + 100 * piece
-    assert 10_000 < most <= MAX_UNREAD and slow.viewer.kept == 0 and slow.viewer.lost == 1
+    assert 10_000 < most <= MAX_UNREAD and slow.viewer.queued_bytes == 0 and slow.viewer.times_cleared == 1
     await asyncio.sleep(0.15)
     assert len(asked) == 1, "he cannot take a keyframe yet"
     slow.free.set()

@@ -25,7 +25,7 @@ from minitui.tui.widgets.top_bar import TopBar
 from minitui.tui.widgets.tree import RadixTree
 from minitui.tui.widgets.why import Why
 from minitui.viewmodel.model import View
-from minitui.viewmodel.predict import question_about, unasked
+from minitui.viewmodel.predict import question_about, why_no_question
 
 ROOMY = (100, 34)  # columns, rows; from this size on, the block table and the first tokens are shown too
 
@@ -133,7 +133,7 @@ class LectureScreen(BaseScreen[None]):
             self._why.question = question_about(view, before + 1)
             self._asked_from = before
             if self._why.question is None:
-                if reason := unasked(view, before + 1):
+                if reason := why_no_question(view, before + 1):
                     self.notify(reason, markup=False, timeout=6)
                 self._reveal(view)
 

@@ -1,4 +1,4 @@
-"""The top bar: the screens, the model, and flags: frozen, in the past, paused, slow motion, no connection."""
+"""The top bar: screens, model, and flags such as frozen, in the past, paused, slow motion or no connection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = " minitui "
 
 
 class TopBar(Bar):
-    """One line, and under it the story of a demo or a recording."""
+    """A line with screens, model and flags; below it, the story of a demo or a recording."""
 
     DEFAULT_CSS = "TopBar { height: auto; }"
 
@@ -28,7 +28,7 @@ class TopBar(Bar):
         return [piece for line in lines for piece in textwrap.wrap(line, max(20, width - 4)) or [""] if line]
 
     def paint(self, view: View) -> int:
-        """Paint; if the height of the story has changed, ask Textual for a new layout."""
+        """Paint the bar. If the height of the story has changed, ask Textual for a new layout."""
         if self.size.width and self.size.height != 1 + len(self._story(self.size.width)):
             self.refresh(layout=True)
         return super().paint(view)
@@ -52,7 +52,7 @@ class TopBar(Bar):
         return Picture(rows)
 
     def _flags(self, view: View) -> list[Run]:
-        """A flag for each reason why the picture is not that of a running engine at this moment."""
+        """Returns a flag for each reason why the picture does not show the present state of a running engine."""
         feed, condition = self.app.feed, self.app.condition
         flags: list[Run] = []
         if condition.hung:
@@ -77,13 +77,13 @@ class TopBar(Bar):
 
 
 def describe_engine(info: dict[str, object]) -> str:
-    """The model, its device and its pool in a few words; empty before they are known."""
+    """Returns the model, its device and its pool in a few words; empty before they are known."""
     if not info:
         return ""
     dot = f" {glyphs().middot} "
     weights = "dtype" if info.get("quantization", "none") == "none" else "quantization"
     known = [str(info[name]) for name in ("model", "device", weights) if name in info]
-    if "num_blocks" in info:  # unknown of servers other than minitui's
+    if "num_blocks" in info:  # only minitui's servers report it
         small = " in fp8" if info.get("kv_cache_dtype") == "fp8" else ""
         known.append(f"{info['num_blocks']:,} blocks of {info['block_size']}{small}")
     return dot.join(known)

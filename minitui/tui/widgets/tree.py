@@ -1,7 +1,8 @@
-"""Radix tree: what is shared, by which requests, and what is evicted next?
+"""Radix tree: which prefixes are shared, which requests use them, and which node is evicted next?
 
-A row per node: its role, its text from the point where it diverges from its siblings, its tokens, the requests that
-use it, the prompt tokens it saved, and its place in the eviction order. The nodes that saved most come first.
+A row per node: its role, its text from the point where it diverges from its siblings, the number of its tokens and of
+its users (requests), the prompt tokens it saved, and its place in the eviction order. The nodes that saved most come
+first.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ COLUMNS = (("tokens", 7), ("users", 6), ("saved", 6), ("evict #", 8))
 
 
 def _last_children(rows: Sequence[TreeRow]) -> list[bool]:
-    """Returns for each row True if no sibling follows it."""
-    last, depths = [False] * len(rows), set[int]()  # the depths at which a sibling follows
+    """Returns a list with True for each row after which no sibling follows."""
+    last, depths = [False] * len(rows), set[int]()  # depths at which a later row is a sibling
     for i in range(len(rows) - 1, -1, -1):
         depth = rows[i].depth
         last[i] = depth not in depths
@@ -34,14 +35,14 @@ def _last_children(rows: Sequence[TreeRow]) -> list[bool]:
 
 
 class RadixTree(LinePanel):
-    """Up and down move, f folds, e shows every node, / searches, Enter opens the details of a node."""
+    """The tree panel. Up and down select a node, f folds it, e shows every node, / searches, Enter shows details."""
 
     TITLE = "Radix tree"
     help_text = paragraphs("""\
-The prefix cache. Each node is a run of tokens whose keys and values are in the pool; a path from the top is a text. A
-new prompt follows the tree as far as its tokens match, uses those blocks, and computes only the rest. Users: the
-requests that hold the node now. Saved: the prompt tokens not computed thanks to it. Nodes without users can be
-evicted; evict # is their order, the least recently used leaf first.""")
+The prefix cache. Each node is a run of tokens whose keys and values are in the pool; the nodes on a path from the top
+form a text. A new prompt follows the tree as far as its tokens match, uses the blocks of these nodes, and computes only
+the rest. Users: the requests that hold the node now. Saved: the prompt tokens that requests took from the node instead
+of computing them. Nodes without users can be evicted; evict # is their order, the least recently used leaf first.""")
     BINDINGS: ClassVar = [
         Binding("up", "move(-1)", "node above", show=False, id="tree.up"),
         Binding("down", "move(1)", "node below", show=False, id="tree.down"),
@@ -56,7 +57,7 @@ evicted; evict # is their order, the least recently used leaf first.""")
 
     everything = False  # show every node
     search = ""
-    typing = False  # a search is being typed
+    typing = False  # the user is typing a search
     top = 0  # the first row shown
     nodes: Sequence[int] = ()  # the node of each row
 
@@ -103,10 +104,10 @@ evicted; evict # is their order, the least recently used leaf first.""")
 
     def _line(self, view: View, node: TreeRow, width: int, last: bool) -> Runs:
         g = glyphs()
-        lit = node.node in view.links.nodes
-        here = node.node == selected(view, "node")
+        is_linked = node.node in view.links.nodes
+        is_selected = node.node == selected(view, "node")
         glow = view.glow_of(view.shown.node_changed.get(node.node, -1e9))
-        ground = " on select" if lit else ""
+        ground = " on select" if is_linked else ""
         row = Row()
         if node.depth:
             row.add("  " * (node.depth - 1) + (g.last_branch if last else g.branch) + " ", "faint" + ground)
@@ -120,7 +121,7 @@ evicted; evict # is their order, the least recently used leaf first.""")
             row.add(g.folded + " ", "dim" + ground)
         columns = self._columns(width)
         end = width - sum(w for _, w in columns)
-        style = "bold accent" if here else "bold ink" if glow == 2 else "ink" if node.users else "dim"
+        style = "bold accent" if is_selected else "bold ink" if glow == 2 else "ink" if node.users else "dim"
         row.add(fit(clean(node.text), max(0, end - row.width - 1), g.dots), style + ground)
         cells = {
             "tokens": (short(node.tokens), "ink" if glow < 2 else "bold running"),
@@ -144,7 +145,7 @@ evicted; evict # is their order, the least recently used leaf first.""")
         row.add(words + " in total" if row.width + len(words) + 9 <= width else words, "dim")
         return row.done(width)
 
-    # ---- moving about
+    # ---- clicks and keys
 
     def clicked(self, view: View, column: int, row: int) -> None:
         index = self.top + row - 1
@@ -185,7 +186,7 @@ evicted; evict # is their order, the least recently used leaf first.""")
             self.post_message(Opened("node", chosen))
 
     def on_key(self, event: events.Key) -> None:
-        """Pass keys to the search while it is being typed."""
+        """While the user types a search, add the keys to it."""
         if event.key == "escape" and (self.typing or self.search):
             self.typing, self.search = False, ""
         elif not self.typing:
@@ -202,5 +203,5 @@ evicted; evict # is their order, the least recently used leaf first.""")
         self.repaint()
 
     def check_consume_key(self, key: str, character: str | None) -> bool:
-        """Keep printable keys from the bindings while a search is typed."""
+        """Returns True for a printable key while the user types a search: no binding then acts on the key."""
         return self.typing and character is not None and character.isprintable()

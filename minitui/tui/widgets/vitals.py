@@ -14,12 +14,12 @@ from minitui.tui.widgets.rows import Row, Runs
 from minitui.viewmodel.history import BUCKET
 from minitui.viewmodel.model import View
 
-HIT_SECONDS = 30.0
+HIT_SECONDS = 30.0  # the hit rate covers this time
 
 
 @dataclass(frozen=True, slots=True)
 class Vital:
-    """A figure with its unit and history; `top` is the value at full height, 0 for the history's maximum."""
+    """A figure with its unit and history. `top`: the value drawn at full height; 0: the maximum of the history."""
 
     label: str
     value: str
@@ -32,15 +32,16 @@ class Vital:
 def vitals(view: View, n: int) -> list[Vital]:
     """Returns the six figures, each with `n` buckets of history."""
     rates = view.rates
-    # When paused or slowed, show also the last bucket, which is not full yet.
+    # When paused, in the past or in slow motion, also show the last bucket, which is not full yet.
     end = view.bucket + (view.exact or view.shown.state.pace != 1)
     shown = view.shown
     cached = rates.series("cached", n + 20, end)
     computed = rates.series("prefill", n + 20, end)
     hits = rates.total("cached", HIT_SECONDS, end)
-    asked = hits + rates.total("prefill", HIT_SECONDS, end)
+    prompt_tokens = hits + rates.total("prefill", HIT_SECONDS, end)
     free, active, shared, _cached = shown.counts
     total = max(1, shown.total)
+    hit_rate = f"{100 * hits / prompt_tokens:.1f}" if prompt_tokens else glyphs().dash
     held = 100 * (active + shared) / total
     last = view.timings.recent[-1].wall_ms if view.timings.recent else None
     p50 = view.timings.decode.p50 or view.timings.mixed.p50 or view.timings.prefill.p50 or last
@@ -55,7 +56,7 @@ def vitals(view: View, n: int) -> list[Vital]:
               rates.series("prefill", n, end) / BUCKET, "prefill"),
         Vital("running", f"{running:,}", (f"+{waiting} waiting", f"+{waiting} wait", f"+{waiting}"),
               rates.series("running", n, end), "running"),
-        Vital("hit rate", f"{100 * hits / asked:.1f}" if asked else glyphs().dash, ("% of prompt tokens", "%"),
+        Vital("hit rate", hit_rate, ("% of prompt tokens", "%"),
               _rolling(cached, computed, n), "hit", top=1.0),
         Vital("pool", "<1" if 0 < 1 - free / total < 0.01 else f"{100 * (1 - free / total):.0f}",
               (f"% used, {held:.0f} % held", f"% · {held:.0f} % held", "%"),
@@ -73,20 +74,20 @@ def _step_units(view: View) -> tuple[str, ...]:
 
 
 def _rolling(cached: np.ndarray, computed: np.ndarray, n: int) -> list[float]:
-    """Returns for each bucket the hit rate of the five seconds before its end; without prompts, the previous rate."""
+    """Returns `n` hit rates, each of the five seconds that end with its bucket; the previous rate if no prompt came."""
     values: list[float] = []
     sums = np.cumsum(cached), np.cumsum(cached + computed)
-    before = 0.0
+    rate = 0.0
     for i in range(len(cached) - n, len(cached)):
         start = max(0, i - 20)
-        asked = sums[1][i] - sums[1][start]
-        before = (sums[0][i] - sums[0][start]) / asked if asked else before
-        values.append(before)
+        prompt_tokens = sums[1][i] - sums[1][start]
+        rate = (sums[0][i] - sums[0][start]) / prompt_tokens if prompt_tokens else rate
+        values.append(rate)
     return values
 
 
 def spark(values: Sequence[float] | np.ndarray, top: float = 0.0) -> str:
-    """Returns one character per value: a space for zero, full height for the largest value or `top`."""
+    """Returns one character per value: a space for zero, a full bar for `top` (0: the largest value)."""
     levels = glyphs().spark
     top = top or max(values, default=0.0)
     if top <= 0:
@@ -96,7 +97,7 @@ def spark(values: Sequence[float] | np.ndarray, top: float = 0.0) -> str:
 
 
 class Vitals(LinePanel, can_focus=False):
-    """The figures side by side in two lines; at least five rows high, one below the other in a frame."""
+    """The figures, side by side in two lines. If the panel has five rows or more: in a frame, one below the other."""
 
     TITLE = "Engine"
     FRAME = "none"

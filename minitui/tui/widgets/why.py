@@ -1,4 +1,4 @@
-"""Why: sentences about what a step did and why; or a question about the next step."""
+"""Why: sentences about what a step did and why, or a question about the next step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ LOOK_BACK = 400  # the number of steps searched for the last one that did more t
 
 
 class Why(LinePanel, can_focus=False):
-    """Paused or in the past: the sentences about this step. Running: about the last step that did more than decode. A
-    `question` replaces them until its answer is shown."""
+    """Paused or in the past, the panel explains the step on screen. While the engine runs, it explains the last step
+    that did more than decode. A `question` replaces the explanation until its answer is shown."""
 
     TITLE = "Why"
 
     question: Question | None = None
-    predicting = False  # ask questions before steps
-    _last = (-1, "")  # while running: the step shown and its sentences
+    predicting = False  # ask a question before each step
+    _last = (-1, "")  # while the engine runs: the step explained last, and the explanation
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         if self.question is not None:
