@@ -1,4 +1,4 @@
-"""The application over a recording: Inspect and Lecture, with keys that move the playhead."""
+"""The application for a recording: the screens Inspect and Lecture, with keys that move the playhead."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from minitui.viewmodel.narrate import narrate
 
 NEED_AN_ENGINE = {"chat", "clear", "restart"}
 SPEEDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-JUMP = 0.05  # of the recording
+JUMP = 0.05  # as a share of the recording
 NO_CHATS = NOT_OFFERED["Chats"]
 REST = " … (press 3 for more)"
 
 
 def shortened(text: str, width: int, lines: int) -> str:
-    """The sentences that fit into `lines` lines of `width`; a note replaces the others."""
+    """Returns as many sentences of `text` as fit into `lines` lines of `width` cells. REST replaces the others."""
     if len(textwrap.wrap(text, width)) <= lines:
         return text
     sentences = re.split(r"(?<=\.) (?=\S)", text)
@@ -46,7 +46,7 @@ def shortened(text: str, width: int, lines: int) -> str:
 
 
 class TraceCodec:
-    """A tokenizer that can only decode: a recording has the text of its tokens."""
+    """A tokenizer that can only decode, with the texts of the tokens from the recording."""
 
     special_ids: frozenset[int] = frozenset()
 
@@ -54,11 +54,11 @@ class TraceCodec:
         self._reader = reader
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of the ids; ids that are not in the trace have no text."""
+        """Returns the text of the token ids (see TraceReader.decode)."""
         return self._reader.decode(ids)
 
     def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> NoReturn:
-        """Refuse: a recording has no template."""
+        """Raises InvalidRequest: a recording has no chat template."""
         raise InvalidRequest(NO_CHATS)
 
 
@@ -68,22 +68,22 @@ This is a recording. These keys move its playhead.
   p, n, N        pause or continue; one step, ten steps
   < >            slower, faster: from 1/200 to 100 times the engine's speed
   ( )            jump back or forward by a twentieth of the recording
-  { }            the previous or next bookmark; the first hit, eviction, preemption and failure have one
+  { }            the previous or next bookmark; the first hit, eviction, preemption and failure are bookmarked
   m              bookmark this step (it is saved in the file)
   g              go to a step by its number
 """
 
 
 class ReplayBar(Bar):
-    """The playhead: its position, its speed, and the bookmarks."""
+    """The position and the speed of the playhead, and the bookmarks."""
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         source = cast("ReplayApp", self.app).replay
         if source.reader is None:
             return Picture([Row(" reading the recording", "dim").done(width)])
         trace = source.trace
-        closed = view.live.state.gate == "closed"
-        state = "end" if source.ended else "paused" if closed else f"{glyphs().times}{source.speed:g}"
+        paused = view.live.state.gate == "closed"
+        state = "end" if source.ended else "paused" if paused else f"{glyphs().times}{source.speed:g}"
         row = Row(f" REPLAY {state} ", "bold on-fill on running").add(" ")
         row.add(f"{source.played:,.1f}", "bold ink").add(f" of {trace.seconds:,.1f} s  step ", "dim")
         row.add(f"{max(0, source.step):,}", "bold ink").add(f" of {trace.last_step:,} ", "dim")
@@ -94,7 +94,7 @@ class ReplayBar(Bar):
         return Picture([row.add(keys, "dim").done(width)])
 
     def _line(self, source: ReplaySource, room: int) -> list[tuple[str, str]]:
-        """The whole recording as a line of `room` cells, with the playhead and the bookmarks."""
+        """Returns the whole recording as a line of `room` cells, with the playhead and the bookmarks."""
         trace = source.trace
         if room < 8:
             return []
@@ -113,7 +113,7 @@ class ReplayBar(Bar):
 
 
 class PlayheadScreen(BaseScreen[None]):
-    """Keys that move the playhead. A subclass names its other base class first: the CSS of the first has priority."""
+    """Keys that move the playhead. List it last among base classes: the CSS of the first one has priority."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("less_than_sign", "speed(-1)", "slower", show=False, id="replay.slower"),
@@ -131,11 +131,11 @@ class PlayheadScreen(BaseScreen[None]):
         return cast("ReplayApp", self.app)
 
     def action_speed(self, direction: int) -> None:
-        """Take the next slower or faster of SPEEDS."""
+        """Set the next lower or higher speed of SPEEDS."""
         now = self._replay.replay.speed
-        near = [s for s in SPEEDS if (s - now) * direction > 1e-9 and MIN_SPEED <= s <= MAX_SPEED]
-        if near:
-            self._replay.replay.set_speed(min(near, key=lambda speed: abs(speed - now)))
+        candidates = [s for s in SPEEDS if (s - now) * direction > 1e-9 and MIN_SPEED <= s <= MAX_SPEED]
+        if candidates:
+            self._replay.replay.set_speed(min(candidates, key=lambda speed: abs(speed - now)))
 
     async def action_jump(self, direction: int) -> None:
         """Jump a twentieth of the recording back or forward."""
@@ -153,7 +153,7 @@ class PlayheadScreen(BaseScreen[None]):
         self._replay.say(f"step {mark[0]:,}: {mark[1]}")
 
     def action_bookmark(self) -> None:
-        """Ask for a text, and save the bookmark in the file."""
+        """Ask for a text and save it in the file as a bookmark of this step."""
         self._replay.ask_text("Bookmark this step as", "", self._bookmark)
 
     def _bookmark(self, text: str) -> None:
@@ -163,7 +163,7 @@ class PlayheadScreen(BaseScreen[None]):
             self._replay.say(str(error), error=True)
 
     def action_go(self) -> None:
-        """Ask for a step, and go there."""
+        """Ask for the number of a step and go to that step."""
         source = self._replay.replay
         title = f"Go to step (0 to {source.trace.last_step:,}; now {max(0, source.step):,})"
         self._replay.ask_text(title, "", self._go)
@@ -178,7 +178,7 @@ class PlayheadScreen(BaseScreen[None]):
 
 
 class ReplayScreen(InspectScreen, PlayheadScreen):
-    """Inspect over a recording, with a line for the playhead."""
+    """The inspect screen for a recording, with a bar for the playhead."""
 
     def compose(self) -> ComposeResult:
         yield from super().compose()
@@ -186,7 +186,7 @@ class ReplayScreen(InspectScreen, PlayheadScreen):
 
 
 class ReplayLecture(LectureScreen, PlayheadScreen):
-    """Lecture over a recording, with a line for the playhead."""
+    """The lecture screen for a recording, with a bar for the playhead."""
 
     def compose(self) -> ComposeResult:
         yield from super().compose()
@@ -194,7 +194,7 @@ class ReplayLecture(LectureScreen, PlayheadScreen):
 
 
 class ReplayApp(MinituiApp):
-    """A recording has no chats, so the first screen is Inspect."""
+    """The application for a recording. A recording has no chats, so the first screen is Inspect."""
 
     MODES: ClassVar[dict[str, Any]] = {"inspect": ReplayScreen, "lecture": ReplayLecture}
     DEFAULT_MODE = "inspect"
@@ -209,12 +209,12 @@ class ReplayApp(MinituiApp):
 
     @property
     def actions(self) -> list[Action]:
-        """Without the actions that need a running engine."""
+        """All actions except those that need a running engine."""
         return [action for action in super().actions if action.id not in NEED_AN_ENGINE]
 
     @property
     def idle(self) -> bool:
-        """Always False: a recording can be stepped to its end."""
+        """Always False: a recording may have another step even if no request is running now."""
         return False
 
     def _frame(self) -> None:
@@ -222,19 +222,20 @@ class ReplayApp(MinituiApp):
         super()._frame()
 
     def group_names(self) -> dict[str, str]:
-        """The recorded names."""
+        """Returns the recorded name of each group of requests."""
         return self.replay.trace.names if self.replay.reader is not None else {}
 
     def _narrate(self) -> str:
-        """The sentences about the current step while the recording is paused: they would change too fast otherwise."""
-        if not self.view.exact:
+        """Returns sentences about the current step if the recording is paused, else the text of `_about`."""
+        if not self.view.exact:  # sentences about each step would change too fast
             return self._about()
         if self.current_mode == "lecture":
-            return ""  # the lecture has a panel for it
+            return ""  # the lecture screen has a panel for these sentences
         width, height = self.size
         return shortened(narrate(self.view, self.view.horizon), width - 4, max(3, height // 6))
 
     def _about(self) -> str:
+        """Returns a note for a recording with random text; empty for other recordings."""
         if self.replay.reader is None or not self.replay.trace.header["random_text"]:
             return ""
         info = self.source.info
@@ -245,7 +246,7 @@ class ReplayApp(MinituiApp):
         )
 
     def switch_mode(self, mode: str) -> Any:
-        """Refuse the chats, which are not recorded."""
+        """Raises InvalidRequest for the chat screen: chats are not recorded."""
         if mode == "chat":
             raise InvalidRequest(NO_CHATS)
         return super().switch_mode(mode)
@@ -264,6 +265,6 @@ class ReplayApp(MinituiApp):
 
 
 def replay_app(path: str, speed: float = 1.0) -> ReplayApp:
-    """An application over a trace, to run without a terminal."""
+    """Returns an application that shows a trace, for tests and images without a terminal."""
     source = ReplaySource(path, speed)
     return ReplayApp(source, Chats(source), Settings(), system="")

@@ -1,4 +1,4 @@
-"""The application over several servers: a table of them, and chats that any of them can answer."""
+"""The application for several servers: a table of the servers, and chats that any server can answer."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class BlindChatScreen(ForeignChatScreen):
 
 
 class ReplicaApp(MinituiApp):
-    """The panels show one replica at a time: the one of the current chat, or the one chosen in the table.
+    """The panels show one replica at a time: the replica of the current chat, or the replica chosen in the table.
 
-    A line under the top bar names it, and the replica that answers the current chat.
+    A line under the top bar gives the numbers of the replica in the panels and of the current chat's replica.
     """
 
     GROUPS = ("Chats", "Replicas", "Engine", "Application")
@@ -58,9 +58,9 @@ class ReplicaApp(MinituiApp):
         self.replicas = source
         source.opening = self._opening
         self._followed: RemoteSource | None = None  # the source of the records in the panels
-        self._held = False  # the panels stay with their replica when another chat is shown
-        self._reasons: dict[int, str] = {}  # replica number -> why it could not answer when last checked
-        self._switching = asyncio.Lock()  # while the panels change to another replica
+        self._held = False  # the panels keep their replica when the user changes to another chat
+        self._reasons: dict[int, str] = {}  # replica number -> why it could not answer at the last check; "": it could
+        self._switching = asyncio.Lock()  # held while the panels change to another replica
 
     def on_mount(self) -> None:
         self.set_interval(EVERY_S, self._check_replicas)  # Textual calls the parent's handler too
@@ -82,36 +82,40 @@ class ReplicaApp(MinituiApp):
         return replica.number, "by its prefix"
 
     def current_replica(self) -> Replica | None:
-        """The replica that is writing the current chat's answer, else the one of its last answer or of the next."""
+        """Returns the replica that is writing the current chat's answer; if none is, the replica of the chat's last
+        answer or of its next one."""
         session, source = self.session, self.replicas
         writing = getattr(session._stream, "replica", None)
         if writing is not None or not source.info:  # without info, no replica has answered yet
             return writing
         url = source.pins.get(session.id, "") or opening_of(session).last
-        known = next((replica for replica in source.replicas if replica.url == url), None)
-        if known is not None and not source.reason_against(known):
-            return known
+        last = next((replica for replica in source.replicas if replica.url == url), None)
+        if last is not None and not source.reason_against(last):
+            return last
         try:
             return source.place(session.id)
         except EngineDead:
-            return known
+            return last
 
     def _elsewhere(self, session: Session) -> bool:
-        """True if a replica that the panels do not show is writing this chat's answer."""
+        """Returns True if a replica that the panels do not show is writing this chat's answer."""
         return session._stream is not None and getattr(session._stream, "replica", None) is not self.replicas.shown
 
     def queue_place(self, session: Session) -> int | None:
-        """Known only for the replica in the panels."""
+        """As in AppBase; None (unknown) if the chat's replica is not in the panels."""
         return None if self._elsewhere(session) else super().queue_place(session)
 
     def pace_of(self, session: Session) -> float:
-        """Replicas that are not in the panels are assumed to run in real time."""
+        """As in AppBase; 1.0 (real time) is assumed if the chat's replica is not in the panels."""
         return 1.0 if self._elsewhere(session) else self.pace
 
-    # ---- what screens and commands call
+    # ---- called by screens and commands
 
     def pin(self, which: str) -> None:
-        """Let only the replica `which` (number or address) answer the current chat; "": the one chosen in the table."""
+        """Let only the replica `which` (number or address) answer the current chat.
+
+        If `which` is empty: the replica chosen in the table; on other screens, the user chooses one from a list.
+        """
         screen = self.screen
         if which:
             replica = self.replicas.find(which)
@@ -123,14 +127,15 @@ class ReplicaApp(MinituiApp):
             self.choose("Pin this chat to", rows, lambda row: self.run_command("pin", row.split()[0]))
             return
         self.replicas.pins[self.session.id] = replica.url
-        against = self.replicas.reason_against(replica)
+        trouble = self.replicas.reason_against(replica)
         self.say(
             f"chat {self.chats.number(self.session)} is pinned to {replica.title}"
-            + (f", which cannot answer now: {against}" if against else ""),
-            error=bool(against),
+            + (f", which cannot answer now: {trouble}" if trouble else ""),
+            error=bool(trouble),
         )
 
     def unpin(self) -> None:
+        """Let every replica answer the current chat again."""
         number = self.chats.number(self.session)
         if self.replicas.pins.pop(self.session.id, None) is None:
             self.say(f"chat {number} is not pinned")
@@ -138,7 +143,7 @@ class ReplicaApp(MinituiApp):
             self.say(f"every replica may answer chat {number}")
 
     def on_replicas_chosen(self, message: Replicas.Chosen) -> None:
-        """Keep this replica in the panels; if it is kept there already, let them follow the current chat again."""
+        """Keep this replica in the panels. If it is kept there already, the panels follow the current chat again."""
         self._held = not (self._held and message.replica is self.replicas.shown)
         if self._held:
             self.run_worker(self.follow(message.replica), group="follow", exclusive=False)
@@ -159,13 +164,13 @@ class ReplicaApp(MinituiApp):
             except EngineError as error:
                 self.say(str(error), error=True)
 
-    # ---- the replicas now
+    # ---- checks of the replicas
 
     async def _start(self, again: bool = False) -> None:
         await super()._start(again)
         self._followed = self._shown_telemetry
         if self.replicas.codec is not None and self.replicas.shown is not None:
-            await self.follow(self.replicas.shown)  # which loads its engine's codec: the chats' codec has no tokens
+            await self.follow(self.replicas.shown)  # loads the codec of its engine: the chats' codec has no tokens
 
     @property
     def _shown_telemetry(self) -> RemoteSource | None:
@@ -174,15 +179,15 @@ class ReplicaApp(MinituiApp):
     async def _check_replicas(self) -> None:
         """Report replicas that went down or came back, and choose the replica for the panels.
 
-        The panels show the replica of the current chat, unless they are held. They start again when a new server runs
-        at the address of their replica.
+        The panels show the replica of the current chat, unless the user keeps another one in them. They start again
+        when a new server runs at the address of their replica.
         """
         for replica in self.replicas.replicas:
-            now, before = self.replicas.reason_against(replica), self._reasons.get(replica.number)
-            if self.replicas.info and before is not None and bool(now) != bool(before):
-                self.say(f"{replica.title}: {now or 'it can answer again'}", error=bool(now))
+            reason, before = self.replicas.reason_against(replica), self._reasons.get(replica.number)
+            if self.replicas.info and before is not None and bool(reason) != bool(before):
+                self.say(f"{replica.title}: {reason or 'it can answer again'}", error=bool(reason))
             if self.replicas.info:
-                self._reasons[replica.number] = now
+                self._reasons[replica.number] = reason
         if self.progress is not None or self._switching.locked():
             return
         reporting = [r for r in self.replicas.replicas if r.telemetry is not None and not r.trouble]
@@ -208,24 +213,24 @@ class ReplicaApp(MinituiApp):
         if source.shown is not None:
             parts.append(f"panels: {source.shown.number}{', held' if self._held else ''}")
         number, why = self.route(self.session)
-        nowhere = "no replica can answer this chat (press 4)"
-        parts.append(f"this chat: {number}, {why}" if number is not None else nowhere)
+        no_replica = "no replica can answer this chat (press 4)"
+        parts.append(f"this chat: {number}, {why}" if number is not None else no_replica)
         return "   ".join(parts)
 
 
 class BlindReplicaApp(ReplicaApp):
-    """Over servers that do not report what their engines do: there is nothing to inspect."""
+    """The application for servers that do not report what their engines do: it has no inspect and lecture screens."""
 
     TABS: ClassVar[tuple[tuple[str, str], ...]] = (MinituiApp.TABS[0], TAB)
     MODES: ClassVar[dict[str, Any]] = {**ReplicaApp.MODES, "chat": BlindChatScreen}
 
     def current_server(self) -> tuple[str, MetricsPoller | None]:
-        """See HasServer."""
+        """Returns (name, metrics) of the current chat's replica: see HasServer."""
         replica = self.current_replica()
         return (f"{replica.number} {replica.url}", replica.poller) if replica is not None else ("no replica", None)
 
     def switch_mode(self, mode: str) -> Any:
-        """Refuse all screens but the chats and the table."""
+        """Switch to the chats or the table. For another screen, show an error and switch to the chats."""
         if mode not in ("chat", "replicas"):
             self.say("only minitui servers report what their engines do; these servers do not", error=True)
             mode = "chat"

@@ -1,9 +1,10 @@
-"""Restores the terminal at every end of the application.
+"""Restores the terminal whenever the application ends.
 
-Textual restores it after a normal exit and after an exception; this file handles signals. A signal that ends a process
-(CLOSE) asks the application to close. After GRACE seconds, or at a second signal, the terminal is restored here and the
-process ends. A signal that also dumps core (DUMP) restores the terminal first. SIGTSTP gives the terminal to the shell,
-SIGCONT takes it back. The engine's process ends by itself when this process ends.
+Textual restores it after a normal exit and after an exception; this file does so after signals. A signal that would
+end the process (CLOSE) asks the application to close. After GRACE seconds, or at a second signal, the terminal is
+restored here and the process ends. At a signal that also dumps core (DUMP), the terminal is restored before the dump.
+At SIGTSTP the shell gets the terminal; at SIGCONT the application takes it back. The engine's process ends by itself
+when this process ends.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
     from textual.drivers.linux_driver import LinuxDriver
 
 GRACE = 4.0  # seconds to close normally
-ATTEMPTS = 100  # to take the terminal back
+ATTEMPTS = 100  # number of attempts to take the terminal back
 
 
 def _available(names: str) -> tuple[signal.Signals, ...]:
-    """The signals of `names` that this platform has. SIGPIPE and SIGXFSZ are left to Python, which ignores them."""
+    """Returns the signals of `names` that this platform has. `names` lacks SIGPIPE and SIGXFSZ: Python ignores them."""
     return tuple(signal.Signals[name] for name in names.split() if name in signal.Signals.__members__)
 
 
@@ -49,11 +50,11 @@ RESTORE = (
 
 
 class NoTerminal(EngineError):
-    """The application needs a terminal and has none. A usage error: the exit code is 2."""
+    """Raised if the application has no terminal. It is a usage error: the exit code is 2."""
 
 
 def has_terminal() -> bool:
-    """Can the application run here?
+    """Returns True if the application can run here.
 
     It reads keys from stdin and draws on stderr. If stdout is a pipe, the user wants text instead. The driver for
     browsers (TEXTUAL_DRIVER, set by textual-serve) has its own terminal.
@@ -72,9 +73,10 @@ def need_terminal(what: str, instead: str) -> None:
 
 
 def takes_unicode(stream: Any) -> bool:
-    """Can the stream's encoding write our glyphs? If not (a locale without UTF-8), it writes "?" for them from now on.
+    """Returns True if the stream's encoding has our glyphs. If not, the stream writes "?" for them from now on.
 
-    A "?" takes one cell. The default, an escaped number, takes four to ten and breaks the layout.
+    An encoding without our glyphs comes from a locale without UTF-8. A "?" takes one cell. Python's default, an escaped
+    number, takes four to ten cells and breaks the layout.
     """
     if stream is None:  # the driver for browsers has its own stream
         return True
@@ -92,7 +94,7 @@ def tolerant_input() -> Iterator[None]:
 
     Without it, the first such byte makes Textual's key reader end the application.
     """
-    from textual.drivers import linux_driver  # here: most commands that import this file never draw
+    from textual.drivers import linux_driver  # imported here: most commands that import this file never draw
 
     original = linux_driver.getincrementaldecoder
     linux_driver.getincrementaldecoder = lambda encoding: partial(original(encoding), "replace")
@@ -103,16 +105,16 @@ def tolerant_input() -> Iterator[None]:
 
 
 class TerminalGuard:
-    """Saves the state of the terminal, and handles the signals while the application runs (`watching`).
+    """Saves the state of the terminal. In the context `watching`, it handles signals and restores the terminal.
 
-    Make it before the application starts; `attach` gives it the application once the event loop runs.
+    Make the guard before the application starts. Call `attach` with the application when the event loop runs.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None  # the signal that ended the application
         self._app: App[int] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._away = False  # application mode is off: the shell has the terminal
+        self._suspended = False  # application mode is off: the shell has the terminal
         self._stopped = False  # a SIGCONT has arrived and is not handled yet
         self._attributes: list[Any] | None = None
         with contextlib.suppress(termios.error, OSError, ValueError):
@@ -120,7 +122,10 @@ class TerminalGuard:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """In this context, no signal ends the process before the terminal is restored; the exit restores it too."""
+        """In this context, no signal ends the process before the terminal is restored.
+
+        The end of the context restores the terminal too.
+        """
         before = self._take_signals()
         try:
             yield
@@ -133,25 +138,25 @@ class TerminalGuard:
     def attach(self, app: App[int]) -> None:
         """Let signals close, stop and continue `app` from now on. Call it in the running event loop."""
         self._app, self._loop = app, asyncio.get_running_loop()
-        self._take_signals()  # Textual's driver for browsers has replaced them
-        if app._driver is not None and app._driver.can_suspend:  # replaces Textual's handlers
+        self._take_signals()  # again: Textual's driver for browsers has replaced our handlers
+        if app._driver is not None and app._driver.can_suspend:  # our handlers replace Textual's
             signal.signal(signal.SIGTSTP, lambda *_: self._in_loop(self._suspend))
             signal.signal(signal.SIGCONT, self._woken)
 
     def _take_signals(self) -> dict[signal.Signals, Any]:
-        """Install our handlers; returns the previous ones."""
+        """Install our signal handlers. Returns the previous handlers."""
         before = {number: signal.signal(number, self._die) for number in DUMP}
         return before | {number: signal.signal(number, self._end) for number in CLOSE}
 
     def _in_loop(self, call: Callable[[], object]) -> None:
-        # Not at once: a signal handler can interrupt code that holds a lock of Textual's queues.
+        # Not directly: a signal handler can interrupt code that holds a lock of Textual's queues.
         if self._loop is not None:
             self._loop.call_soon_threadsafe(call)
 
-    # ---- the end
+    # ---- end of the application
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        """Close the application normally; at once at a second signal, or before the event loop runs."""
+        """Close the application normally. At a second signal, or before the event loop runs, call `force`."""
         app = self._app
         if self.signal is not None or app is None:
             self.signal = self.signal or number
@@ -169,7 +174,7 @@ class TerminalGuard:
         os.kill(os.getpid(), number)
 
     def restore(self) -> None:
-        """Restore the terminal; harmless if it is restored already, or is gone."""
+        """Restore the terminal. Has no effect if the terminal is restored already or does not exist any more."""
         with contextlib.suppress(OSError, ValueError):
             fd = sys.__stderr__.fileno()  # type: ignore[union-attr]
             if os.isatty(fd):
@@ -192,35 +197,35 @@ class TerminalGuard:
     def _suspend(self) -> None:
         """Give the terminal to the shell, stop, and take it back when continued (ctrl+z, `kill -TSTP`)."""
         if (driver := self._driver()) is not None:
-            self._away = True
+            self._suspended = True
             driver.suspend_application_mode()
             os.kill(os.getpid(), signal.SIGSTOP)
-            self._continue()  # before any drawing, which would wait for Textual's writer thread: that has ended
+            self._continue()  # before any drawing: drawing would wait for Textual's writer thread, which has ended
 
     def _continue(self) -> None:
         """Take the terminal back.
 
-        After SIGSTOP application mode is still on. It is switched off first: otherwise a second key reader thread
-        would start and outlive the application.
+        After a SIGSTOP from outside, application mode is still on. Then it is switched off first: otherwise a second
+        thread would read keys, and would not end with the application.
         """
         driver = self._driver()
         if driver is None or not self._stopped:
             return
         self._stopped = False
-        if not self._away:
+        if not self._suspended:
             driver.suspend_application_mode()
         for _ in range(ATTEMPTS):  # in the background, each attempt stops the process until the next SIGCONT
             driver.start_application_mode()
             if driver._key_thread is not None and driver._key_thread.is_alive():
                 break
         else:
-            self.force()  # the terminal is gone
-        self._away = False
+            self.force()  # the terminal does not exist any more
+        self._suspended = False
         driver._app.refresh(layout=True)  # the shell has drawn over it
 
     def _driver(self) -> LinuxDriver | None:
-        """The driver, if it can be stopped and continued; None while the application closes."""
+        """Returns Textual's driver; None if there is no application or it is closing."""
         app = self._app
-        if app is None or (app._exit and not self._away):
+        if app is None or (app._exit and not self._suspended):
             return None
         return cast("LinuxDriver", app._driver)

@@ -1,10 +1,10 @@
-"""Three colour themes in the Okabe-Ito hues. Every meaning also has a glyph (glyphs.py), so hue is never needed.
+"""Three colour themes in the Okabe-Ito hues. Each meaning also has a glyph (glyphs.py), so the hues are not needed.
 
-A style is a few words, `"bold ink on select"`: an optional `bold`, the name of a colour, an optional background.
-Widgets build rows of `(text, style)` with these names; `Palette.style` makes a Rich style of the words, once per theme.
+A style is a few words, for example `"bold ink on select"`: `bold` (optional), the name of a colour, and a background
+(optional). Widgets build rows of `(text, style)`; `Palette.style` makes a Rich style of the words, once per theme.
 
-Blocks that do not change have muted colours; a change is bright: a block that becomes active is drawn in `active-glow`,
-then in `active-warm`, then in `active`.
+Blocks that do not change have muted colours, changed blocks have bright ones: a block that becomes active is drawn in
+`active-glow`, then in `active-warm`, then in `active`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from textual.theme import Theme
 
 from minitui.visible import visible_line
 
-# name: (in the dark theme, in the light one, in the one for projectors)
+# name: (colour in the dark theme, in the light theme, in the theme for projectors)
 _COLOURS = {
     "ground": ("#0e1116", "#fbfaf8", "#000000"),
     "ink": ("#e4e8ee", "#1b1f24", "#ffffff"),
@@ -25,10 +25,10 @@ _COLOURS = {
     "faint": ("#49515c", "#b3b8bf", "#7f8894"),  # decoration only: dots of free blocks, rules, hatching; never text
     "frame": ("#2b323b", "#d3d6da", "#7f8894"),
     "select": ("#15283a", "#e2eff9", "#003f7a"),  # background of the selection
-    "accent": ("#f0e442", "#0b62a8", "#fff04d"),  # the focus and the selection
+    "accent": ("#f0e442", "#0b62a8", "#fff04d"),  # of the focus and the selection
     "decode": ("#34b58c", "#00795a", "#2fe0a4"),
     "prefill": ("#f0803c", "#b04a00", "#ff8b3d"),
-    "prefill-2": ("#d97a3a", "#8a3a00", "#ffb380"),  # every second chunk of the step bar
+    "prefill-2": ("#d97a3a", "#8a3a00", "#ffb380"),  # for every second chunk in the step bar
     "running": ("#f2b134", "#8a5a00", "#ffc53d"),
     "waiting": ("#b9a36b", "#75622c", "#e6d59a"),
     "hit": ("#6cc0f5", "#0a6aa8", "#7fd0ff"),
@@ -36,8 +36,8 @@ _COLOURS = {
     "step": ("#c9d1d9", "#4a525c", "#ffffff"),
     "bad": ("#ff7b72", "#b3261e", "#ff9a93"),
     "good": ("#34b58c", "#00795a", "#2fe0a4"),
-    "on-fill": ("#0b0d11", "#ffffff", "#000000"),  # text on the colours above
-    # blocks: unchanged; just changed (glow); changed a little earlier (warm)
+    "on-fill": ("#0b0d11", "#ffffff", "#000000"),  # for text on a background of a colour above
+    # blocks: not changed; just changed (glow); changed a short time ago (warm)
     "free": ("#49515c", "#a6abb2", "#6f7884"),
     "free-glow": ("#c9d1d9", "#1b1f24", "#ffffff"),
     "free-warm": ("#8b949e", "#6c747e", "#c6ccd4"),
@@ -50,12 +50,12 @@ _COLOURS = {
     "active": ("#976c10", "#bd8214", "#c98f1b"),
     "active-glow": ("#ffc04a", "#8a5a00", "#ffd67a"),
     "active-warm": ("#cc9428", "#a87210", "#efb23f"),
-    # backgrounds of text: chips of the block table
+    # backgrounds of the chips in the block table
     "cached-chip": ("#1c4463", "#d8eaf7", "#0e3f66"),
     "shared-chip": ("#5d3a51", "#f6dfec", "#632f50"),
     "active-chip": ("#59410f", "#fae8c2", "#5c4000"),
     "empty-chip": ("#1d232b", "#eceae6", "#22272e"),
-    # eight owners
+    # eight owners of blocks
     "owner-0": ("#56b4e9", "#0a6aa8", "#6fc6ff"),
     "owner-1": ("#e69f00", "#8a5a00", "#ffb52e"),
     "owner-2": ("#2fb48a", "#00795a", "#2fe0a4"),
@@ -104,7 +104,7 @@ class Palette:
         self._segments: dict[tuple[str, str], Segment] = {}
 
     def segment(self, run: tuple[str, str]) -> Segment:
-        """The Rich segment of a run (text, style in words), cached: most runs repeat from frame to frame."""
+        """Returns the Rich segment of a run (text, style in words). It is cached: most runs appear again."""
         segment = self._segments.get(run)
         if segment is None:
             if len(self._segments) > SEGMENTS_KEPT:
@@ -113,7 +113,7 @@ class Palette:
         return segment
 
     def style(self, words: str) -> Style:
-        """The Rich style for `"[bold] [underline] colour [on colour]"`. Raises KeyError for an unknown colour."""
+        """Returns the Rich style of `"[bold] [underline] colour [on colour]"`. KeyError if it is unknown."""
         style = self._styles.get(words)
         if style is None:
             ink, ground, bold, underline = self.parts(words)
@@ -128,7 +128,7 @@ class Palette:
 
     @staticmethod
     def parts(words: str) -> tuple[str, str, bool, bool]:
-        """(colour, ground, bold, underline) of a style in words."""
+        """Returns (colour, background, bold, underline) of a style in words."""
         names = words.split()
         ground = "ground"
         if "on" in names:
@@ -143,5 +143,5 @@ _PALETTES = {name: Palette(colours) for name, colours in COLOURS.items()}
 
 
 def palette(app: Any = None) -> Palette:
-    """The palette of the app's theme; the dark palette without an app, or with a theme that is not ours."""
+    """Returns the palette of the app's theme; the dark palette if there is no app or its theme is not ours."""
     return _PALETTES.get(getattr(app, "theme", ""), _PALETTES["minitui-dark"])

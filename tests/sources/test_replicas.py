@@ -508,11 +508,11 @@ async def test_a_server_that_answers_before_the_model_is_known_is_up() -> None:
         def states() -> list[str]:
             text = "\n".join(panel.text for panel in app.screen.query(Replicas))
             rows = [line.split() for line in text.splitlines() if "127.0.0.1" in line]
-            return [next((word for word in row if word in ("up", "asked", "down", "other")), "") for row in rows[:2]]
+            return [next((word for word in row if word in ("up", "unknown", "down", "other")), "") for row in rows[:2]]
 
         await until(lambda: source.replicas[1].metrics.running is not None)
         app.action_do("replicas")
-        await until(lambda: states() == ["asked", "up"])
+        await until(lambda: states() == ["unknown", "up"])
         servers[0].silent.clear()
         await until(lambda: states() == ["up", "up"])
     for server in servers:

@@ -1,4 +1,7 @@
-"""The keys that are not in ACTIONS: of a panel, of a screen, of one application. Help and palette list them."""
+"""The key bindings that are not in ACTIONS, because only a panel, a screen or one application has them.
+
+The help and the palette list them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ class BindingGroup:
 
 
 def bindings_here(app: App[Any]) -> list[BindingGroup]:
-    """The bindings of the panel with the focus, of the screen, and of the application."""
+    """Returns the bindings of the panel with the focus, of the screen, and of the application."""
     nodes: list[tuple[str, DOMNode]] = [(app.current_mode.capitalize(), app.screen), ("Application", app)]
     if isinstance(app.focused, LinePanel):
         nodes.insert(0, (app.focused.TITLE, app.focused))
@@ -34,7 +37,7 @@ def bindings_here(app: App[Any]) -> list[BindingGroup]:
 
 
 def _bindings(node: DOMNode) -> tuple[Binding, ...]:
-    """The bindings that minitui's classes declare, without ACTIONS and system keys."""
+    """Returns the bindings that minitui's classes declare for this node, without ACTIONS and system keys."""
     ours = [kind for kind in type(node).__mro__ if kind.__module__.startswith("minitui")]
     declared = {b.id: b for kind in ours for b in vars(kind).get("BINDINGS", ()) if b.id not in BY_ID and not b.system}
     return tuple(declared.values())

@@ -30,14 +30,17 @@ from minitui.tui.widgets.transcript import LABEL, Transcript
 from minitui.tui.widgets.vitals import Vitals
 from minitui.viewmodel.model import View
 
-RAIL_FROM = 100  # columns; a narrower screen has no rail
+RAIL_FROM = 100  # columns; a narrower screen does not show the panels on the right (the rail)
 TEXT_EVERY = 0.1  # seconds between two updates of the transcript
 
 
 class ChatScreen(BaseScreen[None]):
-    """Arranges the widgets and handles their messages; the chats are in `app.chats`, the engine's state in the view."""
+    """Arranges the widgets and handles their messages.
 
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (RAIL_FROM, "-wide")]  # noqa: RUF012 (Textual declares it so)
+    The chats are in `app.chats`, and the engine's state is in the view.
+    """
+
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (RAIL_FROM, "-wide")]  # noqa: RUF012 (as in Textual)
     VERTICAL_BREAKPOINTS = [(0, "-low"), (32, "-high")]  # noqa: RUF012
     DEFAULT_CSS = """
     ChatScreen {
@@ -62,7 +65,7 @@ class ChatScreen(BaseScreen[None]):
     WELCOME_KEYS: ClassVar[tuple[tuple[str, str], ...]] = (
         ("r", "the same first question in a second chat: a cache hit"),
         ("2", "inspect the engine"),
-    )  # and ? for the help
+    )  # `_welcome` adds the key ?
     transcript = getters.query_one(Transcript)
     prompt = getters.query_one(Prompt)
     completions = getters.query_one(CompletionList)
@@ -93,7 +96,7 @@ class ChatScreen(BaseScreen[None]):
         yield StatusBar()
 
     def on_mount(self) -> None:
-        # Query once: a query walks the tree, and paint is called twenty times a second.
+        # Query only here: a query walks the widget tree, and paint is called twenty times a second.
         self._bars = list(self.query(Bar))
         self._rail = list(self.query("#rail LinePanel").results(LinePanel))
         self._glance = list(self.query("#glance LinePanel").results(LinePanel))
@@ -104,14 +107,14 @@ class ChatScreen(BaseScreen[None]):
         self.prompt.focus()
 
     def complete(self, text: str) -> list[Completion]:
-        """The completions of the text in the prompt."""
+        """Returns the completions of the text in the prompt."""
         if text.startswith("/"):
-            fits = complete_slash(text, self.app.actions)
-            return [Completion(f"/{a.slash}", f"{a.takes}  {a.help}".strip()) for a in fits]
+            actions = complete_slash(text, self.app.actions)
+            return [Completion(f"/{a.slash}", f"{a.takes}  {a.help}".strip()) for a in actions]
         return complete_question(text, self.app.known_questions)
 
     def hints(self) -> list[Hint]:
-        """As in BaseScreen, but inspect and help come before the rarer actions: few hints fit on a small terminal."""
+        """Returns the hints of BaseScreen, with inspect and help near the start: few hints fit on a small terminal."""
         hints = super().hints()
         first = [*hints[:4], *(hint for hint in hints if hint[1] in ("inspect", "help"))]
         return [*first, *(hint for hint in hints if hint not in first)]
@@ -125,8 +128,8 @@ class ChatScreen(BaseScreen[None]):
         if now - self._text_at >= TEXT_EVERY or self.transcript.session is not app.session:
             self._text_at = now
             self.transcript.show(app.session)
-        # Each frame paints every second panel, so that a key never waits for all of them. When the picture has just
-        # stopped (frozen, paused, in the past), all panels are painted at once.
+        # Each frame paints every second panel, so that a key never waits while all are painted. When the picture
+        # stops (frozen, paused, in the past), and when it then shows another moment, all panels are painted at once.
         self._odd_frame = not self._odd_frame
         moment = (view.version, view.home, view.travel_text, view.shown.state.seq) if view.still else None
         at_once = moment is not None and moment != self._painted_moment
@@ -138,14 +141,15 @@ class ChatScreen(BaseScreen[None]):
             self.completions.paint(view)
 
     def _welcome(self, width: int) -> list[list[Run]]:
-        """The lines of an empty chat."""
+        """Returns the lines that an empty chat shows."""
         app = self.app
         lead = " " * LABEL
         rows: list[list[Run]] = [[("welcome".ljust(LABEL), "hit"), (self.HEADLINE, "bold ink")]]
 
-        def add(text: str, tone: str, mark: str = "") -> None:
+        def add(text: str, style: str, mark: str = "") -> None:
             for number, line in enumerate(markdown.plain(text, width - len(mark))):
-                rows.append([(lead, "ink"), (mark if number == 0 else " " * len(mark), "running"), (line[0][0], tone)])
+                first = mark if number == 0 else " " * len(mark)
+                rows.append([(lead, "ink"), (first, "running"), (line[0][0], style)])
 
         add(self.LEAD, "ink")
         rows.append([])

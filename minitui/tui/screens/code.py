@@ -1,4 +1,4 @@
-"""The code dialog: a function, a class or a file of the installed source."""
+"""The code dialog: shows a function, a class or a file of the installed source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minitui.tui.widgets.base import Picture, ScrollPanel
 from minitui.tui.widgets.rows import Row, Runs
 from minitui.viewmodel.model import View
 
-MIN_CODE = 16  # cells; in a narrower panel a line of code is cut off
+MIN_CODE = 16  # cells; if less room is left after the indent, a line of code is cut off and not wrapped
 
 
 class CodePanel(ScrollPanel):
@@ -52,23 +52,23 @@ class CodePanel(ScrollPanel):
 
 
 def broken(line: str, width: int) -> list[str]:
-    """A line of code in pieces of at most `width` cells; all but the first are indented by eight more cells."""
-    hang = len(line) - len(line.lstrip()) + 8
-    if len(line) <= width or width - hang < MIN_CODE:
+    """Returns a line of code in pieces of at most `width` cells. All but the first are indented by eight more cells."""
+    indent = len(line) - len(line.lstrip()) + 8
+    if len(line) <= width or width - indent < MIN_CODE:
         return [line]
-    pieces = textwrap.wrap(line, width, subsequent_indent=" " * hang, break_on_hyphens=False)
+    pieces = textwrap.wrap(line, width, subsequent_indent=" " * indent, break_on_hyphens=False)
     return pieces or [line]
 
 
 def code_styles(lines: list[str]) -> list[str]:
-    """A style for each line of Python: comments and docstrings are dim, definitions bold."""
-    styles, inside = [], False
+    """Returns a style for each line of Python: comments and docstrings are dim, definitions are bold."""
+    styles, in_docstring = [], False
     for line in lines:
         text = line.strip()
         marks = text.count('"""')
-        if inside or text.startswith(('"""', 'r"""')):
+        if in_docstring or text.startswith(('"""', 'r"""')):
             styles.append("dim")
-            inside = inside != (marks == 1)
+            in_docstring = in_docstring != (marks == 1)
         elif text.startswith("#"):
             styles.append("dim")
         else:
@@ -77,7 +77,7 @@ def code_styles(lines: list[str]) -> list[str]:
 
 
 class CodeScreen(Overlay[None]):
-    """The code in a dialog."""
+    """The dialog with a CodePanel."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,v", "dismiss", "close", show=False, id="code.close")]
     DEFAULT_CSS = """

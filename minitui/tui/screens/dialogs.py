@@ -1,4 +1,4 @@
-"""The dialogs: ask for a text, choose from a list, and restart or quit when the engine is down."""
+"""The dialogs: one asks for a text, one offers a list, and one offers a restart when the engine is down."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from minitui.tui.widgets.prompt import Prompt
 from minitui.visible import visible, visible_line
 
 Result = TypeVar("Result")
-MAX_ROWS = 18  # of a list
-FRAME_ROWS, FRAME_COLUMNS = 8, 7  # around a list: border, padding, filter, hint; border, padding, scrollbar
-MIN_EXPLANATION = 20  # columns; a narrower explanation is not wrapped but cut off
+MAX_ROWS = 18  # the largest height of a list
+FRAME_ROWS = 8  # rows around a list: border, padding, filter, hint
+FRAME_COLUMNS = 7  # columns around a list: border, padding, scrollbar
+MIN_EXPLANATION = 20  # columns; with less room, an explanation is cut off and not wrapped
 FRAME_CSS = """
     align: center middle;
     & > Vertical {
@@ -33,14 +34,14 @@ FRAME_CSS = """
 
 
 class Overlay(ModalScreen[Result], BaseScreen[Result]):
-    """A dialog. It closes only once: at the second press of a key, another screen may be shown already."""
+    """A dialog. `dismiss` has no effect if the dialog is closed already, for example when a key is pressed twice."""
 
     def dismiss(self, result: Result | None = None) -> AwaitComplete:
         return super().dismiss(result) if self.is_current else AwaitComplete()
 
 
 class TextDialog(Overlay[str | None]):
-    """Asks for a text, with `lines` of several lines. The result is None after Escape."""
+    """Asks for a text. If `lines`, it may have several lines. The result is None after Escape."""
 
     DEFAULT_CSS = "TextDialog {" + FRAME_CSS + "}"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "Cancel", id="dialog.cancel", show=False)]
@@ -69,7 +70,7 @@ class TextDialog(Overlay[str | None]):
 
 
 class ChoiceDialog(Overlay[str | None]):
-    """A list of (choice, explanation) pairs with a filter. The result is None after Escape."""
+    """Offers a list of (choice, explanation) pairs, with a filter. The result is a choice, or None after Escape."""
 
     DEFAULT_CSS = (
         "ChoiceDialog {"
@@ -106,7 +107,7 @@ class ChoiceDialog(Overlay[str | None]):
         self.query_one(Input).focus()
 
     def on_resize(self) -> None:
-        """Keep the hint below the list visible, and wrap the explanations to the new width."""
+        """Limit the height of the list so that the hint below it is visible, and wrap the explanations again."""
         options = self.query_one(OptionList)
         options.styles.max_height = max(2, min(MAX_ROWS, self.size.height * 9 // 10 - FRAME_ROWS))
         at = options.highlighted
@@ -144,7 +145,7 @@ class ChoiceDialog(Overlay[str | None]):
             self.dismiss(self._shown[at])
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        # By id, not by row: typing may have changed the list while this message was queued.
+        # By id, not by row: a new filter may have changed the rows while this message was queued.
         self.dismiss(self._choices[int(event.option_id or 0)][0])
 
 
@@ -159,7 +160,7 @@ class EngineDownDialog(Overlay[str | None]):
     ]
 
     def __init__(self, title: str, error: str, log: str, hang: bool = False) -> None:
-        """`hang`: the process runs but does not answer; the dialog closes when it answers again."""
+        """`hang`: the process runs but does not answer. The dialog then closes when the process answers again."""
         super().__init__()
         self._title, self._error, self._log, self.hang = title, error, log, hang
 

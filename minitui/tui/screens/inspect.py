@@ -1,4 +1,4 @@
-"""The inspect screen: all panels at once, or one at a time on a small terminal; they share one selection."""
+"""The inspect screen: all panels at once, or one at a time on a small terminal. All panels share one selection."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from minitui.viewmodel.model import View
 
 WIDE, TALL = 100, 32  # a smaller terminal shows one panel at a time
 TIMINGS_HEIGHT = 10
-# Panel -> (n, k): it is painted in the k-th of every n frames, which spreads the work over the frames. Panels that
-# change with every step are painted often, panels of figures less often. After a selection, and while the picture does
-# not change (frozen, paused, in the past), all are painted at once.
+# Panel -> (n, k): the panel is painted in frame k of every n frames (k from 0), which spreads the work over the frames.
+# Panels that change with every step are painted often, panels of figures less often. After a selection, and in
+# every frame while the picture does not move (frozen, paused, in the past), all panels are painted.
 EVERY = {
     "step": (1, 0), "occupancy": (1, 0), "map": (2, 0), "table": (2, 1), "lanes": (4, 1), "events": (4, 3),
     "tree": (5, 1), "vitals": (5, 2), "timings": (10, 4), "experts": (5, 3),
@@ -43,8 +43,8 @@ class InspectScreen(BaseScreen[None]):
     BINDINGS: ClassVar = [
         Binding("tab", "panel(1)", "next panel", show=False, id="inspect.next"),
         Binding("shift+tab", "panel(-1)", "previous panel", show=False, id="inspect.previous"),
-        Binding("z", "maximise", "maximise", show=False, id="inspect.maximise", tooltip="this panel alone, or all"),
-        Binding("c", "colour", "colours", show=False, id="inspect.colour", tooltip="another meaning of the colours"),
+        Binding("z", "maximise", "maximise", show=False, id="inspect.maximise", tooltip="one panel, or all panels"),
+        Binding("c", "colour", "colours", show=False, id="inspect.colour", tooltip="colour by another property"),
         Binding("escape", "back", "back", show=False, id="inspect.back", tooltip="undo the zoom or the selection"),
     ]
     DEFAULT_CSS = """
@@ -72,7 +72,7 @@ class InspectScreen(BaseScreen[None]):
         self.maximised = False
         self._frames = 0
         self._painted_moment: object = None
-        self._above = 1  # rows of the top bar with the story of a demo
+        self._above = 1  # rows of the top bar, which has more than one with the story of a demo
 
     def compose(self) -> ComposeResult:
         yield TopBar()
@@ -102,12 +102,12 @@ class InspectScreen(BaseScreen[None]):
         self._panels[self.current].focus()
 
     def hints(self) -> list[Hint]:
-        """The keys of this screen, then the actions on the engine."""
+        """Returns the keys of this screen, then the actions on the engine."""
         hints = super().hints()
         first = [("tab", "panel"), *(h for h in hints if h[1] in ("pause", "step", "help"))]
-        other = ("1", "chat") if self.app.has_chats else ("3", "lecture")
+        other_screen = ("1", "chat") if self.app.has_chats else ("3", "lecture")
         left_out = ("write", "chats", "inspect", "fork", "new")
-        return [*first, ("z", "maximise"), other, *(h for h in hints if h not in first and h[1] not in left_out)]
+        return [*first, ("z", "maximise"), other_screen, *(h for h in hints if h not in first and h[1] not in left_out)]
 
     # ---- arrangement
 
@@ -120,7 +120,7 @@ class InspectScreen(BaseScreen[None]):
         self.lay_out()
 
     def lay_out(self) -> None:
-        """Show the panels that fit, at their heights."""
+        """Show the panels that fit, and set their heights."""
         if not self.is_mounted or not hasattr(self, "_panels"):
             return
         single = self.single
@@ -138,8 +138,8 @@ class InspectScreen(BaseScreen[None]):
                 self._panels[name].styles.height = "1fr"
             return
         rows = self.size.height - 7 - self._above
-        least, share = (9, 0.38) if self._above < 4 else (7, 0.3)  # a long story shrinks the map, not the lanes
-        self._panels["map"].styles.height = max(least, round(rows * share))
+        min_rows, share = (9, 0.38) if self._above < 4 else (7, 0.3)  # a long story shrinks the map, not the lanes
+        self._panels["map"].styles.height = max(min_rows, round(rows * share))
         self._panels["table"].styles.height = 6 if rows >= 32 else 5
         self._panels["timings"].styles.height = TIMINGS_HEIGHT
         self._panels["experts"].styles.height = max(5, round(rows * 0.2))
@@ -174,12 +174,12 @@ class InspectScreen(BaseScreen[None]):
     # ---- messages and actions
 
     def on_opened(self, message: Opened) -> None:
-        """Show the details of the thing that a panel has opened."""
+        """Show the details that a panel has requested."""
         message.stop()
         self._details.show(self.app.view, message.kind, message.id, self._panels[self.current])
 
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
-        """The panel with the focus is the current one."""
+        """Make the panel with the focus the current panel."""
         if event.widget.id in self.PANELS:
             self.current = event.widget.id
             if self.single:
@@ -189,15 +189,15 @@ class InspectScreen(BaseScreen[None]):
         """Go to the next or previous panel."""
         if self._details.display:
             self._details.action_close()
-        there = [name for name in self.PANELS if name not in self.absent or name == self.current]
-        self.current = there[(there.index(self.current) + by) % len(there)]
+        present = [name for name in self.PANELS if name not in self.absent or name == self.current]
+        self.current = present[(present.index(self.current) + by) % len(present)]
         self.lay_out()
         panel = self._panels[self.current]
         panel.focus()
         panel.refresh(layout=True)
 
     def action_maximise(self) -> None:
-        """This panel alone, and back."""
+        """Show the current panel alone, or all panels again."""
         self.maximised = not self.maximised
         self.lay_out()
 
@@ -206,7 +206,7 @@ class InspectScreen(BaseScreen[None]):
         self.query_one(BlockMap).action_colour()
 
     def action_back(self) -> None:
-        """Undo one of these, the first that is set: popover, zoom of the map, selection, maximised panel."""
+        """Undo the first of these that is active: popover, zoom of the map, selection, maximised panel."""
         block_map = self.query_one(BlockMap)
         if self._details.display:
             self._details.action_close()

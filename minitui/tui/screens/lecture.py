@@ -1,7 +1,7 @@
-"""The lecture screen: one sentence says what the step did and why; below it the step, the blocks and the tree.
+"""The lecture screen: a few sentences say what the step did and why. Below them are the step, the blocks and the tree.
 
-It is complete at 80×24, because presenters enlarge their font. A presenter's remote sends Page Down, Page Up, F5,
-Escape and `.`: the first two step forward and back, the others have no effect on the engine.
+Its main panels fit into 80×24 cells, because presenters enlarge their font. A presenter's remote sends Page Down,
+Page Up, F5, Escape and `.`: Page Down and Page Up step forward and back, the others have no effect on the engine.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from minitui.tui.widgets.why import Why
 from minitui.viewmodel.model import View
 from minitui.viewmodel.predict import question_about, why_no_question
 
-ROOMY = (100, 34)  # columns, rows; from this size on, the block table and the first tokens are shown too
+ROOMY = (100, 34)  # (columns, rows); a screen of at least this size also shows the block table and the first tokens
 
 
 class LectureScreen(BaseScreen[None]):
-    """Arranges the panels and handles their messages; asks for a prediction before a step, if wanted."""
+    """Arranges the panels and handles their messages. On request, asks for a prediction before each step."""
 
     BINDINGS: ClassVar = [
         Binding("pagedown,n", "next", "next step", show=False, id="lecture.next", tooltip="one step, or the answer"),
         Binding("pageup", "back", "back", show=False, id="lecture.back", tooltip="go one step back in time"),
         Binding("d", "predict", "predict", show=False, id="lecture.predict", tooltip="guess before each step"),
-        Binding("c", "colour", "colours", show=False, id="lecture.colour", tooltip="another meaning of the colours"),
-        Binding("f5", "nothing", "nothing", show=False, id="lecture.f5", tooltip="a presenter's remote sends it"),
-        Binding("escape", "close", "close", show=False, id="lecture.close", tooltip="close the popover or the zoom"),
+        Binding("c", "colour", "colours", show=False, id="lecture.colour", tooltip="colour by another property"),
+        Binding("f5", "nothing", "nothing", show=False, id="lecture.f5", tooltip="no effect: a remote sends this key"),
+        Binding("escape", "close", "close", show=False, id="lecture.close", tooltip="undo the zoom or the selection"),
     ]
     DEFAULT_CSS = """
     LectureScreen {
@@ -56,8 +56,8 @@ class LectureScreen(BaseScreen[None]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._asked_from = -1  # the step in the picture while a prediction is open; -1: none is open
-        self._stepping_from = -1  # the last step before the one to predict, until that one has ended; -1: none
+        self._asked_from = -1  # while a question is shown: the step in the picture, before the predicted one; else -1
+        self._stepping_from = -1  # until the step to predict has ended: the step before it; else -1
 
     def compose(self) -> ComposeResult:
         yield TopBar()
@@ -82,7 +82,7 @@ class LectureScreen(BaseScreen[None]):
         self._map.focus()
 
     def hints(self) -> list[Hint]:
-        """The keys of this screen, then the actions on the engine."""
+        """Returns the keys of this screen, then the actions on the engine."""
         hints = super().hints()
         first = [("n", "next step"), (",", "back"), ("d", "predict"), ("p", "pause"), ("X", "start over")]
         first += [h for h in hints if h[1] == "help"]
@@ -92,7 +92,7 @@ class LectureScreen(BaseScreen[None]):
         self.lay_out()
 
     def lay_out(self) -> None:
-        """Show a step bar without frame and two panels on a small terminal, more on a large one."""
+        """Lay the panels out: a small terminal shows a step bar without a frame, and no block table or first tokens."""
         if not hasattr(self, "_step"):
             return
         roomy = self.size.width >= ROOMY[0] and self.size.height >= ROOMY[1]
@@ -116,7 +116,7 @@ class LectureScreen(BaseScreen[None]):
             self._details.paint(view)
 
     def _hold_back(self, view: View) -> None:
-        """When the step to predict has ended, keep the picture at the step before it and ask."""
+        """When the step to predict has ended, show the picture of the step before it and ask for the prediction."""
         if view.steps.last < max(self._stepping_from, self._asked_from):  # the history was cleared
             self._stepping_from = self._asked_from = -1
             self._why.question = None
@@ -144,13 +144,13 @@ class LectureScreen(BaseScreen[None]):
     # ---- messages and actions
 
     def on_opened(self, message: Opened) -> None:
-        """Show the details of the thing that a panel has opened."""
+        """Show the details that a panel has requested."""
         message.stop()
         if isinstance(self.focused, LinePanel):
             self._details.show(self.app.view, message.kind, message.id, self.focused)
 
     def action_next(self) -> None:
-        """Show the answer of an open prediction; in the past, go one step forward; else let the engine take a step."""
+        """Show the answer if a question is open; in the past, go one step forward; else let the engine take a step."""
         view = self.app.view
         if self._asked_from >= 0:
             self._reveal(view)
@@ -175,15 +175,16 @@ class LectureScreen(BaseScreen[None]):
         predicting = self._why.predicting = not self._why.predicting
         if not predicting and self._asked_from >= 0:
             self._reveal(self.app.view)
-        asks = "if a step has something to predict, you are asked first; n then shows the step"
-        notice = asks if predicting else "steps are shown at once"
+        asking = "before a step with something to predict, you are asked; n then shows the step"
+        notice = asking if predicting else "steps are shown without a question"
         self.notify(notice, timeout=3, markup=False)
 
     def action_colour(self) -> None:
+        """Colour the blocks by another property."""
         self._map.action_colour()
 
     def action_close(self) -> None:
-        """Undo one of these, the first that is set: popover, zoom of the map, selection."""
+        """Undo the first of these that is active: popover, zoom of the map, selection."""
         if self._details.display:
             self._details.action_close()
         elif self._map.zoomed_at is not None:

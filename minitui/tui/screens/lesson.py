@@ -1,4 +1,4 @@
-"""The lesson screen: a page of text beside panels that show the engine of its experiments."""
+"""The lesson screen: a page of text, beside panels that show the engine of the lesson's experiments."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ PANELS: dict[str, type[LinePanel]] = {
     "step": StepBar, "map": BlockMap, "table": BlockTable, "lanes": BatchLanes, "tree": RadixTree,
     "timings": StepTimings, "events": Events, "occupancy": Occupancy,
 }  # fmt: skip
-WIDE = 120  # columns; from this width on the panels are beside the text, else below it
-HEIGHTS = {"step": 4, "occupancy": 1}  # of panels below the text; the others have PANEL_ROWS
+WIDE = 120  # columns; on a screen of at least this width the panels are beside the text, otherwise below it
+HEIGHTS = {"step": 4, "occupancy": 1}  # rows of these panels; below the text, the other panels have PANEL_ROWS
 PANEL_ROWS, MIN_PANEL_ROWS = 9, 5
-PARTNERS = {"step": "lanes", "occupancy": "map"}  # a second panel below the first, where the panels are beside the text
+PARTNERS = {"step": "lanes", "occupancy": "map"}  # panel -> a second panel below it, if they are beside the text
 
 
 class HasLesson(Protocol):
@@ -49,17 +49,17 @@ class HasLesson(Protocol):
     stage: Stage | None  # None until the engine has started
 
     def choose_lesson(self) -> None:
-        """Offer all lessons."""
+        """Let the user choose a lesson."""
 
 
 class LessonScreen(BaseScreen[None]):
     """The arrow keys turn pages, a to d predict, enter runs an experiment, v opens the code."""
 
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (WIDE, "-wide")]  # noqa: RUF012  as Textual declares it
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (WIDE, "-wide")]  # noqa: RUF012 (as in Textual)
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("right,pagedown", "turn(1)", "next page", show=False, id="lesson.next"),
         Binding("left,pageup", "turn(-1)", "previous page", show=False, id="lesson.previous"),
-        Binding("enter,r", "go", "run, again, or answer", show=False, id="lesson.go"),
+        Binding("enter,r", "go", "run, run again, or answer", show=False, id="lesson.go"),
         *(
             Binding(letter, f"predict({i})", f"predict {letter}", show=False, id=f"lesson.{letter}")
             for i, letter in enumerate(LETTERS)
@@ -89,7 +89,7 @@ class LessonScreen(BaseScreen[None]):
 
     @property
     def reading(self) -> Reading:
-        """The current page, and the results so far."""
+        """The state of the lesson: the current page, and the results so far."""
         return self.text.reading
 
     def compose(self) -> ComposeResult:
@@ -98,16 +98,16 @@ class LessonScreen(BaseScreen[None]):
             yield LessonText(Reading(cast(HasLesson, self.app).lesson), id="text")
             with Container(id="side"):
                 for name, panel in PANELS.items():
-                    made = panel(id=f"panel-{name}")
-                    made.display = False
-                    yield made
+                    widget = panel(id=f"panel-{name}")
+                    widget.display = False
+                    yield widget
         yield StatusBar()
 
     def on_mount(self) -> None:
         self.text.focus()
 
     def hints(self) -> list[Hint]:
-        """The keys of the current page, then those of all pages."""
+        """Returns the keys of the current page, then the keys of all pages."""
         reading, page = self.reading, self.reading.page
         hints = [("right", "next page")]
         if page is None:
@@ -122,7 +122,7 @@ class LessonScreen(BaseScreen[None]):
     # ---- painting
 
     def begin(self, lesson: Lesson, stage: Stage) -> None:
-        """Start the lesson: the engine runs with its options. Another lesson opens at its first page."""
+        """Start the lesson: its engine is ready. If the reader has opened this lesson already, the page stays."""
         if self.reading.ready or self.reading.lesson is not lesson:
             self.text.reading = Reading(lesson)
         self.stage, self.reading.ready = stage, True
@@ -142,7 +142,7 @@ class LessonScreen(BaseScreen[None]):
             self.query_one(f"#panel-{name}", LinePanel).paint(view)
 
     def _shown(self) -> list[str]:
-        """The names of the panels to show now."""
+        """Returns the names of the panels to show now."""
         name = self.reading.panel
         if not name:
             return []
@@ -151,7 +151,10 @@ class LessonScreen(BaseScreen[None]):
         return [name, PARTNERS[name]] if name in PARTNERS else [name]
 
     def _rows_below(self) -> int:
-        """The height of the panel below the text. A panel with nothing to show gets only rows that the text leaves."""
+        """Returns the height of the panel below the text.
+
+        A panel with nothing to show gets only rows that the text does not need.
+        """
         rows = HEIGHTS.get(self.reading.panel, PANEL_ROWS)
         if self.reading.shows:
             return rows
@@ -159,7 +162,7 @@ class LessonScreen(BaseScreen[None]):
         return min(rows, left) if left >= min(rows, MIN_PANEL_ROWS) else 0
 
     def _arrange(self) -> None:
-        """Show the panels of `_shown`, and set their heights."""
+        """Show the panels that `_shown` returns, and set their heights."""
         shown = self._shown()
         side = self.query_one("#side")
         side.display = bool(shown)
@@ -177,6 +180,7 @@ class LessonScreen(BaseScreen[None]):
     # ---- pages
 
     def _open_page(self) -> None:
+        """Stop a running experiment, and go to the top of the page. For the closing questions, prepare the engine."""
         reading = self.reading
         self.workers.cancel_group(self, "lesson")
         reading.running = False
@@ -185,19 +189,19 @@ class LessonScreen(BaseScreen[None]):
             self.run_worker(self._prepare(reading, self.stage), group="lesson", exclusive=True)
 
     def action_turn(self, pages: int) -> None:
-        """Turn pages; forward is positive."""
+        """Turn `pages` pages: forward, or back if negative."""
         at = max(0, min(self.reading.pages - 1, self.reading.at + pages))
         if at != self.reading.at:
             self.reading.at = at
             self._open_page()
 
     def action_question(self, step: int) -> None:
-        """Go to another closing question and show its panel."""
+        """Go to another closing question, and show that question's panel."""
         if self.reading.page is None:
             self.reading.question = (self.reading.question + step) % len(self.reading.lesson.checks)
 
     def action_predict(self, choice: int) -> None:
-        """Predict the result; only before the experiment has run."""
+        """Store the prediction. Has no effect after the experiment has run."""
         reading = self.reading
         predict = reading.page.predict if reading.page is not None else None
         if predict is not None and reading.at not in reading.seen and choice < len(predict.choices):
@@ -208,7 +212,7 @@ class LessonScreen(BaseScreen[None]):
         """Run the experiment, or run it again; on the last page, answer the question."""
         reading, stage = self.reading, self.stage
         if stage is None or reading.running:
-            return  # the page says why
+            return  # the text on the page says why
         if reading.page is None:
             if reading.prepared and reading.question not in reading.revealed:
                 stage.view.frame(time.monotonic())

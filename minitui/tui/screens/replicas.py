@@ -30,7 +30,7 @@ class ReplicaScreen(BaseScreen[None]):
         self.table.focus()
 
     def hints(self) -> list[Hint]:
-        """The table's keys, then the actions that matter here."""
+        """Returns the keys of the table, then the most useful actions."""
         table = [("up, down", "choose"), ("enter", "show its panels"), ("P", "pin"), ("U", "unpin")]
         return table + [h for h in super().hints() if h[1] in ("write", "new", "chats", "help", "commands")]
 

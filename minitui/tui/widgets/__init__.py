@@ -1,1 +1,1 @@
-"""The panels and bars of the screens. Each paints rows of styled text."""
+"""The panels and bars of the screens. Each panel or bar paints rows of styled text."""

@@ -1,4 +1,4 @@
-"""The base class of the bars: a panel without a frame and without focus, across the screen."""
+"""The base class of the bars: a bar is a panel as wide as the screen, without a frame, that cannot have the focus."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The base class of all panels: a panel is a list of rows, and only changed rows are drawn.
 
-A panel implements `picture(view, width, height)`. `paint(view)` adds the frame, compares the rows with those on the
-screen, and refreshes the ones that differ; Textual then calls `render_line` for only these. The frame is drawn here,
-not by CSS: so a row of the screen is a row of the widget.
+A panel implements `picture(view, width, height)`. `paint(view)` adds the frame, compares the rows with the rows
+on the screen, and refreshes those that differ; Textual then calls `render_line` for these rows only. The frame is drawn
+here, not by CSS, so that line y of the widget is row y of `drawn_rows`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from minitui.tui.theme import Palette, palette
 from minitui.tui.widgets.rows import Line, Row, Run, Runs, cells, clip, plain, runs_width
 from minitui.viewmodel.model import View
 
-NARROWEST = 8  # cells: narrower panels stay blank
+NARROWEST = 8  # cells; narrower panels are blank
 
 
 def paragraphs(text: str) -> str:
@@ -43,13 +43,13 @@ class Picture:
 
     rows: list[Runs]
     title: str = ""
-    note: list[Run] = field(default_factory=list)  # top right
-    legend: list[Run] = field(default_factory=list)  # bottom right
+    note: list[Run] = field(default_factory=list)  # at the top right
+    legend: list[Run] = field(default_factory=list)  # at the bottom right
 
 
 @dataclass
 class Opened(Message):
-    """Request to show the details of a thing. kind, id: as in View.select."""
+    """Asks the screen to show the details of a block, request, node or step. kind, id: as in View.select."""
 
     kind: str
     id: Any
@@ -58,7 +58,7 @@ class Opened(Message):
 class Column(Vertical):
     """Panels one below the other."""
 
-    BLANK = True  # Textual draws nothing: the panels cover it
+    BLANK = True  # Textual does not draw it: its panels cover it
 
 
 class Columns(Horizontal):
@@ -73,7 +73,7 @@ class LinePanel(Widget, can_focus=True):
     FRAME: ClassVar[str] = "box"
     TITLE: ClassVar[str] = ""
     DEFAULT_CSS = "LinePanel { background: $ground; color: $ink; }"
-    view: View  # the one that was painted last; missing before the first paint
+    view: View  # as last painted; the attribute does not exist before the first paint
 
     def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
         super().__init__(id=id)
@@ -86,11 +86,11 @@ class LinePanel(Widget, can_focus=True):
     # ---- for subclasses
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        """Returns the body for `width` × `height` cells, from the view and the panel's own settings."""
+        """Returns the picture for a body of `width` × `height` cells, from the view and the panel's own settings."""
         raise NotImplementedError
 
     def own_key(self, keys: str) -> list[Run]:
-        """Returns a note with the panel's own keys if it has the focus: they act only then."""
+        """Returns a note with the panel's own keys; empty without the focus, because these keys then have no effect."""
         return [(f" · {keys}", "dim")] if self.has_focus else []
 
     def clicked(self, view: View, column: int, row: int) -> None:
@@ -104,16 +104,16 @@ class LinePanel(Widget, can_focus=True):
         return hasattr(self, "view")
 
     def paint(self, view: View) -> int:
-        """Draw the view's present state. Returns the number of changed rows."""
+        """Draw the present state of the view. Returns the number of changed rows."""
         self.view = view
         width, height = self.size
         if width < 1 or height < 1:
             return 0
         self._width = width
-        look = (palette(self.app), glyphs())
+        palette_and_glyphs = (palette(self.app), glyphs())
         rows = self.drawn(view, width, height)
-        if self._drawn_with != look or len(rows) != len(self.drawn_rows):
-            self._drawn_with = look
+        if self._drawn_with != palette_and_glyphs or len(rows) != len(self.drawn_rows):
+            self._drawn_with = palette_and_glyphs
             self.drawn_rows, self._strips = rows, [None] * len(rows)
             self.refresh()
             return len(rows)
@@ -129,7 +129,7 @@ class LinePanel(Widget, can_focus=True):
         return len(regions)
 
     def drawn(self, view: View, width: int, height: int) -> list[Runs]:
-        """Returns the rows for the screen: `framed`, in ASCII with `--ascii`."""
+        """Returns the rows of `framed` as they are drawn: blank in a very narrow panel, in ASCII with `--ascii`."""
         if width < NARROWEST:
             return [_exact((), width)] * height
         rows = self.framed(view, width, height)
@@ -182,16 +182,17 @@ class LinePanel(Widget, can_focus=True):
         return strip
 
     def _make_strip(self, row: Runs) -> Strip:
-        look = palette(self.app)
-        strip = Strip([look.segment(run) for run in row], self._width)
-        for line_filter in self.app.get_line_filters():  # for example that of NO_COLOR
-            if not isinstance(line_filter, (ANSIToTruecolor, VisibleLines)):  # the palette has done their work
+        colours = palette(self.app)
+        strip = Strip([colours.segment(run) for run in row], self._width)
+        for line_filter in self.app.get_line_filters():  # for example the filter of NO_COLOR
+            if not isinstance(line_filter, (ANSIToTruecolor, VisibleLines)):  # not needed: the palette does their work
                 strip = strip.apply_filter(line_filter, self.background_colors[1])
         return strip
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        self._dirty_regions.clear()  # they would grow without end: only Textual's own rendering clears them
-        # Not Textual's own rendering: it would style, pad and filter these finished lines again.
+        # Textual's own rendering would style, pad and filter these finished lines again. It would also clear the dirty
+        # regions, which grow without end otherwise.
+        self._dirty_regions.clear()
         if self.styles.gutter:
             return super().render_lines(crop)
         strips = [self.render_line(y) for y in range(crop.y, crop.bottom)]
@@ -200,12 +201,12 @@ class LinePanel(Widget, can_focus=True):
         return strips
 
     def repaint(self) -> None:
-        """Paint the same view again, after a key, a resize or a change of focus."""
+        """Paint the same view again: after a key, a resize or a change of focus."""
         if self.painted and self.is_mounted:
             self.paint(self.view)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Actions use the view: before the first paint a key does nothing."""
+        """Actions use the view, so a key has no effect before the first paint."""
         return self.painted
 
     def on_resize(self) -> None:
@@ -252,7 +253,7 @@ def _exact(row: Runs, width: int) -> Runs:
 
 
 def _difference(before: Runs, after: Runs) -> tuple[int, int]:
-    """Returns how many cells of two rows are equal: (at the left, at the right). Only whole runs are compared."""
+    """Returns the number of equal cells at (the left end, the right end) of two rows. Only whole runs are compared."""
     left = right = 0
     for old, new in zip(before, after, strict=False):
         if old != new:

@@ -1,8 +1,8 @@
-"""Block map: how full is the pool, which requests hold the blocks, what has just changed?
+"""Block map: how full is the pool, which requests hold the blocks, and which blocks have just changed?
 
-An exact bar at the top; below it one cell per block, in order of block numbers. If there are more blocks than cells, a
-cell shows k blocks, in their most frequent state; the title names k. Changed cells are highlighted. Four colourings:
-by state, owner, age, or reference count; each has its own glyphs.
+At the top is an exact bar of the pool. Below it is one cell per block, in the order of the block numbers. If there are
+more blocks than cells, each cell stands for k blocks and shows their most frequent state; the title gives k. Changed
+cells are highlighted. There are four colourings: by state, owner, age, or reference count; each has its own glyphs.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from minitui.tui.widgets.rows import Line, Row, Run, Runs, runs_width
 from minitui.viewmodel.annotated_state import STATE_NAMES
 from minitui.viewmodel.model import View
 
-FILLING = 4
-MODES = {"state": "state", "owner": "owner", "age": "age", "refs": "refcount"}  # key and name of each colouring
-CELL_SHAPES = ((2, 2), (2, 1), (1, 1), (1, 0))  # (width of a cell, gap), widest first
-USED_WIDTH = 0.75  # a shape is used if rows of 8, 16, 24 … of its cells take at least this share of the width
-GLOW_SHARE = 0.25  # a cell is highlighted if this share of its blocks changed
-AGES = (1.0, 5.0, 15.0, 60.0, 300.0)  # seconds; a block's digit counts the limits below its age
+FILLING = 4  # code of an active block with free places for tokens, beside the codes in engine.trace.state
+MODES = {"state": "state", "owner": "owner", "age": "age", "refs": "refcount"}  # key -> name of each colouring
+CELL_SHAPES = ((2, 2), (2, 1), (1, 1), (1, 0))  # (width of a cell, gap after it), the widest first
+MIN_WIDTH_SHARE = 0.75  # a shape is used if rows of 8, 16, 24 … cells take at least this share of the width
+GLOW_SHARE = 0.25  # a cell is highlighted if at least this share of its blocks has changed
+AGES = (1.0, 5.0, 15.0, 60.0, 300.0)  # limits in seconds; a block's digit counts the limits below the block's age
 DIGITS = "0123456789"
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The layout of blocks in cells: cell i shows the blocks from first + i*k to first + (i+1)*k - 1."""
+    """The layout of `blocks` blocks in cells: cell i shows the blocks from first + i*k to first + (i+1)*k - 1."""
 
     first: int
     blocks: int
     k: int
-    cell: int
-    gap: int
+    cell: int  # width of a cell
+    gap: int  # between two cells
     per_row: int
-    rows: int
+    rows: int  # available rows
 
     @property
     def cells(self) -> int:
@@ -49,18 +49,20 @@ class Grid:
 
 
 def grid(blocks: int, width: int, height: int, first: int = 1, one_each: bool = False) -> Grid:
-    """Returns the grid with the widest cells for `blocks` blocks, numbered from `first`; `one_each`: with k = 1, for
-    as many blocks as fit."""
+    """Returns the grid with the widest cells that fit, for `blocks` blocks numbered from `first`.
+
+    `one_each`: k is 1, and the grid has as many of the blocks as fit.
+    """
     width, height = max(1, width), max(1, height)
     if one_each:
         blocks = min(blocks, width * height)
-    for least in (USED_WIDTH, 0.0):
+    for min_share in (MIN_WIDTH_SHARE, 0.0):
         for cell, gap in CELL_SHAPES:
             per_row = (width + gap) // (cell + gap)
             if per_row > 8:
                 per_row -= per_row % 8
             fits = per_row > 0 and -(-blocks // per_row) <= height
-            if fits and per_row * (cell + gap) >= least * width:
+            if fits and per_row * (cell + gap) >= min_share * width:
                 return Grid(first, blocks, 1, cell, gap, per_row, height)
     if blocks <= width * height:
         return Grid(first, blocks, 1, 1, 0, width, height)
@@ -69,12 +71,12 @@ def grid(blocks: int, width: int, height: int, first: int = 1, one_each: bool = 
 
 @dataclass(slots=True)
 class _Layer:
-    """A colouring: a code for each block, and the look of each code."""
+    """A colouring: a code for each block, and the glyph and style of each code."""
 
     codes: np.ndarray
-    looks: list[tuple[str, str]]  # (glyph, style)
-    legend: list[list[Run]]  # one item per entry
-    glows: bool = False
+    looks: list[tuple[str, str]]  # (glyph, style) of each code
+    legend: list[list[Run]]  # the entries
+    glows: bool = False  # changed blocks are highlighted
 
 
 class BlockMap(LinePanel):
@@ -85,7 +87,7 @@ class BlockMap(LinePanel):
 The pool of KV memory, one cell per block. A block holds the keys and values of 16 tokens, for all layers. A free block
 is unused. An active block belongs to one request. A shared block is read by several requests whose texts begin with
 the same tokens. A cached block is held by no request; the tree keeps it for prompts that begin with its tokens, and
-evicts it when blocks are needed. ▄ marks the block that receives a request's next token. Bright cells have just
+evicts it when blocks are needed. ▄ marks the block in which a request's next token is stored. Bright cells have just
 changed.""")
     BINDINGS: ClassVar = [
         Binding("left", "move(-1, 0)", "block before", show=False, id="map.left"),
@@ -100,7 +102,7 @@ changed.""")
     def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
         super().__init__(id=id, frame=frame)
         self.mode = "state"
-        self.zoomed_at: int | None = None  # first block of the window
+        self.zoomed_at: int | None = None  # the first block shown when zoomed in; None: not zoomed
         self.grid = grid(1, 1, 1)
         self._cells = np.empty((0, 0), np.int64)
         self._cell_rows: list[Runs] = []
@@ -110,8 +112,8 @@ changed.""")
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         shown = view.shown
-        whole = occupancy.lead(shown)
-        head = [whole.extend(occupancy.bar(shown, max(0, width - whole.width))).done(width)]
+        pool = occupancy.lead(shown)
+        head = [pool.extend(occupancy.bar(shown, max(0, width - pool.width))).done(width)]
         layer = None
         if self.mode != "state":
             layer = {"owner": self._by_owner, "age": self._by_age, "refs": self._by_refs}[self.mode](view)
@@ -125,7 +127,7 @@ changed.""")
         self.grid = self._grid(view, width, map_height)
         spaced = self._grid(view, width, map_height - 1)
         if map_height > 2 and (spaced.k, spaced.cell, spaced.gap) == (self.grid.k, self.grid.cell, self.grid.gap):
-            head.append(Row().done(width))  # a blank line, if the cells keep their size
+            head.append(Row().done(width))  # a blank line, only if the cells keep their size
             self.grid = spaced
         rows = self._map_rows(view, layer or self._by_state(view), width)
         note: list[Run] = [("colour by ", "dim"), (MODES[self.mode], "ink"), (" · c", "dim")]
@@ -154,8 +156,8 @@ changed.""")
         return grid(total - first + 1, width, height, first=first, one_each=True)
 
     def _used_part(self, view: View, room: int) -> int:
-        """Returns how many blocks of a pool with more blocks than cells to show. If the used ones fit, these are the
-        first 64, 128, 256, … that contain them (the title says that the others are free); otherwise all."""
+        """Returns the number of blocks to show of a pool with more blocks than cells: the smallest of 64, 128, 256, …
+        that includes all used blocks, if it fits (the title says that the others are free); otherwise all blocks."""
         in_use = np.flatnonzero(view.shown.codes)
         last = int(in_use[-1]) if len(in_use) else 0
         shown = 64
@@ -205,7 +207,7 @@ changed.""")
             out = [row for pair in ((row, blank) for row in out) for row in pair][:-1]
         return out
 
-    # ---- layers
+    # ---- colourings
 
     def _by_state(self, view: View) -> _Layer:
         codes = view.shown.codes
@@ -215,7 +217,7 @@ changed.""")
                 codes[[block for block in filling if codes[block] == ACTIVE]] = FILLING
         looks = [(occupancy.glyph(code), STATE_NAMES[code]) for code in (FREE, ACTIVE, SHARED, CACHED)]
         looks.append((glyphs().filling, "active"))
-        return _Layer(codes, looks, [], glows=True)  # occupancy.entries is its legend
+        return _Layer(codes, looks, [], glows=True)  # its legend is occupancy.entries
 
     def _by_owner(self, view: View) -> _Layer:
         shown = view.shown
@@ -263,7 +265,7 @@ changed.""")
         ]  # fmt: skip
         return _Layer(codes, looks, legend)
 
-    # ---- moving about
+    # ---- selection and zoom
 
     def cursor_cell(self, view: View) -> int | None:
         """Returns the cell of the selected block, or None."""
@@ -274,7 +276,7 @@ changed.""")
         return cell if 0 <= cell < self.grid.cells else None
 
     def block_at(self, column: int, row: int) -> int | None:
-        """Returns the (first) block of the cell at these coordinates of the map, or None."""
+        """Returns the first block of the cell at these coordinates of the map, or None."""
         g = self.grid
         if self._spread():
             row //= 2
@@ -283,7 +285,7 @@ changed.""")
         return g.first + cell * g.k if 0 <= x < g.per_row and 0 <= cell < g.cells else None
 
     def _spread(self) -> bool:
-        """True if there is room for blank lines between the rows of cells."""
+        """Returns True if there is room for blank lines between the rows of cells."""
         g = self.grid
         return g.gap > 0 and 2 * -(-g.cells // g.per_row) - 1 <= g.rows
 
@@ -300,7 +302,7 @@ changed.""")
         view, g = self.view, self.grid
         if self.cursor_cell(view) is None:
             cell = 0
-            if view.links.blocks:  # start at the selection of another panel
+            if view.links.blocks:  # start at the blocks of the selection
                 cell = max(0, min(g.cells - 1, (min(view.links.blocks) - g.first) // g.k))
             block = g.first + cell * g.k
         else:
@@ -333,8 +335,10 @@ changed.""")
 
 
 def _runs(cells: np.ndarray, looks: list[tuple[str, str]], g: Grid, width: int) -> Runs:
-    """Returns one line of cells; equal neighbours become one run. A cell is code*8 + glow*2 + marked; glow 3 marks the
-    cursor."""
+    """Returns one line of cells; equal neighbours become one run.
+
+    The value of a cell is code*8 + glow*2 + marked. A glow of 3 marks the cursor; a negative value ends the line.
+    """
     runs: list[Run] = []
     ends = [*(np.flatnonzero(cells[1:] != cells[:-1]) + 1).tolist(), len(cells)]
     start = used = 0
@@ -366,7 +370,7 @@ def _runs(cells: np.ndarray, looks: list[tuple[str, str]], g: Grid, width: int) 
 
 
 def _letter(name: str, index: int) -> str:
-    """Returns one character for an owner: the number at the start of its name, else a letter."""
+    """Returns one character for an owner: for the number at the start of its name, else for its index."""
     lead = name.split(" ")[0]
     number = int(lead) if lead.isdigit() else index + 10
     return "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"[number % 62]
@@ -382,9 +386,11 @@ def _free() -> list[Run]:
 
 
 def _lay_out(entries: list[list[Run]], width: int, frame: int) -> tuple[list[Run], list[Run]]:
-    """Returns a legend in two parts: (for the row above the map, for the frame). The frame has room for `frame` cells.
-    If all entries fit there, the row is empty. Otherwise the row takes as many as fit and the frame the others; "+n
-    more" counts the entries left out."""
+    """Returns a legend in two parts: (for a row above the map, for the frame). The frame has room for `frame` cells.
+
+    If all entries fit into the frame, the row is empty. Otherwise the row takes as many entries as fit, and the frame
+    takes the others. "+n more" counts the entries left out.
+    """
 
     def taken(some: list[list[Run]], room: int) -> tuple[list[Run], list[list[Run]]]:
         runs: list[Run] = []
@@ -395,9 +401,9 @@ def _lay_out(entries: list[list[Run]], width: int, frame: int) -> tuple[list[Run
             runs = longer
         return runs, []
 
-    whole, rest = taken(entries, frame)
+    in_frame, rest = taken(entries, frame)
     if not rest:
-        return [], whole
+        return [], in_frame
     above, rest = taken(entries, width)
     below, left = taken(rest, frame)
     if left:

@@ -1,6 +1,6 @@
-"""Block table: where are this request's tokens? Logical blocks 0 … n, and the physical block of each.
+"""Block table: where are this request's tokens? It shows the logical blocks 0 … n and the physical block of each.
 
-This shows paging: the request sees consecutive positions; the pool provides any free blocks.
+This is paging: the positions of a request are consecutive, but its blocks can be anywhere in the pool.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, sel
 from minitui.tui.widgets.rows import Row, Run, Runs, cells, clip, legend, wrapped
 from minitui.viewmodel.model import View
 
-CHIP = 6  # cells per chip: five for the block number, one space; more for longer numbers
-TWO_ROWS_FROM = 6  # panel height from which the heading may take two rows
-NAME = 12  # least cells for a chat's name
+CHIP = 6  # least cells per chip; long block numbers need more
+TWO_ROWS_FROM = 6  # rows; in a panel of at least this height, the heading may take two rows
+MIN_NAME = 12  # least cells for a chat's name
 
 
 class BlockTable(LinePanel):
-    """The table of the selected request, or of the newest running one. Left and right move over its blocks."""
+    """The block table of the selected request, or of the newest running one. Left and right choose a block of it."""
 
     TITLE = "Block table"
     help_text = paragraphs("""\
 Paging. A request numbers its tokens 0, 1, 2, …; tokens 0 to 15 are its logical block 0, and so on. The table shows,
-under each logical block, the physical block that stores it. Every free block can be used, so memory is never
-fragmented. ×4: four requests have this block in their tables and read it. Only the last block is written to.""")
+under each logical block, the physical block that stores it. A request can use any free block, so memory is
+never fragmented. ×4: four requests have this block in their tables and read it. Only the last block is written to.""")
     BINDINGS: ClassVar = [
         Binding("left", "move(-1)", "block before", show=False, id="table.left"),
         Binding("right", "move(1)", "block after", show=False, id="table.right"),
@@ -72,19 +72,19 @@ fragmented. ×4: four requests have this block in their tables and read it. Only
         lane = view.lanes.lanes.get(id) if id is not None else None
         last = view.shown.last_tables.get(lane.group) if lane is not None else None
         if lane is None or last is None or last.request != lane.id or not last.table:
-            anyone = view.selection is None and view.home is None
-            text = "no request has run yet" if anyone else "no request of this chat has run yet"
+            any_request = view.selection is None and view.home is None
+            text = "no request has run yet" if any_request else "no request of this chat has run yet"
             if lane is not None:
                 text = f"r{lane.id} is waiting: it holds no blocks yet"
                 if lane.finish_reason:
                     text = f"r{lane.id} finished ({lane.finish_reason}) and released its blocks"
             return Picture(wrapped(text, "dim", width), title="Block table")
         fates = [view.shown.fate(block, last.seq) for block in last.table]
-        kept = sum(fate in ("cached", "held") for fate in fates)
+        in_tree = sum(fate in ("cached", "held") for fate in fates)
         line, name = Row(f"r{lane.id}", "bold ink"), view.group_name(lane.group)
-        text = f"  finished: {kept} of {len(fates)} blocks stay in the tree"
+        text = f"  finished: {in_tree} of {len(fates)} blocks stay in the tree"
         if line.width + cells(name) + 1 + len(text) > width:
-            text = f"  {kept} of {len(fates)} blocks cached"
+            text = f"  {in_tree} of {len(fates)} blocks cached"
         head = _head(line, name, Row(text, "dim"), width, height)
         size = view.shown.state.block_size
         rows = [*head, *self._chips(view, last.table, last.computed, size, width, height - len(head), fates)]
@@ -98,9 +98,11 @@ fragmented. ×4: four requests have this block in their tables and read it. Only
         self, view: View, table: list[int], computed: int, size: int, width: int, height: int,
         fates: list[str] | None = None,
     ) -> list[Runs]:  # fmt: skip
-        """Returns lines of chips. A chip takes three lines (logical number, physical block, holders), two (the first
-        logical number is before the chips) or one, whichever fits. `fates`: the `fate` of each block of a finished
-        request."""
+        """Returns lines of chips. `fates`: AnnotatedState.fate of each block, for a finished request.
+
+        A chip takes as many lines as fit: three (logical number, physical block, holders), two (physical block,
+        holders) or one (physical block). With less than three, the first logical number is before the chips.
+        """
         if height < 1:
             return []
         chip = max(CHIP, len(str(view.shown.state.num_blocks - 1)) + 2)
@@ -122,7 +124,7 @@ fragmented. ×4: four requests have this block in their tables and read it. Only
                 chips.add(f"{items[start]}{glyphs().arrow}".rjust(left - 1), "dim")
             for column, index in enumerate(items[start : start + across]):
                 at = left + column * chip
-                if index < 0:  # -index blocks are left out here
+                if index < 0:  # -index blocks are not shown here
                     logical.to(at).add(glyphs().dots.rjust(chip - 2), "dim")
                     chips.to(at).add(f"+{-index} ".rjust(chip - 1), "dim")
                     continue
@@ -149,7 +151,7 @@ fragmented. ×4: four requests have this block in their tables and read it. Only
                 rows.append(holders.done(width))
         return rows[:height]
 
-    # ---- moving about
+    # ---- selection
 
     def action_move(self, by: int) -> None:
         id = self.view.subject()
@@ -180,19 +182,21 @@ fragmented. ×4: four requests have this block in their tables and read it. Only
 
 def _head(line: Row, name: str, about: Row, width: int, height: int) -> list[Runs]:
     """Returns the heading in one row, or in two if it is too long and the panel has room for both."""
-    whole = cells(name) + 1 if name else 0
-    fits = line.width + whole + about.width <= width
+    name_cells = cells(name) + 1 if name else 0
+    fits = line.width + name_cells + about.width <= width
     if not fits and height >= TWO_ROWS_FROM:
         return [line.add(f" {clip(name, width - line.width - 1)}").done(width), about.done(width)]
     if name:
-        line.add(" " + clip(name, max(NAME, width - line.width - about.width - 1)))
+        line.add(" " + clip(name, max(MIN_NAME, width - line.width - about.width - 1)))
     return [line.extend(about.runs).done(width)]
 
 
 def _with_ends(n: int, room: int, across: int, at: int | None = None) -> list[int]:
-    """Returns the logical blocks of `n` to show in `room` places: all, or the first ones (often shared) and the last
-    ones (they receive the next token). Block `at` is always shown. A negative number counts the blocks left out at its
-    place."""
+    """Returns which of the logical blocks 0 to n - 1 to show in `room` places, `across` places per line.
+
+    These are all blocks, or the first ones (often shared) and the last ones (the next token is stored there). Block
+    `at` is always included. A negative number -k stands for k blocks that are not shown.
+    """
     shown = _both_ends(n, room, across)
     if at is None or at in shown:
         return shown
@@ -212,7 +216,7 @@ def _with_ends(n: int, room: int, across: int, at: int | None = None) -> list[in
 
 
 def _with_gaps(blocks: list[int], n: int) -> list[int]:
-    """Returns the blocks with a negative number for each gap: how many blocks it leaves out."""
+    """Returns the blocks, and for each gap between them -k, where k is the number of blocks in the gap."""
     items: list[int] = []
     before = -1
     for block in [*blocks, n]:
@@ -224,6 +228,7 @@ def _with_gaps(blocks: list[int], n: int) -> list[int]:
 
 
 def _both_ends(n: int, room: int, across: int) -> list[int]:
+    """Returns the same as `_with_ends` without `at`."""
     if n <= room:
         return list(range(n))
     head = min(max(1, across // 3), room - 2) if room >= 3 else 0

@@ -1,4 +1,4 @@
-"""The popover with the details of one thing. They are updated while it is open."""
+"""The popover with the details of a block, request, node or step. The details are updated while it is open."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from minitui.tui.widgets.rows import Row, Runs, clean
 from minitui.viewmodel.model import View
 from minitui.viewmodel.story import tell
 
-LABEL = 13
+LABEL = 13  # cells
 
 
 class Details(ScrollPanel):
-    """`show` opens it above the panels; Escape or Enter closes it."""
+    """The popover. `show` opens it above the panels; Escape or Enter closes it."""
 
     DEFAULT_CSS = "Details { layer: above; position: absolute; display: none; }"
     BINDINGS: ClassVar = [
@@ -30,7 +30,10 @@ class Details(ScrollPanel):
     _back: LinePanel | None = None
 
     def show(self, view: View, kind: str, subject: Any, back: LinePanel | None) -> None:
-        """Open with the details of a thing; `back` gets the focus when it closes."""
+        """Open with the details of a thing. kind, subject: as kind, id in View.select.
+
+        `back` gets the focus when the popover closes.
+        """
         self.kind, self.subject, self._back, self.top = kind, subject, back, 0
         width = min(92, self.screen.size.width - 4)
         lines = self._lines(view, width - 4)

@@ -1,4 +1,4 @@
-"""Events: each decision of the engine with its reason, the newest at the top. Events are never merged."""
+"""Events: each decision of the engine with its reason, the newest at the top. No two events share a row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STYLES = {
     "admit": "decode", "hit": "hit", "miss": "dim", "evict": "pool", "preempt": "bad", "finish": "dim",
     "wait": "waiting", "refuse": "bad", "fail": "bad", "pace": "accent",
 }  # fmt: skip
-NARROW = 50  # cells: narrower panels show the short texts
+NARROW = 50  # cells; narrower panels show shorter texts
 FILTERS = (
     ("all", ()),
     ("hits and misses", ("hit", "miss")),
@@ -28,7 +28,7 @@ FILTERS = (
 
 
 def wrapped(words: str, width: int) -> list[str]:
-    """Returns lines of at most `width` cells, broken before a middle dot where possible."""
+    """Returns the text as lines of at most `width` cells, broken before a middle dot where possible."""
     lines: list[str] = []
     for part in words.replace(" · ", "\0· ").split("\0"):
         if lines and cells(lines[-1]) + 1 + cells(part) <= width:
@@ -56,10 +56,10 @@ which request was preempted; how each request finished. Choosing an event select
         Binding("enter", "open", "details", show=False, id="events.open"),
     ]
 
-    filter = 0  # index in FILTERS
-    chosen: int | None = None  # seq of the event under the cursor
-    skip = 0  # newer events above the first row
-    shown: Sequence[Event] = ()
+    filter = 0  # index of the current filter in FILTERS
+    chosen: int | None = None  # seq of the chosen event
+    skip = 0  # number of newer events above the first row
+    shown: Sequence[Event] = ()  # the events with a row
     _at: Sequence[Event] = ()  # the event of each row
 
     def picture(self, view: View, width: int, height: int) -> Picture:
@@ -95,26 +95,26 @@ which request was preempted; how each request finished. Choosing an event select
 
     def _lines(self, view: View, event: Event, width: int, digits: int, most: int) -> list[Runs]:
         """Returns at most `most` rows with the event's text."""
-        lit = event.request in view.links.requests or event.node in view.links.nodes
-        here = event.seq == self.chosen
-        ground = " on select" if lit else ""
+        linked = event.request in view.links.requests or event.node in view.links.nodes
+        chosen = event.seq == self.chosen
+        ground = " on select" if linked else ""
         fresh = view.glow_of(event.record[1]) == 2
         row = Row(f"{max(event.step, 0):,}".rjust(digits), "dim" + ground)
         row.add("  ", "ink" + ground).add(event.kind.ljust(8), STYLES[event.kind] + ground)
         words = clean(view.event_text(event, short=width < NARROW))
         quiet = event.kind in ("finish", "miss")
-        style = "bold accent" if here else "bold ink" if fresh else "dim" if quiet else "ink"
+        style = "bold accent" if chosen else "bold ink" if fresh else "dim" if quiet else "ink"
         room = width - row.width
         pieces = [words] if cells(words) <= room else wrapped(words, max(8, room))
         rows = []
         for number, piece in enumerate(pieces[:most]):
-            cut = number == most - 1 < len(pieces) - 1  # the panel ends here
-            told = fit(f"{piece} {glyphs().dots}" if cut else piece, max(0, room), glyphs().dots)
-            rows.append(row.add(told, style + ground).done(width))
+            cut = number == most - 1 < len(pieces) - 1  # no room for the next piece
+            line = fit(f"{piece} {glyphs().dots}" if cut else piece, max(0, room), glyphs().dots)
+            rows.append(row.add(line, style + ground).done(width))
             row = Row().to(width - room, " ", "ink" + ground)
         return rows
 
-    # ---- moving about
+    # ---- selection and filters
 
     def clicked(self, view: View, column: int, row: int) -> None:
         if row < len(self._at):

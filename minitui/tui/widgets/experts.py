@@ -1,4 +1,4 @@
-"""Experts: which ones compute the most tokens? A row per layer with experts, a cell per expert."""
+"""Experts: which experts compute the most tokens? There is a row per layer with experts and a cell per expert."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from minitui.viewmodel.model import View
 
 LABEL = 5  # cells
 FIGURE = 6  # cells for the hottest expert's load, in multiples of the mean
-MEAN = 3  # the bar level of the layer's mean; twice the load is two levels higher
-COLD, HOT = 0.5, 2.0  # multiples of the mean, from which on a cell is dim or bright
-TOP = 4  # experts named in the last row
+MEAN = 3  # the height of a cell's bar for the layer's mean load; for twice the mean, it is two levels higher
+COLD, HOT = 0.5, 2.0  # multiples of the mean; a cell is dim at COLD or less, bright at HOT or more
+TOP = 4  # number of experts in the last row
 
 
 class ExpertMap(LinePanel):
@@ -27,9 +27,9 @@ class ExpertMap(LinePanel):
     TITLE = "Experts"
     help_text = paragraphs("""\
 A mixture-of-experts model has many small MLPs per layer in place of one, and a router sends each token to a few of
-them. Each row is a layer, each cell an expert; the height is its recent load. The middle height is the layer's mean;
-two levels higher is twice the mean; a dot means no token. The figure at the right is the hottest expert's load, in
-multiples of the mean.
+them. Each row is a layer, each cell an expert; the height is its recent load. A bar of middle height is the layer's
+mean; two levels higher is twice the mean; a dot is an expert without tokens. The figure at the right is the hottest
+expert's load, in multiples of the mean.
 
 A decode step reads the weights of every expert that some token of the batch uses, so a small batch is cheap
 if its tokens use the same experts. On several GPUs, or in a large prefill, all experts wait for the hottest one.""")
@@ -40,7 +40,7 @@ if its tokens use the same experts. On several GPUs, or in a large prefill, all 
 
     chosen = 0  # index of the chosen layer
     _first = 0  # index of the first layer shown
-    _shown = 0  # layers shown
+    _shown = 0  # number of layers shown
     _last = 0  # index of the last layer
 
     def picture(self, view: View, width: int, height: int) -> Picture:
@@ -55,14 +55,14 @@ if its tokens use the same experts. On several GPUs, or in a large prefill, all 
         self._shown = min(room, len(load.layers))
         self._first = min(max(self._first, self.chosen - self._shown + 1), self.chosen, len(load.layers) - self._shown)
         rows = [
-            self._layer(load.layers[at], relative[at], self._experts_a_cell(load, width), width, at == self.chosen)
+            self._layer(load.layers[at], relative[at], self._experts_per_cell(load, width), width, at == self.chosen)
             for at in range(self._first, self._first + self._shown)
         ]
         if height > 1:
             rows.append(self._named(load, width))
         span = f" of the last {load.seconds:.1f} s" if load.seconds >= 0.05 else ""
         notes = []
-        if (each := self._experts_a_cell(load, width)) > 1:
+        if (each := self._experts_per_cell(load, width)) > 1:
             notes.append(f"{each} experts per cell")
         if self._shown < len(load.layers):
             notes.append(f"{self._first + 1}-{self._first + self._shown} of {len(load.layers)} layers")
@@ -70,7 +70,7 @@ if its tokens use the same experts. On several GPUs, or in a large prefill, all 
         return Picture(rows, title=f"Experts · tokens{span}", note=note, legend=self._legend())
 
     @staticmethod
-    def _experts_a_cell(load: ExpertLoad, width: int) -> int:
+    def _experts_per_cell(load: ExpertLoad, width: int) -> int:
         return -(-load.tokens.shape[1] // max(1, width - LABEL - FIGURE))
 
     def _legend(self) -> list[Run]:
@@ -81,7 +81,7 @@ if its tokens use the same experts. On several GPUs, or in a large prefill, all 
         )  # fmt: skip
 
     def _layer(self, layer: int, relative: np.ndarray, each: int, width: int, chosen: bool) -> Runs:
-        """Returns a layer's row; a cell stands for `each` experts and shows the hottest one."""
+        """Returns a layer's row. A cell stands for `each` experts and shows the load of the hottest one."""
         g = glyphs()
         row = Row(f"L{layer}", "bold accent" if chosen else "dim").to(LABEL)
         padded = np.append(relative, np.zeros(-len(relative) % each))

@@ -1,4 +1,4 @@
-"""First token: how long did recent requests wait for it, and how much of their prompt was cached?"""
+"""First tokens: how long did recent requests wait for their first token, and how much of their prompt was cached?"""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Runs, legend
 from minitui.viewmodel.model import View
 
-PARTS = (("queue", "queued", "waiting"), ("prefill", "prefill", "prefill"), ("sample", "filling", "hit"))
+PARTS = (  # (word, name of the glyph, style)
+    ("queue", "queued", "waiting"), ("prefill", "prefill", "prefill"), ("sample", "filling", "hit"),
+)  # fmt: skip
 
 
 class FirstTokens(LinePanel, can_focus=False):
-    """One bar per request, the newest at the top: queue, prefill and sampling in proportion."""
+    """One bar per request, the newest at the top; its parts are the times in the queue, in prefill and in sampling."""
 
     TITLE = "First token, ms"
 

@@ -1,7 +1,7 @@
-"""Batch lanes: which requests waited, which ran? A row per request, a column per k steps, the newest at the right.
+"""Batch lanes: which requests waited, and which ran? A row is a request; a column is k steps, the newest at the right.
 
-A cell shows one phase: the first in the order preempted, finished, prefill, decode, waiting that occurs in the
-column's steps. The row above shows the slowest step of each column.
+A cell shows one phase. If several occur in the column's steps, the first in this order has priority: preempted,
+finished, prefill, decode, waiting. A row above the requests shows the slowest step of each column.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class BatchLanes(LinePanel):
     help_text = paragraphs("""\
 Continuous batching. Each row is a request, each column one or more steps. A request first waits, then its prompt is
 prefilled (many tokens per step), then it decodes one token in every step until it finishes. Requests join and leave
-between any two steps; none waits for the slowest of a batch. × means preempted: the pool was full and the request
-released its blocks. With more requests than rows, a row is reused when its request has finished: "r9 +2" means that
-r9 uses the row now, and that two finished requests used it before. If you select one of the two, the row shows it.""")
+between any two steps; no request waits for the slowest one of a batch. × means preempted: the pool was full and the
+request released its blocks. With more requests than rows, a row is reused when its request has finished: "r9 +2" means
+that r9 uses the row now, and that two finished requests used it before. If you select one of these two, the label
+names that request.""")
     BINDINGS: ClassVar = [
         Binding("up", "choose(-1)", "request above", show=False, id="lanes.up"),
         Binding("down", "choose(1)", "request below", show=False, id="lanes.down"),
@@ -57,13 +58,13 @@ r9 uses the row now, and that two finished requests used it before. If you selec
         super().__init__(id=id, frame=frame)
         self.k = 1
         self.fixed_k: int | None = None  # the k chosen by the user
-        self.back = 0  # columns scrolled back
+        self.back = 0  # number of columns scrolled back
         self.first_step = 0  # the first step of the leftmost column
         self.columns = 0
-        self.label = 5  # cells of the names at the left
-        self.slots: list[list[int]] = []  # the requests of each row, in order; the last one names it
-        self._placed_for: object = None  # the layout for which the rows were assigned
-        self._seen = -1  # the newest request considered for a row
+        self.label = 5  # cells for the labels at the left
+        self.slots: list[list[int]] = []  # the requests of each row, oldest first
+        self._placed_for: object = None  # the layout in which the requests got their rows
+        self._seen = -1  # the newest request that `_place` has seen
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         named = width >= 84
@@ -85,13 +86,12 @@ r9 uses the row now, and that two finished requests used it before. If you selec
         return Picture(rows, title="Batch lanes · requests over steps", note=note, legend=self._legend(view, width))
 
     def _place(self, view: View, room: int, end: int) -> None:
-        """Assign each request a row, which it keeps. With more requests than rows, a new request takes over the row of
-        a finished one."""
+        """Give each request a row, which it keeps. If no row is free, a new request uses the row of a finished one."""
         lanes = view.lanes.lanes
         start = self.first_step
-        anew = (view.lanes, room, self.back, self.k)
-        if self._placed_for != anew:
-            self._placed_for, self.slots, self._seen = anew, [[] for _ in range(room)], -1
+        layout = (view.lanes, room, self.back, self.k)
+        if self._placed_for != layout:
+            self._placed_for, self.slots, self._seen = layout, [[] for _ in range(room)], -1
             ended = sorted(view.lanes.ended_since(start)[: 8 * room], key=lambda lane: lane.id)
             coming = [lane for lane in ended if lane.submitted_step <= end + 1]
             coming += [lane for lane in view.lanes.active.values() if lane.submitted_step <= end + 1]
@@ -136,12 +136,12 @@ r9 uses the row now, and that two finished requests used it before. If you selec
             return
         steps = last.step - view.steps.since(last.t - SPAN_SECONDS, last.step) + 1
         need = next((k for k in STEPS_PER_COLUMN if k * self.columns >= steps), STEPS_PER_COLUMN[-1])
-        # Finer only when it clearly fits: the scale must not flicker.
+        # A smaller k only if all steps clearly fit: the scale must not change back and forth.
         if need > self.k or (2.5 * need < self.k and steps < 0.8 * need * self.columns):
             self.k = need
 
     def _scale(self, view: View, width: int, horizon: int) -> Runs:
-        """Returns the time scale: seconds ago, above their columns."""
+        """Returns the time scale: how many seconds ago the steps of some columns ended."""
         row = Row("seconds" if self.label < 10 else "seconds ago", "dim").to(self.label)
         last = view.steps.get(min(horizon, self.first_step + self.k * self.columns - 1))
         if last is None:
@@ -175,8 +175,9 @@ r9 uses the row now, and that two finished requests used it before. If you selec
         return row.add(spark(worst), "step").done(width)
 
     def _row(self, view: View, slot: list[int], width: int, horizon: int, named: bool) -> Runs:
-        """Returns one row with the phases of its requests. The label names the selected request, or else the last one,
-        and the number of the others. The name of each other request follows its end, if there is room."""
+        """Returns one row with the phases of its requests. The label has the name of the selected request, or else
+        of the last one, and the number of the others. The name of each other finished request follows its end, if there
+        is room."""
         lanes = view.lanes.lanes
         seen = [lanes[id] for id in slot if lanes[id].submitted_step <= horizon + 1]
         if not seen:
@@ -217,7 +218,7 @@ r9 uses the row now, and that two finished requests used it before. If you selec
         return row.done(width)
 
     def _names(self, cells: list[tuple[int, bool]], ended: list[Lane]) -> dict[int, str]:
-        """Returns {column after its end: name} for the finished requests in a row whose label names another one."""
+        """Returns {column after the request's end: name of the request} for requests that are not in the label."""
         words = {}
         for lane in ended:
             at, name = (lane.finish_step - self.first_step) // self.k + 1, f"r{lane.id}"
@@ -247,7 +248,7 @@ r9 uses the row now, and that two finished requests used it before. If you selec
                 row.right(text, width, "dim")
         return row.done(width)
 
-    # ---- moving about
+    # ---- selection and scale
 
     def clicked(self, view: View, column: int, row: int) -> None:
         index = row - 2
@@ -257,7 +258,7 @@ r9 uses the row now, and that two finished requests used it before. If you selec
             self._select_step(view, self.first_step + (column - self.label) * self.k)
 
     def _request_at(self, view: View, slot: list[int], column: int) -> int:
-        """Returns the request of a row that was active in a column; else the row's last one."""
+        """Returns the request of a row that was waiting or running in a column; if none was, the row's last request."""
         step = self.first_step + (column - self.label) * self.k
         lanes = view.lanes.lanes
         here = [id for id in slot if lanes[id].submitted_step <= step + self.k and lanes[id].finish_step >= step]

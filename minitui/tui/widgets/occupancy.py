@@ -1,4 +1,4 @@
-"""Occupancy: how full is the pool? An exact bar and the number of blocks in each state."""
+"""Occupancy: how full is the pool? It shows an exact bar and the number of blocks in each state."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ def glyph(code: int) -> str:
 
 
 def shares(counts: tuple[int, int, int, int], width: int) -> dict[int, int]:
-    """Returns the cells of the bar for each state, `width` in total: in proportion, but at least one for a state that
-    occurs."""
+    """Returns {state: its number of cells in the bar}, `width` cells in total.
+
+    They are in proportion to the number of blocks, but a state with any blocks has at least one cell.
+    """
     total = sum(counts)
     if total == 0 or width < 4:
         return {FREE: width, ACTIVE: 0, SHARED: 0, CACHED: 0}
     exact = {code: counts[code] * width / total for code in ORDER}
     out = {code: max(int(exact[code]), 1 if counts[code] else 0) for code in ORDER}
-    by_rest = sorted(ORDER, key=lambda code: exact[code] - out[code], reverse=True)
+    by_remainder = sorted(ORDER, key=lambda code: exact[code] - out[code], reverse=True)
     i = 0
     while sum(out.values()) < width:
-        out[by_rest[i % 4]] += 1
+        out[by_remainder[i % 4]] += 1
         i += 1
     while sum(out.values()) > width:
         out[max(out, key=lambda code: out[code])] -= 1
@@ -37,13 +39,13 @@ def shares(counts: tuple[int, int, int, int], width: int) -> dict[int, int]:
 
 
 def bar(shown: AnnotatedState, width: int) -> list[Run]:
-    """Returns the stacked bar: active, shared, cached, free."""
+    """Returns a bar of `width` cells with four parts: active, shared, cached, free."""
     cells = shares(shown.counts, width)
     return [(glyph(code) * cells[code], STATE_NAMES[code]) for code in ORDER if cells[code]]
 
 
 def entries(shown: AnnotatedState) -> list[list[Run]]:
-    """Returns glyph, name and count of each state."""
+    """Returns an entry for each state: its glyph, its name and its number of blocks."""
     return [
         [(glyph(code), STATE_NAMES[code]), (f" {STATE_NAMES[code]} ", "dim"), (f"{shown.counts[code]:,}", "ink")]
         for code in ORDER
@@ -51,7 +53,7 @@ def entries(shown: AnnotatedState) -> list[list[Run]]:
 
 
 def legend(shown: AnnotatedState) -> list[Run]:
-    """Returns the entries on one line."""
+    """Returns the entries as the runs of one line."""
     return [run for entry in entries(shown) for run in (*entry, ("  ", "ink"))]
 
 
@@ -63,7 +65,7 @@ def lead(shown: AnnotatedState) -> Row:
 
 
 class Occupancy(LinePanel, can_focus=False):
-    """Bar and counts in one line, for small screens."""
+    """The bar and the numbers of blocks in one line, for small screens."""
 
     FRAME = "none"
     DEFAULT_CSS = "Occupancy { height: 1; }"
@@ -75,10 +77,10 @@ class Occupancy(LinePanel, can_focus=False):
         words = Row(" ").extend(legend(shown)).add(f"of {shown.total:,}", "dim")
         head = lead(shown)
         room = width - head.width - words.width
-        if room < MIN_BAR:  # without the total
+        if room < MIN_BAR:  # leave out the total
             words = Row(" ").extend(legend(shown))
             room = width - head.width - words.width
-        if room < MIN_BAR:  # without the names
+        if room < MIN_BAR:  # leave out the names
             words = Row(" ")
             for code in ORDER:
                 words.add(glyph(code), STATE_NAMES[code]).add(f" {shown.counts[code]:,} ")

@@ -1,4 +1,4 @@
-"""Prompt origin: how many of a prompt's tokens were in the tree, how many were computed, and why the match ended."""
+"""Prompt origin: how many tokens of a prompt came from the tree, how many were computed, and why the match ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minitui.viewmodel.model import View
 
 
 class PromptOrigin(LinePanel, can_focus=False):
-    """Shows the selected request, or the newest running one."""
+    """Shows the prompt of the selected request, or of the newest running one."""
 
     TITLE = "Where the prompt came from"
 
@@ -23,7 +23,7 @@ class PromptOrigin(LinePanel, can_focus=False):
         if lane is None:
             return Picture([Row("no request yet", "dim").done(width)])
         prompt = max(1, lane.prompt_tokens)
-        # A preempted request computes its prompt again: the bar shows only the first time.
+        # A preempted request computes its prompt again: without `min`, the bar would be longer than the prompt.
         cached = lane.cached_tokens
         computed = min(lane.computed_tokens, prompt - cached)
         waiting = prompt - cached - computed
@@ -33,7 +33,7 @@ class PromptOrigin(LinePanel, can_focus=False):
         row.to(width, g.unused, "faint")
         words = Row(f"{cached:,} from the tree", "hit").add(" · ", "dim").add(f"{computed:,} computed", "prefill")
         if waiting > 0:
-            words.add(f" · {waiting:,} to go", "dim")
+            words.add(f" · {waiting:,} left", "dim")
         rows = [row.done(width), words.done(width)]
         if lane.stop:
             rows.append(Row(match_reason(lane.stop, lane.stop_at), "dim").done(width))

@@ -19,8 +19,8 @@ from minitui.tui.widgets.rows import Row, Run, Runs, clean, legend, wrapped
 from minitui.viewmodel.model import View
 
 # (name, width in cells) of the columns on the right. The address and the model share the rest.
-COLUMNS = (("state", 7), ("run", 5), ("wait", 5), ("KV", 6), ("hits", 6), ("tok/s", 7), ("first", 8), ("ours", 5))
-LEAD = 5  # cells for mark and number
+COLUMNS = (("state", 11), ("run", 5), ("wait", 5), ("KV", 6), ("hits", 6), ("tok/s", 7), ("first", 8), ("ours", 5))
+LEAD = 5  # cells before the name, for the mark and the number
 WITH_MODEL = 92  # columns; a narrower table has no column for the model
 
 
@@ -32,11 +32,11 @@ class HasReplicas(Protocol):
     session: Session
 
     def route(self, session: Session) -> tuple[int | None, str]:
-        """(Number of the replica for the chat's next question, why); (None, error) if no replica can answer."""
+        """Returns (number of the replica for the chat's next question, why); (None, error) if no replica can answer."""
 
 
 class Replicas(LinePanel):
-    """A row for each replica, details of the chosen one, and the replica of each chat."""
+    """A table with a row for each replica, then details of the chosen replica, then the replica of each chat."""
 
     TITLE = "Replicas"
     BINDINGS: ClassVar = [
@@ -47,7 +47,7 @@ class Replicas(LinePanel):
 
     @dataclass
     class Chosen(Message):
-        """Request to show this replica in the panels."""
+        """Asks the application to show this replica in the panels."""
 
         replica: Replica
 
@@ -71,7 +71,7 @@ class Replicas(LinePanel):
         rows.append(Row().done(width))
         rows += self._chats(source, width)
         key = legend(
-            (glyphs().active, "hit", "shown in the panels"), ("ours", "ink", "answers for this app"),
+            (glyphs().active, "hit", "shown in the panels"), ("ours", "ink", "requests of this app"),
             (glyphs().dash, "ink", "not reported"),
         )  # fmt: skip
         note: list[Run] = [(f"{len(source.usable)} of {len(source.replicas)} can answer", "dim")]
@@ -112,7 +112,7 @@ class Replicas(LinePanel):
         return row.done(width)
 
     def _names(self, width: int) -> tuple[int, int]:
-        """(First cell, cells) of the model's column; 0 cells in a narrow table."""
+        """Returns (first cell, number of cells) of the model's column; a narrow table has 0 cells for it."""
         end = width - sum(cells for _, cells in COLUMNS)
         if width < WITH_MODEL:
             return end, 0
@@ -121,28 +121,30 @@ class Replicas(LinePanel):
         return at, end - at
 
     def _state(self, source: ReplicaSource, replica: Replica) -> tuple[str, str]:
+        """Returns (state, style)."""
         if source.reason_against(replica) in ("", UNDECIDED):
             return "up", "good"
         if replica.trouble in (LOADING, UNKNOWN):
-            return ("loads" if replica.trouble == LOADING else "asked"), "waiting"
-        return ("down", "bad") if replica.trouble else ("other", "waiting")
+            return ("loading" if replica.trouble == LOADING else "unknown"), "waiting"
+        return ("down", "bad") if replica.trouble else ("other model", "waiting")
 
     def _about(self, source: ReplicaSource, replica: Replica, width: int) -> list[Runs]:
-        """Details of one replica: address, model, and why it cannot answer."""
-        maker = {"minitui": "a minitui server", "openai": "a server with OpenAI's endpoints"}.get(replica.kind, "")
+        """Returns details of one replica: address, model, and why it cannot answer."""
+        server = {"minitui": "a minitui server", "openai": "a server with OpenAI's endpoints"}.get(replica.kind, "")
         head = Row(f"{replica.number} {replica.url}", "bold ink")
-        head.add("  " + ", ".join(filter(None, (maker, replica.model))), "dim")
+        head.add("  " + ", ".join(filter(None, (server, replica.model))), "dim")
         rows = [head.done(width)]
-        against = source.reason_against(replica)
+        reason = source.reason_against(replica)
         if replica.trouble not in ("", UNKNOWN):
-            against += f". Next try in {replica.retry_in:.0f} s."
-        rows += wrapped(against, "bad", width)
+            reason += f". Next try in {replica.retry_in:.0f} s."
+        rows += wrapped(reason, "bad", width)
         if replica.telemetry is None and not replica.trouble:
-            rows.append(Row("It does not report what its engine does: the panels cannot show it.", "dim").done(width))
+            silent = "This server does not report what its engine does, so the panels cannot show it."
+            rows.append(Row(silent, "dim").done(width))
         return rows
 
     def _chats(self, source: ReplicaSource, width: int) -> list[Runs]:
-        """The replica for each chat's next question, and why."""
+        """Returns the replica for each chat's next question, and why."""
         chats = self._app.chats
         rows = [Row("the replica for the next question of each chat", "dim").done(width)]
         for session in chats.sessions:

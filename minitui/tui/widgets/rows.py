@@ -1,7 +1,7 @@
-"""Rows of styled text. All panels are made of them: a row is a tuple of runs `(text, style in words)`.
+"""Rows of styled text: all panels consist of rows. A row is a tuple of runs `(text, style in words)`.
 
-Rows are plain data: they can be compared (only changed rows are drawn), joined to text (snapshots), and searched for
-a style (tests). Widths are in terminal cells.
+Rows are plain data: the painting compares them (only changed rows are drawn), snapshots join them to text, and tests
+search them for a style. Widths are in terminal cells.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from minitui.visible import visible, visible_line
 Run = tuple[str, str]
 Runs = tuple[Run, ...]
 
-# Characters that may not be one cell wide: all but Latin, punctuation, arrows, mathematics, boxes and shapes.
-_ODD = re.compile(
+# Characters whose width may differ from one cell: all but Latin, punctuation, arrows, mathematics, boxes and shapes.
+_UNSURE_WIDTH = re.compile(
     "[^\\x20-\\x7e\\xa0-\\u02ff\\u2010-\\u2027\\u2030-\\u205e\\u2190-\\u21ff\\u2200-\\u22ff\\u2500-\\u25fc]"
 )
 
 
 class Line(tuple[Run, ...]):
-    """A row with exactly the width of its panel: it is not measured again."""
+    """A row that has exactly the width of its panel, so its width is not computed again."""
 
     __slots__ = ()
 
 
 def cells(text: str) -> int:
     """Returns the width of `text` in terminal cells."""
-    return len(text) if text.isascii() or not _ODD.search(text) else cell_len(visible_line(text))
+    return len(text) if text.isascii() or not _UNSURE_WIDTH.search(text) else cell_len(visible_line(text))
 
 
 def cut(text: str, width: int) -> str:
     """Returns the first `width` cells of `text`, padded with spaces if it is shorter."""
-    if text.isascii() or not _ODD.search(text):
+    if text.isascii() or not _UNSURE_WIDTH.search(text):
         return text[:width].ljust(width)
     return set_cell_size(visible_line(text), width)
 
 
 def clean(text: str) -> str:
-    """Returns untrusted text on one line: control characters become visible, white space becomes one space."""
+    """Returns untrusted text on one line: control characters become visible, any white space becomes one space."""
     if text.isprintable() and "  " not in text:
         return text
     return " ".join("".join(c if c.isprintable() else " " for c in visible(text)).split())
 
 
 def fit(text: str, width: int, dots: str = "…") -> str:
-    """Returns `text` in exactly `width` cells: padded, or cut with dots at the end."""
+    """Returns `text` with exactly `width` cells: padded with spaces, or cut with dots at the end."""
     if width <= 0:
         return ""
     length = cells(text)
@@ -61,12 +61,12 @@ def fit(text: str, width: int, dots: str = "…") -> str:
 
 
 def clip(text: str, width: int) -> str:
-    """Returns `text` in at most `width` cells, cut with dots at the end."""
+    """Returns `text` with at most `width` cells: a longer text is cut, with dots at the end."""
     return text if cells(text) <= width else fit(text, width, glyphs().dots).rstrip()
 
 
 class Row:
-    """Builds one row from left to right; neighbours of the same style become one run."""
+    """Builds one row from left to right; consecutive texts with the same style become one run."""
 
     __slots__ = ("runs", "width")
 
@@ -86,13 +86,13 @@ class Row:
         return self
 
     def to(self, column: int, fill: str = " ", style: str = "ink") -> Row:
-        """Pad to a column."""
+        """Add `fill` up to `column`."""
         if column > self.width:
             self.add(fill * (column - self.width), style)
         return self
 
     def right(self, text: str, column: int, style: str = "ink") -> Row:
-        """Add text that ends before `column`."""
+        """Add spaces and `text`, so that the text ends just before `column`."""
         self.to(column - cells(text))
         return self.add(text, style)
 
@@ -102,7 +102,7 @@ class Row:
         return self
 
     def done(self, width: int) -> Runs:
-        """Returns the row in exactly `width` cells: padded, or cut, with dots where words were cut."""
+        """Returns the row with exactly `width` cells: padded with spaces, or cut. A cut word ends with dots."""
         if self.width == width:
             return Line(self.runs)
         if self.width < width:
@@ -129,7 +129,7 @@ def legend(*entries: tuple[str, str, str], gap: str = "  ") -> list[Run]:
 
 
 def wrapped(text: str, style: str, width: int) -> list[Runs]:
-    """Returns untrusted text as rows of `width` cells, broken between words."""
+    """Returns untrusted text as rows of `width` cells, with line breaks between words."""
     return [Row(line, style).done(width) for line in textwrap.wrap(clean(text), width)]
 
 
@@ -139,4 +139,5 @@ def plain(row: Runs) -> str:
 
 
 def runs_width(runs: Runs | list[Run]) -> int:
+    """Returns the width of all runs in terminal cells."""
     return sum(cells(text) for text, _ in runs)

@@ -1,4 +1,4 @@
-"""The tabs of the chats: number, title, and what each chat is doing."""
+"""The tabs of the chats. A tab has the chat's number, its title and its state."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from minitui.tui.widgets.base import Picture
 from minitui.tui.widgets.rows import Row, Run, cells, clip, runs_width
 from minitui.viewmodel.model import View
 
-MIN_LETTERS = 10  # of a chat's title; a shorter one says nothing
-CURRENT_MIN_LETTERS = 18  # of the current chat's title
-NEW_CELLS = 8  # for "+ new"
-MORE_CELLS = 20  # for "N more" at both ends
+MIN_LETTERS = 10  # letters of a chat's title; fewer would not identify the chat
+CURRENT_MIN_LETTERS = 18  # letters of the current chat's title
+NEW_CELLS = 8  # cells for "+ new"
+MORE_CELLS = 20  # cells for "N more" at both ends
 
 
 class SessionTabs(Bar):
-    """One tab for each chat, as many as fit around the current one, and a last tab that opens a new chat."""
+    """Shows the tab of the current chat, and the tabs beside it that fit. The last tab opens a new chat."""
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
-        self._places: list[tuple[int, int, Session | None]] = []  # (start, end, chat) of each tab; None: + new
+        self._places: list[tuple[int, int, Session | None]] = []  # (start, end, chat) of each tab; None: "+ new"
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         sessions = self.app.chats.sessions
@@ -33,7 +33,7 @@ class SessionTabs(Bar):
         room = width - NEW_CELLS - (0 if sum(sizes) <= width - NEW_CELLS else MORE_CELLS)
         used = sizes[current] if sizes else 0
         last = current + 1
-        while True:  # add tabs on both sides, at the left first, so that tabs keep their places
+        while True:  # add tabs at the left first, then at the right, so that tabs keep their places
             if first > 0 and used + sizes[first - 1] <= room:
                 first -= 1
                 used += sizes[first]
@@ -60,11 +60,11 @@ class SessionTabs(Bar):
     def _entries(self, sessions: list[Session], states: list[tuple[str, str]], room: int) -> list[list[Run]]:
         """Returns the runs of each tab. All titles are cut to the same number of letters, as many as fit in `room`.
 
-        If fewer than MIN_LETTERS fit, the state of the other chats becomes one sign. If there is still no room, only
-        the current chat and its neighbours have titles; the other tabs are number and sign.
+        If fewer than MIN_LETTERS would fit, the tabs of the other chats show their state as one sign. If there is still
+        no room, only the current chat and the chats beside it have titles; the other tabs have a number and a sign.
         """
         titles = [cells(session.title) for session in sessions]
-        numbers = sum(len(str(i + 1)) + 3 for i in range(len(sessions)))  # with the spaces around them
+        numbers = sum(len(str(i + 1)) + 3 for i in range(len(sessions)))  # cells, with the spaces around the numbers
         current = self._current(sessions)
         signs = [state if i == current else (_sign(*state), state[1]) for i, state in enumerate(states)]
         for shown in (states, signs):
@@ -72,14 +72,14 @@ class SessionTabs(Bar):
             for letters in range(max(titles, default=0), MIN_LETTERS - 1, -1):
                 if sum(min(title, letters) + 1 for title in titles) <= left:
                     return [self._entry(s, state, letters) for s, state in zip(sessions, shown, strict=True)]
-        given = [0] * len(sessions)
-        given[current] = min(titles[current], max(CURRENT_MIN_LETTERS, left - 1))
-        left -= given[current] + 1
+        letters_of = [0] * len(sessions)
+        letters_of[current] = min(titles[current], max(CURRENT_MIN_LETTERS, left - 1))
+        left -= letters_of[current] + 1
         for i in sorted(range(len(sessions)), key=lambda i: abs(i - current)):
             if i != current and left > MIN_LETTERS:
-                given[i] = min(titles[i], left - 1)
-                left -= given[i] + 1
-        return [self._entry(*one) for one in zip(sessions, signs, given, strict=True)]
+                letters_of[i] = min(titles[i], left - 1)
+                left -= letters_of[i] + 1
+        return [self._entry(*tab) for tab in zip(sessions, signs, letters_of, strict=True)]
 
     def _current(self, sessions: list[Session]) -> int:
         return next((i for i, session in enumerate(sessions) if session is self.app.session), 0)
@@ -96,7 +96,7 @@ class SessionTabs(Bar):
         return runs
 
     def _state(self, session: Session) -> tuple[str, str]:
-        """Returns (what the chat is doing, its colour)."""
+        """Returns (state of the chat, its style)."""
         app = self.app
         g = glyphs()
         if session.state == "queued" or (session.state == "running" and not session.messages[-1].text):
@@ -106,7 +106,7 @@ class SessionTabs(Bar):
             state = "queued" if place is None else f"waiting, {ordinal(place)}" if place else "prefill"
             return state, "waiting"
         if session.state == "running":
-            # Slow motion stretches the arrivals; the rate shown is the real one. A paused engine has no rate.
+            # In slow motion, tokens arrive more slowly, but the full rate is shown. A paused engine has no rate.
             pace = app.pace_of(session)
             rate = 0.0 if app.gated else session.rate(window=max(1.0, pace / 5)) * pace
             return f"{g.folded} {rate:,.0f} tok/s" if rate else g.folded, "decode"
@@ -126,5 +126,5 @@ class SessionTabs(Bar):
 
 
 def _sign(state: str, tone: str) -> str:
-    """The state in one sign, without the chat's speed or its place in the queue."""
+    """Returns the state as one sign, without the chat's speed or its place in the queue."""
     return glyphs().middot if tone == "waiting" and len(state) > 1 else state[:1]

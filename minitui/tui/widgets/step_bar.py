@@ -1,7 +1,8 @@
-"""Step bar: what does this step compute? The token budget as a bar: decodes, a slice per prefill chunk, unused rest.
+"""Step bar: what does a step compute? The bar is the token budget: decodes, a slice per prefill chunk, and the rest.
 
-While the engine runs, the bar shows the mean of the steps since the last frame and marks the largest. Paused, in the
-past, in slow motion or with a step selected, it shows exactly that step.
+While the engine runs, the bar shows the mean of the steps since the last frame, and marks their largest number of
+tokens. It shows one step exactly if the engine is paused, if the picture is of the past, if a step is selected, or if
+there was only one step since the last frame (slow motion).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from minitui.viewmodel.timing import why_slow
 
 
 def contents(row: StepRow, most: int = 4) -> str:
-    """Returns what a step computes: "61 decodes + r88 prefill 512 + r89 prefill 40". Names at most `most` chunks."""
+    """Returns what a step computes: "61 decodes + r88 prefill 512 + r89 prefill 40". It lists at most `most` chunks."""
     parts = []
     if row.decodes:
         parts.append(count(row.decodes, "decode"))
@@ -30,7 +31,7 @@ def contents(row: StepRow, most: int = 4) -> str:
 
 
 class StepBar(LinePanel, can_focus=False):
-    """With a frame, or without one in one or two lines."""
+    """Shows the bar with a line of text: in a frame, or in one or two lines without a frame."""
 
     TITLE = "Step"
     DEFAULT_CSS = "StepBar { height: auto; }"
@@ -48,8 +49,8 @@ class StepBar(LinePanel, can_focus=False):
         elif view.last_frame.count:
             text, bar, title = self._mean(view, width), _mean_bar(view, width, budget), "Steps"
         else:
-            new = view.shown.state.step < 0
-            words = "no step yet: no request so far" if new else "no step since minitui connected"
+            never = view.shown.state.step < 0
+            words = "no step yet: no request so far" if never else "no step since minitui connected"
             text = Row(words, "dim").done(width)
             bar = Row(glyphs().unused * width, "faint").done(width)
             title = "Step"
@@ -67,7 +68,7 @@ class StepBar(LinePanel, can_focus=False):
         line.add(f"step {row.step:,}", "bold ink").add("  ")
         line.add(f"{row.tokens:,}", "bold ink")
         text, of = contents(row), f" of {budget:,} tokens  "
-        if line.width + len(of) + len(text) > width:  # drop a word before a figure is cut off
+        if line.width + len(of) + len(text) > width:  # leave a word out, so that no figure is cut off
             of = f" of {budget:,}  "
         line.add(of, "dim").add(text)
         took = f"{ms(row.wall_ms)} ms" if row.wall_ms is not None else ""
@@ -90,7 +91,7 @@ class StepBar(LinePanel, can_focus=False):
 
 
 def _add_cause(line: Row, view: View, row: StepRow, width: int) -> None:
-    """Add the cause of a slow step, if it fits."""
+    """Add why the step was slow, if it was and if the text fits."""
     why = why_slow(row, view.timings)
     if why and line.width + len(why) + 3 <= width:
         line.add(f" ({why})", "dim")
@@ -139,8 +140,10 @@ def _mean_bar(view: View, width: int, budget: int) -> Runs:
 
 
 def _slices(slices: list[tuple[float, list[str], str]], tokens: float, width: int, budget: int) -> Runs:
-    """Returns the bar. The width of a slice (tokens, labels, style) is in proportion to its tokens, but at least one
-    cell; the decodes have room for their label."""
+    """Returns the bar. A slice is (tokens, labels, style); its longest label that fits is shown.
+
+    The width of a slice is in proportion to its tokens, but at least one cell. The decodes have room for their label.
+    """
     scale = width / max(budget, tokens)
     widths = [max(1, round(n * scale)) for n, _, _ in slices]
     if slices and slices[0][2] == "decode":
@@ -150,6 +153,6 @@ def _slices(slices: list[tuple[float, list[str], str]], tokens: float, width: in
     line = Row()
     for (_n, labels, style), room in zip(slices, widths, strict=True):
         label = next((text for text in labels if len(text) <= room), "")
-        words, colour = style.rpartition(" ")[::2]
-        line.add(label.center(room), f"bold {words} on-fill on {colour}".replace("  ", " "))
+        modifier, colour = style.rpartition(" ")[::2]
+        line.add(label.center(room), f"bold {modifier} on-fill on {colour}".replace("  ", " "))
     return line.to(width, glyphs().unused, "faint").done(width)

@@ -1,5 +1,8 @@
-"""Timings: why are steps slow? Percentiles by kind of step, the slowest step and its cause, the parts of the last time
-to first token, and the work of host and device in the last few steps."""
+"""Timings: why are steps slow?
+
+The panel shows percentiles for each kind of step, the slowest step and its cause, the parts of the last time to first
+token, and the work of host and device in the last few steps.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from minitui.viewmodel.model import StepRow, View
 from minitui.viewmodel.timing import KindStats, Timings, why_slow
 
 KINDS = (("decode only", "decode", "decode"), ("mixed", "mixed", "prefill"), ("prefill only", "prefill", "prefill-2"))
-LABEL = 13
-FIGURE = 7
+LABEL = 13  # cells
+FIGURE = 7  # cells
 
 
 class StepTimings(LinePanel):
-    """Enter opens the slowest step."""
+    """The panel. Enter opens the details of the slowest step."""
 
     TITLE = "Timings"
     help_text = paragraphs("""\
@@ -28,10 +31,11 @@ Decoding reads all weights to make one token for each request: it is memory-boun
 little. Prefill computes many tokens at once: it is compute-bound. A mixed step does both, and every request in it
 waits for the whole step: this is why long prompts are cut into chunks. One step in a hundred takes longer than p99.
 
-With several ranks (GPUs), each computes a part of every layer, and twice per layer they add up their parts. During
-this exchange, waiting for the slowest rank included, no rank computes.
+With several ranks (GPUs), each rank computes a part of every layer, and twice per layer the ranks add up their parts.
+During this exchange, no rank computes; the time of the exchange includes the wait for the slowest rank.
 
-The tracks show host and device in the last steps: while the device computes, the host can plan the next step.""")
+The tracks show the work of host and device in the last steps. While the device computes, the host can plan the next
+step.""")
     BINDINGS: ClassVar = [Binding("enter", "open", "open the slowest step", show=False, id="timings.open")]
 
     def picture(self, view: View, width: int, height: int) -> Picture:
@@ -84,7 +88,7 @@ The tracks show host and device in the last steps: while the device computes, th
             return row.add("no step timed yet", "dim").done(width)
         why, took, step = why_slow(t.slowest, t), f"{ms(t.slowest.wall_ms)} ms", f" step {t.slowest.step:,} "
         style = "prefill" if t.slowest.chunks else "ink"
-        if row.width + len(took) + 1 + len(why) > width:  # shorten other texts before the cause
+        if row.width + len(took) + 1 + len(why) > width:  # shorten the other texts first, then the cause
             row = Row("slowest ", "dim")
             if row.width + len(took) + 1 + len(why) > width:
                 why = why.partition(": ")[2] or why
@@ -99,16 +103,16 @@ The tracks show host and device in the last steps: while the device computes, th
         if first is None or median is None:
             return row.add("none yet", "dim").done(width)
         parts = f"queue {ms(first.queue_ms)} + prefill {ms(first.prefill_ms)} + sample {ms(first.sample_ms)}"
-        took, who = f"{ms(first.total_ms)} ms", f" r{first.request}"
-        if row.width + len(took) + 3 + len(parts) > width:  # narrow: fewer digits
+        took, request = f"{ms(first.total_ms)} ms", f" r{first.request}"
+        if row.width + len(took) + 3 + len(parts) > width:  # a narrow panel shows fewer digits
             queue, prefill, sample = (_briefly(value) for value in (first.queue_ms, first.prefill_ms, first.sample_ms))
             parts, took = f"queue {queue} + prefill {prefill} + sample {sample}", _briefly(first.total_ms)
             row = Row("first token ", "dim")
             if row.width + len(took) + 3 + len(parts) > width:
                 row = Row("first ", "dim")
         row.add(took, "bold ink")
-        if row.width + len(who) + len(parts) + 3 <= width:
-            row.add(who)
+        if row.width + len(request) + len(parts) + 3 <= width:
+            row.add(request)
         row.add(" = ", "dim")
         for word in parts.split(" "):
             row.add(word + " ", "ink" if word[0].isdigit() else "dim")
@@ -138,7 +142,7 @@ The tracks show host and device in the last steps: while the device computes, th
             return [host.add(glyphs().dash, "dim").done(width), device.add(glyphs().dash, "dim").done(width)]
         if t.device_ms is None:
             host.add(f"{ms(t.host_ms)} ms per step: plan, launch and commit", "ink")
-            device.add("not measured: on this device the launch computes", "dim")
+            device.add("not measured: this device computes during the launch", "dim")
             return [host.done(width), device.done(width)]
         device_text = f" {ms(t.device_ms)} ms, {100 * t.device_busy:.0f} % busy"
         room = width - LABEL - max(len(host_text), len(device_text)) - 1
@@ -167,14 +171,17 @@ def _briefly(milliseconds: float) -> str:
 
 
 def _draw(steps: list[StepRow], room: int) -> tuple[list[Run], list[Run]]:
-    """Returns both tracks, `room` cells wide. A step begins with its plan; steps may overlap."""
+    """Returns the tracks (of the host, of the device), `room` cells wide.
+
+    A step begins with its plan. Steps may overlap.
+    """
     spans = []
     for row in steps:
         end = (row.ended or 0.0) * 1e3
         begin = end - (row.wall_ms or 0.0)
         spans.append((begin, end, row))
     origin, finish = spans[0][0], spans[-1][1]
-    # Pauses between steps (idle, slow motion) are cut to a fifth of a step: the steps stay readable.
+    # A pause between steps (idle, slow motion) is drawn as at most a fifth of a step, which leaves room for the steps.
     usual = sum(end - begin for begin, end, _ in spans) / len(spans)
     shift, before, placed = 0.0, None, []
     for begin, end, row in spans:
