@@ -24,7 +24,7 @@ from minitui.tui.actions import ACTIONS, BY_ID, Action, key_label
 from minitui.tui.frame_limiter import FrameLimiter
 from minitui.tui.glyphs import use_ascii
 from minitui.tui.line_filters import AsciiLines, VisibleLines
-from minitui.tui.strips import keep_strips_acyclic
+from minitui.tui.strips import keep_no_lines
 from minitui.tui.theme import THEMES
 from minitui.viewmodel.model import View
 from minitui.viewmodel.updater import Updater
@@ -54,7 +54,7 @@ class AppBase(App[int]):
         speaker: str = "model",
     ) -> None:
         super().__init__()
-        keep_strips_acyclic()
+        keep_no_lines()
         self.source, self.chats, self.settings = source, chats, settings
         self.system, self.speaker = system, speaker
         self.known_questions = known_questions or []

@@ -1,18 +1,20 @@
-"""Keeps Textual from storing a Strip in a cache of its own.
+"""Keeps Textual and Rich from storing the lines that they draw: most lines are drawn once.
 
-Textual divides, crops and pads every line that it draws, and each Strip caches the results. If nothing is cut off, the
-result is the strip itself. Such a strip refers to itself, so it is freed by a full garbage collection only, and these
-are rare here (each is a visible pause): the process would grow by megabytes a minute.
+Textual divides, crops and pads every line, and each Strip caches the results. If nothing is cut off, the result is the
+strip itself. Such a strip refers to itself, so only a full garbage collection frees it, and these are rare here (each
+is a visible pause): the process would grow by megabytes per minute. Rich keeps the last 16,384 segments that were cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
 _divide, _crop_extend, _adjust = Strip.divide, Strip.crop_extend, Strip.adjust_cell_length
+_split_cells = Segment._split_cells.__wrapped__  # without the cache
 
 
 def _divide_acyclic(self: Strip, cuts: Iterable[int]) -> Sequence[Strip]:
@@ -28,8 +30,9 @@ def _adjust_acyclic(self: Strip, cell_length: int, style: Style | None = None) -
     return self if cell_length == self.cell_length else _adjust(self, cell_length, style)
 
 
-def keep_strips_acyclic() -> None:
-    """Replace the three methods; their results stay the same."""
+def keep_no_lines() -> None:
+    """Replace methods of Strip and Segment; their results stay the same."""
+    setattr(Segment, "_split_cells", classmethod(_split_cells))  # noqa: B010  (mypy allows no assignment here)
     Strip.divide, Strip.crop_extend, Strip.adjust_cell_length = (  # type: ignore[method-assign]
         _divide_acyclic, _crop_extend_acyclic, _adjust_acyclic,
     )  # fmt: skip

@@ -171,7 +171,7 @@ class AnnotatedState:
         node = self.state.nodes[id]
         keep = len(node.blocks) - n
         start = keep * self.state.block_size
-        self.evicted[seq] = node.ids[start : start + EVICTED_IDS_KEPT]
+        self.evicted[seq] = array("q", node.ids[start : start + EVICTED_IDS_KEPT])  # thousands are kept
         changed = self._changed
         for block in node.blocks[keep:]:
             changed[block] = t

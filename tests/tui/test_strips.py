@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 from collections import Counter
 
+from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
 from minitui.dev.simulator import SMALL
 from minitui.dev.simulator_app import StressApp
-from minitui.tui.strips import keep_strips_acyclic
+from minitui.tui.strips import keep_no_lines
 from tests.support.simulated import LiveStress
 
 
@@ -45,7 +46,10 @@ async def test_drawn_lines_are_freed_without_a_garbage_collection():
 
 
 def test_a_strip_is_cut_and_padded_as_before():
-    keep_strips_acyclic()
+    keep_no_lines()
+    segment = Segment("a日b", Style(bold=True))
+    assert [part.text for part in segment.split_cells(2)] == ["a ", " b"]
+    assert not hasattr(segment._split_cells, "cache_info")
     strip, style = Strip.blank(6, Style(bold=True)), Style(bold=True)
     assert strip.divide([6]) == [strip] and [part.cell_length for part in strip.divide([2, 6])] == [2, 4]
     assert [part.cell_length for part in strip.divide([2, 9])] == [2]
