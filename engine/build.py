@@ -150,7 +150,7 @@ def choose_parts(model: ModelConfig, config: EngineConfig) -> Parts:
 
 def without_graphs(model: ModelConfig, config: EngineConfig) -> str:
     """The reason why this model cannot run with CUDA graphs as `config` asks; empty if it can."""
-    from engine.attention.choose import backend_names, without_triton
+    from engine.attention.choose import backend_names, why_not_triton
 
     limits = resolve(config, model)
     if limits.device.type != "cuda":
@@ -166,7 +166,7 @@ def without_graphs(model: ModelConfig, config: EngineConfig) -> str:
             f"an expert has matrices of {model.hidden_size} by {experts.inner_size} over {ranks} "
             f"rank{'s' if ranks > 1 else ''}, but our kernels need rows of a multiple of 8 numbers"
         )
-    return without_triton(model, limits.dtype, limits.device)
+    return why_not_triton(model, limits.dtype, limits.device)
 
 
 def as_engine_error(error: BaseException) -> EngineError:

@@ -1,4 +1,4 @@
-"""EngineConfig: the user's choices. An application can make one without loading torch."""
+"""EngineConfig: the user's choices. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHOICES = {
     "speculation": ("off", "prompt-lookup"),
 }
 MOST_SPECULATIVE_TOKENS = 32
-MOST = {  # larger values are typing errors; engine/worker/memory.py checks that smaller ones fit the memory
+MOST = {  # a larger value is a typing error; engine/worker/memory.py checks whether other values fit in memory
     "block_size": 1 << 16,
     "num_blocks": (1 << 31) - 1,
     "kv_tokens": (1 << 31) - 1,
@@ -33,30 +33,30 @@ class EngineConfig:
     """How to run a model. `resolve` (engine/worker/limits.py) replaces None and "auto" by values."""
 
     model: str = ""  # a directory, or the name of a model on the Hugging Face hub
-    dtype: str = "auto"  # auto: float32 on a CPU; on a GPU the checkpoint's type, or bfloat16 if that is float32
+    dtype: str = "auto"  # auto: float32 on a CPU; on a GPU the checkpoint's type, but bfloat16 for float32
     quantization: str = "none"  # 8-bit matrices (engine/model/linear.py): int8 on a CPU, fp8 on a GPU
     device: str = "auto"  # auto: cuda if there is a GPU
     block_size: int = 16  # tokens
-    num_blocks: int | None = None  # KV blocks without the null block; None: from kv_tokens, or from the memory
-    kv_tokens: int | None = None  # the same in tokens, rounded up to whole blocks
+    num_blocks: int | None = None  # KV blocks, without the null block; None: computed from kv_tokens or free memory
+    kv_tokens: int | None = None  # tokens in the KV cache, rounded up to whole blocks; None: see num_blocks
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations and KV cache
     max_num_seqs: int | None = None  # requests that run at the same time; None: 64 on a CPU, 256 on a GPU
     max_num_batched_tokens: int | None = None  # token budget of a step; None: 512 on a CPU, 8192 on a GPU
     max_model_len: int | None = None  # tokens of prompt and reply together; None: the model's context
     kv_cache_dtype: str = "auto"  # fp8: 8-bit keys and values (engine/attention/kv_fp8.py); auto: the model's type
-    dummy_weights: bool = False  # random weights; of the checkpoint only config.json is read
+    dummy_weights: bool = False  # random weights; only config.json of the checkpoint is read
     attention_backend: str = "auto"
     enforce_eager: bool = False  # no CUDA graphs
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"  # longest-prefix: longest cached prefix first; static: one batch after another
     speculation: str = "off"  # prompt-lookup: drafts from the request's own text (engine/core/speculation.py)
-    speculative_tokens: int = 8  # the longest draft, with speculation
+    speculative_tokens: int = 8  # the longest draft, if speculation is on
     overlap: str = "auto"  # "on": plan step n+1 while step n runs; "off"; auto: on a GPU only
-    seed: int = 0  # of dummy weights; a request without a seed gets a random one
+    seed: int = 0  # for dummy weights; a request without a seed gets a random seed
     tensor_parallel_size: int = 1  # ranks that share the model, each a process with its own device
     load_tokenizer: bool = True
-    cpu_threads: int | None = None  # None: one fewer than the cores, at least one
+    cpu_threads: int | None = None  # None: one fewer than the number of cores, but at least 1
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -72,11 +72,11 @@ class EngineConfig:
             if value is None and name not in ("block_size", "tensor_parallel_size"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise EngineError(f"{name} is {value!r}: it must be at least 1")
+                raise EngineError(f"{name} is {value!r}: it must be a whole number, at least 1")
             if value > most:
                 raise EngineError(f"{name} is {value:,}: it must be at most {most:,}")
         if not isinstance(self.seed, int) or not -(1 << 63) <= self.seed < 1 << 63:
-            raise EngineError(f"seed is {self.seed!r}: it must be a whole number of 64 bits")
+            raise EngineError(f"seed is {self.seed!r}: it must be a signed whole number of 64 bits")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise EngineError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}: it must be above 0 and at most 1"

@@ -1,4 +1,4 @@
-"""Which tokens end a reply."""
+"""Finds the tokens that end a reply."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.files import read_json_if_there
 
 
 def eos_ids(directory: Path) -> tuple[int, ...]:
-    """The end-of-reply ids of a checkpoint's generation_config.json and config.json, each id once."""
+    """Return the end-of-reply ids of a checkpoint's generation_config.json and config.json, each id once."""
     ids: list[int] = []
     for path in (directory / "generation_config.json", directory / "config.json"):
         ids += Fields(path, read_json_if_there(path)).token_ids("eos_token_id")

@@ -1,4 +1,4 @@
-"""The engine's errors. Each message is a sentence with the numbers and with what to do."""
+"""The engine's errors. Each message is a sentence that gives the numbers and says what to do."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class EngineDead(EngineError):
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs an extra, for an installation from minitui's folder."""
+    """Return the command that installs an extra, for an installation from minitui's folder."""
     return f"pip install '.[{extra}]' in the folder of minitui"
 
 
 def not_installed(what: str, error: ImportError, extra: str) -> str:
-    """The sentence that says which package the feature `what` needs, and how to install it."""
+    """Return a sentence that says which package the feature `what` needs and how to install it."""
     package = (error.name or "a package").partition(".")[0]
     return f"{what} needs {package}, which is not installed: {how_to_install(extra)}"
 
@@ -43,7 +43,7 @@ class DeviceLost(RuntimeError):
 
 
 def loses_device(error: BaseException) -> bool:
-    """True if this error means that the device is lost. After most of its errors CUDA accepts no further call."""
+    """Return True if this error means that the device is lost. After most CUDA errors, no further call succeeds."""
     if not isinstance(error, RuntimeError):
-        return False  # other errors may quote any text
+        return False  # the text of other errors may contain "CUDA error" by chance
     return isinstance(error, DeviceLost) or "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"

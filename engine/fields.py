@@ -10,7 +10,7 @@ from engine.errors import CheckpointError
 
 INT32_MAX = (1 << 31) - 1  # sizes and ids become int32
 SHOWN_CHARACTERS = 80
-LARGEST_NUMBER = 1e30  # results in float32 stay finite
+LARGEST_NUMBER = 1e30  # with larger numbers, results in float32 might not be finite
 LISTED_AT_MOST = 8
 
 
@@ -24,11 +24,11 @@ class Fields:
         self._where = where
 
     def refuse(self, key: str, must: str) -> CheckpointError:
-        """The error for a field with a wrong value."""
+        """Return the error for a field with a wrong value."""
         return CheckpointError(f"{self.path} has {key} = {shown(self.raw.get(key))}{self._where}: it must be {must}")
 
     def count(self, key: str, default: int | None = None, least: int = 1, most: int = INT32_MAX) -> int:
-        """A whole number; raises if there is neither a value nor a default."""
+        """Return a whole number. Raises CheckpointError if there is neither a value nor a default."""
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self.refuse(key, f"a whole number {f'above {least - 1}' if least else 'of 0 or more'}")
@@ -44,7 +44,7 @@ class Fields:
         open_low: bool = False,
         most: float = LARGEST_NUMBER,
     ) -> float:
-        """A finite number from `least` to `most`; with `open_low`, `least` itself is refused."""
+        """Return a finite number from `least` to `most`. With `open_low`, `least` itself is refused."""
         value = self._value(key, default)
         try:
             fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -57,18 +57,18 @@ class Fields:
         return float(value)
 
     def optional_number(self, key: str, open_low: bool = False, most: float = LARGEST_NUMBER) -> float | None:
-        """Like `number`; None if absent."""
+        """Like `number`, but return None if the field is absent."""
         return None if self.raw.get(key) is None else self.number(key, open_low=open_low, most=most)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """true or false."""
+        """Return true or false; `default` if the field is absent."""
         value = self._value(key, default)
         if not isinstance(value, bool):
             raise self.refuse(key, "true or false")
         return value
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """One id or a list of ids, each once and in order; () if absent."""
+        """Return the ids of a field that is one id or a list, in order and without duplicates; () if it is absent."""
         value = self.raw.get(key)
         if value is None:
             return ()
@@ -86,7 +86,7 @@ class Fields:
 
 
 def shown(value: Any) -> str:
-    """The value of a field as one short line, for a message."""
+    """Return the value of a field as one short line, for a message."""
     try:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits
@@ -95,6 +95,6 @@ def shown(value: Any) -> str:
 
 
 def listed(names: list[str]) -> str:
-    """Names for a message: the first few and the number of the others."""
+    """Return names for a message: the first few names, and the number of the others."""
     more = len(names) - LISTED_AT_MOST
     return ", ".join(names[:LISTED_AT_MOST]) + (f" and {more:,} more" if more > 0 else "")

@@ -17,9 +17,10 @@ TOKENIZER_BYTES = 256 << 20  # the largest published tokenizer.json has 34 MB
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """The contents of a regular file of at most `most` bytes; CheckpointError for anything else.
+    """Return the contents of a regular file of at most `most` bytes.
 
-    Other files could block (a FIFO) or never end (a device).
+    Raises FileNotFoundError if there is no such file, and CheckpointError for other files: they could block (a FIFO) or
+    never end (a device).
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -43,7 +44,7 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def read_text(path: Path, most: int) -> str:
-    """Like `read_bytes`, as text in UTF-8."""
+    """Like `read_bytes`, but return the contents as text in UTF-8."""
     try:
         return read_bytes(path, most).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -51,7 +52,7 @@ def read_text(path: Path, most: int) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a checkpoint; CheckpointError names the file and the fault."""
+    """Return the JSON object in a file of a checkpoint. Raises CheckpointError, which names the file and the fault."""
     try:
         text = read_text(path, JSON_BYTES)
         value = json.loads(text)
@@ -72,12 +73,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
-    """Like `read_json`; {} if there is no such file."""
+    """Like `read_json`, but return {} if there is no such file."""
     return read_json(path) if path.exists() else {}
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: model.safetensors, or the shards that its index names."""
+    """Return the safetensors files of a checkpoint: model.safetensors, or the shards that its index names."""
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
     index = directory / INDEX
@@ -90,12 +91,12 @@ def checkpoint_files(directory: Path) -> list[Path]:
             )
         return [directory / name for name in names]
     others = sorted(path.name for path in directory.glob("*.bin"))
-    hint = f"only {listed(others)}: convert it to safetensors" if others else "download the checkpoint again"
-    raise CheckpointError(f"{directory} holds neither {SINGLE} nor {INDEX}, {hint}")
+    hint = f", only {listed(others)}: convert it to safetensors" if others else ": download the checkpoint again"
+    raise CheckpointError(f"{directory} holds neither {SINGLE} nor {INDEX}{hint}")
 
 
 def missing_weights(directory: Path) -> list[str]:
-    """The names of the weight files that are missing in the directory of a checkpoint."""
+    """Return the names of the weight files that are missing in the directory of a checkpoint."""
     if (directory / SINGLE).is_file():
         return []
     index = directory / INDEX
@@ -104,7 +105,10 @@ def missing_weights(directory: Path) -> list[str]:
 
 
 def shard_names(index: Path) -> list[str]:
-    """The files that a model.safetensors.index.json names, each once. They must be in its directory."""
+    """Return the files that a model.safetensors.index.json names, without duplicates.
+
+    They must be in the directory of the index.
+    """
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{index} has no weight_map: download it again")

@@ -13,10 +13,10 @@ BACKENDS = ("auto", "torch", "triton", "flash")
 
 
 def backend_names(name: str) -> tuple[str, str]:
-    """(prefill, decode) of "prefill,decode", or of one name for both.
+    """Return the names of the prefill and decode backends in "prefill,decode"; a single name is used for both.
 
-    "flash" alone leaves decoding to "auto": FlashAttention does not split the keys of a sequence, so it decodes more
-    slowly (64 sequences of 1,024 tokens on an H200: 179 us, our kernel 76 us).
+    With "flash" alone, the decode backend is "auto": FlashAttention does not split the keys of a sequence, so it is
+    slower for decodes (64 sequences of 1,024 tokens on an H200: 179 us; our kernel: 76 us).
     """
     prefill, comma, decode = (part.strip() for part in name.partition(","))
     if not comma:
@@ -34,14 +34,15 @@ def choose_attention(
     name: str, config: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device, max_rows: int,
     max_model_len: int = 8192, kv_dtype: torch.dtype | None = None,
 ) -> AttentionBackend:  # fmt: skip
-    """The backend called `name` (see `backend_names`); "auto": the fastest for the device and the model.
+    """Return the backend for `name` (see `backend_names`); "auto" is the fastest for the device and the model.
 
-    Raises EngineError if it cannot run here. kv_dtype: the type of the cache; None: the model's.
+    Raises EngineError if the device or the model does not support the backend. kv_dtype: the type of the KV cache;
+    None: the model's type.
     """
     from engine.attention.torch_backend import TorchAttention
 
     prefill, decode = backend_names(name)
-    why_not = without_triton(config, dtype, device)
+    why_not = why_not_triton(config, dtype, device)
     if why_not and "triton" in (prefill, decode):
         raise EngineError(f"attention_backend triton cannot be used: {why_not}; leave it at auto")
     best = "torch" if why_not else "triton"
@@ -72,8 +73,8 @@ def choose_attention(
     return TwoBackends(make(prefill), make(decode))
 
 
-def without_triton(config: AttentionShape, dtype: torch.dtype, device: torch.device) -> str:
-    """Why our Triton kernels cannot run this model on this device; empty if they can."""
+def why_not_triton(config: AttentionShape, dtype: torch.dtype, device: torch.device) -> str:
+    """Return the reason why our Triton kernels cannot run this model on this device; empty if they can."""
     if device.type != "cuda":
         return "it needs a CUDA device"
     major, minor = torch.cuda.get_device_capability(device)
@@ -83,7 +84,7 @@ def without_triton(config: AttentionShape, dtype: torch.dtype, device: torch.dev
             f"{torch.cuda.get_device_name(device)} has {major}.{minor}"
         )
     try:
-        from engine.attention.triton_backend import supports
+        from engine.attention.triton_backend import why_unsupported
     except ImportError as error:
         return f"triton is not installed ({error})"
-    return supports(config, dtype)
+    return why_unsupported(config, dtype)

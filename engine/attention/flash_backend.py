@@ -1,10 +1,11 @@
 """FlashAttention (Dao et al. 2022-2026) as a backend: FlashAttention-4 on Hopper and Blackwell, 2 on older GPUs.
 
-Neither is installed by default: `pip install '.[flash]'`. Both read the paged cache through the block table.
+Neither version is installed by default: `pip install '.[flash]'`. Both read the paged cache through the block table.
 
-On an H200 it is faster than our Triton kernel for all but the shortest chunks: 2 chunks of 2,048 tokens after 2,048
-cached ones take 348 us a layer, with Triton 495 us. A call takes the host 87 us, with Triton 36 us; so short steps and
-captured steps stay with Triton. "auto" uses it for prompts if it is installed (engine/kernels/MEASURED.md).
+On an H200, FlashAttention-4 is faster than our Triton kernel for all but the shortest chunks: 2 chunks of 2,048 tokens
+after 2,048 cached tokens take 348 us per layer, with Triton 495 us. But a call takes 87 us of host time, with Triton
+36 us, so short steps and captured steps use Triton. "auto" uses FlashAttention-4 for prompts if it is installed
+(engine/kernels/MEASURED.md).
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from engine.errors import EngineError, how_to_install, not_installed
 
 logger = logging.getLogger("engine")
 
-FLASH_4_TILE = 64  # keys in FlashAttention-4's smallest tile; it reads a block of that size as a whole
+FLASH_4_TILE = 64  # keys in the smallest tile of FlashAttention-4, which reads larger blocks as a whole too
 MEASURED_HEAD_DIM = 128
 FLASH_2_BLOCK = 256  # tokens; FlashAttention-2 needs blocks of a multiple of this size
 
 
 class FlashAttention:
-    """One call of FlashAttention per layer for all tokens of a step; `chunks` leaves out sequences that decode."""
+    """Calls FlashAttention once per layer. `run` computes all tokens of a step, `chunks` only its last sequences."""
 
     name = "flash"
 
     def __init__(
         self, config: AttentionShape, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Import the library; EngineError if it is not installed or does not support the arguments.
+        """Import the library. Raises EngineError if it is not installed or does not support the arguments.
 
-        The import takes a few seconds, and so does the first use of each form of its kernels, which compiles it.
+        The import takes a few seconds. So does the first use of each form of a kernel, because it is compiled then.
         """
         self._scale = config.head_dim**-0.5
         self._windows = [config.window(i) for i in range(config.num_layers)]
@@ -70,7 +71,7 @@ class FlashAttention:
     def chunks(
         self, meta: ForwardMeta, first: int, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> torch.Tensor:
-        """[T, Hq · D]; rows of the sequences before `first` are undefined."""
+        """Return the output [T, Hq · D] of the sequences from `first` on. The rows of others are undefined."""
         window = self._windows[layer]
         out = self._attend(
             q, k_cache, v_cache, meta.cu_seqlens_q[first:], (meta.max_q_len, meta.max_seq_len), meta.seq_lens[first:],
@@ -80,9 +81,9 @@ class FlashAttention:
         return out.flatten(1)
 
     def warm_up(self, pool: KVPool, heads: int, dtype: torch.dtype) -> None:
-        """Compile both forms of the kernel: for chunks that fill a tile of queries, and for shorter ones."""
+        """Compile both forms of the kernel: for chunks that fill a tile of queries, and for shorter chunks."""
         device, size = pool.keys[0].device, pool.block_size
-        with warnings.catch_warnings():  # its compiler warns about its own arguments
+        with warnings.catch_warnings():  # the kernel's compiler warns about arguments that it sets itself
             warnings.simplefilter("ignore", UserWarning)
             for tokens in (1, 512):
                 bounds = torch.tensor([0, tokens], dtype=torch.int32, device=device)
@@ -97,13 +98,13 @@ class FlashAttention:
 def installed_for(
     config: AttentionShape, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
 ) -> FlashAttention | None:
-    """FlashAttention-4, if it is installed and was measured to be faster for models like this; else None."""
+    """Return FlashAttention-4 if it is installed and was faster in measurements of such models; else None."""
     if config.head_dim != MEASURED_HEAD_DIM or importlib.util.find_spec("flash_attn") is None:
         return None
     try:
         return FlashAttention(config, block_size, dtype, kv_dtype, device)
     except EngineError as error:
-        logger.info("attention of prompts stays with Triton: %s", error)
+        logger.info("prompts use the Triton attention kernel: %s", error)
         return None
 
 
@@ -111,7 +112,7 @@ Call = Callable[..., torch.Tensor]
 
 
 def _library(device: torch.device, block_size: int) -> Call:
-    """Attention over the paged cache, by the FlashAttention for this device."""
+    """Return the attention function of the FlashAttention version for this device."""
     if device.type != "cuda":
         raise EngineError(f"attention_backend flash needs an NVIDIA GPU, and the device is {device}: leave it at auto")
     major, minor = torch.cuda.get_device_capability(device)
@@ -128,14 +129,15 @@ def _library(device: torch.device, block_size: int) -> Call:
 def _flash_4(block_size: int) -> Call:
     if block_size >= FLASH_4_TILE:
         raise EngineError(
-            f"FlashAttention-4 reads blocks of {FLASH_4_TILE} or more tokens as a whole, and these have {block_size}: "
-            "a NaN left by another request after the end of a sequence would reach its output; use --block-size 16, or "
-            "leave --attention-backend at auto"
+            f"FlashAttention-4 reads blocks of {FLASH_4_TILE} or more tokens as a whole, and the block size is "
+            f"{block_size}: a NaN that another request left in a sequence's last block would reach its output; use "
+            "--block-size 16, or leave --attention-backend at auto"
         )
-    # Its cache of compiled kernels is off and in /tmp by default; change that before the import.
+    # By default, the library does not cache compiled kernels on disk, and its cache folder is in /tmp. Both settings
+    # must be changed before the import.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    kept = Path.home() / ".cache" / "flash_attention_cute_dsl"
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(kept))
+    folder = Path.home() / ".cache" / "flash_attention_cute_dsl"
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
     try:
         from flash_attn.cute import flash_attn_varlen_func as attend
     except ImportError as error:
@@ -164,7 +166,7 @@ def _flash_2(block_size: int) -> Call:
     if block_size % FLASH_2_BLOCK:
         raise EngineError(
             f"FlashAttention-2, the version for this GPU, needs blocks of a multiple of {FLASH_2_BLOCK} tokens, and "
-            f"these have {block_size}: add --block-size {FLASH_2_BLOCK}, or leave --attention-backend at auto"
+            f"the block size is {block_size}: add --block-size {FLASH_2_BLOCK}, or leave --attention-backend at auto"
         )
     try:
         from flash_attn import flash_attn_varlen_func as attend

@@ -1,9 +1,9 @@
-"""A KV cache of 8-bit floating-point numbers (e4m3): half the memory, and half the time to read it.
+"""A KV cache of 8-bit floating-point numbers (e4m3), which halves its memory and the time to read it.
 
-It stores x / scale. Every head of every layer has one scale for its keys and one for its values, computed from the
-weights alone (engine/model/kv_scales.py).
+The cache stores x / scale. Every head of every layer has one scale for its keys and one for its values, both computed
+from the weights alone (engine/model/kv_scales.py).
 
-Attention always uses the rounded keys and values, also in the step that computes them.
+Attention always uses the rounded keys and values, even in the step that computes them.
 
 The result of attention over normally distributed numbers has an error of 3.8 % (engine/kernels/MEASURED.md).
 """
@@ -17,10 +17,10 @@ E4M3_MAX = 448.0
 
 
 def quantise(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """x [n, Hkv, D] of any floating type, scale [Hkv] -> FP8 [n, Hkv, D]. NaN stays NaN."""
+    """Return x / scale in FP8, for x [n, Hkv, D] of any floating type and scale [Hkv]. NaN stays NaN."""
     return (x / scale[:, None].to(x.dtype)).to(FP8)
 
 
 def dequantise(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """FP8 [..., Hkv, D], scale [Hkv] -> dtype [..., Hkv, D]."""
+    """Return x · scale in `dtype`, for x [..., Hkv, D] in FP8 and scale [Hkv]."""
     return x.to(dtype) * scale[:, None].to(dtype)

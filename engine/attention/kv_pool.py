@@ -1,4 +1,7 @@
-"""The tensors of the KV cache: a pool of keys and a pool of values per layer. core/allocator.py has their owners."""
+"""The tensors of the KV cache: a pool of keys and a pool of values per layer.
+
+core/allocator.py records which blocks are in use.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from engine.attention.base import AttentionShape
 
 
 class KVPool:
-    """keys[layer], values[layer]: [num_blocks, block_size, kv_heads, head_dim], zeros at first; storage never moves.
+    """Holds keys[layer] and values[layer], each [num_blocks, block_size, kv_heads, head_dim], initially zeros.
 
-    scales[layer]: fp32 [2, kv_heads], the scales of keys and values in an 8-bit cache; None in others.
-    Block 0 is the null block: padding points at it, it has no owner, and its contents are always finite.
+    The memory of these tensors never moves. scales[layer]: fp32 [2, kv_heads], the scales of keys and values in an
+    8-bit cache; None in other caches. Block 0 is the null block: padding refers to it, no request holds it, and its
+    contents are always finite.
     """
 
     def __init__(

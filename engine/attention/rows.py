@@ -1,4 +1,4 @@
-"""Finds this step's keys and values in memory, after its queries."""
+"""Finds this step's keys and values in the qkv projection, where they follow the queries."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import torch
 
 
 def own_keys_and_values(q: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """This step's keys and values [T, Hkv, D], if q [T, Hq, D] is the beginning of rows of qkv; else None.
+    """Return this step's keys and values [T, Hkv, D] if q [T, Hq, D] is the first part of each qkv row; else None.
 
-    The fused operations have rotated them in place, and rounded them if the cache is 8-bit.
+    The fused operations have already rotated the keys in place. For an 8-bit cache, they have also rounded the keys and
+    values.
     """
     tokens, heads, dim = q.shape
     width = (heads + 2 * kv_heads) * dim

@@ -1,4 +1,4 @@
-"""Two attention backends in one: one for sequences that decode, one for chunks of prompts."""
+"""Combines two attention backends: one for sequences that decode, one for chunks of prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TwoBackends:
-    """Cuts every step in two parts, one for each backend."""
+    """Splits every step into decodes and prefill chunks, one part for each backend."""
 
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         self.name = f"{prefill.name} + {decode.name}"

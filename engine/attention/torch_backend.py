@@ -1,7 +1,7 @@
-"""Attention in plain torch: the specification of the other backends, and the backend of CPUs.
+"""Attention in plain torch: the reference for the other backends, and the backend for CPUs.
 
-Keys and values are gathered by slot, so that a sequence only reads what it has written. Positions past its end are
-read from slot 0, in the null block, which is finite, and they are masked.
+Keys and values are gathered by slot, so a sequence reads only slots that have been written. Padded positions are read
+from slot 0, in the null block. Its contents are finite, and the mask excludes these positions.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from engine.attention import kv_fp8
 from engine.attention.base import AttentionShape, ForwardMeta
 
-SMALL_GATHER = 1 << 21  # elements of K; up to this size one thread of numpy is faster than several of torch
+SMALL_GATHER = 1 << 21  # elements of the keys; up to this size, numpy with one thread is faster than torch with several
 
 
 @dataclass(slots=True)
 class _Cache:
-    """Views of the cache of one layer."""
+    """Views of the KV cache of one layer."""
 
     k_cache: torch.Tensor
     arrays: tuple[np.ndarray, np.ndarray]  # keys and values [all slots, Hkv, D]
@@ -30,20 +30,20 @@ class _Cache:
 
 @dataclass(slots=True)
 class _Gather:
-    """Keys and values of n sequences, L each, to be copied from the cache: their slots and the buffers."""
+    """How to copy the keys and values of n sequences, L positions each, from the cache into buffers."""
 
     slots: np.ndarray  # int64 [n · L]
     buffers: torch.Tensor  # [2, n · L, Hkv, D]
-    arrays: np.ndarray | None  # the same memory for numpy; None: torch copies
+    arrays: np.ndarray | None  # the buffers as numpy arrays; None: torch copies
     keys: torch.Tensor  # [n, Hkv, L, D], a view of the first buffer
     values: torch.Tensor  # a view of the second buffer
 
 
 @dataclass(slots=True)
-class _Run:
-    """Keys and values of one sequence with consecutive slots: read in place."""
+class _InPlace:
+    """Where to read the keys and values of one sequence with consecutive slots, without a copy."""
 
-    first: int
+    first: int  # slot
     length: int
 
 
@@ -51,7 +51,7 @@ class _Run:
 class _Decodes:
     """All sequences that decode, as one padded batch."""
 
-    gather: _Gather | _Run
+    gather: _Gather | _InPlace
     mask: torch.Tensor | None  # [n, 1, 1, L], 0 or −inf, added to the scores; None: no mask
 
 
@@ -60,12 +60,12 @@ class _Prefill:
     """One sequence's chunk: its tokens in q, its keys and values, and its mask."""
 
     tokens: slice
-    gather: _Gather | _Run
-    mask: torch.Tensor | None  # [q_len, L], 0 or −inf; None: causal, with as many keys as queries
+    gather: _Gather | _InPlace
+    mask: torch.Tensor | None  # [q_len, L], 0 or −inf; None: the plain causal mask, with as many keys as queries
 
 
 class TorchAttention:
-    """Gather, then torch's scaled_dot_product_attention: decodes in one call, prefills one by one."""
+    """Gathers keys and values, then calls torch's attention function once for all decodes and once per prefill."""
 
     name = "torch"
 
@@ -75,7 +75,7 @@ class TorchAttention:
         self._block_size = block_size
         self._dtype = dtype
         self._device = device
-        self._by_numpy = device.type == "cpu" and dtype != torch.bfloat16  # numpy can copy
+        self._by_numpy = device.type == "cpu" and dtype != torch.bfloat16  # numpy has no bfloat16
         self._num_decodes = 0
         self._scales: torch.Tensor | None = None  # of the current layer
         self._plans: dict[int, tuple[_Decodes | None, list[_Prefill]]] = {}
@@ -90,7 +90,7 @@ class TorchAttention:
         self.plan_arrays(table, lengths, bounds, meta.num_decodes)
 
     def plan_arrays(self, table: np.ndarray, lengths: np.ndarray, bounds: np.ndarray, num_decodes: int) -> None:
-        """`plan` with arrays on the host: block table [n, columns], lengths [n], n + 1 bounds of their tokens."""
+        """Like `plan`, with host arrays: block table [n, columns], lengths [n], bounds [n + 1] (cu_seqlens_q)."""
         self._num_decodes = n = num_decodes
         self._plans = {}
         for window in set(self._windows):
@@ -122,7 +122,7 @@ class TorchAttention:
     ) -> torch.Tensor:
         n, (kv_heads, dim) = len(q), self._heads
         keys, values = self._read(layer, decodes.gather, k_cache, v_cache)
-        # Query heads that share a key head take the place of several queries, so that no key is repeated.
+        # The query heads of a key head are passed as several queries of one head, so that no key is repeated.
         grouped = q.reshape(n, kv_heads, -1, dim)
         return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=decodes.mask).reshape(n, -1)
 
@@ -137,9 +137,9 @@ class TorchAttention:
         return out[0].transpose(0, 1).flatten(1)
 
     def _read(
-        self, layer: int, gather: _Gather | _Run, k_cache: torch.Tensor, v_cache: torch.Tensor
+        self, layer: int, gather: _Gather | _InPlace, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [n, Hkv, L, D] of this layer, valid until the next call."""
+        """Return the keys and values [n, Hkv, L, D] of this layer, valid until the next call."""
         if self._scales is not None:
             return self._read_fp8(gather, self._scales, k_cache, v_cache)
         cache = self._caches.get(layer)
@@ -148,7 +148,7 @@ class TorchAttention:
             keys, values = (part[None].transpose(1, 2) for part in flat)
             arrays = [part.numpy() if self._by_numpy else np.empty(0) for part in flat]
             cache = self._caches[layer] = _Cache(k_cache, (arrays[0], arrays[1]), keys, values)
-        if isinstance(gather, _Run):
+        if isinstance(gather, _InPlace):
             first, length = gather.first, gather.length
             return cache.keys.narrow(2, first, length), cache.values.narrow(2, first, length)
         if gather.arrays is not None:
@@ -161,14 +161,14 @@ class TorchAttention:
         return gather.keys, gather.values
 
     def _read_fp8(
-        self, gather: _Gather | _Run, scales: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
+        self, gather: _Gather | _InPlace, scales: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`_read` for an 8-bit cache: gather bytes, then convert them to the model's type."""
-        n, length = (1, gather.length) if isinstance(gather, _Run) else gather.keys.shape[::2]
+        n, length = (1, gather.length) if isinstance(gather, _InPlace) else gather.keys.shape[::2]
         found = []
         for cache, scale in zip((k_cache, v_cache), scales, strict=True):
             flat = cache.view(-1, *self._heads).view(torch.uint8)
-            if isinstance(gather, _Run):
+            if isinstance(gather, _InPlace):
                 part = flat.narrow(0, gather.first, gather.length)
             else:
                 part = flat.index_select(0, torch.from_numpy(gather.slots).to(self._device))
@@ -205,22 +205,22 @@ class TorchAttention:
         return _Prefill(tokens, gather, self._additive(seen))
 
     def _count(self, length: int) -> np.ndarray:
-        """0, 1, … length − 1."""
+        """Return the array 0, 1, … length − 1."""
         if len(self._positions) < length:
             self._positions = np.arange(2 * length)
         return self._positions[:length]
 
     def _slots(self, table: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """int64 [n, L]: the slots of the keys at `positions` ([n, L], or [1, L] for all sequences)."""
+        """Return the slots, int64 [n, L], of the keys at `positions` ([n, L], or [1, L] for all sequences)."""
         blocks, offsets = np.divmod(positions, self._block_size)
         if len(positions) == 1:
             return table[:, blocks[0]] * np.int64(self._block_size) + offsets
         return np.take_along_axis(table, blocks, 1) * np.int64(self._block_size) + offsets
 
-    def _gather(self, slots: np.ndarray) -> _Gather | _Run:
-        """How to read the keys in slots [n, L]: in place if they are consecutive, else by a copy."""
+    def _gather(self, slots: np.ndarray) -> _Gather | _InPlace:
+        """Choose how to read slots [n, L]: in place if one sequence has consecutive slots, else by a copy."""
         if len(slots) == 1 and (slots[0, 1:] - slots[0, :-1] == 1).all():
-            return _Run(int(slots[0, 0]), len(slots[0]))
+            return _InPlace(int(slots[0, 0]), len(slots[0]))
         count, shape = slots.size, (*slots.shape, *self._heads)
         elements = count * self._heads[0] * self._heads[1]
         if self._buffer.numel() < 2 * elements:

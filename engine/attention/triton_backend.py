@@ -15,7 +15,7 @@ from engine.kernels.prefill_attention import PrefillWorkspace, prefill_attention
 
 
 class TritonAttention:
-    """One kernel for sequences that decode, another for chunks. They read lengths and block tables on the device."""
+    """Runs one kernel for decodes and another for chunks. Both read lengths and block tables on the device."""
 
     name = "triton"
 
@@ -23,7 +23,7 @@ class TritonAttention:
         self, config: AttentionShape, max_rows: int, max_model_len: int, device: torch.device,
         flash: FlashAttention | None = None,
     ) -> None:  # fmt: skip
-        """`flash`: computes chunks, except in captured steps and in steps with fewer than `flash_from` tokens."""
+        """`flash` computes chunks, except in captured steps and in steps with fewer than `flash_from` tokens."""
         if flash is not None:
             self.name = "flash + triton"
         self._flash, self.flash_from = flash, 0
@@ -36,14 +36,14 @@ class TritonAttention:
         self._rows = torch.arange(max_rows, dtype=torch.int32, device=device)
         self._meta: ForwardMeta | None = None
         self._padded = False
-        self._kept: list[torch.Tensor] = []  # the last one is in use; captured graphs may use the earlier ones
+        self._outputs: list[torch.Tensor] = []  # the last one is in use; captured graphs may use the others
         self._splits: int | None = None
 
     def plan(self, meta: ForwardMeta, padded: bool = False, splits: int | None = None) -> None:
         """See AttentionBackend.plan.
 
-        `padded`: the output of rows of padding is finite; otherwise it is undefined. `splits`: the number of programs
-        that share the keys of a chunk, fixed in captured steps; None: chosen from the batch.
+        `padded`: True if the output of padding rows must be finite; otherwise it is undefined. `splits`: the number of
+        programs that share the keys of a chunk. Captured steps set it; None: it is chosen for the batch.
         """
         self._meta, self._padded, self._splits = meta, padded, splits
 
@@ -57,7 +57,7 @@ class TritonAttention:
         n = meta.num_decodes
         flash = self._flash if tokens > n and tokens >= self.flash_from and self._splits is None else None
         if flash is not None:
-            out = flash.chunks(meta, n, layer, q, k_cache, v_cache)  # the undefined rows are written below
+            out = flash.chunks(meta, n, layer, q, k_cache, v_cache)  # the decode kernel below writes the undefined rows
         elif self._padded:
             out = self._padded_out(q)
         else:
@@ -76,34 +76,34 @@ class TritonAttention:
         return out
 
     def _padded_out(self, q: torch.Tensor) -> torch.Tensor:
-        """[T, heads * d], one buffer for all layers and steps, so that no layer has to clear rows of padding.
+        """Return a buffer [T, heads * d] that all layers and steps share, so that no layer has to clear padding rows.
 
-        These rows are never written in a step; they hold zeros or values of an earlier step.
+        No step writes its padding rows. They hold zeros or values of an earlier step.
         """
         tokens, width = q.shape[0], q.shape[1] * q.shape[2]
-        if not self._kept or len(self._kept[-1]) < tokens:
-            self._kept.append(torch.zeros(tokens, width, dtype=q.dtype, device=q.device))
-        return self._kept[-1][:tokens]
+        if not self._outputs or len(self._outputs[-1]) < tokens:
+            self._outputs.append(torch.zeros(tokens, width, dtype=q.dtype, device=q.device))
+        return self._outputs[-1][:tokens]
 
     def warm_up(self, pool: KVPool, dtype: torch.dtype) -> None:
-        """Run every form of the kernels on padding, so that none is compiled during a request."""
-        kv_heads, dim, most = pool.keys[0].shape[2], pool.keys[0].shape[3], len(self._rows)
+        """Run every form of the kernels on padding, so that no form is compiled during a request."""
+        kv_heads, dim, max_rows = pool.keys[0].shape[2], pool.keys[0].shape[3], len(self._rows)
         heads = kv_heads * self.group
         device = self._rows.device
-        table = torch.zeros(most, 1, dtype=torch.int32, device=device)
-        nothing = torch.zeros(most + 1, dtype=torch.int32, device=device)
-        q = torch.zeros(most, heads + 2 * kv_heads, dim, dtype=dtype, device=device)[:, :heads]
-        out = torch.empty(most, heads * dim, dtype=dtype, device=device)
-        chosen = form_for if pool.scales[0] is None else form_for_fp8
-        forms = {chosen(n, kv_heads, self.workspace.longest): n for n in range(1, most + 1)}
+        table = torch.zeros(max_rows, 1, dtype=torch.int32, device=device)
+        no_lengths = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
+        q = torch.zeros(max_rows, heads + 2 * kv_heads, dim, dtype=dtype, device=device)[:, :heads]
+        out = torch.empty(max_rows, heads * dim, dtype=dtype, device=device)
+        choose_form = form_for if pool.scales[0] is None else form_for_fp8
+        forms = {choose_form(n, kv_heads, self.workspace.longest): n for n in range(1, max_rows + 1)}
         for n in forms.values():
             decode_attention(
-                q[:n], pool.keys[0], pool.values[0], out[:n], self.workspace, table, self._rows[:n], nothing[:n],
+                q[:n], pool.keys[0], pool.values[0], out[:n], self.workspace, table, self._rows[:n], no_lengths[:n],
                 self.scale, self.group, kv_scales=pool.scales[0],
             )  # fmt: skip
         for splits, fresh in itertools.product((1, 2, 4, 8), (False, True)):
             prefill_attention(
-                q[:1], pool.keys[0], pool.values[0], out[:1], self._prefill, table[:1], nothing[:1], nothing[:2],
+                q[:1], pool.keys[0], pool.values[0], out[:1], self._prefill, table[:1], no_lengths[:1], no_lengths[:2],
                 self.scale, max_seq_len=1, dense=own_keys_and_values(q[:1], kv_heads), splits=splits,
                 kv_scales=pool.scales[0], fresh=fresh,
             )  # fmt: skip
@@ -111,12 +111,12 @@ class TritonAttention:
             self._flash.warm_up(pool, heads, dtype)
 
 
-def supports(config: AttentionShape, dtype: torch.dtype) -> str:
-    """Why TritonAttention cannot run this model; empty if it can."""
+def why_unsupported(config: AttentionShape, dtype: torch.dtype) -> str:
+    """Return the reason why TritonAttention cannot run this model; empty if it can."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the triton backend computes in half precision; this model runs in {str(dtype).removeprefix('torch.')}"
     if config.head_dim not in (16, 32, 64, 128, 256):
-        return f"the triton backend has head dimensions 16 to 256, powers of two; this model has {config.head_dim}"
+        return f"the triton backend needs a head dimension of 16, 32, 64, 128 or 256; this model has {config.head_dim}"
     if any(config.window(layer) for layer in range(config.num_layers)):
-        return "the triton backend has no sliding window, which this model uses"
+        return "the triton backend does not support sliding windows, which this model uses"
     return ""

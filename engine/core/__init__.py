@@ -1,1 +1,1 @@
-"""Scheduling, on the host: requests, blocks, the prefix tree and the step. It never imports torch."""
+"""Scheduling, on the host: requests, blocks, the prefix tree and the step. This package never imports torch."""

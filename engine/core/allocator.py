@@ -5,8 +5,8 @@ Two facts decide a block's state: how many requests hold it, and whether the rad
     free     no request, not in the tree      active   one request
     shared   two requests or more             cached   only the tree: evictable
 
-Only the allocator keeps these facts. Block 0 is the null block: padding points at it, it has no owner, and no total
-counts it.
+Only the allocator keeps these facts. Block 0 is the null block: padding refers to it, no request holds it, and the
+totals do not count it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class BlockAllocator:
         return bool(self._in_tree[block])
 
     def allocate(self, n: int) -> list[int] | None:
-        """Take `n` free blocks for one request; None, with nothing taken, if there are fewer."""
+        """Take `n` free blocks for one request. Returns None, and takes nothing, if fewer are free."""
         if n > len(self._free):
             return None
         if n == 0:
@@ -57,7 +57,7 @@ class BlockAllocator:
         return blocks
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Add one holder to each of these blocks. Each is already in the tree or held by a request."""
+        """Add one holder to each of these blocks. Each block must be in the tree or held by a request."""
         for block in blocks:
             holders = self._holders[block] = self._holders[block] + 1
             if holders == 1:
@@ -68,7 +68,7 @@ class BlockAllocator:
                 self.num_shared += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one holder from each of these blocks. A block without holders becomes free unless in the tree."""
+        """Remove one holder from each block. A block outside the tree is freed when its last holder releases it."""
         for block in blocks:
             holders = self._holders[block] = self._holders[block] - 1
             if holders == 0:
@@ -84,12 +84,12 @@ class BlockAllocator:
                 raise AssertionError(f"block {block} was released more often than it was held")
 
     def tree_add(self, blocks: Iterable[int]) -> None:
-        """Note that the tree refers to these blocks. A request holds each of them."""
+        """Record that the tree refers to these blocks. A request must hold each of them."""
         for block in blocks:
             self._in_tree[block] = 1
 
     def tree_drop(self, blocks: Iterable[int]) -> None:
-        """Note that the tree no longer refers to these blocks; blocks without a holder become free."""
+        """Record that the tree no longer refers to these blocks. Blocks without a holder are freed."""
         for block in blocks:
             self._in_tree[block] = 0
             if self._holders[block] == 0:
@@ -111,6 +111,6 @@ class BlockAllocator:
         assert states == [self.num_active, self.num_shared, self.num_cached], (
             f"counted {states}, kept {[self.num_active, self.num_shared, self.num_cached]}"
         )
-        assert len(set(self._free)) == len(self._free), "a block is twice in the free list"
+        assert len(set(self._free)) == len(self._free), "a block is in the free list twice"
         assert all(self._holders[b] == 0 and not self._in_tree[b] for b in self._free), "a free block is owned"
         assert self.num_free + sum(states) == self.total, f"{self.num_free} free + {states} is not {self.total}"

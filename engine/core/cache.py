@@ -1,6 +1,6 @@
-"""Changes the block tables of requests; no other file does. A table has two regions::
+"""The only module that changes the block tables of requests. A table has two regions::
 
-    table[0 : shared_blocks]   blocks on the tree's path to `node`: held by the request, never written again
+    table[0 : shared_blocks]   blocks on the tree's path to `request.node`: held by the request, never written again
     table[shared_blocks : ]    private blocks: this request writes and frees them
 
 `publish_*` moves full blocks from the second region to the first.
@@ -29,7 +29,7 @@ class KVCache:
         self.prefix_caching = prefix_caching
         self.allocator = BlockAllocator(num_blocks)
         self.tree = RadixTree(block_size, self.allocator, log)
-        # (row, column) -> block: changes that the device's copy of the block tables does not have yet.
+        # (row, column) -> block: changes that are not yet sent to the device's copy of the block tables.
         self._table_changes: dict[tuple[int, int], int] = {}
 
     @property
@@ -38,16 +38,16 @@ class KVCache:
         return self.allocator.num_free + self.allocator.num_cached
 
     def blocks_for(self, tokens: int) -> int:
-        """The number of blocks that `tokens` tokens need."""
+        """Return the number of blocks that `tokens` tokens need."""
         return -(-tokens // self.block_size)
 
     # ---- reading from the tree
 
     def look_up(self, request: Request) -> Match | None:
-        """Match the request's next tokens with the tree; None if the request may not read the tree now.
+        """Match the request's next tokens with the tree. Returns None if the request may not read the tree now.
 
-        The last token is never matched: its logits are needed. A request with full blocks that are not published yet
-        reads nothing until `publish_committed` has published them.
+        The last token is never matched, because its logits are needed. A request with full blocks that are not yet
+        published may not read the tree until `publish_committed` has published them.
         """
         if not self.may_read(request) or request.shared_blocks != request.planned // self.block_size:
             return None
@@ -55,7 +55,7 @@ class KVCache:
         return self.tree.match(request.ids, limit, request.node or self.tree.root, request.shared_blocks)
 
     def may_read(self, request: Request) -> bool:
-        """False if the request still needs the logits of its whole prompt, or if prefix caching is off."""
+        """Return False if the request still needs the logits of its whole prompt, or if prefix caching is off."""
         needs_logits = request.params.prompt_logprobs is not None and len(request.ids) == request.prompt_len
         return self.prefix_caching and not needs_logits
 
@@ -69,6 +69,7 @@ class KVCache:
         return request.planned - before
 
     def _hold(self, request: Request, node: Node, blocks: list[int], dropped: list[int]) -> None:
+        """Let the request hold the path to `node`, with `blocks` instead of its first private blocks, `dropped`."""
         above = request.node or self.tree.root
         clock = self.log.append("hold", request.id, node.id, len(dropped))
         self.allocator.hold(blocks)
@@ -83,19 +84,22 @@ class KVCache:
     # ---- growing
 
     def grow(self, request: Request, tokens: int) -> bool:
-        """Extend the table to `tokens` tokens; evict if necessary. False, without a change, if the pool is too full."""
+        """Extend the table to `tokens` tokens, with evictions if necessary.
+
+        Returns False, and changes nothing, if the pool does not have enough blocks.
+        """
         start = len(request.table)
-        short = self.blocks_for(tokens) - start
-        if short <= 0:
+        needed = self.blocks_for(tokens) - start
+        if needed <= 0:
             return True
-        blocks = self.allocator.allocate(short)
-        if blocks is None and short <= self.available:
-            self.tree.evict(short - self.allocator.num_free, f"r{request.id} needs {short}")
-            blocks = self.allocator.allocate(short)
+        blocks = self.allocator.allocate(needed)
+        if blocks is None and needed <= self.available:
+            self.tree.evict(needed - self.allocator.num_free, f"r{request.id} needs {needed}")
+            blocks = self.allocator.allocate(needed)
         if blocks is None:
             return False
         request.table += blocks
-        self._changed(request, start, start + short)
+        self._changed(request, start, start + needed)
         self.log.append("alloc", request.id, blocks)
         return True
 
@@ -123,7 +127,7 @@ class KVCache:
     def publish_planned(self, request: Request, step: int) -> None:
         """Publish the full blocks that `step` will write, as pending: other requests may share them from now on.
 
-        If the tree has the first of them already, nothing is published: `publish_committed` replaces the copies later.
+        If the tree already has the first of them, nothing is published: `publish_committed` replaces the copies later.
         """
         end = min(request.planned, len(request.ids)) // self.block_size
         if not self.prefix_caching or end <= request.shared_blocks:
@@ -135,7 +139,7 @@ class KVCache:
     def publish_committed(self, request: Request, written: int) -> None:
         """Publish the full blocks of the first `written` tokens, whose KV and ids are known.
 
-        Where the tree has a block already, the request takes that copy and frees its own.
+        If the tree already has a block, the request takes the tree's copy and frees its own.
         """
         end = min(written, len(request.ids)) // self.block_size
         while self.prefix_caching and request.shared_blocks < end:
@@ -158,20 +162,23 @@ class KVCache:
         size = self.block_size
         return [tuple(request.ids[i * size : (i + 1) * size]) for i in range(start, end)]
 
-    # ---- giving back
+    # ---- releasing
 
     def release(self, request: Request, clock: int) -> None:
-        """Release every block; those in the tree stay cached. `clock`: the sequence number of the record."""
+        """Release all blocks of a request. Blocks in the tree stay cached.
+
+        `clock`: the sequence number of the record that reports the release.
+        """
         if request.node is not None:
             self.tree.unlock(request.node, clock)
-        # Last block first: the free list is a stack, so a later request gets them in their old order.
+        # Last block first: the free list is a stack, so a later request gets the blocks in their old order.
         self.allocator.release(reversed(request.table))
         request.table = []
         request.node = None
         request.shared_blocks = request.planned = 0
 
     def forget(self, leaf: Node) -> None:
-        """Evict this leaf and its unused ancestors, whose contents may be wrong."""
+        """Evict this leaf and its unused ancestors, because their contents may be wrong."""
         for node in list(leaf.path()):
             if node.evictable:
                 self.tree.drop(node, "its request failed")
@@ -195,7 +202,7 @@ class KVCache:
             blocks = [block for node in path for block in node.blocks]
             keys = [key for node in path for key in node.keys]
             assert blocks == request.table[: request.shared_blocks], f"r{request.id}: table and path differ"
-            assert keys == self._keys(request, 0, len(keys)), f"r{request.id}: its tokens are not the path's"
+            assert keys == self._keys(request, 0, len(keys)), f"r{request.id}: its tokens differ from the path's"
             assert request.planned <= len(request.table) * self.block_size, f"r{request.id}: table too short"
             for block in request.table[request.shared_blocks :]:
                 assert not self.allocator.in_tree(block), f"r{request.id}: private block {block} is in the tree"

@@ -1,15 +1,15 @@
 """The engine: each step is planned, launched and committed. A token passes seven stages.
 
     1 tokenize     before: the prompt becomes ids (engine/text/tokenizer.py)
-    2 schedule     plan:   the requests of the step, and the tokens of each (engine/core/scheduler.py)
-    3 allocate     plan:   the blocks for their KV (engine/core/cache.py)
+    2 schedule     plan:   choose the requests of the step, and how many tokens of each (engine/core/scheduler.py)
+    3 allocate     plan:   take the blocks for the KV of these tokens (engine/core/cache.py)
     4 forward      launch: the model computes these tokens (engine/worker/runner.py)
     5 sample       launch: a token is drawn from the logits (engine/worker/sampler.py)
-    7 emit         commit: append ids, detect ends, publish and free blocks, record
+    7 emit         commit: append ids, detect ends, publish and free blocks, write records
     6 detokenize   after:  ids become text (engine/text/output.py), outside the step's critical path
 
 The host plans and commits, and the device computes. With `overlap`, the engine commits step n-1 and plans step n+1
-while step n runs; only the order of the calls differs. With speculation there is no overlap, because the lengths of a
+while step n runs. Only the order of the calls differs. With speculation there is no overlap, because the lengths in a
 step depend on the ids of the step before.
 """
 
@@ -50,14 +50,14 @@ class StepRunner(Protocol):
 
     @property
     def synchronous(self) -> bool:
-        """True if a step is over when `launch` returns, so that the launch includes the time of the device."""
+        """True if a step has ended when `launch` returns, so that the time of the launch includes the device's time."""
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> Launched:
-        """Start a step. `grammars`: by entry, for the requests that have one."""
+        """Start a step. `grammars`: the grammar of each entry that has one."""
 
 
 class InFlight(NamedTuple):
-    """A step that is launched and not committed."""
+    """A step that was launched but is not committed yet."""
 
     scheduled: Scheduled
     launched: Launched
@@ -80,7 +80,8 @@ class Engine:
         self.clock = StepClock(self.log, runner.synchronous)
         # Some checkpoints have end ids outside the model's vocabulary, which have no logit.
         self.eos_ids = frozenset(token for token in eos_ids if 0 <= token < runner.vocab_size)
-        # Steps in flight when step() returns. 0 with speculation: the next lengths and drafts depend on the ids.
+        # The number of steps in flight when step() returns. It is 0 with speculation, because the lengths and drafts of
+        # a step depend on the ids of the step before.
         self.delay = 1 if overlap and not config.speculative_tokens else 0
         self._grammars = grammars  # None: replies cannot be constrained
         self._flight: deque[InFlight] = deque()
@@ -89,7 +90,10 @@ class Engine:
     # ---- requests
 
     def add_request(self, ids: list[int], params: SamplingParams, group: str = "", sample_index: int = 0) -> Request:
-        """Queue a prompt. InvalidRequest, without a change, if the prompt can never run or the queue is full."""
+        """Queue a prompt and return its request.
+
+        Raises InvalidRequest, and queues nothing, if the prompt can never run or the queue is full.
+        """
         try:
             request = self._request(ids, params, group, sample_index)
             self.scheduler.add(request)
@@ -137,7 +141,7 @@ class Engine:
             raise InvalidRequest(reason, "min_tokens")
 
     def abort(self, request_id: int, reason: str = "abort") -> bool:
-        """End a request in any state; False if there is no such request."""
+        """End a request in any state. Returns False if there is no such request."""
         request = self.scheduler.requests.get(request_id)
         if request is None:
             return False
@@ -152,7 +156,10 @@ class Engine:
     # ---- the step
 
     def step(self) -> list[Emitted]:
-        """Plan and launch a step, commit the step before it (without overlap: this step), and return that output."""
+        """Plan and launch a step, then commit the step before it and return the output of the commit.
+
+        Without overlap, the step that was launched is committed.
+        """
         times = StepTimes(begun=now())
         scheduled = self.scheduler.plan()
         if scheduled is not None:
@@ -164,7 +171,7 @@ class Engine:
         return self._commit_all_but(self.delay if overlapped else 0)
 
     def drain(self) -> list[Emitted]:
-        """Commit the steps in flight without planning another."""
+        """Commit the steps in flight, without planning another step."""
         return self._commit_all_but(0)
 
     def _launch(self, scheduled: Scheduled, times: StepTimes) -> None:
@@ -174,7 +181,7 @@ class Engine:
         self._flight.append(InFlight(scheduled, launched, times))
 
     def _commit_all_but(self, delay: int) -> list[Emitted]:
-        """Commit the steps in flight, the oldest first, until `delay` are left."""
+        """Commit the steps in flight, the oldest first, until `delay` steps are left."""
         emitted: list[Emitted] = []
         while len(self._flight) > delay:
             emitted += self._commit(*self._flight.popleft())
@@ -195,20 +202,20 @@ class Engine:
         return emitted
 
     def _failed(self, scheduled: Scheduled, error: Exception) -> list[Emitted]:
-        """End the requests of a step that raised; the others continue, unless the device is lost."""
+        """End the requests of a step that raised an error. Other requests continue, unless the device is lost."""
         logger.exception("step %d failed", scheduled.plan.step)
         emitted = self.scheduler.fail(scheduled, f"{type(error).__name__}: {error}")
         if isinstance(error, DeviceLost):
             raise error
         if loses_device(error):
             raise DeviceLost(str(error)) from error
-        self.gate.committed(0.0)  # a failed step counts as one of the allowed steps
+        self.gate.committed(0.0)  # a failed step counts as one of the steps that the gate allowed
         return emitted
 
     # ---- state
 
     def clear_cache(self) -> int:
-        """Evict every block that no request holds; return their number."""
+        """Evict every block that no request holds; return the number of blocks."""
         return self.cache.clear()
 
     def check(self) -> None:
@@ -220,7 +227,7 @@ class Engine:
         assert {id(r) for r in live} == {id(r) for r in [*self.scheduler.running, *self.scheduler.waiting]}
 
     def snapshot(self) -> dict[str, Any]:
-        """The whole state at record `seq`, as plain data. `State.snapshot` (engine/trace/state.py) is equal to it."""
+        """Return the state at record `seq` as plain data. `State.snapshot` (engine/trace/state.py) returns the same."""
         scheduler, tree = self.scheduler, self.cache.tree
         return {
             "seq": self.log.seq,
@@ -265,6 +272,6 @@ def _check_ids(ids: list[int], vocab_size: int) -> None:
 
 
 def _short(value: object) -> str:
-    """A number as text. For any other value its type, because its text may be long, or `str` may raise."""
+    """Return a number as text. For other values return the type: their text may be long, or `str` may raise."""
     number = isinstance(value, (int, float)) and abs(value) < 1e18
     return str(value) if number else f"of type {type(value).__name__}"

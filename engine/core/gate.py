@@ -10,7 +10,7 @@ from engine.errors import InvalidRequest
 from engine.trace.records import CLEARED, Record, RecordLog
 
 MAX_PACE = 1000.0
-EVENTS = {  # the events of "run until" -> the kind of record that can report them
+EVENTS = {  # an event of "run until" -> the kind of record that can report it
     "admission": "admit",
     "prefill": "step",
     "hit": "match",
@@ -19,7 +19,7 @@ EVENTS = {  # the events of "run until" -> the kind of record that can report th
     "finish": "finish",
     "slow": "time",
 }
-RUNNING = "running until "  # the gate's reason while it waits for an event, before the name of the event
+RUNNING = "running until "  # the reason of a gate that waits for an event: this and the event's name
 
 
 class Gate:
@@ -33,11 +33,11 @@ class Gate:
         self._allowed = 0
         self._until: str | None = None
         self._slower_than_ms = 0.0
-        self._cause = ""  # why the wait for an event ended, as a phrase for the screen
+        self._cause = ""  # why the wait for an event ended, as a phrase for the screen; empty before
 
     @property
     def free_running(self) -> bool:
-        """True if steps may overlap: they are not shown one by one."""
+        """True if steps may overlap: the gate is open and slow motion is off."""
         return self.state == "open" and self.pace == 1.0
 
     def allows(self) -> bool:
@@ -64,7 +64,10 @@ class Gate:
         self._allowed = n
 
     def run_until(self, event: str, slower_than_ms: float = 0.0) -> None:
-        """Let steps through until `event` (a key of EVENTS) happens; then stay closed."""
+        """Let steps through until `event` (a key of EVENTS) happens; then stay closed.
+
+        `slower_than_ms`: the event "slow" is a step that takes more milliseconds than this.
+        """
         if not isinstance(event, str) or event not in EVENTS:
             raise InvalidRequest(f"run until {event!r:.80}: the events are {', '.join(EVENTS)}", "event")
         if not _is_number(slower_than_ms) or not slower_than_ms >= 0:
@@ -91,7 +94,7 @@ class Gate:
         self.settle()
 
     def settle(self) -> None:
-        """Record why the gate stays closed, if the event has happened. Call this between two steps."""
+        """If the awaited event has happened, record why the gate stays closed. Call this between two steps."""
         if self._cause:
             cause, self._cause, self._until = self._cause, "", None
             self._log.append("gate", "closed", cause)
@@ -103,6 +106,7 @@ class Gate:
             self._cause, self._log.watch = cause, None
 
     def _set(self, state: str, reason: str, always: bool = False) -> None:
+        """Set the state and cancel all allowed steps. A record is written for a change, or `always`."""
         changed = always or state != self.state or self._until is not None
         self._allowed, self._until, self._cause, self._log.watch = 0, None, "", None
         if changed:
@@ -115,7 +119,7 @@ def _is_number(value: object) -> bool:
 
 
 def fulfils(record: Record, event: str, slower_than_ms: float = 0.0) -> str:
-    """A phrase for the screen if this record reports `event` (a key of EVENTS); else empty."""
+    """Return a phrase for the screen if this record reports `event` (a key of EVENTS); else an empty string."""
     if record[2] != EVENTS[event]:
         return ""
     if event == "prefill" and record[4]:

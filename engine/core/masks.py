@@ -8,9 +8,10 @@ from engine.core.request import Request
 
 
 def dead_end(request: Request) -> str:
-    """Why no token is allowed next, as a sentence; empty if a token is allowed.
+    """Return the reason why no token is allowed next, as a sentence; empty if a token is allowed.
 
-    This computes the grammar's mask, which is slow. Call it only for a new request with both masks or a failed draw.
+    This computes the grammar's mask, which is slow. Call it only for a new request with both masks or after a failed
+    draw.
     """
     drawn, least = len(request.ids) - request.prompt_len, request.params.min_tokens
     if request.grammar is None:

@@ -6,7 +6,7 @@ from array import array
 
 NGRAM = 3  # tokens in an n-gram; with 2 there were more drafts, but fewer were accepted
 CANDIDATES = 16  # earlier places that are compared, the latest first
-ENOUGH = 16  # the search stops at a place with so many tokens in common
+ENOUGH = 16  # tokens in common; a place with this many ends the search
 LONGEST_PAUSE = 64  # tokens decoded without drafts after many failed drafts
 
 
@@ -14,7 +14,8 @@ class Lookup:
     """The n-grams of one request's text, and how many drafts in a row have failed.
 
     A place is the position after an n-gram. The places of an n-gram form a chain, as in LZ77: `_last` has the latest
-    place, and `_before` leads from each place to the one before it. Each token costs one entry in both.
+    place of each n-gram, and `_before` leads from each place to the place before it. A token adds one entry to
+    `_before` and at most one entry to `_last`.
     """
 
     __slots__ = ("_before", "_failures", "_last", "_resume")
@@ -26,10 +27,10 @@ class Lookup:
         self._resume = NGRAM + 1  # no drafts while the text is shorter than this
 
     def follow(self, ids: list[int], most: int) -> list[int]:
-        """Draft `most` tokens: those after the earlier place that has the most text in common with the end of `ids`.
+        """Draft `most` tokens: the text after the earlier place with the most tokens in common with the end of `ids`.
 
-        Of equal places the latest counts. Empty if the last NGRAM tokens do not occur earlier in the indexed text, or
-        while drafts are paused.
+        Among equal places, the latest is used. The draft is empty if the last NGRAM tokens do not occur earlier in the
+        indexed text, or while drafts are paused.
         """
         if len(ids) < self._resume:
             return []
@@ -44,7 +45,7 @@ class Lookup:
         if not best:
             return []
         run = ids[best : best + most]
-        return (run * (most // len(run) + 1))[:most]  # near the end of `ids`, assume that the text repeats
+        return (run * (most // len(run) + 1))[:most]  # if `ids` ends first, assume that the text repeats
 
     def learn(self, accepted: int, length: int) -> None:
         """Note that `accepted` tokens of a draft were accepted; the text now has `length` tokens."""
@@ -52,8 +53,8 @@ class Lookup:
         if self._failures:
             self._resume = length + min(2**self._failures, LONGEST_PAUSE)
 
-    def take_in(self, ids: list[int], most: int) -> int:
-        """Index up to `most` further n-grams that a token follows; return how many."""
+    def index(self, ids: list[int], most: int) -> int:
+        """Index up to `most` more n-grams, but not the one at the end of `ids`; return how many were indexed."""
         last, before, start = self._last, self._before, len(self._before)
         end = max(start, min(len(ids), start + most))
         columns = [ids[start - NGRAM + i : end - NGRAM + i] for i in range(NGRAM)]
@@ -64,7 +65,7 @@ class Lookup:
 
 
 def _in_common(ids: list[int], place: int) -> int:
-    """The number of tokens before `place` that equal the end of `ids`; at most ENOUGH."""
+    """Return the number of tokens before `place` that equal the end of `ids`; at most ENOUGH."""
     length, end = NGRAM, len(ids)
     while length < ENOUGH and length < place and ids[place - 1 - length] == ids[end - 1 - length]:
         length += 1

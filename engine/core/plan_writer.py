@@ -36,21 +36,21 @@ class PlanWriter:
         self._log = log
         self._decoding: dict[int, Request] = {}  # the decoding set after the last record
         self._decodes: tuple[Request, ...] = ()  # the requests that decoded in the last step, in order
-        self._batch: _Batch | None = None  # of the last step, if it had only decodes without drafts
+        self._batch: _Batch | None = None  # the last step's batch, if it had only decodes without drafts
 
     def is_decoding(self, request_id: int) -> bool:
         """True if the request is in the decoding set after the last record."""
         return request_id in self._decoding
 
     def leave(self, request_id: int) -> None:
-        """Remove a request from the decoding set. A record of its end or preemption says the same."""
+        """Remove a request from the decoding set. The record of its end or preemption reports the same."""
         self._decoding.pop(request_id, None)
 
     def write(
         self, step: int, entries: list[Entry], num_decoding: int, drafts: dict[int, list[int]], joins: list[Request],
         num_waiting: int,
     ) -> Scheduled:  # fmt: skip
-        """The plan of `entries`: decodes, decodes with `drafts` (by request id), then prefill chunks.
+        """Write the plan of `entries`: first decodes, then decodes with `drafts` (by request id), then prefill chunks.
 
         `num_decoding` counts the entries before the chunks.
         """
@@ -105,7 +105,7 @@ class PlanWriter:
         return Scheduled(plan, requests, batch.epochs, batch.grammars)
 
     def _changes(self, decodes: tuple[Request, ...]) -> tuple[list[int], list[int]]:
-        """The ids that join the decoding set with this step, and the ids that leave it although they still run."""
+        """Return the ids that join the decoding set in this step, and the ids that leave it but still run."""
         if decodes == self._decodes:
             return [], []
         before = self._decoding

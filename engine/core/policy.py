@@ -1,8 +1,8 @@
 """The policy "longest-prefix": admit the requests with the longest cached prefix first.
 
-The order is that of SGLang (Zheng et al. 2024), with a limit on how often a request may be overtaken. It helps when
-many requests share long prefixes and the pool is small: with 400 questions about 24 texts and a pool for five texts,
-the mean time to first token fell from 3.6 s to 0.5 s (engine/kernels/MEASURED.md).
+SGLang (Zheng et al. 2024) uses this order; here, there is also a limit on how often a request may be overtaken. The
+policy helps when many requests share long prefixes and the pool is small: with 400 questions about 24 texts and a pool
+for five texts, the mean time to first token fell from 3.6 s to 0.5 s (engine/kernels/MEASURED.md).
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from engine.core.request import Request, RequestState
 from engine.trace.records import RecordLog
 
 CANDIDATES = 64  # requests at the head of the queue that are compared in a step
-HASHED_BLOCKS = 2048  # at most so many blocks of prompts are hashed in a step
+HASHED_BLOCKS = 2048  # the most prompt blocks that are hashed in a step
 OVERTAKES = 64  # how many younger requests may overtake an older one
 
 
 class LongestPrefix:
     """Sorts the head of the scheduler's queue and counts how often each request there is overtaken.
 
-    The tree keeps the hashes of its prefixes. The hashes of a prompt are computed once, HASHED_BLOCKS a step, and a
-    bisection finds how many of them are cached. For 64 prompts of 10,000 cached tokens this takes 0.4 ms a step;
-    walking the tree took 15 ms.
+    The tree keeps the hashes of its prefixes. The hashes of a prompt are computed once, at most HASHED_BLOCKS
+    of them in a step, and a bisection finds how many are cached. For 64 prompts of 10,000 cached tokens this takes
+    0.4 ms per step; walking the tree took 15 ms.
     """
 
     def __init__(self, cache: KVCache, log: RecordLog) -> None:
         self._cache = cache
         self._log = log
-        self._hashes: dict[int, list[int]] = {}  # request -> hashes of its prefixes, as far as needed
+        self._hashes: dict[int, list[int]] = {}  # request id -> hashes of its prefixes, as far as needed
         self._hashable = 0  # blocks that may still be hashed in this step
 
     def sort(self, waiting: deque[Request]) -> None:
         """Sort the head of the queue: preempted requests, then requests at the limit, then the longest cached prefix.
 
-        A request is at the limit once OVERTAKES younger ones have overtaken it; one step may admit a few more.
+        A request is at the limit once OVERTAKES younger requests have overtaken it; one step can exceed the limit.
         """
         head = list(islice(waiting, CANDIDATES))
         self._hashes = {request.id: self._hashes.get(request.id, []) for request in head}
         self._hashable = HASHED_BLOCKS
-        order = sorted(head, key=self._place)
+        order = sorted(head, key=self._sort_key)
         if order != head:
             for _ in order:
                 waiting.popleft()
             waiting.extendleft(reversed(order))
             self._log.append("order", [request.id for request in order])
 
-    def _place(self, request: Request) -> tuple[int, int, int]:
+    def _sort_key(self, request: Request) -> tuple[int, int, int]:
         if request.state is RequestState.PREEMPTED:
             return 0, 0, 0
         if request.overtaken >= OVERTAKES:
@@ -57,7 +57,7 @@ class LongestPrefix:
         return 2, -self._cached_blocks(request), request.id
 
     def _cached_blocks(self, request: Request) -> int:
-        """The number of cached blocks of the prompt, as far as the prompt is hashed."""
+        """Return the number of cached blocks of the prompt, as far as the prompt is hashed."""
         if not self._cache.may_read(request):
             return 0
         hashes, prefixes, size = self._hashes[request.id], self._cache.tree.prefixes, self._cache.block_size
@@ -72,10 +72,10 @@ class LongestPrefix:
 
     @staticmethod
     def count_overtaken(waiting: deque[Request], admitted: list[Request]) -> None:
-        """Count, for each waiting request, the younger requests among `admitted`."""
+        """For each request at the head of the queue, count the younger requests among `admitted`."""
         ids = sorted(request.id for request in admitted)
         for request in islice(waiting, CANDIDATES):
             request.overtaken += len(ids) - bisect(ids, request.id)
 
 
-ORDERS = {"longest-prefix": LongestPrefix}  # policy -> the class that sorts the queue; other policies sort nothing
+ORDERS = {"longest-prefix": LongestPrefix}  # policy -> the class that sorts the queue; other policies do not

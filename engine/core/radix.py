@@ -1,4 +1,4 @@
-"""The prefix tree: which token sequences have their KV in the pool.
+"""The prefix tree: it records which token sequences have their KV in the pool.
 
 The tree works in whole blocks. A node is a run of blocks, and its children are keyed by the tokens of their first
 block. So siblings differ in their first block, and a lookup costs one dictionary access per node. Nodes are split
@@ -7,10 +7,10 @@ Zheng et al. 2024.)
 
 Ownership: the tree refers to the blocks of a node, and the requests that hold the node hold its blocks too. `users`
 counts these requests. A request holds the whole path from the root, so a node has at least as many users as each of
-its children. A block without a holder is therefore in a subtree without a holder: it can be evicted, leaves first.
+its children. So if no request holds a block, no request holds the blocks below it: they can be evicted, leaves first.
 
 A block is *pending* from the planning to the commit of the step that writes it. Later steps may read it, because the
-device runs steps in order. If the step fails, `withdraw` removes the block and everything that was built on it.
+device runs steps in order. If the step fails, `withdraw` removes the block and all blocks below it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from engine.core.allocator import BlockAllocator
 from engine.trace.records import RecordLog
 
 Key = tuple[int, ...]  # the token ids of one block
-MAX_COMPARED = 64  # siblings compared with a block that missed, to find the token that differs
-MAX_GHOSTS = 8192  # evicted prefixes remembered, so that a miss can name the step of the eviction
+MAX_COMPARED = 64  # siblings that are compared with a missing block, to find the token that differs
+MAX_GHOSTS = 8192  # evicted prefixes that are remembered, so that a miss can name the step of the eviction
 
 
 class Node:
     """A run of blocks.
 
-    `keys[i]` are the tokens of `blocks[i]`; `hashes[i]` is the hash of the whole prefix up to and including them.
-    `last_used` is a sequence number of the log.
+    `keys[i]` are the tokens of `blocks[i]`; `hashes[i]` is the hash of the whole prefix up to and including
+    these tokens. `last_used` is the sequence number of the last record that used the node.
     """
 
     __slots__ = ("blocks", "children", "hashes", "id", "keys", "last_used", "parent", "users")
@@ -70,7 +70,7 @@ class Match:
     """How much of a sequence is in the tree below a given node. The last node may match in part."""
 
     node: Node  # the last node that matched as a whole
-    part: Node | None  # a child of it, of which only the first `part_blocks` blocks matched
+    part: Node | None  # the child of `node` that matched only in its first `part_blocks` blocks; None: no such child
     part_blocks: int
     blocks: list[int]  # all blocks that matched, in order
     stop: str  # why the match ended: whole | differs | ends | short | empty | evicted (see engine/trace/records.py)
@@ -86,14 +86,14 @@ class RadixTree:
         self.log = log
         self.root = Node(0, None, [], [], 0, 0)
         self.nodes: dict[int, Node] = {0: self.root}
-        self.step = -1  # the step that is being planned; ghosts remember it
+        self.step = -1  # the step that is being planned; an evicted prefix is remembered with it
         self.prefixes: set[int] = set()  # `hashes` of all nodes
         self._next_id = 1
         self._node_of: dict[int, Node] = {}  # block -> its node
         self._pending: dict[int, int] = {}  # block -> the step that writes it
-        self._pending_of: dict[int, list[int]] = {}  # step -> blocks
+        self._pending_of: dict[int, list[int]] = {}  # step -> the blocks that it writes
         self._oldest: list[tuple[int, int]] = []  # heap of (last_used, node id); stale entries are skipped
-        self._ghosts: OrderedDict[int, int] = OrderedDict()  # hash of an evicted prefix -> step
+        self._ghosts: OrderedDict[int, int] = OrderedDict()  # hash of an evicted prefix -> step of the eviction
 
     # ---- looking up
 
@@ -123,7 +123,7 @@ class RadixTree:
     def _miss(
         self, ids: list[int], node: Node, end: int, depth: int, key: Key, part: Node | None, n: int, blocks: list[int]
     ) -> Match:
-        """The match of `blocks`, and why it ended before `key`. `end`: the hash of the prefix that matched."""
+        """Return the match of `blocks` and why it ended before `key`. `end`: the hash of the prefix that matched."""
         step = self._ghosts.get(hash((end, key)))
         if step is not None:
             return Match(node, part, n, blocks, "evicted", step)
@@ -135,11 +135,11 @@ class RadixTree:
     # ---- holding
 
     def claim(self, match: Match) -> Node:
-        """The node that ends where the match ends; a node that matched in part is split."""
+        """Return the node that ends where the match ends. A node that matched in part is split."""
         return match.node if match.part is None else self._split(match.part, match.part_blocks)
 
     def lock(self, node: Node, above: Node, clock: int) -> None:
-        """Let a request hold the path to `node`. Before, it held the path to `above`, an ancestor of `node`."""
+        """Let a request hold the path to `node`. It already holds the path to `above`, an ancestor of `node`."""
         held = False
         for each in node.path():
             held = held or each is above
@@ -160,8 +160,8 @@ class RadixTree:
     def add(self, node: Node, request: int, keys: list[Key], blocks: list[int], step: int) -> Node:
         """Append blocks below `node`, which the request holds; return the node that the request now holds.
 
-        A leaf that only this request holds is extended in place: a reply is one node, not one per block.
-        `step` is the step that will write the blocks, or -1 if they are written.
+        A leaf that only this request holds is extended in place: a reply is one node, not one node per block.
+        `step` is the step that will write the blocks, or -1 if they are already written.
         """
         ids = list(chain.from_iterable(keys))
         if node.parent is not None and node.users == 1 and not node.children:
@@ -210,7 +210,7 @@ class RadixTree:
     def evict(self, n: int, reason: str) -> int:
         """Free up to `n` blocks, least recently used leaves first; return how many.
 
-        The last of these leaves is cut at its end: it keeps the blocks that are not needed.
+        The last of these leaves loses only as many blocks as are still needed, from its end.
         """
         freed = 0
         while freed < n and self._oldest:
@@ -238,7 +238,7 @@ class RadixTree:
         self._cut(node, 0)
 
     def _cut(self, node: Node, keep: int) -> None:
-        """Drop all but the first `keep` blocks of a childless node; an empty node is removed."""
+        """Drop all but the first `keep` blocks of a node without children. A node that becomes empty is removed."""
         parent = node.parent
         assert parent is not None and not node.children
         dropped, first = node.blocks[keep:], node.keys[0]
@@ -279,7 +279,9 @@ class RadixTree:
         self.log.append("settle", step)
 
     def doomed_by(self, step: int) -> tuple[list[tuple[Node, int]], set[int]]:
-        """The nodes that a failed step makes invalid, [(node, blocks kept)] deepest first, and the blocks to remove.
+        """Return the nodes that a failed step makes invalid, and the blocks to remove.
+
+        The nodes are a list of (node, number of blocks that stay valid), the deepest first.
 
         Blocks of later steps are included: the failed step may have written their first tokens.
         """
@@ -289,17 +291,17 @@ class RadixTree:
                 node = self._node_of[block]
                 index = node.blocks.index(block)
                 kept[node] = min(index, kept.get(node, index))
-        above = list(kept)
-        while above:
-            for child in above.pop().children.values():
+        stack = list(kept)
+        while stack:
+            for child in stack.pop().children.values():
                 if kept.get(child) != 0:
                     kept[child] = 0  # a node below an invalid node is removed as a whole
-                    above.append(child)
+                    stack.append(child)
         doomed = sorted(kept.items(), key=lambda item: -sum(1 for _ in item[0].path()))
         return doomed, {block for node, keep in doomed for block in node.blocks[keep:]}
 
     def withdraw(self, step: int, doomed: list[tuple[Node, int]]) -> None:
-        """Remove what `doomed_by(step)` returned. No request may hold any of it."""
+        """Remove the invalid blocks of the nodes that `doomed_by(step)` returned. No request may hold these blocks."""
         self._pending_of.pop(step, None)
         self.log.append("withdraw", step, [(node.id, keep) for node, keep in doomed])
         for node, keep in doomed:
@@ -308,7 +310,7 @@ class RadixTree:
                 self._push(node)
 
     def pending_blocks(self) -> dict[int, int]:
-        """Pending blocks, each with the step that writes it."""
+        """Return the pending blocks, each with the step that writes it."""
         return dict(self._pending)
 
     # ---- checking
@@ -329,7 +331,7 @@ class RadixTree:
                 assert self.allocator.holders(block) == node.users, f"block {block}: holders differ from users"
             users = 0
             for key, child in node.children.items():
-                assert child.parent is node and child.keys[0] == key, f"child {child.id} of {node.id} is misfiled"
+                assert child.parent is node and child.keys[0] == key, f"child {child.id}: wrong parent or key"
                 users += child.users
                 stack.append(child)
             assert node is self.root or node.users >= users, f"node {node.id}: {node.users} users, children {users}"
@@ -342,5 +344,5 @@ class RadixTree:
 
 
 def _common(a: Key, b: Key) -> int:
-    """The number of tokens at the beginning that are equal. The keys have the same length."""
+    """Return the number of equal tokens at the beginning of two keys of the same length."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))

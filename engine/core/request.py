@@ -27,7 +27,7 @@ class Grammar(Protocol):
     failed: str  # why the grammar cannot continue, as a sentence; empty if it can
 
     def mask(self) -> np.ndarray:
-        """int32 [ceil(vocab_size / 32)]: bit t % 32 of word t // 32 is 1 if token t is allowed next."""
+        """Return int32 [ceil(vocab_size / 32)]: bit t % 32 of word t // 32 is 1 if token t is allowed next."""
 
     def advance(self, token_id: int) -> bool:
         """Advance by a drawn token; return True if the reply is complete."""
@@ -37,17 +37,17 @@ class Grammars(Protocol):
     """Compiles grammars for one tokenizer."""
 
     def compile(self, params: SamplingParams) -> Grammar:
-        """The grammar that `params` asks for; InvalidRequest if it cannot be compiled."""
+        """Return the grammar that `params` specify. Raises InvalidRequest if it cannot be compiled."""
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One sequence. The scheduler owns every field below `params`; other code only reads them.
+    """One sequence. Only engine/core writes the fields below `params`; other code only reads them.
 
     Lengths, in tokens::
 
         0 ........ written ........ planned ........ total
-        |  KV known written |  KV in flight  |  no KV yet   |
+        |    KV written     |  KV in flight  |  no KV yet   |
 
     `len(ids)` tokens are known on the host. `in_flight` more (at most one) were drawn by steps that are not committed
     yet; `total = len(ids) + in_flight`. A step that plans up to `total` samples the next token.
@@ -62,7 +62,7 @@ class Request:
     max_total: int  # the most tokens of prompt and reply together
     stop_ids: frozenset[int] = frozenset()
     group: str = ""  # a label of the caller, such as a chat; the engine does not read it
-    sample_index: int = 0  # which of n samples; the noise depends on it
+    sample_index: int = 0  # which of the n samples of a prompt; the noise depends on it
     prompt_len: int = 0
     state: RequestState = RequestState.WAITING
     finish_reason: str = ""
@@ -70,7 +70,7 @@ class Request:
     planned: int = 0
     last_step: int = -1  # the last step with an entry of this request
     decoding: bool = False  # True once a token was drawn since the last admission; then total = planned + 1
-    epoch: int = 0  # raised when work in flight becomes void: the request finished, or a step failed
+    epoch: int = 0  # increases when work in flight becomes void: the request finished, or a step failed
     table: list[int] = field(default_factory=list)
     node: Node | None = None  # None: the root
     shared_blocks: int = 0
@@ -78,8 +78,8 @@ class Request:
     match: tuple[str, int, str] = ("", 0, "")  # of the first prefix match: why it stopped, where, and a phrase
     preemptions: int = 0
     overtaken: int = 0  # younger requests admitted while this one waited (policy longest-prefix)
-    prompt_logprobs_given: int = 0  # positions that were returned; a resumed prefill computes them again
-    # Seconds on the log's clock; *_work: the same without the time in which the gate was closed. 0: not yet.
+    prompt_logprobs_given: int = 0  # positions already returned; a resumed prefill computes them again
+    # Seconds on the log's clock. *_work leaves out the time during which the gate was closed. 0: not yet.
     submitted_at: float = 0.0
     admitted_at: float = 0.0
     submitted_work: float = 0.0
@@ -88,7 +88,7 @@ class Request:
     grammar: Grammar | None = None  # advanced at commit
     lookup: Lookup | None = None  # made with the first draft
     drafted: int = 0  # draft tokens of the step in flight
-    drafted_tokens: int = 0  # of all committed steps
+    drafted_tokens: int = 0  # draft tokens of all committed steps
     accepted_tokens: int = 0  # how many of these were accepted
 
     @property

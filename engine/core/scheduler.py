@@ -6,11 +6,11 @@ served first come, first served, preempted requests before new ones. No blocks a
 pool is full, cached blocks are evicted first, then the youngest request is preempted. Its full blocks stay in the tree
 until they are evicted.
 
-`plan()` may plan step n+1 while step n runs, because lengths are known before ids are. `commit()` takes the ids of the
-oldest step that is not committed. A request may have finished, failed or been aborted since that step was planned: then
-its entry is void and is skipped.
+`plan()` may plan step n+1 while step n runs, because lengths are known earlier than ids. `commit()` takes the ids of
+the oldest step that is not committed. A request may have finished, failed or been aborted since that step was planned:
+then its entry is void and is skipped.
 
-With speculation (engine/core/speculation.py), drafts use the budget that decodes and prefill leave. A request with
+With speculation (engine/core/speculation.py), drafts use the budget that decodes and chunks leave. A request with
 drafts is not planned again before its commit, because its length depends on the accepted drafts.
 """
 
@@ -82,9 +82,9 @@ class Scheduler:
         return self._writer.is_decoding(request_id)
 
     def limit_for(self, prompt_len: int, params: SamplingParams) -> int:
-        """The most tokens of prompt and reply together; InvalidRequest, with the numbers, if the prompt is too long.
+        """Return the most tokens of prompt and reply together. Raises InvalidRequest for an empty or too long prompt.
 
-        The last token needs no KV, so the limit is one more than the pool holds.
+        The last token needs no KV, so the limit is one token more than the pool holds.
         """
         total, size = self.cache.allocator.total, self.cache.block_size
         if prompt_len == 0:
@@ -130,7 +130,7 @@ class Scheduler:
         del self.requests[request.id]
 
     def _leave(self, request: Request) -> None:
-        """Remove a request from the running ones; later steps may use its row."""
+        """Remove a request from `running`; later steps may use its row."""
         self.running.remove(request)
         self._writer.leave(request.id)
         heapq.heappush(self._rows, request.row)
@@ -139,7 +139,7 @@ class Scheduler:
     # ---- plan
 
     def plan(self) -> Scheduled | None:
-        """Plan the next step; None if there is nothing to compute before a commit."""
+        """Plan the next step. Returns None if there is nothing to compute before the next commit."""
         self.step += 1
         self.cache.tree.step = self.step
         self._joins = []
@@ -158,15 +158,15 @@ class Scheduler:
         return self._writer.write(self.step, entries, num_decoding, drafts, self._joins, len(self.waiting))
 
     def _plan_decodes(self, entries: list[Entry]) -> bool:
-        """Plan one token for each request past its prompt, the oldest first. True if a request was preempted."""
+        """Plan one token for each decoding request, the oldest first. Returns True if a request was preempted."""
         preempted = False
         size, budget = self.cache.block_size, self.config.max_num_batched_tokens
-        for request in self.running:  # preemption removes requests from its end only
-            start = request.planned  # the position of its last token, drawn but perhaps still in flight
+        for request in self.running:  # preemption removes requests only from the end of this list
+            start = request.planned  # the position of its last token, which may still be in flight
             if not request.decoding or start + 1 >= request.max_total:
-                continue  # still in its prompt, or the token in flight is its last
+                continue  # the prefill is not finished, or the token in flight is the last
             if request.grammar is not None and request.in_flight:
-                continue  # the grammar must take the token in flight before the next draw
+                continue  # the token in flight must advance the grammar before the next draw
             if request.drafted:
                 continue  # its length is not known before the commit
             if len(entries) >= budget:
@@ -174,7 +174,7 @@ class Scheduler:
             if start >= len(request.table) * size:
                 while not self.cache.grow(request, start + 1):
                     preempted = True
-                    # The youngest is the last in this loop, so it has no entry yet.
+                    # The youngest request is the last in this loop, so it has no entry yet.
                     victim = self.running[-1]
                     self._preempt(victim, f"r{request.id} needs a block and all {self.cache.allocator.total} are held")
                     if victim is request:
@@ -208,7 +208,7 @@ class Scheduler:
         return drafts
 
     def _plan_prefills(self, entries: list[Entry], budget: int) -> int:
-        """Plan chunks for the running requests that are still in their prompt; return the rest of the budget."""
+        """Plan chunks for running requests whose prefill is not finished; return the rest of the budget."""
         for request in self.running:
             if budget <= 0:
                 break
@@ -228,7 +228,7 @@ class Scheduler:
             return 0  # decoding requests hold all blocks; they will finish or be preempted
         entries.append((request, request.planned, n))
         request.planned += n
-        self.cache.publish_planned(request, self.step)  # now, so that later requests in this step can share it
+        self.cache.publish_planned(request, self.step)  # now, so that later requests in this step can share them
         return n
 
     def _match(self, request: Request) -> None:
@@ -277,20 +277,21 @@ class Scheduler:
         return budget
 
     def _obstacle(self, request: Request, budget: int) -> str:
-        """Why the head of the queue cannot be admitted now; empty if it can."""
+        """Return why `request`, the head of the queue, cannot be admitted now; empty if it can."""
         if budget <= 0:
             return f"budget: the {self.config.max_num_batched_tokens} tokens of this step are used"
         if not self._rows:
             return f"rows: all {self.config.max_num_seqs} are used"
         if request.last_step > self._committed:
-            return "commit: its last step has not committed"
+            return "commit: its last step is not committed yet"
         needed = self.cache.blocks_for(len(request.ids))
         match = self.cache.look_up(request)
         if match is not None:
-            # Matched blocks that a request holds need no room. The others do: once used, they cannot be evicted.
+            # Matched blocks that a request holds need no room. Other matched blocks need room: they count as
+            # available now, but cannot be evicted once this request holds them.
             needed -= sum(1 for block in match.blocks if self.cache.allocator.holders(block))
         if self.running:
-            # Running prompts need no further blocks: while budget is left, each has the blocks of its whole prompt.
+            # No blocks are reserved for running prefills: if budget is left, each has the blocks of its whole prompt.
             needed += self._watermark
         if needed > self.cache.available:
             return f"blocks: needs {needed}, {self.cache.available} available"
@@ -351,7 +352,7 @@ class Scheduler:
                 leaf = request.node
                 self.finish(request, reason)
                 if i in bad and leaf is not None and not masked:
-                    self.cache.forget(leaf)  # its KV may hold the NaN
+                    self.cache.forget(leaf)  # the KV of these blocks may hold NaN
             if token is not None or reason or extras:
                 item = Emitted(request, token, reason)
                 if extras:
@@ -361,9 +362,9 @@ class Scheduler:
         return emitted
 
     def _accept_drafts(self, scheduled: Scheduled, result: StepResult) -> dict[int, list[int]]:
-        """The tokens of each entry with drafts: the accepted drafts, then the draw after them.
+        """Return the tokens of each entry with drafts: its accepted drafts, then the draw after them.
 
-        The first draft that differs from its draw or is a stop token is rejected, and all drafts after it.
+        The first draft that differs from its draw or is a stop token is rejected. All drafts after it are rejected too.
         """
         assert self._lookup is not None
         checked: dict[int, list[int]] = {}
@@ -411,12 +412,15 @@ class Scheduler:
             self._requeue(request, clock)
         self.cache.tree.withdraw(plan.step, doomed)
         for request in self.running:
-            self.cache.resend_table(request)  # the plan's changes may not have reached the device
+            self.cache.resend_table(request)  # the table changes of the failed plan may not have reached the device
         return emitted
 
 
 def _new_prompt_logprobs(request: Request, start: int, result: StepResult, entry: int) -> list[TokenLogprobs] | None:
-    """The new prompt logprobs of the chunk at `start`. A preempted prompt is computed twice, so some may be old."""
+    """Return the prompt logprobs of the chunk at `start`, but only those that were not returned before.
+
+    After a preemption, positions of the prompt are computed again.
+    """
     found = result.prompt_logprobs.get(entry)
     if found is None:
         return None

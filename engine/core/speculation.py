@@ -3,8 +3,9 @@
 A reply often repeats earlier text: code that is edited, names, sentences of the prompt. A draft is the text that
 followed an earlier occurrence of the last tokens (Saxena 2023, "prompt lookup"). One step computes the last token and
 its k drafts, and draws a token at each position exactly as it would without drafts: same logits, same settings, same
-noise (engine/kernels/noise.py depends only on seed, sample index and position). A draft is accepted if it equals that
-draw. The first draw that differs is a correct token too: it replaces its draft, and the later drafts are rejected.
+noise (engine/kernels/noise.py depends only on seed, sample index and position). A draft is accepted if it equals the
+draw at its position. The first draw that differs is a correct token too: it replaces its draft, and the later drafts
+are rejected.
 
 So a reply has the same tokens with and without drafts, greedy or sampled; only the number of steps differs. This is
 exact in float64 on a CPU. In half precision and on GPUs, steps of different shapes round differently, so the result
@@ -15,8 +16,8 @@ The KV of rejected drafts is beyond `planned`: later tokens overwrite it, and it
 Requests with penalties or a grammar get no drafts: both depend on the tokens before a draw, which would include drafts
 that may be rejected.
 
-The gain depends on the text. The bundled model took 5.1 instead of 23.2 ms a token to repeat code with small edits,
-and 7.0 instead of 6.9 ms where nothing repeats (engine/kernels/MEASURED.md).
+The gain depends on the text. With the bundled model, the time per token fell from 23.2 to 5.1 ms for code repeated with
+small edits, and rose from 6.9 to 7.0 ms for text without repetition (engine/kernels/MEASURED.md).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from __future__ import annotations
 from engine.core.ngrams import Lookup
 from engine.core.request import Request
 
-INDEXED_TOKENS = 2048  # at most so many tokens are indexed in a step, over all requests: 100,000 take 0.2 s
+INDEXED_TOKENS = 2048  # limit per step, for all requests together: indexing 100,000 tokens takes 0.2 s
 
 
 class PromptLookup:
@@ -35,23 +36,23 @@ class PromptLookup:
         self._indexable = INDEXED_TOKENS
 
     def begin_step(self) -> None:
-        """Call this before the drafts of a step."""
+        """Reset the limit of indexed tokens. Call this before the drafts of a step."""
         self._indexable = INDEXED_TOKENS
 
     def draft(self, request: Request, start: int, room: int) -> list[int]:
-        """Draft up to `room` tokens after the request's last token, at position `start`. Often empty."""
+        """Draft up to `room` tokens after the last token, which is at position `start`. The draft is often empty."""
         room = min(room, self.tokens, request.max_total - start - 2)
         known = len(request.ids) == start + 1  # False: the last token is in flight
         if room <= 0 or not known or request.params.has_penalties or request.grammar is not None:
             return []
         if request.lookup is None:
             request.lookup = Lookup()
-        self._indexable -= request.lookup.take_in(request.ids, self._indexable)
+        self._indexable -= request.lookup.index(request.ids, self._indexable)
         return request.lookup.follow(request.ids, room)
 
     @staticmethod
     def learn(request: Request, drafted: int, accepted: int) -> None:
-        """Note how much of a draft was accepted. Call this before the tokens of the step are appended."""
+        """Record how much of a draft was accepted. Call this before the tokens of the step are appended."""
         request.drafted_tokens += drafted
         request.accepted_tokens += accepted
         assert request.lookup is not None, "a draft needs a lookup"

@@ -16,12 +16,12 @@ NO_IDS = np.zeros(0, dtype=np.int64)
 
 @dataclass(slots=True, eq=False)
 class RowSettings:
-    """How one row of the batch samples. The sampler reads it when a request takes the row."""
+    """The sampling settings of one row of the batch. The sampler reads them when a request takes the row."""
 
     row: int
     params: SamplingParams
     seed: int
-    sample_index: int  # which of n samples; the noise depends on it
+    sample_index: int  # which of the n samples of a prompt; the noise depends on it
     stop_ids: frozenset[int]
     prompt_len: int
     constrained: bool  # a grammar masks the row's logits
@@ -47,10 +47,10 @@ class PromptTargets(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step, as plain data: it can be sent to other ranks as it is.
+    """The plan of one step, as plain data that can be sent to other ranks.
 
     The entries are in this order: `num_decodes` decodes of one token; `num_drafted` decodes of one token and its
-    drafts, where each of these tokens draws the next; prefill chunks.
+    drafts; prefill chunks. In a decode with drafts, a token is drawn after each of these tokens.
     """
 
     step: int
@@ -78,7 +78,7 @@ class StepPlan:
         return self.num_decodes + self.num_drafted
 
     def drafts(self) -> Iterator[tuple[int, list[int]]]:
-        """(entry, its draft tokens), for each entry with drafts."""
+        """Yield (entry, its draft tokens) for each entry with drafts."""
         end = self.num_decodes
         for entry in range(self.num_decodes, self.num_decoding):
             begin, end = end, end + int(self.q_lens[entry])
@@ -108,17 +108,17 @@ class TokenLogprobs:
 class StepResult:
     """The tokens that a step drew."""
 
-    ids: list[int]  # by entry; -1 for entries that do not sample and for those with drafts
+    ids: list[int]  # by entry; -1 for entries that do not sample or that have drafts
     bad: list[int] = field(default_factory=list)  # entries whose logits were NaN or infinite
-    # By entry with drafts: the draw at each of its tokens, also after a rejected draft; -1: bad logits.
+    # For each entry with drafts: the draw after each of its tokens, even after a rejected draft; -1: bad logits.
     checked: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by entry, one for each draw
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by entry, this chunk's positions
-    # (layer, tokens of each of its experts) since the last step that reported them; most steps do not.
+    # (layer, tokens of each expert), counted since the last step that reported them. None: not reported.
     expert_load: list[tuple[int, list[int]]] | None = None
     sample_ms: float = 0.0  # the part of the step spent on sampling; 0 if unknown
     device_ms: float | None = None  # None if unknown
-    # (ranks, ms in collectives). Waiting for other ranks counts, except in CUDA graphs. None: one rank.
+    # (ranks, ms in collectives). The ms include waits for other ranks, except in CUDA graphs. None: one rank.
     comm: tuple[int, float] | None = None
 
 

@@ -1,6 +1,6 @@
 """Measures each step and writes the records "first", "comm" and "time" (engine/trace/records.py).
 
-Four moments of a step are noted before its commit::
+Four moments of a step are recorded before its commit::
 
     begun ── plan ── planned ── launch ── launched ── the device works ── arrived ── commit
 
@@ -31,7 +31,7 @@ class StepTimes:
 class StepClock:
     """Turns the moments of steps into records.
 
-    `synchronous`: a step is over when its launch returns, so the launch includes the time of the device.
+    `synchronous`: a step has ended when its launch returns, so the time of the launch includes the device's time.
     """
 
     def __init__(self, log: RecordLog, synchronous: bool) -> None:
@@ -42,7 +42,7 @@ class StepClock:
     def record(self, times: StepTimes, plan: StepPlan, result: StepResult, emitted: list[Emitted]) -> float:
         """Record a step that was just committed; return its wall time in seconds.
 
-        That time begins when the step begins, or when the step before has ended, if that is later. It ends when the
+        The wall time begins when the step begins or when the step before it ends, whichever is later. It ends when the
         ids arrive.
         """
         wall_s = times.arrived - max(times.begun, self._device_free_at)

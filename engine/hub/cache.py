@@ -16,15 +16,15 @@ class Snapshot:
 
     repository: str
     path: Path
-    missing: tuple[str, ...]  # weight files that are not there yet
+    missing: tuple[str, ...]  # names of the weight files that are missing
 
     def complete(self, weights: bool = True) -> bool:
-        """True if all weights are there. With `weights` False: if the tokenizer is there."""
+        """Return True if no weights are missing; with `weights` False, True if there is a tokenizer."""
         return not self.missing if weights else (self.path / "tokenizer.json").is_file()
 
 
 def cache_directory() -> Path:
-    """The directory of Hugging Face's cache, from its environment variables."""
+    """Return the directory of the Hugging Face cache. Environment variables can change it."""
     for variable, below in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
         if os.environ.get(variable):
             return Path(os.environ[variable]).expanduser() / below
@@ -32,7 +32,7 @@ def cache_directory() -> Path:
 
 
 def cached_snapshots(pattern: str = "models--*") -> list[Snapshot]:
-    """Every snapshot in the local cache that has a config.json, the newest first."""
+    """Return every snapshot in the local cache that has a config.json, the newest first."""
     found = [
         (config.stat().st_mtime, Snapshot(_name_of(folder), config.parent, tuple(missing_files(config.parent))))
         for folder in cache_directory().glob(pattern)
@@ -43,7 +43,7 @@ def cached_snapshots(pattern: str = "models--*") -> list[Snapshot]:
 
 
 def snapshots_of(name: str) -> list[Snapshot]:
-    """The cached snapshots of a model, the newest first; a name without an organisation matches any organisation."""
+    """Return the cached snapshots of a model, the newest first. A name without an organisation matches every one."""
     return cached_snapshots("models--" + name.replace("/", "--") if "/" in name else f"models--*--{name}")
 
 

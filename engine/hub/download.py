@@ -33,17 +33,17 @@ class Download:
     def __init__(self, repository: str, begun: Snapshot | None, on_progress: Progress | None) -> None:
         self._repository = repository
         self._begun = begun
-        self._tell = on_progress
+        self._on_progress = on_progress
         self._cache = cache_directory()
 
     def run(self, weights: bool, tokenizer: bool) -> Path:
-        """Download the missing files; return the snapshot's directory. `weights`: False to leave them out.
+        """Download the missing files; return the snapshot's directory. `weights`: False leaves the weights out.
 
-        Raises CheckpointError; for an unsupported model, before any weights are downloaded.
+        Raises CheckpointError. For an unsupported model, this happens before any weights are downloaded.
         """
         try:
             import huggingface_hub as hub
-            from huggingface_hub.utils import disable_progress_bars  # not an attribute of every version's package
+            from huggingface_hub.utils import disable_progress_bars  # not every version exports it from the package
         except ImportError:
             what = "huggingface_hub, which is not installed: pip install huggingface_hub"  # a dependency, not an extra
             raise CheckpointError(f"{self._where()}, and downloading needs {what}") from None
@@ -59,7 +59,7 @@ class Download:
                 self._fetch_weights(hub, directory, sizes)
         except CheckpointError:
             raise
-        except Exception as error:  # the library raises its own, its HTTP client's and the operating system's errors
+        except Exception as error:  # from the library, its HTTP client or the operating system
             raise CheckpointError(f"{self._where()}, and {self._reason(error)}") from error
         return directory
 
@@ -67,12 +67,12 @@ class Download:
         """Refuse a repository without a checkpoint in safetensors."""
         if CONFIG in sizes and (not weights or {SINGLE, INDEX} & sizes.keys()):
             return
-        lacks = CONFIG if CONFIG not in sizes else f"{SINGLE} or {INDEX}"
+        missing = CONFIG if CONFIG not in sizes else f"{SINGLE} or {INDEX}"
         others = [name for name in sizes if name.endswith(OTHER_WEIGHTS)]
         raise CheckpointError(
-            f"{self._repository} on the hub has no {lacks}"
+            f"{self._repository} on the hub has no {missing}"
             + (f", only {shown(listed(others))[1:-1]}" if others else "")
-            + ": plain weights in safetensors are read here, not GGUF, quantised files or other formats; name the "
+            + ": minitui reads plain weights in safetensors, not GGUF, quantised files or other formats; name the "
             "repository with the plain weights"
         )
 
@@ -97,9 +97,9 @@ class Download:
         if needed > free:
             raise CheckpointError(
                 f"{self._repository} needs {needed / 1e9:.2f} GB more in {self._cache}, where {free / 1e9:.2f} GB are "
-                "free: make room there, or set HF_HOME to a folder with more"
+                "free: delete files on that disk, or set HF_HOME to a folder on a disk with more space"
             )
-        with _Watch(directory.parents[1] / "blobs", self._repository, total, total - needed, self._tell):
+        with _Watch(directory.parents[1] / "blobs", self._repository, total, total - needed, self._on_progress):
             self._fetch(hub, directory, names)
 
     def _fetch(self, hub: Any, directory: Path, names: list[str]) -> None:
@@ -118,36 +118,36 @@ class Download:
             return f"{self._repository} is neither a directory nor in the cache {self._cache}"
         missing = self._begun.missing
         what = f"its download did not end (missing: {listed(list(missing))})" if missing else "it is incomplete"
-        return f"{self._repository} is in the cache {self._cache}, but {what}; the rest has to come from the hub"
+        return f"{self._repository} is in the cache {self._cache}, but {what}; the rest must be downloaded"
 
     def _reason(self, error: Exception) -> str:
-        """The reason of a failure and what to do, as a phrase."""
+        """Return a phrase: the reason of a failure, and what to do."""
         kind, status = type(error).__name__, _status(error)
         if kind == "GatedRepoError" or status == 403:
             return (
-                f"the hub does not give it ({kind}): accept the model's terms on its page, and log in with "
+                f"the hub denies access to it ({kind}): accept the model's terms on its page, and log in with "
                 "`hf auth login`"
             )
         if kind in ("RepositoryNotFoundError", "RevisionNotFoundError") or status in (401, 404):
             return (
-                f"the hub does not give it ({kind}): check the name, and log in with `hf auth login` if the model is "
-                "private or asks for it"
+                f"the hub does not find it or denies access to it ({kind}): check the name, and log in with "
+                "`hf auth login` if the model is private or gated"
             )
         if status == 429:
             return "the hub refuses more requests for now (429): try again in some minutes, or log in: `hf auth login`"
         if status is not None and status >= 500:
-            return f"the hub has a fault ({status}): try again later; files that are complete are kept"
+            return f"the hub reports an internal error ({status}): try again later; files that are complete are kept"
         if kind == "OfflineModeIsEnabled":
             return "HF_HUB_OFFLINE is set, so the hub is not used: unset it, or give a directory"
-        said = " ".join(str(error).split())[:SHOWN_OF_AN_ERROR]
+        text = " ".join(str(error).split())[:SHOWN_OF_AN_ERROR]
         return (
-            f"the hub could not be reached ({kind}: {said}): connect to the internet, or give a directory; files that "
+            f"the hub could not be reached ({kind}: {text}): connect to the internet, or give a directory; files that "
             "are complete are kept"
         )
 
 
 def _status(error: BaseException | None) -> int | None:
-    """The HTTP status of the response that caused an error; None if there is none."""
+    """Return the HTTP status of the response that caused an error; None if there was no response."""
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if isinstance(status, int):
@@ -160,27 +160,27 @@ class _Watch:
     """Reports the progress of a download, measured by the size of its folder."""
 
     def __init__(self, folder: Path, name: str, total: int, done: int, on_progress: Progress | None) -> None:
-        self._folder, self._name, self._total, self._tell = folder, name, total, on_progress
+        self._folder, self._name, self._total, self._on_progress = folder, name, total, on_progress
         self._others = _size(folder) - done  # bytes of other files
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="download progress")
 
     def __enter__(self) -> _Watch:
-        if self._tell is not None:
+        if self._on_progress is not None:
             self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
-        if self._tell is not None:
+        if self._on_progress is not None:
             self._thread.join()
 
     def _run(self) -> None:
-        assert self._tell is not None
+        assert self._on_progress is not None
         while not self._over.wait(POLL_SECONDS):
             done = max(0, min(self._total, _size(self._folder) - self._others))
             text = f"downloading {self._name}: {done / 1e9:.2f} of {self._total / 1e9:.2f} GB"
-            self._tell({"stage": "download", "done": done, "total": self._total, "text": text})
+            self._on_progress({"stage": "download", "done": done, "total": self._total, "text": text})
 
 
 def _size(folder: Path) -> int:
@@ -188,6 +188,6 @@ def _size(folder: Path) -> int:
     for path in folder.glob("*"):
         try:
             total += path.stat().st_size
-        except OSError:  # just renamed, from incomplete to complete
+        except OSError:  # the file was just renamed, because its download is complete
             continue
     return total

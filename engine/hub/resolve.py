@@ -20,13 +20,13 @@ LONGEST_NAME = 96  # the limit of the hub
 
 
 def resolve_model(name: str, on_progress: Progress | None = None, weights: bool = True, tokenizer: bool = True) -> Path:
-    """The directory of the checkpoint `name`: a directory, "Qwen3-8B" or "Qwen/Qwen3-8B".
+    """Return the directory of the checkpoint `name`: a path, or a name like "Qwen3-8B" or "Qwen/Qwen3-8B".
 
-    It tries a path first, then the local Hugging Face cache, then the hub. A model on the hub is downloaded to the
+    A path is tried first, then the local Hugging Face cache, then the hub. A model on the hub is downloaded to the
     cache, and an interrupted download is continued. An unsupported model is refused before its weights are downloaded.
     Raises CheckpointError, which names the places that were tried.
 
-    `weights`: False if config.json and the tokenizer are enough. `tokenizer`: False if it is not needed.
+    `weights`: False if config.json and the tokenizer are enough. `tokenizer`: False if no tokenizer is needed.
     """
     directory = _as_directory(name)
     if directory is not None:
@@ -65,11 +65,11 @@ def _check_name(name: str) -> None:
         plain = re.sub(r"[-_.]gguf$", "", plain, flags=re.IGNORECASE)
         raise CheckpointError(
             f"{shown(name)} is not a directory, and a name with a colon means one file of a GGUF repository: GGUF and "
-            f"quantised files are not read here; name the repository with the plain weights, as in {plain}"
+            f"quantised files are not supported; name the repository with the plain weights, as in {plain}"
         )
     if not NAME.fullmatch(name) or len(name) > LONGEST_NAME or {".", ".."} & set(name.split("/")):
         raise CheckpointError(
-            f"{shown(name)} is not a directory, and cannot be the name of a model on the hub either: a name is like "
+            f"{shown(name)} is not a directory, and cannot be the name of a model on the hub either: a name looks like "
             "Qwen/Qwen3-0.6B"
         )
 

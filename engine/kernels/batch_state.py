@@ -1,10 +1,11 @@
 """The first kernel of a captured decode step: makes the model's inputs from the numbers that the host sends.
 
-One buffer of int32, copied from pinned memory in one piece before the graph runs:
+The host sends one int32 buffer, in one copy from pinned memory before the graph runs:
 
-    [0] n, entries that decode   [1] m, changes to the block table   then three lists of `capacity` each
-    row, start and token of the entries (token -1: the last token of this row, which only the device knows)
-    row, column and block of the changes
+    [0] n, the number of entries that decode   [1] m, the number of changes to the block table
+    [HEADER …] row, start and token of the entries: three lists of length `capacity`
+               (token -1: the last token of this row, which only the device knows)
+    [then …]   row, column and block of the changes: three lists of length `changes`
 
 Persistent state (block table, last token) is written on the compute stream only: here, and by the sampler.
 """
@@ -15,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-HEADER = 16  # ints; the lists begin aligned
+HEADER = 16  # int32 numbers before the lists, so that the lists are aligned
 
 
 @triton.jit
@@ -51,7 +52,7 @@ def _prepare_kernel(
     batch = i < BATCH
     tl.store(tokens + i, tl.where(token < 0, drawn, token), mask=batch)
     tl.store(rows + i, row, mask=batch)
-    tl.store(seq_lens + i, start + 1, mask=batch)  # 0 in padding
+    tl.store(seq_lens + i, start + 1, mask=batch)  # 0 for padding
 
 
 def prepare(

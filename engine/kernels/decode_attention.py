@@ -1,20 +1,20 @@
 """Paged attention of one query token per sequence (decode), with grouped queries and the keys split over programs.
 
-Fused: q/k RMSNorm, RoPE, the store of the new key and value, the gather through the block table, attention, and the
-combination of the splits. So a decode layer has one kernel between its two projections. With `fused=None` it is
-attention alone.
+One kernel fuses q/k RMSNorm, RoPE, the store of the new key and value, the gather through the block table, attention,
+and the combination of the splits. So a decode layer has one kernel between its two projections. With `fused=None` the
+kernel computes only attention.
 
 Shapes: caches [blocks, block_size, kv_heads, d]; block_table int32 [rows, max_blocks]; seq_lens int32 [n], each
-including the token that is decoded (0: a padding row, its output is zeros); rows int32 [n]: the row of each sequence
-in the block table. The grid is (kv_heads, n, splits) and does not depend on lengths, which are read on the device: a
+including the token that is decoded (0: a padding row, whose output is zeros); rows int32 [n]: the row of each sequence
+in the block table. The grid is (kv_heads, n, splits) and does not depend on lengths, which the kernel reads, so a
 captured graph serves every batch of its size. The key and value of the newest token come from the projection, not from
 the cache.
 
-For each sequence and kv head, the program that finishes last combines the splits. An atomic counter finds it, so no
-second launch is needed. The splits are FlashDecoding's (Dao et al. 2023), the reduction is stream-K's (Osama et al.
-2023).
+For each sequence and kv head, the program that finishes last combines the splits. An atomic counter shows which program
+is the last, so no second launch is needed. The splits follow FlashDecoding (Dao et al. 2023), and the reduction follows
+stream-K (Osama et al. 2023).
 
-On an H200, 64 sequences of 1,024 tokens take 76 us (3.5 TB/s), with an 8-bit cache 42 us (MEASURED.md).
+On an H200, 64 sequences of 1,024 tokens take 76 us (3.5 TB/s), and 42 us with an 8-bit cache (MEASURED.md).
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ MAX_SPLITS = 32
 
 @triton.jit
 def norm_rope(base, weight, rope, position, head, row_mask, EPS: tl.constexpr, HAS_NORM: tl.constexpr, D: tl.constexpr):
-    """Heads `head` [R] of the qkv row at `base`, RMS-normalised and rotated (half-split): [R, D], rounded as in ops."""
+    """Return heads `head` [R] of the qkv row at `base`, RMS-normalised and rotated (half-split): [R, D].
+
+    Intermediate results are rounded as in engine/model/ops.py.
+    """
     d = tl.arange(0, D)
     half = D // 2
     other = (d + half) % D
@@ -56,7 +59,7 @@ def norm_rope(base, weight, rope, position, head, row_mask, EPS: tl.constexpr, H
 
 @triton.jit
 def _load_tile(cache, table, token, inside, kvh, BLOCK_SIZE: tl.constexpr, TOKEN: tl.constexpr, D: tl.constexpr):
-    """[TILE, D] keys or values; rows outside are zeros."""
+    """Return a tile [TILE, D] of keys or values; rows that are not `inside` are zeros."""
     d = tl.arange(0, D)
     block = tl.load(table + token // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
     offset = (block * BLOCK_SIZE + token % BLOCK_SIZE) * TOKEN + kvh * D
@@ -65,7 +68,7 @@ def _load_tile(cache, table, token, inside, kvh, BLOCK_SIZE: tl.constexpr, TOKEN
 
 @triton.jit
 def _online(q_tile, k, v, inside, m, mass, acc, scale):
-    """Add one tile of keys to the running softmax."""
+    """Add one tile of keys to the running softmax: maximum `m`, sum of weights `mass`, weighted values `acc`."""
     scores = tl.where(inside[None, :], tl.dot(q_tile, tl.trans(k)) * scale, -1.0e30)
     m_new = tl.maximum(m, tl.max(scores, 1))
     p = tl.exp2(scores - m_new[:, None])
@@ -77,10 +80,10 @@ def _online(q_tile, k, v, inside, m, mass, acc, scale):
 
 @triton.jit
 def fp8_pairs(v):
-    """Pairs of 8-bit floating-point numbers, each pair in 16 bits -> the first and the second of each pair, float16.
+    """Convert pairs of 8-bit floating-point numbers, 16 bits a pair, to float16; return the first and second numbers.
 
-    There is an instruction that transposes pairs of bytes between shared memory and a matrix product, but none for
-    single bytes: with these the loop had 2,257 instructions a tile, with pairs 1,312.
+    An instruction transposes pairs of bytes between shared memory and a matrix product, but no instruction does so for
+    single bytes. With single bytes the loop had 2,257 instructions per tile; with pairs it has 1,312.
     """
     return tl.inline_asm_elementwise(
         """{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t;
@@ -150,7 +153,7 @@ def _decode_kernel(
         v_scale = tl.load(kv_scales + KV_HEADS + kvh)
         v_pairs = v_cache.to(tl.pointer_type(tl.int16))
 
-    # Lengths, tables and older keys were written at least two kernels ago, so they may be read before waiting.
+    # Lengths, tables and older keys were written at least two kernels ago, so they are read before `gdc_wait`.
     length = tl.load(seq_lens + i)
     if not FUSED:
         length += 1  # the newest token is in the cache too
@@ -162,7 +165,7 @@ def _decode_kernel(
     h_mask = h < GROUP
     out_at = out + i * stride_o + (kvh * GROUP + h)[:, None] * D + d[None, :]
     if split >= active:
-        return  # every sequence has a program of split 0, and these wait for the previous kernel
+        return  # without `gdc_wait`: the program of split 0 waits for the previous kernel
     if old < (0 if FUSED else 1):
         if PDL:
             gdc_wait()
@@ -206,7 +209,7 @@ def _decode_kernel(
     else:
         q_tile = tl.load(q_row + (kvh * GROUP + h)[:, None] * D + d[None, :], mask=h_mask[:, None], other=0.0)
     if FP8:
-        # float16 holds 8-bit numbers exactly, and the conversion is one instruction. The scaled query is in its range.
+        # float16 holds 8-bit numbers exactly, and the conversion is one instruction. The scaled query is in range.
         q_tile = (q_tile.to(tl.float32) * (scale * k_scale)).to(tl.float16)
         scale = 1.0
 
@@ -243,7 +246,7 @@ def _decode_kernel(
     tl.store(partial + (base + split) * GROUP * D + h[:, None] * D + d[None, :], acc, mask=h_mask[:, None])
     tl.store(stats + (base + split) * 2 * GROUP + h, m, mask=h_mask)
     tl.store(stats + (base + split) * 2 * GROUP + GROUP + h, mass, mask=h_mask)
-    tl.debug_barrier()  # all threads have written their parts before the counter is raised
+    tl.debug_barrier()  # all threads must write their parts before the counter is incremented
     arrived = tl.atomic_add(counters + pair, 1, sem="acq_rel")
     if arrived == active - 1:
         tl.debug_barrier()
@@ -266,12 +269,12 @@ def _decode_kernel(
 
 
 class DecodeWorkspace:
-    """Scratch memory for the splits, allocated once: graphs need fixed addresses. Counters start and end at 0."""
+    """Scratch memory for the splits, allocated once: graphs need fixed addresses. Each launch leaves the counters 0."""
 
     def __init__(
         self, max_rows: int, kv_heads: int, group: int, head_dim: int, device: torch.device, longest: int = 8192
     ) -> None:
-        """`longest`: the keys of the longest possible sequence."""
+        """`longest`: the number of keys of the longest possible sequence."""
         self.longest = longest
         parts = max(n * kv_heads * num_splits(n, kv_heads, longest) for n in range(1, max_rows + 1))
         self.partial = torch.empty(parts * group * head_dim, dtype=torch.float32, device=device)
@@ -280,7 +283,7 @@ class DecodeWorkspace:
 
 
 def num_splits(n: int, kv_heads: int, longest: int) -> int:
-    """Splits per (sequence, kv head), a power of two: 1,024 programs keep a GPU busy.
+    """Return the splits per (sequence, kv head), a power of two. The target is 1,024 programs, which keep a GPU busy.
 
     Idle programs cost time: 6 of 58 us at 64 sequences of 900 tokens. With too few splits, too few programs read one
     long sequence among many short ones.
@@ -292,26 +295,26 @@ def num_splits(n: int, kv_heads: int, longest: int) -> int:
 class Form(NamedTuple):
     """The compile-time parameters of a launch. They depend on the number of sequences, not on lengths."""
 
-    tile: int
+    tile: int  # keys
     warps: int
     stages: int
-    min_chunk: int
+    min_chunk: int  # the fewest keys of a split
     splits: int
-    peel: bool
+    peel: bool  # True: load the first tile before the previous kernel has ended
 
 
 def form_for(n: int, kv_heads: int, longest: int) -> Form:
-    """The form that was fastest for n sequences, in whole steps of Qwen3-8B at the clock that the card sustains."""
+    """Return the form that was fastest for n sequences, in whole steps of Qwen3-8B at the GPU's sustained clock."""
     pairs, splits = n * kv_heads, num_splits(n, kv_heads, longest)
     if pairs <= 64:  # latency matters: load the first tile before the previous kernel has ended
         return Form(64, 4, 3, 64, splits, True)
-    if pairs >= 1792:  # many short programs: more of them on a multiprocessor leave less idle time at the end
+    if pairs >= 1792:  # many short programs: with more of them per multiprocessor, less time is idle at the end
         return Form(32, 1, 4, 1024, splits, False)
     return Form(64, 2, 4, 256 if pairs < 512 else 1024, splits, False)
 
 
 def form_for_fp8(n: int, kv_heads: int, longest: int) -> Form:
-    """`form_for` for 8-bit keys and values: twice the tokens in the same bytes."""
+    """Like `form_for`, for 8-bit keys and values: the same bytes hold twice the tokens."""
     pairs, splits = n * kv_heads, num_splits(n, kv_heads, longest)
     if pairs <= 64:
         return Form(64, 2, 3, 64, splits, True)
@@ -325,12 +328,12 @@ def decode_attention(
     block_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, scale: float, group: int, *,
     fused: tuple[torch.Tensor | None, torch.Tensor, float] | None = None, kv_scales: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write attention to `out` [n, heads * d].
+    """Write the output of attention to `out` [n, heads * d].
 
-    q: [n, heads * d] (row stride free); or, with `fused` = (qk_weight [heads + kv_heads, d] or None, rope table fp32
+    q: [n, heads * d] (any row stride); or, with `fused` = (qk_weight [heads + kv_heads, d] or None, rope table fp32
     [positions, d], eps), rows [n, (heads + 2 kv_heads) * d] of the qkv projection. With `fused` the kernel starts
-    before the previous one has ended, so that one must not write lengths or cache entries.
-    kv_scales: fp32 [2, kv_heads] of an 8-bit cache (engine/attention/kv_fp8.py).
+    before the previous kernel has ended, so the previous kernel must not write lengths or cache entries.
+    kv_scales: fp32 [2, kv_heads], the scales of an 8-bit cache (engine/attention/kv_fp8.py).
     """
     n = seq_lens.shape[0]
     block_size, kv_heads, head_dim = k_cache.shape[1:]

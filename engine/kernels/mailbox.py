@@ -1,21 +1,22 @@
-"""Exchanges between the GPUs of one host inside a kernel: sums over ranks fused with a norm, and one draw.
+"""Kernels that exchange data between the GPUs of one host: sums over ranks, fused with a norm, and a common draw.
 
 Every rank has a mailbox in memory that its peers can write (engine/parallel/mailbox.py). Each program of a kernel uses
-one *lane*: it writes its words into the mailboxes of all ranks, then waits until the words of all ranks are in its own.
-A 64-bit word carries 32 bits of data and the number of the call, so a word shows by itself that it has arrived: one
-trip over the link, no fences, no barriers. This is the LL ("low latency") protocol of NCCL (NVIDIA, 2019). It is
-one-shot: every rank receives everything and adds it up in the order of the ranks, so all ranks have the same bits.
+one *lane*: it writes its words into the mailboxes of all ranks, then waits until its own mailbox has the words of all
+ranks. A 64-bit word carries 32 bits of data and the number of the call, so the number shows the receiver that the word
+has arrived. A call takes one trip over the link, without fences or barriers. This is the LL ("low latency") protocol of
+NCCL (NVIDIA, 2019). The exchange is one-shot: every rank receives the words of all ranks and adds them up in the order
+of the ranks, so all ranks get the same bits.
 
     mailbox   int64 [2][lanes][ranks][words]
 
 The calls of a lane alternate between the two halves. A rank that has finished call k + 1 has received the words of all
-others for k + 1. So all others have finished call k, and its half may be overwritten in call k + 2. Every rank must
-launch the same kernels over the same lanes in the same order.
+other ranks for call k + 1. So all other ranks have finished call k, and call k + 2 may overwrite the half of call k.
+Every rank must launch the same kernels over the same lanes in the same order.
 
-A waiting program regularly checks a flag in the host's memory. The host sets it when a rank is gone; then the wait ends
-and the results are meaningless.
+A waiting program regularly checks a flag in the host's memory. The host sets the flag when a rank is lost; then the
+wait ends, and the results are meaningless.
 
-On two H200s the sum of one row of 4,096 takes 3.1 us, with NCCL 6.7 us (MEASURED.md).
+On two H200s the sum of one row of 4,096 numbers takes 3.1 us; with NCCL it takes 6.7 us (MEASURED.md).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-ELECTED = 256  # draws in one lane, two words each
+ELECTED = 256  # draws that one lane of `elect` exchanges, two words each
 SPINS = 1024  # checks of the mailbox for each check of the flag
 
 
@@ -39,7 +40,7 @@ class Box(Protocol):
     lanes: int
     words: int
     addresses: torch.Tensor  # int64 [size]  each rank's mailbox in this rank's address space
-    calls: torch.Tensor  # int32 [lanes]     calls so far
+    calls: torch.Tensor  # int32 [lanes]     number of calls so far
     abort: torch.Tensor  # int32 [1], pinned memory of the host: 1 ends all waiting
 
 
@@ -48,7 +49,10 @@ def _exchange(
     word, i, live, lane, addresses, calls, abort, RANK: tl.constexpr, SIZE: tl.constexpr, SIZE2: tl.constexpr,
     LANES: tl.constexpr, WORDS: tl.constexpr, SPINS: tl.constexpr,
 ):  # fmt: skip
-    """Exchange words: this rank's int32 [N], where `live` -> those of all ranks, int32 [SIZE2, N], zeros past SIZE."""
+    """Send the words of this rank, int32 [N], where `live`; return the words of all ranks, int32 [SIZE2, N].
+
+    The rows past SIZE are zeros.
+    """
     call = tl.load(calls + lane) + 1
     at = ((call & 1) * LANES + lane) * SIZE * WORDS
     sent = (call.to(tl.int64) << 32) | (word.to(tl.int64) & 0xFFFFFFFF)
@@ -70,25 +74,26 @@ def _exchange(
             spins = 0
             if tl.load(abort, volatile=True) != 0:
                 missing = 0
-    tl.debug_barrier()  # all threads have read the number of the call
+    tl.debug_barrier()  # all threads must read the number of the call before it changes
     tl.store(calls + lane, call)
     return got.to(tl.int32)
 
 
 @triton.jit
 def _low(word, dtype: tl.constexpr):
-    """The first of the two 16-bit floats of an int32, as fp32."""
+    """Return the first of the two 16-bit floats of an int32, as fp32."""
     return (word & 0xFFFF).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _high(word, dtype: tl.constexpr):
+    """Return the second of the two 16-bit floats of an int32, as fp32."""
     return (word >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _word(low, high, dtype: tl.constexpr):
-    """Two fp32, rounded to 16 bits, in one int32."""
+    """Return two fp32 numbers, rounded to 16 bits each, in one int32."""
     first = low.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return first | (high.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
@@ -136,7 +141,7 @@ def _sum_kernel(
         pair = tl.load(x + wanted * HALF + i, mask=mine, other=0)
     else:
         pair = tl.load(x + at, mask=live, other=0)
-    if PARTS > 1:  # two fp32 in 64 bits
+    if PARTS > 1:  # x holds pairs of fp32, 64 bits each
         low = pair.to(tl.int32).to(tl.float32, bitcast=True)
         high = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         for part in tl.static_range(1, PARTS):
@@ -160,10 +165,10 @@ def _sum_kernel(
 
 
 def sum_ranks(x: torch.Tensor, box: Box, norm: tuple[torch.Tensor, torch.Tensor, float] | None = None) -> torch.Tensor:
-    """The sum over all ranks of x [T, H], T at most box.lanes, in half precision; added up in fp32.
+    """Return the sum of x [T, H] over all ranks, in half precision but added up in fp32. T is at most box.lanes.
 
-    With `norm` = (residual [T, H], weight [H], eps): adds the sum to the residual in place and returns its RMS norm, as
-    engine.kernels.norms.rms_norm does. x may be fp32 [parts, T, H], whose parts are summed first.
+    With `norm` = (residual [T, H], weight [H], eps): add the sum to the residual in place and return the RMS norm of
+    the residual, as engine.kernels.norms.rms_norm does. x may be fp32 [parts, T, H]: then its parts are summed first.
     """
     hidden = x.shape[-1]
     parts = x.shape[0] if x.dim() == 3 else 1
@@ -175,7 +180,10 @@ def sum_ranks(x: torch.Tensor, box: Box, norm: tuple[torch.Tensor, torch.Tensor,
 
 
 def embed_ranks(tokens: torch.Tensor, table: torch.Tensor, box: Box) -> torch.Tensor:
-    """tokens int64 [T] -> their rows [T, H] of an embedding split evenly over ranks; `table`: this rank's rows."""
+    """Return the rows [T, H] of `tokens`, int64 [T], in an embedding table that is split evenly over ranks.
+
+    `table`: this rank's rows.
+    """
     out = torch.empty(len(tokens), table.shape[1], dtype=table.dtype, device=table.device)
     return _launch_sum(table.view(torch.int32), table, table, out, box, tokens, len(table), 0.0, False, 1, True)
 
@@ -227,14 +235,15 @@ def _elect_kernel(
     token = tl.load(outcome + entry, mask=live & (i & 1 == 1), other=0).to(tl.int32)
     word = tl.where(even, score, token)
     got = _exchange(word, i, live, lane, addresses, calls, abort, RANK, SIZE, SIZE2, LANES, WORDS, SPINS)
-    found, named = tl.split(tl.reshape(got, (SIZE2, BLOCK, 2)))
-    there = (tl.arange(0, SIZE2) < SIZE)[:, None]
-    bad = tl.max((there & (named < 0)).to(tl.int32), 0) > 0
-    token = tl.where(named < 0, -1 - named, named)
-    score = tl.where(there, found.to(tl.float32, bitcast=True), -float("inf"))
+    score_bits, ids = tl.split(tl.reshape(got, (SIZE2, BLOCK, 2)))
+    is_rank = (tl.arange(0, SIZE2) < SIZE)[:, None]
+    bad = tl.max((is_rank & (ids < 0)).to(tl.int32), 0) > 0
+    token = tl.where(ids < 0, -1 - ids, ids)
+    score = tl.where(is_rank, score_bits.to(tl.float32, bitcast=True), -float("inf"))
     best = tl.max(score, 0)
-    # The lowest id among equal scores, as in argmax. NaN equals nothing: then any id.
-    token = tl.min(tl.where(there & ((score == best[None, :]) | bad[None, :]), token, 0x7FFFFFFF), 0).to(tl.int64)
+    # Among equal scores the lowest id counts, as in argmax. If logits are bad, the best score may be NaN, which equals
+    # no score: then all ids count.
+    token = tl.min(tl.where(is_rank & ((score == best[None, :]) | bad[None, :]), token, 0x7FFFFFFF), 0).to(tl.int64)
     bad = bad | (best == -float("inf"))
     entry = lane * BLOCK + tl.arange(0, BLOCK)
     live = entry < n
@@ -249,8 +258,9 @@ def elect(
 ) -> None:  # fmt: skip
     """Find the token with the highest score among the best tokens of all ranks; every rank gets the result.
 
-    scores fp32 [n]; outcome int64 [n]: ids, or -1 - id if the logits are bad; both as engine.kernels.sample.draw writes
-    them for a piece. Overwrites outcome and last_token[rows]; entries with seq_lens 0 are padding and are not written.
+    scores fp32 [n]; outcome int64 [n]: ids, or -1 - id if the logits are bad. engine.kernels.sample.draw writes both
+    for a piece of the vocabulary. Overwrites outcome and last_token[rows]; entries with seq_lens 0 are padding and are
+    not written.
     """
     n = len(outcome)
     _elect_kernel[(triton.cdiv(n, ELECTED),)](

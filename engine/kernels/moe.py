@@ -1,14 +1,14 @@
 """A mixture of experts as grouped matrix products.
 
-The pairs of a token and one of its experts are sorted by expert. A program multiplies one tile of pairs by one tile of
-their expert's weights.
+A token and each of its experts form a pair, and the pairs are sorted by expert. A program multiplies one tile of pairs
+by one tile of their expert's weights.
 
-    gate_up   rows of x, gathered by token -> silu(gate) · up, sorted
-    down      those rows, times the pair's weight -> one row for each pair, in the order of the tokens
+    gate_up   rows of x, gathered by token -> silu(gate) · up, one row per pair, sorted by expert
+    down      rows of gate_up -> output times the pair's weight, one row per pair, in the order of the tokens
     total     the sum of each token's pairs, in a fixed order
 
-T tokens of hidden size H; E experts of inner size I, K of them for each token; P = T · K pairs. The weights are
-gate_up [E, 2 I, H] (gates before ups) and down [E, H, I]. The bulk tensor copy engine reads them, so H and I must be
+T tokens of hidden size H; E experts of inner size I, K of them for each token; P = T · K pairs. The weights are gate_up
+[E, 2 I, H] (gates before ups) and down [E, H, I]. The GPU's tensor memory accelerator reads them, so H and I must be
 multiples of 8 in half precision.
 
 At Qwen3-30B-A3B's shape, up to 256 tokens, nearly all the time is spent on reading weights (MEASURED.md).
@@ -41,10 +41,10 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Pairs in a tile, whether they are on the narrow side of the product, and the tile of each product."""
+    """The tiles of the two products."""
 
-    rows: int
-    narrow: bool
+    rows: int  # pairs in a tile
+    narrow: bool  # True: the product is transposed, so that the pairs are its narrow side
     gate_up: Tile
     down: Tile
 
@@ -140,7 +140,7 @@ def _down_tile(
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k0 in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
-        a = inner.load([first, k0])  # rows past this tile belong to others or are zeros; they are not stored
+        a = inner.load([first, k0])  # rows past this tile belong to other tiles or are zeros; they are not stored
         b = w.load([at, k0])
         if NARROW:
             acc = tl.dot(b, a.T, acc, input_precision="ieee")
@@ -180,12 +180,12 @@ def _down_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    works = tl.load(tiles + 3) * ((H + BLOCK_N - 1) // BLOCK_N)
+    count = tl.load(tiles + 3) * ((H + BLOCK_N - 1) // BLOCK_N)
     first = tl.program_id(0)
     if PERSISTENT:  # loads the next tile while it stores this one
-        for work in tl.range(first, works, tl.num_programs(0), flatten=True):
+        for work in tl.range(first, count, tl.num_programs(0), flatten=True):
             _down_tile(inner, w, out, order, tiles, weights, work, H, INNER, BLOCK_M, BLOCK_N, BLOCK_K, NARROW, STAGES)
-    elif first < works:
+    elif first < count:
         _down_tile(inner, w, out, order, tiles, weights, first, H, INNER, BLOCK_M, BLOCK_N, BLOCK_K, NARROW, STAGES)
 
 
@@ -200,7 +200,7 @@ def _total_kernel(
         gdc_launch_dependents()
     used = i < H
     if HAS_LIVE:
-        used = used & (token < tl.load(live))  # padding has no pairs: zeros
+        used = used & (token < tl.load(live))  # padding tokens have no pairs: their sums are zeros
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP):
         total += tl.load(each + (token * TOP + k) * H + i, mask=used, other=0.0).to(tl.float32)
@@ -208,19 +208,19 @@ def _total_kernel(
 
 
 def tiles_for(tokens: int, per_token: int, experts: int) -> Tiles:
-    """The tiles that were fastest in measurements."""
-    each = tokens * per_token / experts  # pairs of an expert, if all experts get the same number
-    if each <= 10:
+    """Return the tiles that were fastest in measurements."""
+    per_expert = tokens * per_token / experts  # pairs of an expert, if all experts get the same number
+    if per_expert <= 10:
         return Tiles(16, True, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3))
-    if each <= 20:
+    if per_expert <= 20:
         return Tiles(32, True, Tile(64, 128, 4, 4), Tile(128, 64, 4, 4))
-    if each <= 48:
+    if per_expert <= 48:
         return Tiles(64, False, Tile(128, 64, 4, 3), Tile(128, 64, 4, 4))
     return Tiles(128, False, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4))
 
 
 def forms(most: int, hidden: int, experts: int, per_token: int) -> list[int]:
-    """Numbers of tokens whose steps together use every form of the kernels that steps of up to `most` tokens use."""
+    """Return numbers of tokens: steps of these sizes use all forms of the kernels that up to `most` tokens need."""
     found: dict[tuple[Tiles, Form], int] = {}
     for tokens in range(1, most + 1):
         tiles = tiles_for(tokens, per_token, experts)
@@ -234,20 +234,20 @@ def _processors(device: torch.device) -> int:
 
 
 def products(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routes: Routes, tiles: Tiles) -> torch.Tensor:
-    """x [T, H] -> [T, K, H]: the weighted output of each token's experts.
+    """Return the weighted output [T, K, H] of each token's experts, for x [T, H].
 
-    Rows of tokens without experts are not written.
+    The rows of padding tokens, which have no experts, are not written.
     """
     (tokens, hidden), (experts, inner_size) = x.shape, (len(down), down.shape[2])
-    pairs, each = len(routes.order), routes.weights.shape[1]
+    pairs, per_token = len(routes.order), routes.weights.shape[1]
     inner = torch.empty(pairs, inner_size, dtype=x.dtype, device=x.device)
-    out = torch.empty(tokens, each, hidden, dtype=x.dtype, device=x.device)
+    out = torch.empty(tokens, per_token, hidden, dtype=x.dtype, device=x.device)
     count, (n, k, warps, stages) = len(routes.tiles), tiles.gate_up
     k = min(k, max(16, triton.next_power_of_2(hidden)))
     w = TensorDescriptor.from_tensor(gate_up.view(experts * 2 * inner_size, hidden), [n, k])
     _gate_up_kernel[(count * triton.cdiv(inner_size, n),)](
-        x, w, inner, routes.order, routes.tiles, H=hidden, INNER=inner_size, TOP=each, BLOCK_M=tiles.rows, BLOCK_N=n,
-        BLOCK_K=k, NARROW=tiles.narrow, STAGES=stages, PDL=True, num_warps=warps, launch_pdl=True,
+        x, w, inner, routes.order, routes.tiles, H=hidden, INNER=inner_size, TOP=per_token, BLOCK_M=tiles.rows,
+        BLOCK_N=n, BLOCK_K=k, NARROW=tiles.narrow, STAGES=stages, PDL=True, num_warps=warps, launch_pdl=True,
     )  # fmt: skip
     n, k, warps, stages = tiles.down
     k = min(k, max(16, triton.next_power_of_2(inner_size)))
@@ -266,7 +266,7 @@ def products(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routes:
 
 
 def total(each: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
-    """each [T, K, H] -> the sums [T, H]; zeros for tokens past `live`."""
+    """Return the sums [T, H] of `each` [T, K, H] over K; zeros for tokens past `live`."""
     tokens, top, hidden = each.shape
     out = torch.empty(tokens, hidden, dtype=each.dtype, device=each.device)
     block = min(2048, triton.next_power_of_2(hidden))
@@ -280,7 +280,7 @@ def each_expert(
     x: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, per_token: int, normalised: bool,
     load: torch.Tensor, live: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """x [T, H] -> [T, K, H]: the weighted output of each token's experts, to be summed over K.
+    """Return the weighted output [T, K, H] of each token's experts, for x [T, H]. The caller sums it over K.
 
     Adds the tokens of each expert to load int64 [E]. `live` int32 [1]: only the first `live` tokens count, and only
     their rows are written.

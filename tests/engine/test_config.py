@@ -345,7 +345,7 @@ def test_open_choices_are_decided_by_device_and_model(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"dtype": "int4"}, "dtype is 'int4'"),
-        ({"block_size": 0}, "block_size is 0: it must be at least 1"),
+        ({"block_size": 0}, "block_size is 0: it must be a whole number, at least 1"),
         ({"num_blocks": -1}, "num_blocks is -1"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
         ({"device": "tpu9"}, "device is 'tpu9': it must be auto, cpu, cuda"),
@@ -453,7 +453,7 @@ def test_a_recommended_top_k_beyond_the_vocabulary_is_off(tmp_path: Path) -> Non
         ({"tensor_parallel_size": 10**6}, "tensor_parallel_size is 1,000,000: it must be at most 64"),
         ({"cpu_threads": 10**9}, "cpu_threads is 1,000,000,000: it must be at most 1,024"),
         ({"seed": 1 << 64}, "seed is .* 64 bits"),
-        ({"num_blocks": "64"}, "num_blocks is '64': it must be at least 1"),
+        ({"num_blocks": "64"}, "num_blocks is '64': it must be a whole number, at least 1"),
         ({"block_size": None}, "block_size is None"),
         ({"speculative_tokens": "8"}, "speculative_tokens is 8"),
     ],

@@ -133,7 +133,7 @@ def test_names_are_for_prefill_and_decode() -> None:
         ((9, 0), "2", 16, r"needs flash_attn, which is not installed: pip install '.\[flash\]' .*\(FlashAtt.*auto"),
         ((9, 0), "4", 128, r"blocks of 64 or more tokens as a whole.*use --block-size 16, or leave"),
         ((8, 9), "", 256, r"needs FlashAttention-2 on this GPU, but it cannot.*pip install flash-attn, or leave it at"),
-        ((8, 9), "2", 16, r"blocks of a multiple of 256 tokens, and these have 16: add --block-size 256, or"),
+        ((8, 9), "2", 16, r"blocks of a multiple of 256 tokens, and the block size is 16: add --block-size 256, or"),
         ((7, 5), "2", 256, r"compute capability 8.0 or more, and this one has 7.5: leave it at auto"),
     ],
 )

@@ -73,7 +73,7 @@ def weights_asked(hub: FakeHub) -> list[str]:
 def interrupt(hub: FakeHub) -> None:
     """The first start: the second shard breaks off in its middle, and cannot be had from then on."""
     hub.cut = {SECOND}
-    with pytest.raises(CheckpointError, match=r"has a fault \(503\).*are kept"):
+    with pytest.raises(CheckpointError, match=r"reports an internal error \(503\).*are kept"):
         resolve_model(NAME)
     hub.cut, hub.asked = set(), []
 
@@ -145,7 +145,7 @@ def test_what_is_neither_a_directory_nor_a_name_is_refused(name: str, hub: FakeH
 
 @pytest.mark.parametrize("name", ["Org/Model-1B-GGUF:Q4_K_M", "Org/Model-1B:Q4_K_M", "Model-1B.gguf:latest"])
 def test_a_name_of_a_quantised_file_says_what_to_name_instead(name: str, hub: FakeHub) -> None:
-    with pytest.raises(CheckpointError, match=r"GGUF and quantised files are not read.* as in (Org/)?Model-1B$"):
+    with pytest.raises(CheckpointError, match=r"GGUF and quantised files are not supported.* as in (Org/)?Model-1B$"):
         resolve_model(name)
 
 
@@ -231,7 +231,7 @@ def test_a_disk_without_room_is_told_before_any_weight_is_asked_for(
     import shutil
 
     monkeypatch.setattr("engine.hub.download.disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 5999))
-    with pytest.raises(CheckpointError, match=r"needs 0.00 GB more .*make room"):
+    with pytest.raises(CheckpointError, match=r"needs 0.00 GB more .*delete files"):
         resolve_model(NAME)
     assert weights_asked(hub) == []
     monkeypatch.setattr("engine.hub.download.disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 6000))
@@ -282,7 +282,7 @@ def test_without_a_network_an_interrupted_download_is_told_as_such(
 ) -> None:
     interrupt(hub)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    expected = r"in the cache .*did not end \(missing: .*model-00002.*has to come from the hub.*HF_HUB_OFFLINE"
+    expected = r"in the cache .*did not end \(missing: .*model-00002.*the rest must be downloaded.*HF_HUB_OFFLINE"
     with pytest.raises(CheckpointError, match=expected):
         resolve_model(NAME)
 
@@ -326,15 +326,15 @@ def test_a_download_reports_its_progress_and_counts_what_was_there(hub: FakeHub)
 @pytest.mark.parametrize(
     ("status", "code", "message"),
     [
-        (401, "", "does not give it .*hf auth login"),
+        (401, "", "denies access to it .*hf auth login"),
         (401, "GatedRepo", "accept the model's terms.*hf auth login"),
         (403, "", "accept the model's terms.*hf auth login"),
         (403, "GatedRepo", "accept the model's terms.*hf auth login"),
         (404, "RepoNotFound", "check the name"),
         (404, "", "check the name"),
         (429, "", "refuses more requests for now"),
-        (500, "", r"has a fault \(500\): try again later"),
-        (503, "", r"has a fault \(503\): try again later"),
+        (500, "", r"reports an internal error \(500\): try again later"),
+        (503, "", r"reports an internal error \(503\): try again later"),
     ],
 )
 def test_each_refusal_of_the_hub_is_a_sentence_with_a_way_out(
