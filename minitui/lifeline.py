@@ -1,7 +1,7 @@
-"""Child processes that end with their parent, even after SIGKILL.
+"""Makes child processes end when their parent ends, even if the parent is killed (SIGKILL).
 
 Every child holds the read end of a pipe, and only the parent holds its write end. When the parent ends, the kernel
-closes the write end, and the children read the end of the file.
+closes the write end, and each child reads end-of-file.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ GRACE_S = 2.0  # between SIGTERM and the forced exit
 
 @functools.cache
 def lifeline() -> int:
-    """Returns the file descriptor to pass to child processes, which find its number in VARIABLE.
+    """Returns the file descriptor to pass to child processes; the caller passes its number in VARIABLE.
 
-    One pipe serves all children.
+    All children share one pipe.
     """
-    read, _ = os.pipe()  # the write end stays open while this process lives; children do not inherit it
+    read, _ = os.pipe()  # the write end stays open until this process ends; children do not inherit it
     return read
 
 
 def end_with_parent() -> None:
     """End this process when its parent ends, if the parent passed a lifeline. Call it early in `main`."""
-    number = os.environ.pop(VARIABLE, "")  # not for the children of this process
+    number = os.environ.pop(VARIABLE, "")  # removed, so that children of this process do not see it
     with contextlib.suppress(ValueError, OSError):
         if stat.S_ISFIFO(os.fstat(int(number)).st_mode):
             os.set_inheritable(int(number), False)

@@ -1,4 +1,4 @@
-"""A status line on stderr, for example while a model loads."""
+"""Shows a status line on stderr, for example while a model loads."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from minitui.visible import PlainStream, visible_line
 
 
 class Status:
-    """One line, rewritten in place; writes nothing if the file is not a terminal."""
+    """A line that each call overwrites; writes nothing if the file is not a terminal."""
 
     def __init__(self, file: TextIO) -> None:
-        self._file = file.stream if isinstance(file, PlainStream) else file  # our own escape sequences must pass
+        # The unfiltered stream: our own escape sequences must reach the terminal.
+        self._file = file.stream if isinstance(file, PlainStream) else file
         self._shown = False
 
     def __call__(self, progress: dict[str, Any]) -> None:

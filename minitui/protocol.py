@@ -1,4 +1,4 @@
-"""What minitui's clients and servers share: the tokenizer's files, and which hosts are local."""
+"""Definitions that minitui's clients and servers share: the tokenizer's files, and which hosts are local."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOKENIZER_FILES = (
 
 
 def is_loopback(host: str) -> bool:
-    """Is this name or address the machine itself?"""
+    """Returns whether this name or address is a loopback address."""
     if host.lower().rstrip(".") == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""The cost of engine records: microseconds per record, and runs with and without records."""
+"""Measures the cost of engine records: microseconds per record, and the slowdown of runs that write records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COUNT = 20_000
 
 
 def record_cost() -> dict[str, float]:
-    """Microseconds to append a typical record, and to pack it for sending."""
+    """Returns the microseconds to append a typical record, and to pack it for sending."""
     log = RecordLog(limit=COUNT)
     started = time.perf_counter()
     for step in range(COUNT):
@@ -27,8 +27,8 @@ def record_cost() -> dict[str, float]:
 
 
 def watched_runs(llm: LLM, rows: int, tokens: int, pairs: int) -> dict[str, Any]:
-    """Runs `rows` replies of `tokens` each, with records off and on in turn; returns the slowdown and its 95 %
-    interval."""
+    """Runs `rows` replies of `tokens` tokens each, `pairs` times with and without records; returns the slowdown and
+    the half width of its 95 % interval."""
     log = llm.engine.log
     vocab, ratios, per_step = int(llm.info["vocab_size"]), [], []
     params = greedy(tokens)
@@ -56,8 +56,11 @@ def watched_runs(llm: LLM, rows: int, tokens: int, pairs: int) -> dict[str, Any]
 
 
 def mean_interval(values: list[float]) -> tuple[float, float]:
-    """The mean, and the half width of its 95 % interval; nan for one value. Student's t by three terms of its expansion
-    around the normal quantile: right to 0.3 % from five values on."""
+    """Returns the mean and the half width of its 95 % confidence interval (nan for one value).
+
+    Student's t is the normal quantile plus three terms of its expansion; for five or more values the error is below
+    0.3 %.
+    """
     n, z = len(values), 1.959964
     if n < 2:
         return statistics.mean(values), float("nan")
@@ -67,17 +70,17 @@ def mean_interval(values: list[float]) -> tuple[float, float]:
 
 
 def interval_text(mean: float, half: float) -> str:
-    """Mean and interval as text, in percent."""
+    """Returns the mean and its interval as text, in percent."""
     return f"{mean:+.2%} (95 % interval {mean - half:+.2%} to {mean + half:+.2%})"
 
 
 def watching(llm: LLM, rows: int, tokens: int = 128, pairs: int = 8) -> tuple[dict[str, Any], list[str]]:
-    """Measures both; returns data and lines of text."""
+    """Measures the cost of a record and the slowdown of runs; returns the data and lines of text."""
     cost, runs = record_cost(), watched_runs(llm, rows, tokens, pairs)
     lines = [
-        f"a record takes {cost['append_us']:.2f} us to write and {cost['pack_us']:.2f} us to send; "
-        f"a decode step of {rows} rows writes {runs['records_per_step']:.1f}",
-        f"records slow a step down by {interval_text(runs['slowdown'], runs['interval'])}: {pairs} pairs of runs "
+        f"a record takes {cost['append_us']:.2f} us to write and {cost['pack_us']:.2f} us to pack; "
+        f"a decode step of {rows} rows writes {runs['records_per_step']:.1f} records",
+        f"records slow a run down by {interval_text(runs['slowdown'], runs['interval'])}: {pairs} pairs of runs "
         f"with {rows} rows, with and without records",
     ]
     return {**cost, **runs}, lines

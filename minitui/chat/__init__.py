@@ -1,1 +1,1 @@
-"""Chats without a terminal: conversations, prompts, answers, and the chat file."""
+"""Chats, independent of the terminal: conversations, prompts, answers, and the chat file."""

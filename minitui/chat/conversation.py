@@ -1,4 +1,4 @@
-"""A conversation: its messages, how its answers are sampled, and its title. Needs neither engine nor terminal."""
+"""A conversation: its messages, sampling options and title. This module needs neither an engine nor a terminal."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from engine.errors import InvalidRequest
 from engine.params import SamplingParams
 from minitui.sources.base import Stream
 
-STEADY = 0.2  # `rate` is 0 until arrivals span this share of its window: a few tokens give no rate
+LEAST_SPAN = 0.2  # `rate` is 0 until arrivals span this share of its window: fewer tokens give no reliable rate
 LONGEST_TITLE = 40
-SKIPPED_WORDS = (  # a title does not begin with these words of a question
+SKIPPED_WORDS = (  # a title leaves out these words at the beginning of a question
     "a an and about are can could did do does explain for from give i in is it me mean of on please tell the to what "
     "whats when where which who would you your"
 )
@@ -24,7 +24,7 @@ SKIPPED_WORDS = (  # a title does not begin with these words of a question
 
 @dataclass
 class Message:
-    """One message. `state`: done | queued | running | cancelled | error. `metrics` are the engine's, after the end."""
+    """One message. `state`: done | queued | running | cancelled | error. `metrics`: from the engine, at the end."""
 
     role: str
     text: str = ""
@@ -32,22 +32,22 @@ class Message:
     error: str = ""
     metrics: dict[str, Any] = field(default_factory=dict)
     created: float = field(default_factory=time.time)
-    unfolded: bool = False  # the application shows its thinking
-    version: int = 0  # counts changes
+    unfolded: bool = False  # the application shows the thinking of this answer
+    version: int = 0  # the number of changes so far
 
     @property
     def busy(self) -> bool:
-        """True while it is an unfinished answer."""
+        """True while this message is an unfinished answer."""
         return self.state in ("queued", "running")
 
     def touch(self) -> None:
-        """Marks it as changed."""
+        """Marks this message as changed."""
         self.version += 1
 
 
 @dataclass
 class Sampling:
-    """How the answers of a chat are sampled. None: as the checkpoint says, else the engine's default."""
+    """The sampling options of a chat. None: the checkpoint's value, or the engine's default if it has none."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -57,7 +57,7 @@ class Sampling:
     ignore_eos: bool = False
 
     def params(self, defaults: dict[str, Any]) -> SamplingParams:
-        """The engine's parameters; `defaults` is the checkpoint's generation_config."""
+        """Returns the engine's parameters; `defaults` is the checkpoint's generation_config."""
         chosen: dict[str, Any] = {"temperature": 0.7, "max_tokens": None} | {
             k: v for k, v in defaults.items() if k in ("temperature", "top_p", "top_k") and v is not None
         }
@@ -65,7 +65,7 @@ class Sampling:
         return SamplingParams(**chosen)
 
     def set(self, name: str, text: str) -> str:
-        """Sets the option `name` from typed text; returns a sentence for the user. Raises InvalidRequest."""
+        """Sets the option `name` to the typed `text`; returns a sentence for the user. Raises InvalidRequest."""
         kinds: dict[str, Callable[[str], Any]] = {
             "temperature": float, "top_p": float, "top_k": int, "max_tokens": int, "seed": int, "ignore_eos": _switch,
         }  # fmt: skip
@@ -90,7 +90,7 @@ def _switch(text: str) -> bool:
 
 @dataclass
 class Session:
-    """One chat. `ids` are the token ids that were sent and received so far."""
+    """One chat. `ids` are the token ids sent and received so far."""
 
     id: str
     title: str
@@ -98,15 +98,15 @@ class Session:
     sampling: Sampling = field(default_factory=Sampling)
     messages: list[Message] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
-    spelled_by: str = ""  # the checkpoint that `ids` belong to
+    ids_model: str = ""  # the model whose token ids `ids` are
     parent: str | None = None
-    named: bool = False  # the user chose the title
+    named: bool = False  # the user chose the title: questions do not change it
     note: str = ""  # shown under the transcript
-    request: int | None = None  # the engine's id of the current or last answer
+    request: int | None = None  # the engine's request id of the current or last answer
     created: float = field(default_factory=time.time)
     closed: bool = False
     _stream: Stream | None = None
-    _cancelled: bool = False  # the engine was asked to end the answer
+    _cancelled: bool = False  # the engine was asked to cancel the answer
     _task: asyncio.Task[None] | None = None
     _arrivals: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=128))
 
@@ -117,14 +117,14 @@ class Session:
 
     @property
     def state(self) -> str:
-        """The state of the last message; idle if there is none."""
+        """The state of the last message, or "idle" for an empty chat."""
         return self.messages[-1].state if self.messages else "idle"
 
     def rate(self, window: float = 1.0, now: float | None = None) -> float:
-        """Tokens per second over the last `window` seconds; 0 until arrivals span STEADY of it."""
+        """Returns tokens per second over the last `window` seconds; 0 until arrivals span LEAST_SPAN of the window."""
         now = time.monotonic() if now is None else now
         recent = [(t, n) for t, n in self._arrivals if now - t <= window]
-        if not recent or recent[-1][0] - recent[0][0] < STEADY * window:
+        if not recent or recent[-1][0] - recent[0][0] < LEAST_SPAN * window:
             return 0.0
         return sum(n for _, n in recent[1:]) / (recent[-1][0] - recent[0][0])
 
@@ -133,7 +133,7 @@ class Session:
         self._arrivals.clear()
 
     def conversation(self) -> list[dict[str, str]]:
-        """The messages for the chat template: the system prompt, and every finished message that has text."""
+        """Returns the messages for the chat template: system prompt, all questions, and finished answers with text."""
         head = [{"role": "system", "content": self.system}] if self.system else []
         return head + [
             {"role": m.role, "content": m.text} for m in self.messages if not m.busy and (m.text or m.role == "user")
@@ -141,7 +141,8 @@ class Session:
 
 
 def title_of(question: str) -> str:
-    """A title for a question: at most LONGEST_TITLE characters of its first line, without SKIPPED_WORDS in front."""
+    """Returns a title for a question: at most LONGEST_TITLE characters of its first line, without leading
+    SKIPPED_WORDS."""
     words = question.strip().split("\n")[0].replace("?", " ").replace("!", " ").split()
     while len(words) > 1 and words[0].lower().rstrip(",.:;'") in SKIPPED_WORDS.split():
         words.pop(0)
@@ -154,5 +155,5 @@ def title_of(question: str) -> str:
 
 
 def new_id() -> str:
-    """A random id for a new chat."""
+    """Returns a random id for a new chat."""
     return uuid.uuid4().hex[:8]

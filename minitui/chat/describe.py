@@ -1,4 +1,4 @@
-"""The line under an answer, and the answer's thinking separated from its text."""
+"""Describes an answer in one line, and separates its thinking from its text."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from minitui.text import duration, match_reason
 
 
 def split_thinking(text: str) -> tuple[str, str, bool]:
-    """`text` as (thinking, answer, still thinking). A Markdown parser would drop the <think> part as HTML."""
+    """Splits `text` into (thinking, answer, is the thinking unfinished).
+
+    A Markdown parser would drop the <think> part as HTML.
+    """
     stripped = text.lstrip()
     if not stripped.startswith(THINK):
-        # While streaming, "<thi" may still become the tag.
+        # A streamed "<thi" may still become "<think>".
         return ("", "", True) if stripped and THINK.startswith(stripped) else ("", text, False)
     inner, end, rest = stripped[len(THINK) :].partition(END_THINK)
     return inner.strip("\n"), rest.lstrip("\n"), not end
 
 
 def describe_answer(message: Message) -> list[tuple[str, str]]:
-    """The line under an answer as (text, tone) parts. Tones: dim, hit, bad."""
+    """Returns the line under an answer as (text, tone) parts. Tones: dim, hit, bad."""
     m = message.metrics
     parts: list[tuple[str, str]] = []
     if message.state == "cancelled":
@@ -39,11 +42,11 @@ def describe_answer(message: Message) -> list[tuple[str, str]]:
         full = f"stopped at {tokens:,} tokens of prompt and answer: the context or the pool is full"
         parts.append((full if m.get("full") else "stopped at max_tokens", "dim"))
     if by := m.get("replica"):
-        passed = " and ".join(str(number) for number in by["passed"])
-        why = f", as {passed} did not answer" if passed else ""
+        failed = " and ".join(str(number) for number in by["passed"])
+        why = f", because replica {failed} did not answer" if failed else ""
         parts.append((f"replica {by['number']} ({by['name']}){why}", "dim"))
     total, cached = m.get("prompt_tokens", 0), m.get("cached_tokens", 0)
-    if total is None or cached is None:  # other servers may not report it
+    if total is None or cached is None:  # servers other than minitui may not report them
         parts.append(("cache use unknown", "dim"))
         return parts
     parts.append((f"{cached:,} of {total:,} prompt tokens from cache", "hit" if cached else "dim"))
@@ -55,5 +58,5 @@ def describe_answer(message: Message) -> list[tuple[str, str]]:
     if m.get("preemptions"):
         parts.append((f"preempted {m['preemptions']}×", "bad"))
     if gone := m.get("diverged"):
-        parts.append((f"{gone['reason']}: the prompt is new from token {gone['at']:,} on", "dim"))
+        parts.append((f"{gone['reason']}: the prompt changes from token {gone['at']:,} on", "dim"))
     return parts

@@ -1,4 +1,4 @@
-"""The model that a command runs, with its default system prompt and known questions."""
+"""Chooses the model that a command runs, its default system prompt and its known questions."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ PLAIN_SYSTEM_PROMPT = "You are a helpful assistant. Answer clearly and briefly."
 class Choice:
     """A model, its system prompt, and how the application shows it."""
 
-    name: str  # as the engine resolves it
-    label: str  # as the application shows it; empty: the engine's name for it
+    name: str  # a directory or repository; the engine resolves it
+    label: str  # the name that the application shows; empty: the engine's name for the model
     system: str
     speaker: str
     known_questions: list[str] = field(default_factory=list)
 
 
 def choose_model(name: str | None, system: str | None = None) -> Choice:
-    """The bundled model if `name` is None; else a directory, or a model of the local cache or the hub."""
+    """Returns the choice for `name`: a directory, or a model of the local cache or the hub; None: the bundled model.
+
+    Raises CheckpointError if the bundled model is missing.
+    """
     if name is not None:
         return _plain(name, system)
     path = tutor.model_dir()
@@ -35,7 +38,7 @@ def choose_model(name: str | None, system: str | None = None) -> Choice:
 
 
 def served_choice(info: dict[str, Any], system: str | None) -> Choice:
-    """The model of a minitui server, from its `info`."""
+    """Returns the choice for the model of a minitui server, from its `info`."""
     return _bundled("", "", system) if info.get("bundled") else _plain("", system)
 
 
@@ -49,7 +52,7 @@ def _plain(name: str, system: str | None) -> Choice:
 
 
 def load_codec(info: dict[str, Any]) -> Codec:
-    """The tokenizer of the checkpoint that the engine has loaded. Raises CheckpointError."""
+    """Returns the tokenizer of the checkpoint that the engine has loaded. Raises CheckpointError."""
     from engine.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(Path(info["model_dir"]))

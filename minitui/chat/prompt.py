@@ -1,4 +1,4 @@
-"""A chat's next prompt as token ids: the rendered template, with the ids of earlier turns kept where they match."""
+"""Makes a chat's next prompt: the ids of the rendered template, with the kept ids of earlier turns where they match."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class Codec(Protocol):
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of control tokens, which no text encodes to."""
+        """The ids of control tokens; a user's text never encodes to them."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of the ids."""
+        """Returns the text of the ids."""
 
     def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        """The ids of the rendered conversation."""
+        """Returns the ids of the rendered conversation."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt. Its first `kept` ids are the kept ids of the conversation. If the template changed an earlier turn,
+    """A prompt. Its first `kept` ids equal the ids that the conversation kept. If the prompt differs from them,
     `diverges_at` is the first token that differs and `reason` says why."""
 
     ids: list[int]
@@ -35,10 +35,11 @@ class Prompt:
 
 
 def continue_prompt(rendered: list[int], kept: list[int], codec: Codec) -> Prompt:
-    """The rendered prompt, with as many of the `kept` ids as possible.
+    """Returns the rendered prompt with as many of the `kept` ids as possible.
 
-    Both are split at their control tokens. Piece by piece, kept ids replace the rendered ids of the same text: a model
-    may use other tokens for a text than the tokenizer. This ends at the first piece with another text.
+    Both lists are split into pieces at control tokens. A kept piece replaces the rendered piece if both have the same
+    text, because a model may write a text with other tokens than the tokenizer. The first piece whose text differs, and
+    all later pieces, are the rendered ones.
     """
 
     def text_of(piece: list[int]) -> str:
@@ -57,16 +58,16 @@ def continue_prompt(rendered: list[int], kept: list[int], codec: Codec) -> Promp
         elif text_of(old[index]) == text_of(piece):
             ids += old[index]
         elif index == len(old) - 1 and (rest := _rest(old[index], piece, text_of)) is not None:
-            # The answer was cut short: the rendering continues it.
+            # The answer was cut short, and the rendered text continues it.
             return Prompt(ids + old[index] + rest + _joined(new[index + 1 :]), kept=len(kept))
         elif index == len(new) - 1 and old[index][: len(piece)] == piece:
-            ids += piece  # the end of the kept answer was removed
+            ids += piece  # the kept answer has more text than the rendered one
         else:
             at = len(ids) + _common(old[index], piece)
-            reason = _why(text_of(old[index]), text_of(piece), index)
+            reason = _difference(text_of(old[index]), text_of(piece), index)
             return Prompt(ids + _joined(new[index:]), at, at, reason)
     else:
-        # All rendered pieces matched, and some kept ones are left over: a message was removed.
+        # All rendered pieces matched. Kept pieces may be left over, after a message was removed.
         return Prompt(ids, len(ids))
     return Prompt(ids + _joined(new[len(old) :]), len(ids))
 
@@ -76,12 +77,12 @@ def _joined(pieces: list[list[int]]) -> list[int]:
 
 
 def _control(a: list[int], b: list[int], codec: Codec) -> bool:
-    """True if one of two different pieces is a control token: they cannot have the same text."""
+    """True if either of two different pieces is a control token; their texts then differ."""
     return a[0] in codec.special_ids or b[0] in codec.special_ids
 
 
 def _pieces(ids: list[int], special: frozenset[int]) -> list[list[int]]:
-    """Splits the ids; each control token is a piece of its own."""
+    """Splits the ids at control tokens; each control token is a separate piece."""
     pieces: list[list[int]] = []
     run: list[int] = []
     for token in ids:
@@ -98,26 +99,27 @@ def _pieces(ids: list[int], special: frozenset[int]) -> list[list[int]]:
 
 
 def _rest(old: list[int], piece: list[int], text_of: Callable[[list[int]], str]) -> list[int] | None:
-    """The ids of `piece` after the text of `old`; None if no token begins exactly there."""
-    begun, whole = text_of(old), text_of(piece)
-    if not whole.startswith(begun):
+    """Returns the ids of `piece` that follow the text of `old`; None if no token begins exactly there."""
+    beginning, whole = text_of(old), text_of(piece)
+    if not whole.startswith(beginning):
         return None
-    wanted = whole[len(begun) :]
+    wanted = whole[len(beginning) :]
     for start in range(len(piece), -1, -1):
         text = text_of(piece[start:])
         if text == wanted:
             return piece[start:]
-        if len(text) > len(wanted) + 4:  # half a character decodes to up to four replacement characters
+        if len(text) > len(wanted) + 4:  # an incomplete character decodes to up to four replacement characters
             return None
     return None
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """The number of ids at the beginning that both have."""
+    """Returns the length of the common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _why(old: str, new: str, piece: int) -> str:
+def _difference(old: str, new: str, piece: int) -> str:
+    """Returns the likely reason why the rendered text differs from the kept text of piece `piece`."""
     if END_THINK in old and END_THINK not in new:
         return "the template drops the thinking of earlier turns"
     if END_THINK in new and END_THINK not in old:

@@ -12,18 +12,18 @@ RETRY_S = 5.0
 
 
 class Saver:
-    """Writes chats to `store`; does nothing without one. If the file cannot be written, chats continue: `unsaved` keeps
-    them, and they are saved as soon as it can be written again."""
+    """Writes chats to `store`; does nothing if `store` is None. If the file cannot be written, chats continue:
+    `unsaved` keeps them until a later attempt succeeds."""
 
     def __init__(self, store: Store | None) -> None:
         self.store = store
         self.unsaved: dict[str, Session] = {}  # by id
-        self.error = ""  # why they are unsaved
+        self.error = ""  # why chats are unsaved
         self.on_unsaved: Callable[[str], None] = lambda sentence: None  # called when saving begins to fail
         self._retry_at = 0.0
 
     def save(self, session: Session, last: bool = False, everything: bool = False) -> None:
-        """Saves the chat, with its last message or all of them."""
+        """Saves the chat: its row, and also its last message (`last`) or all messages (`everything`)."""
         if self.store is None or not session.messages:
             return
         if self.unsaved:
@@ -49,20 +49,20 @@ class Saver:
             self._failed(session, error)
 
     def retry_now(self) -> None:
-        """Tries once more to save the unsaved chats."""
+        """Tries to save the unsaved chats, without waiting for RETRY_S."""
         if self.unsaved:
             self._retry_at = 0.0
             self.save(next(iter(self.unsaved.values())))
 
     def _failed(self, session: Session, error: StoreError) -> None:
         self._retry_at = time.monotonic() + RETRY_S
-        self.error, known = str(error), bool(self.unsaved)
+        self.error, failing = str(error), bool(self.unsaved)
         self.unsaved[session.id] = session
-        if not known:
+        if not failing:
             self.on_unsaved(f"{error}. Chats continue, and are saved as soon as possible.")
 
     def _write(self, store: Store, session: Session, first: int) -> None:
-        """Writes the chat and its messages from `first` on. With 0, it also deletes the messages that were removed."""
+        """Writes the chat and its messages from position `first` on. With `first` 0, also deletes removed messages."""
         with store.together():
             store.save_chat(session)
             for position, message in list(enumerate(session.messages))[first:]:

@@ -1,10 +1,11 @@
-"""All chats of the application on one source: the list of chats, and their answers being written.
+"""The application's chats on one source: the list of chats, and the tasks that write their answers.
 
 A session keeps the token ids that it sent and received. The chat template renders the next prompt. Where the text is
-the same, the kept ids replace the rendered ones, so that the cache holds the blocks of earlier turns. Some templates
-change earlier turns (Qwen3's drops their thinking): the prompt then says at which token it differs, and why.
+the same, the kept ids replace the rendered ones: the blocks of earlier turns then match the prompt and are reused. Some
+templates change earlier turns (Qwen3's template drops their thinking). The prompt then says at which token it differs,
+and why.
 
-Answers are tasks of the running event loop; the screens poll `Message.version`.
+Each answer is a task of the running event loop; the screens poll `Message.version`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from minitui.chat.store import Store
 from minitui.sources.base import Source
 
 logger = logging.getLogger("minitui")
-SAVE_EVERY_S = 1.0  # while an answer is written
-MOST_RESTORED = 9  # more tabs than that are hard to use
+SAVE_EVERY_S = 1.0  # interval between saves of an unfinished answer
+MOST_RESTORED = 9  # more tabs are hard to use
 
 
 class Chats:
@@ -40,28 +41,28 @@ class Chats:
         self.codec: Codec | None = None  # set by `use`, once the checkpoint is known
         self._usable = asyncio.Event()
         self.on_end: Callable[[Session], None] = lambda session: None
-        self.left_out = ""  # the chats that `restore` did not reopen, in words
+        self.left_out = ""  # sentences about the chats that `restore` did not reopen
 
     def use(self, codec: Codec) -> None:
-        """Sets the checkpoint's tokenizer; waiting questions are then sent."""
+        """Sets the checkpoint's tokenizer and sends the waiting questions."""
         self.codec = codec
         self._usable.set()
 
     # --- the list
 
     def new(self, system: str, title: str = "", parent: Session | None = None) -> Session:
-        """A new, empty chat at the end of the list."""
+        """Adds a new, empty chat at the end of the list and returns it."""
         sampling = replace(parent.sampling if parent else self.sampling)
         session = Session(new_id(), title or "new chat", system, sampling, named=bool(title))
         self.sessions.append(session)
         return session
 
     def fork(self, session: Session) -> Session:
-        """A new chat with the messages of `session` so far, an unfinished answer included. Both share blocks."""
+        """Returns a new chat with all messages of `session`, even an unfinished answer. Both chats share blocks."""
         fork = self.new(session.system, f"fork of {self.number(session)}", session)
         fork.named = False
         fork.messages = [replace(m, state="cancelled" if m.busy else m.state) for m in session.messages]
-        fork.ids, fork.spelled_by = list(session.ids), session.spelled_by
+        fork.ids, fork.ids_model = list(session.ids), session.ids_model
         fork.parent = session.id
         origin = f"{self.number(session)} {session.title}"
         fork.note = f"forked from {origin}: the next question reuses the blocks of the messages above"
@@ -69,8 +70,8 @@ class Chats:
         return fork
 
     def reopen(self, id: str) -> Session:
-        """Reopens a stored chat, or returns the chat if it is on the list. If it is open in another minitui, this is a
-        copy of it. Raises InvalidRequest for an unknown id."""
+        """Returns the chat with this id: from the list, or reopened from the store. If the chat is open in another
+        minitui, returns a copy of it. Raises InvalidRequest for an unknown id."""
         session = next((s for s in self.sessions if s.id == id), None)
         if session is None and (session := self.saver.unsaved.get(id)) is not None:  # newer than the file
             session.closed = False
@@ -81,71 +82,71 @@ class Chats:
             if chat is None or self.store is None:
                 raise InvalidRequest(f"the chat file has no chat {id!r}", "id")
             if self.store.claim(id):
-                session = _cut(chat)
+                session = _mark_cut_short(chat)
             else:  # two processes would overwrite each other's messages
-                session = _cut(chat, "another minitui is still writing it")
+                session = _mark_cut_short(chat, "another minitui is still writing this answer")
                 session.id, session.parent = new_id(), chat.id
-                session.note = "this chat is open in another minitui: this is a copy of it"
+                session.note = "this is a copy: the chat is open in another minitui"
             self.sessions.append(session)
             self.saver.save(session, everything=True)
         return session
 
     def close(self, session: Session) -> None:
-        """Cancels its answer and removes it from the list; it stays in the store."""
-        self._stop(session)  # a later save would reopen it in the store
+        """Cancels the chat's answer and removes the chat from the list, but not from the store."""
+        self._stop(session)  # first, because its save would reopen a closed chat in the store
         self.sessions.remove(session)
         self.saver.close_chat(session)
 
     def rename(self, session: Session, title: str) -> None:
-        """Sets its title; the next question does not change it."""
+        """Sets the chat's title; later questions do not change it."""
         session.title, session.named = title.strip()[:LONGEST_TITLE] or session.title, True
         self.saver.save(session)
 
     def set_system(self, session: Session, system: str) -> None:
-        """Changes its system prompt; the next prompt differs from its first tokens on."""
+        """Changes the chat's system prompt. The next prompt then differs from its first tokens on."""
         session.system = system.strip()
         session.note = "the new system prompt applies from the next question on" if session.messages else ""
         self.saver.save(session)
 
     def number(self, session: Session) -> int:
-        """Its position in the list, from 1."""
+        """Returns the chat's position in the list, from 1."""
         return self.sessions.index(session) + 1
 
     @property
     def names(self) -> dict[str, str]:
-        """The name of each chat, by the group of its requests."""
+        """The name of each chat. The key is the group of the chat's requests."""
         return {session.id: f"{number} {session.title}" for number, session in enumerate(self.sessions, 1)}
 
     def restore(self) -> int:
-        """Reopens the chats of the minitui that was used last, and returns their number. `left_out`: the others."""
+        """Reopens the chats of the minitui that was used last; returns their number. Sets `left_out`."""
         if self.store is None:
             return 0
-        left = self.store.take_over(MOST_RESTORED)
-        self.sessions += [_cut(chat) for chat in left.chats]
+        reopened = self.store.take_over(MOST_RESTORED)
+        self.sessions += [_mark_cut_short(chat) for chat in reopened.chats]
         sentences = []
-        if left.elsewhere:
-            chats = "1 chat is" if left.elsewhere == 1 else f"{left.elsewhere} chats are"
+        if reopened.elsewhere:
+            chats = "1 chat is" if reopened.elsewhere == 1 else f"{reopened.elsewhere} chats are"
             sentences.append(f"{chats} open in another minitui: F opens a copy here.")
-        if left.others:
-            chats = "1 older chat" if left.others == 1 else f"{left.others} older chats"
+        if reopened.others:
+            chats = "1 older chat" if reopened.others == 1 else f"{reopened.others} older chats"
             sentences.append(f"F {'also ' if sentences else ''}finds {chats}.")
         self.left_out = " ".join(sentences)
-        return len(left.chats)
+        return len(reopened.chats)
 
     # --- answers
 
     @property
     def model(self) -> str:
-        """The name of the checkpoint that token ids belong to, or of a codec with its own ids."""
+        """The name of the checkpoint, or of a codec with its own ids. Token ids are valid for this name only."""
         return getattr(self.codec, "spelling", "") or str(self.source.info.get("model", ""))
 
     def asked(self) -> list[str]:
-        """Every question of the chats on the list, oldest first."""
+        """Returns every question of the listed chats, oldest first."""
         questions = [m for session in self.sessions for m in session.messages if m.role == "user"]
         return [m.text for m in sorted(questions, key=lambda m: m.created)]
 
     def send(self, session: Session, text: str) -> None:
-        """Sends a question. It is saved first; the answer starts when the engine is ready.
+        """Saves and sends a question; the answer starts when the engine is ready.
 
         Raises InvalidRequest while an earlier answer is unfinished.
         """
@@ -162,14 +163,14 @@ class Chats:
         session._task = asyncio.get_running_loop().create_task(self._answer(session, session.messages[-1]))
 
     def send_all(self, text: str) -> list[Session]:
-        """Asks in every idle chat; returns these chats."""
+        """Sends the question in every idle chat; returns these chats."""
         asked = [s for s in self.sessions if not s.busy]
         for session in asked:
             self.send(session, text)
         return asked
 
     def retry(self, session: Session, text: str = "") -> None:
-        """Asks the last question again, or `text` instead. Raises InvalidRequest if there is none."""
+        """Asks the last question again, or `text` instead. Raises InvalidRequest if there is no finished answer."""
         last = next((i for i in reversed(range(len(session.messages))) if session.messages[i].role == "user"), None)
         if last is None or session.busy:
             raise InvalidRequest("there is no finished answer to retry", "prompt")
@@ -178,8 +179,8 @@ class Chats:
         self.send(session, text)
 
     def cancel(self, session: Session) -> bool:
-        """Ends its answer and keeps the text so far; False if there was none. A second call does not wait for the
-        engine."""
+        """Cancels the chat's answer and keeps the text so far; returns False if no answer is unfinished. A second call
+        ends the answer without waiting for the engine."""
         if not session.busy:
             return False
         if session._cancelled:
@@ -194,15 +195,15 @@ class Chats:
         return True
 
     def cancel_all(self) -> None:
-        """Ends and saves every answer, before the application closes."""
+        """Ends and saves every unfinished answer; called before the application closes."""
         for session in self.sessions:
             self._stop(session)
         if stop := getattr(self.codec, "stop_rendering", None):
-            stop()  # a thread that waits for a rendering would delay our exit
+            stop()  # a thread that waits for a rendered template would delay our exit
         self.saver.retry_now()
 
     def _stop(self, session: Session) -> None:
-        """Ends its answer without waiting for the engine."""
+        """Ends the chat's answer without waiting for the engine."""
         if session.busy:
             if session._stream is not None:
                 with contextlib.suppress(EngineError):
@@ -212,18 +213,18 @@ class Chats:
             self._end(session, session.messages[-1], "cancelled")
 
     def prompt(self, session: Session) -> Prompt:
-        """The next prompt, from the template and the kept ids."""
+        """Returns the next prompt, from the template and the kept ids."""
         if self.codec is None:
             raise EngineError("the tokenizer is not loaded yet")
         rendered = self.codec.apply_chat_template(session.conversation(), add_generation_prompt=True)
-        kept = session.ids if session.spelled_by == self.model else []
+        kept = session.ids if session.ids_model == self.model else []
         return continue_prompt(rendered, kept, self.codec)
 
     async def _answer(self, session: Session, message: Message) -> None:
         try:
             await self.source.ready()
             await self._usable.wait()
-            # Template and encoding take milliseconds: too long for the loop that draws.
+            # The template and the encoding take milliseconds and would block drawing in this event loop.
             prompt = await asyncio.to_thread(self.prompt, session)
             params = session.sampling.params(self.source.info.get("generation") or {})
             stream = session._stream = self.source.submit(prompt.ids, params, group=session.id)
@@ -235,7 +236,7 @@ class Chats:
                 message.state = "running"
                 message.text += delta.text
                 reply += delta.ids
-                session.ids, session.spelled_by = prompt.ids + reply, self.model
+                session.ids, session.ids_model = prompt.ids + reply, self.model
                 session._arrivals.append((now, len(delta.ids)))
                 message.touch()
                 if delta.metrics is not None:
@@ -256,7 +257,7 @@ class Chats:
             self._end(session, message, "error", f"{sentence} The text so far is kept.")
         except EngineError as error:
             self._end(session, message, "error", str(error))
-        except Exception as error:  # no code awaits this task: without this, the chat would stay busy for ever
+        except Exception as error:  # no code awaits this task; an uncaught error would leave the chat busy for ever
             logger.exception("the answer of chat %s", session.id)
             self._end(session, message, "error", f"{type(error).__name__}: {error}")
 
@@ -265,7 +266,7 @@ class Chats:
             self._end(session, message, "error", reason.partition(":")[2].strip() or reason)
         else:
             message.metrics["finish"] = reason
-            if reason == "length":  # max_tokens, or the context or pool
+            if reason == "length":  # max_tokens is reached, or the context or the pool is full
                 most = session.sampling.max_tokens
                 message.metrics["full"] = most is None or message.metrics.get("output_tokens", most) < most
             self._end(session, message, "cancelled" if reason == "abort" else "done")
@@ -281,7 +282,9 @@ class Chats:
         self.on_end(session)
 
 
-def _cut(stored: Session, reason: str = "cut short: minitui ended while writing it") -> Session:
+def _mark_cut_short(
+    stored: Session, reason: str = "cut short: minitui ended before the answer was complete"
+) -> Session:
     """Marks the unfinished answer of a stored chat as cancelled; returns the chat."""
     for message in stored.messages:
         if message.busy:

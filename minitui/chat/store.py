@@ -1,9 +1,9 @@
 """The chat file: one SQLite database in the data directory.
 
-A question is saved before it is sent. An answer is saved about once a second while it is written, and when it ends. So
-a crash loses at most a second of each answer.
+A question is saved before it is sent. An answer is saved about once a second while tokens arrive, and when it ends. A
+crash loses about a second of each answer.
 
-`PRAGMA user_version` is the schema's version; MIGRATIONS[i] updates a file from version i to i + 1.
+`PRAGMA user_version` is the schema's version. MIGRATIONS[i] updates a file from version i to i + 1.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ MIGRATIONS = (
         id       TEXT PRIMARY KEY,
         title    TEXT NOT NULL,
         system   TEXT NOT NULL,
-        parent   TEXT,                -- the chat it was forked from
+        parent   TEXT,                -- id of the chat that this one was forked from
         settings TEXT NOT NULL,       -- JSON: sampling
         created  REAL NOT NULL,
-        closed   REAL                 -- NULL: `minitui chat --resume` may reopen it
+        closed   REAL                 -- time; NULL: `minitui chat --resume` may reopen the chat
     );
     CREATE TABLE messages (
         chat     TEXT NOT NULL REFERENCES chats(id) ON DELETE CASCADE,
@@ -41,28 +41,28 @@ MIGRATIONS = (
         text     TEXT NOT NULL,
         state    TEXT NOT NULL,       -- done | queued | running | cancelled | error
         error    TEXT NOT NULL,
-        metrics  TEXT NOT NULL,       -- JSON, as the engine gave them; {} for a user's
+        metrics  TEXT NOT NULL,       -- JSON from the engine; {} for a question
         created  REAL NOT NULL,
         PRIMARY KEY (chat, position)
     );
     """,
-    # The token ids of a chat: a reopened conversation continues with exactly these. Only valid for `model`.
+    # The token ids of a chat: a reopened conversation continues with exactly these. They are valid for `model` only.
     """
     ALTER TABLE chats ADD COLUMN model TEXT NOT NULL DEFAULT '';
     ALTER TABLE chats ADD COLUMN ids BLOB NOT NULL DEFAULT x'';
     """,
-    # The minitui process that opened it last (instance_lock.py). While it runs, no other process may write the chat.
+    # The minitui process that opened the chat last (instance_lock.py). While it runs, no other process may write to it.
     """
     ALTER TABLE chats ADD COLUMN run TEXT NOT NULL DEFAULT '';
     """,
 )
 
-OPEN_S = 5.0  # wait for other processes that open or close the file
-PATIENCE_MS = 250  # wait for another process that writes; saving blocks drawing, so a longer wait would be visible
+OPEN_S = 5.0  # longest wait while other processes open or close the file
+PATIENCE_MS = 250  # longest wait while another process writes; saving blocks drawing, so a longer wait is visible
 
 
 def _text(value: Any) -> Any:
-    """A value that SQLite accepts: text without the lone surrogates that a server's error may contain."""
+    """Returns a value that SQLite accepts: replaces lone surrogates in text, which a server's error may contain."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
@@ -72,10 +72,10 @@ class StoreError(EngineError):
 
 @dataclass
 class Reopened:
-    """The chats to reopen, and the numbers of other chats that are not closed."""
+    """The reopened chats, and the numbers of other chats that are not closed."""
 
     chats: list[Session]
-    others: int
+    others: int  # not open in another minitui
     elsewhere: int  # open in another minitui
 
 
@@ -89,17 +89,17 @@ class Found:
     closed: bool
     parent: str | None
     messages: int
-    line: str  # a line with one of the words, or the last line
+    line: str  # a line that contains one of the words; else the last line
 
 
 class Store:
-    """The chat file. Every method takes well under a millisecond. It commits before it returns (except within
-    `together`), and raises StoreError if the file cannot be read or written."""
+    """The chat file. Every method commits before it returns (except within `together`), and raises StoreError if the
+    file cannot be read or written. Saving takes well under a millisecond."""
 
     def __init__(self, path: Path | str) -> None:
-        """Opens or creates the file at `path` (":memory:": no file) and updates its schema.
+        """Opens or creates the file at `path` and updates its schema. ":memory:" uses memory instead of a file.
 
-        Raises StoreError if the file is from a newer minitui, or not a database.
+        Raises StoreError if the file is from a newer minitui or is not a database.
         """
         self.path = path
         self._presence: Presence | None = None
@@ -108,17 +108,17 @@ class Store:
             while not self._open_file(last=time.monotonic() > end):
                 time.sleep(0.01)
         except sqlite3.Error as error:
-            raise StoreError(f"{path} cannot be used as a chat file: {error}. {_way_out(error)}") from None
+            raise StoreError(f"{path} cannot be used as a chat file: {error}. {_advice(error)}") from None
 
     def _open_file(self, last: bool) -> bool:
-        """Opens the file. Returns False if another process locks it, or raises on the `last` attempt."""
-        # Autocommit: each statement is a transaction. WAL: readers in other processes do not block.
+        """Opens the file. If another process has locked it, returns False, or raises on the `last` attempt."""
+        # isolation_level=None: each statement is a transaction. WAL: readers in other processes do not block writers.
         self._db = sqlite3.connect(self.path, isolation_level=None, timeout=OPEN_S)
         try:
             self._db.execute("BEGIN IMMEDIATE")  # so that only one process creates the tables
             self._migrate()
             self._db.execute("COMMIT")
-            self._db.execute("PRAGMA journal_mode = WAL")  # ignores the timeout: it does not wait for a lock
+            self._db.execute("PRAGMA journal_mode = WAL")  # fails at once if the file is locked: it ignores the timeout
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.execute("PRAGMA foreign_keys = ON")
             self._db.execute(f"PRAGMA busy_timeout = {PATIENCE_MS}")
@@ -135,8 +135,8 @@ class Store:
         return int(self._db.execute("PRAGMA user_version").fetchone()[0])
 
     @property
-    def _here(self) -> Presence | None:
-        """This process's lock, taken at the first use: readers need none. None for a file in memory."""
+    def _own_lock(self) -> Presence | None:
+        """The lock of this process, taken at the first use, because readers need no lock. None for ":memory:"."""
         if self._presence is None and str(self.path) != ":memory:":
             try:
                 self._presence = Presence(Path(self.path).parent)
@@ -157,7 +157,7 @@ class Store:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """A transaction: the statements within are committed together, or not at all."""
+        """Runs the statements of the block as one transaction: all are committed, or none."""
         self._run("BEGIN IMMEDIATE")
         try:
             yield
@@ -183,17 +183,17 @@ class Store:
             "model=excluded.model, ids=excluded.ids, run=excluded.run, closed=NULL",
             (
                 chat.id, chat.title, chat.system, chat.parent, json.dumps(vars(chat.sampling)), chat.created,
-                chat.spelled_by, array("i", chat.ids).tobytes(), self._here.id if self._here else "",
+                chat.ids_model, array("i", chat.ids).tobytes(), self._own_lock.id if self._own_lock else "",
             ),
         )  # fmt: skip
 
     def claim(self, chat: str) -> bool:
-        """Makes the chat belong to this process; False if it is open in another minitui."""
+        """Makes the chat belong to this process; returns False if it is open in another minitui."""
         with self.together():
             rows = self._run("SELECT run FROM chats WHERE id = ? AND closed IS NULL", (chat,))
-            if rows and self._here and self._here.runs(rows[0][0]):
+            if rows and self._own_lock and self._own_lock.runs(rows[0][0]):
                 return False
-            self._run("UPDATE chats SET run = ? WHERE id = ?", (self._here.id if self._here else "", chat))
+            self._run("UPDATE chats SET run = ? WHERE id = ?", (self._own_lock.id if self._own_lock else "", chat))
         return True
 
     def save_message(self, chat: str, position: int, message: Message) -> None:
@@ -207,33 +207,36 @@ class Store:
         )  # fmt: skip
 
     def truncate(self, chat: str, count: int) -> None:
-        """Deletes the messages from position `count` on (after a retry)."""
+        """Keeps the first `count` messages and deletes the others."""
         self._run("DELETE FROM messages WHERE chat = ? AND position >= ?", (chat, count))
 
     def close_chat(self, chat: str) -> None:
-        """Marks a chat as closed: stored, but not restored."""
+        """Marks a chat as closed: it stays in the file, but `take_over` leaves it out."""
         self._run("UPDATE chats SET closed = ? WHERE id = ?", (time.time(), chat))
 
     def take_over(self, most: int) -> Reopened:
-        """Claims up to `most` open chats of the minitui that was used last; returns them oldest first."""
+        """Claims up to `most` chats that the minitui used last left open; returns them oldest first."""
         with self.together():
-            here = self._here
+            own = self._own_lock
             rows = self._run(
                 "SELECT id, title, system, parent, settings, created, model, ids, run FROM chats "
                 "WHERE closed IS NULL AND EXISTS (SELECT 1 FROM messages WHERE chat = chats.id) ORDER BY created, rowid"
             )
-            running = {run for run in {row[-1] for row in rows} if here and here.runs(run)}
+            running = {run for run in {row[-1] for row in rows} if own and own.runs(run)}
             free = [row for row in rows if row[-1] not in running]
             used = dict(self._run("SELECT chat, max(created) FROM messages GROUP BY chat"))
             newest = sorted(free, key=lambda row: used[row[0]], reverse=True)
-            left = [row for row in newest if row[-1] == newest[0][-1]][:most]
-            for row in left:
-                self._run("UPDATE chats SET run = ? WHERE id = ?", (here.id if here else "", row[0]))
-        chats = [self._chat(*row[:-1]) for row in free if row in left]
+            chosen = [row for row in newest if row[-1] == newest[0][-1]][:most]
+            for row in chosen:
+                self._run("UPDATE chats SET run = ? WHERE id = ?", (own.id if own else "", row[0]))
+        chats = [self._chat(*row[:-1]) for row in free if row in chosen]
         return Reopened(chats, len(free) - len(chats), len(rows) - len(free))
 
     def load(self, id: str) -> Session | None:
-        """The chat with this id, or the only one whose id begins with it; else None."""
+        """Returns the chat with this id, or the only chat whose id begins with `id` (3 characters or more).
+
+        Returns None if there is no such chat, or more than one.
+        """
         rows = self._run(
             "SELECT id, title, system, parent, settings, created, model, ids FROM chats WHERE id = ?1 "
             "OR (length(?1) > 2 AND substr(id, 1, length(?1)) = ?1) ORDER BY id = ?1 DESC LIMIT 2",
@@ -247,7 +250,7 @@ class Store:
         self, id: str, title: str, system: str, parent: str | None, settings: str, created: float, model: str,
         ids: bytes,
     ) -> Session:  # fmt: skip
-        """The chat of a row and its messages; damaged settings, metrics and ids are left out."""
+        """Returns the chat of a row with its messages; leaves out damaged settings, metrics and ids."""
         known = {name: value for name, value in _object(settings).items() if name in Sampling.__dataclass_fields__}
         rows = self._run(
             "SELECT role, text, state, error, metrics, created FROM messages WHERE chat = ? ORDER BY position", (id,)
@@ -261,7 +264,7 @@ class Store:
         )
 
     def search(self, words: str = "", most: int = 200) -> list[Found]:
-        """The chats whose title and messages contain every word, in upper or lower case; newest first."""
+        """Returns the chats whose title or messages contain every word, in upper or lower case; newest first."""
         wanted = words.split()
         rows = self._run(
             "SELECT id, title, created, closed, parent FROM chats WHERE "
@@ -272,8 +275,8 @@ class Store:
             if len(found) == most:
                 break
             texts = [text for (text,) in self._run("SELECT text FROM messages WHERE chat = ? ORDER BY position", (id,))]
-            said = "\n".join([title, *texts]).lower()  # LIKE ignores case only in ASCII
-            if all(word.lower() in said for word in wanted):
+            searched = "\n".join([title, *texts]).lower()  # not in SQL: LIKE ignores case only in ASCII
+            if all(word.lower() in searched for word in wanted):
                 found.append(Found(id, title, created, closed is not None, parent, len(texts), _line(texts, wanted)))
         return found
 
@@ -285,21 +288,21 @@ class Store:
             self._presence = None
 
 
-def _way_out(error: sqlite3.Error) -> str:
-    """What the user can do if the chat file cannot be opened."""
+def _advice(error: sqlite3.Error) -> str:
+    """Returns a sentence: what the user can do if the chat file cannot be opened."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
     elsewhere = "set MINITUI_DATA to another directory"
     return {
         sqlite3.SQLITE_FULL: f"Free space on its disk, or {elsewhere}.",
         sqlite3.SQLITE_IOERR: f"Check whether its disk is full or broken, or {elsewhere}.",
         sqlite3.SQLITE_CANTOPEN: f"Make its directory writable, or {elsewhere}.",
-        sqlite3.SQLITE_READONLY: f"Make it and its directory writable, or {elsewhere}.",
-        sqlite3.SQLITE_BUSY: "Another program has locked it: try again when that has ended.",
-    }.get(code, "Move it away to start with an empty one.")
+        sqlite3.SQLITE_READONLY: f"Make the file and its directory writable, or {elsewhere}.",
+        sqlite3.SQLITE_BUSY: "Another program has locked it: try again when that program has ended.",
+    }.get(code, "Move this file away to start with an empty one.")
 
 
 def _line(texts: list[str], words: list[str]) -> str:
-    """A line that contains one of the words, cut to begin shortly before it; the last line if none does."""
+    """Returns a line that contains one of the words, cut to begin shortly before the word; else the last line."""
     for word in words:
         for text in texts:
             at = text.lower().find(word.lower())
@@ -317,7 +320,7 @@ def _ids(blob: bytes) -> list[int]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The JSON object in `text`; an empty one if it is not an object."""
+    """Returns the JSON object in `text`; {} if `text` is not a JSON object."""
     try:
         found = json.loads(text)
     except ValueError:

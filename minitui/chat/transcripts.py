@@ -1,4 +1,4 @@
-"""Chats as Markdown and JSON, their pieces for copying, and files quoted in prompts."""
+"""Writes chats as Markdown and JSON, finds the pieces of a chat for copying, and quotes files in prompts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from engine.errors import EngineError
 from minitui.chat.conversation import Message, Session
 from minitui.visible import json_text, visible
 
-LARGEST_FILE = 256 * 1024  # bytes of a text file in a prompt
+LARGEST_FILE = 256 * 1024  # maximum bytes of a text file that a prompt quotes
 
 
 def as_markdown(chat: Session, names: tuple[str, str] = ("You", "Assistant")) -> str:
-    """The chat as a Markdown document."""
+    """Returns the chat as a Markdown document."""
     quoted = "\n".join(f"> {line}".rstrip() for line in chat.system.split("\n"))
     parts = [f"# {chat.title}", quoted if chat.system else ""]
     for m in chat.messages:
@@ -26,7 +26,7 @@ def as_markdown(chat: Session, names: tuple[str, str] = ("You", "Assistant")) ->
 
 
 def as_json(chat: Session) -> str:
-    """The chat as one JSON object: messages, times, how each answer ended, and its metrics."""
+    """Returns the chat as one JSON object: messages, times, and the final state and metrics of each answer."""
     messages = [
         {
             "role": m.role, "content": m.text, "created": _when(m.created),
@@ -41,7 +41,7 @@ def as_json(chat: Session) -> str:
 
 
 def named_file(name: str) -> Path:
-    """The path of a file name as typed, with "~" expanded. Raises EngineError for an impossible name."""
+    """Returns the path of a typed file name, with "~" expanded. Raises EngineError for an invalid name."""
     try:
         path = Path(name).expanduser()
     except RuntimeError:
@@ -58,7 +58,7 @@ def write(chat: Session, path: Path) -> None:
             try:
                 file.write(as_json(chat) if path.suffix == ".json" else as_markdown(chat))
                 file.flush()
-            except OSError:  # an incomplete file would block the next attempt
+            except OSError:  # an incomplete file would make the next attempt fail
                 path.unlink(missing_ok=True)
                 raise
     except FileExistsError:
@@ -68,12 +68,12 @@ def write(chat: Session, path: Path) -> None:
 
 
 def file_name(chat: Session) -> str:
-    """A file name for the chat: "kv-cache.md"."""
+    """Returns a file name for the chat: "kv-cache.md"."""
     return (re.sub(r"[^a-z0-9]+", "-", chat.title.lower()).strip("-") or "chat") + ".md"
 
 
 def code_blocks(text: str) -> list[str]:
-    """The code blocks of a Markdown text, in order. An unclosed block reaches to the end."""
+    """Returns the code blocks of a Markdown text, in order. An unclosed block extends to the end of the text."""
     blocks: list[str] = []
     fence = ""
     lines: list[str] = []
@@ -91,7 +91,7 @@ def code_blocks(text: str) -> list[str]:
 
 
 def pieces(messages: Iterable[Message]) -> list[tuple[str, str]]:
-    """Every question, answer and code block, newest first: (kind, text)."""
+    """Returns every question, answer and code block as (kind, text), newest first."""
     found: list[tuple[str, str]] = []
     for m in messages:
         if m.text:
@@ -101,9 +101,9 @@ def pieces(messages: Iterable[Message]) -> list[tuple[str, str]]:
 
 
 def quoted_file(path: Path) -> str:
-    """A text file as part of a prompt: its name, then its text between code fences. Raises EngineError."""
+    """Returns a text file as part of a prompt: its name, then its text between code fences. Raises EngineError."""
     try:
-        if not path.is_file() and path.exists() and not path.is_dir():  # reading a device or a pipe may not end
+        if not path.is_file() and path.exists() and not path.is_dir():  # reading from a device or a pipe may never end
             raise EngineError(f"{path} is a device or a pipe: prompts can quote only text")
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE + 1)

@@ -30,14 +30,14 @@ def ask(
     sampling: dict[str, Any],
     engine: dict[str, Any],
     question: Annotated[
-        str, typer.Argument(help="The question; '-' or nothing reads it from stdin.", callback=valid_text)
+        str, typer.Argument(help="The question. Default, or '-': read it from stdin.", callback=valid_text)
     ] = "-",
     model: Model = None,
     system: System = None,
     json: Annotated[bool, typer.Option("--json", help="Print answer and metrics as one JSON object.")] = False,
     record: Record = None,
 ) -> None:
-    """Ask one question. The answer streams to stdout; its metrics go to stderr.
+    """Ask one question. The answer is streamed to stdout; its metrics are printed to stderr.
 
     \b
       minitui ask "What is a radix tree?"
@@ -46,7 +46,7 @@ def ask(
     """
     if question == "-":
         if sys.stdin.isatty():
-            raise typer.BadParameter('give a question, as in minitui ask "What is a KV cache?", or pipe one in')
+            raise typer.BadParameter('give a question, as in minitui ask "What is a KV cache?", or pipe it into stdin')
         question = sys.stdin.buffer.read().decode("utf-8", "replace").strip()
     if not question.strip():
         raise typer.BadParameter("the question is empty")
@@ -65,7 +65,10 @@ def ask(
 async def ask_source(
     source: Source, question: str, system: str, sampling: Sampling, as_json: bool, load: Callable[..., Any] = load_codec
 ) -> int:
-    """Starts the engine, asks and streams the answer; its metrics go to stderr. Returns the exit code."""
+    """Starts the engine, asks the question and prints the answer; returns the exit code.
+
+    Raises EngineError if the answer fails.
+    """
     status = Status(sys.stderr)
     try:
         try:
@@ -99,7 +102,7 @@ async def _stream(message: Message, out: TextIO | None) -> None:
     while True:
         busy = message.busy
         text = message.text[shown:]
-        if busy and text.endswith("\r"):  # its "\n" may follow
+        if busy and text.endswith("\r"):  # a "\n" may follow
             text = text[:-1]
         if out and text:
             out.write(text)

@@ -1,4 +1,4 @@
-"""`minitui chat`: on an engine of its own, on one or several servers, or in a browser."""
+"""`minitui chat`: chats with a new engine, with one or several servers, or in a browser."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ def chat(
     connect: Annotated[
         list[str] | None,
         typer.Option(
-            help="Address of a server: minitui serve, or any with OpenAI's endpoints. Repeat it, or separate addresses "
-            "with commas, for replicas: a table shows them, and each chat runs where its prefix is cached."
+            help="Address of a server: minitui serve, or any server with OpenAI's endpoints. For replicas, repeat the "
+            "option or separate addresses with commas: each chat runs on the replica that has cached its prefix."
         ),
     ] = None,
     key: Annotated[
-        str, typer.Option(help="The server's API key. MINITUI_KEY is safer.", envvar="MINITUI_KEY")
+        str, typer.Option(help="The server's API key. The environment variable is safer.", envvar="MINITUI_KEY")
     ] = "",
     web: Annotated[bool, typer.Option("--web", help="Chat in a browser; all tabs share one engine.")] = False,
     mirror: Annotated[
-        bool, typer.Option("--mirror", help="With --web: the other tabs show your application and cannot type.")
+        bool, typer.Option("--mirror", help="With --web: the other tabs show your application and accept no input.")
     ] = False,
-    web_port: Annotated[int, typer.Option(min=1, max=65535, help="Port for --web.")] = 8001,
+    web_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of --web.")] = 8001,
     web_host: Annotated[
-        str, typer.Option(help="Address for --web. With --mirror, 0.0.0.0 lets other machines watch.")
+        str, typer.Option(help="Address of --web. With --mirror, 0.0.0.0 lets other machines watch.")
     ] = "127.0.0.1",
 ) -> None:
-    """Chat, and see what the engine does meanwhile.
+    """Chat, and see what the engine does.
 
     \b
       minitui chat
       minitui chat --model ./Qwen3-8B --device cuda
-      minitui chat --model Qwen/Qwen3-8B --dummy-weights   the model's shape, without downloading weights
+      minitui chat --model Qwen/Qwen3-8B --dummy-weights   the model's shape with random weights; no download
       minitui chat --kv-blocks 64                          a small pool: see evictions and preemptions
-      minitui chat --connect http://desk:8000              the engine of a server (minitui serve)
-      minitui chat --connect http://a:8000,http://b:8000   replicas; /pin keeps a chat on one
+      minitui chat --connect http://desk:8000              a server (minitui serve)
+      minitui chat --connect http://a:8000,http://b:8000   replicas; /pin keeps a chat on one of them
       minitui chat --web                                   in a browser
       minitui chat --web --mirror --web-host 0.0.0.0       others watch your application in their browsers
     """
@@ -98,9 +98,10 @@ def chat(
 def connect_to(
     urls: list[str], key: str, model: str | None, system: str | None, record: bool
 ) -> tuple[Source, Choice, type[MinituiApp] | None]:
-    """Returns the source for one or several servers, their model, and the application to run (None: the usual one).
+    """Returns the source for one or several servers, their model, and the application class (None: MinituiApp).
 
-    Several servers are used token-exactly if all of them are minitui servers. `record`: the source is to be recorded.
+    Several servers receive token ids if all of them are minitui servers, else texts. `record`: the source will be
+    recorded. Raises EngineError.
     """
     from minitui.sources.openai import OpenAISource
     from minitui.sources.remote import RemoteSource
@@ -117,7 +118,7 @@ def connect_to(
                 raise EngineError(f"{url} sends no engine records: there is nothing to record")
             return OpenAISource(url, key, model or ""), served_choice({}, system), ForeignApp
         if info and model not in (None, info["model"]):
-            raise EngineError(f"{url} serves {info['model']!r}, not {model!r}: leave --model out")
+            raise EngineError(f"{url} serves {info['model']!r}, not {model!r}: remove --model")
         return RemoteSource(url, key), served_choice(info, system), None
     if record:
         raise EngineError("--record records one engine: connect to one address, or use minitui serve --record")
@@ -135,12 +136,12 @@ def connect_to(
 def run_in_browser(
     model: str | None, engine: dict[str, Any], web: WebSettings, key: str, options: dict[str, Any]
 ) -> int:
-    """Chats in a browser; returns the exit code. `options`: of each tab's application; None is left out."""
+    """Runs `minitui chat --web`; returns the exit code. `options`: for each tab's application; None: not passed on."""
     from minitui.web.serve import run_web
 
     choice = choose_model(None if web.connect else model)
     if key:
-        os.environ["MINITUI_KEY"] = key  # the applications read it
+        os.environ["MINITUI_KEY"] = key  # each tab's application reads the key there
     if web.connect:
         options = {**options, "model": model}
     flags = {("ascii", True): "--ascii", ("ascii", False): "--unicode", ("resume", True): "--resume"}

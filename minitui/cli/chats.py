@@ -22,13 +22,14 @@ def chats(
         str | None, typer.Option(help="Print the chat with this id as Markdown.", callback=valid_text)
     ] = None,
     export: Annotated[
-        Path | None, typer.Option(help="With --show: write to this file instead; .json gives JSON.")
+        Path | None,
+        typer.Option(help="With --show: write to this file, as JSON if its name ends in .json, else as Markdown."),
     ] = None,
 ) -> None:
     """List, search, print or export stored chats.
 
     \b
-      minitui chats                   all of them, newest first
+      minitui chats                   all chats, newest first
       minitui chats radix tree        chats that contain both words
       minitui chats --show 3f2a
       minitui chats --show 3f2a --export paging.json

@@ -1,4 +1,4 @@
-"""`minitui doctor`: says what this machine can run, and what to install for more."""
+"""`minitui doctor`: lists what this machine can run, and which optional parts are installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from minitui.visible import json_text
 EXTRAS = {  # module -> (extra, purpose)
     "flash_attn": ("flash", "FlashAttention-4 for prefill on NVIDIA Hopper and Blackwell; used if installed"),
     "fastapi": ("serve", "minitui serve, and minitui chat --connect"),
-    "textual_serve": ("web", "minitui chat --web: the application in a browser"),
+    "textual_serve": ("web", "minitui chat --web: chat in a browser"),
     "llguidance": ("structured", "answers that follow a JSON schema, a regular expression or a list of choices"),
     "transformers": ("verify", "minitui verify: comparison with transformers, token for token"),
     "triton": ("", "kernels for NVIDIA GPUs, Hopper or newer; part of torch's CUDA builds"),
@@ -28,13 +28,13 @@ SIZES = (("Qwen3-0.6B", 0.6e9), ("Qwen3-1.7B", 1.7e9), ("Qwen3-4B", 4.0e9), ("Qw
 
 
 def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Say what this machine can run, and what to install for more."""
+    """List what this machine can run, and which optional parts are installed."""
     found = examine()
     print(json_text(found, indent=2) if json else "\n".join(report(found)))
 
 
 def examine() -> dict[str, Any]:
-    """Returns everything found as plain data. Imports torch, which takes a second or two."""
+    """Returns the findings as plain data. Imports torch, which takes a second or two."""
     import torch
 
     gpus: list[dict[str, Any]] = []
@@ -47,7 +47,7 @@ def examine() -> dict[str, Any]:
                 {"name": name, "memory_gib": total / 2**30, "free_gib": free / 2**30, "compute": compute}
             )
     memory = _memory_gib()
-    room = max((g["free_gib"] for g in gpus), default=memory)
+    largest = max((g["free_gib"] for g in gpus), default=memory)
     models, incomplete = _cached_models()
     bytes_each = 2 if gpus else 4  # bfloat16 on a GPU, float32 on a CPU
     return {
@@ -62,7 +62,7 @@ def examine() -> dict[str, Any]:
         "device": "cuda" if gpus else "cpu",
         "dtype": "bfloat16" if gpus else "float32",
         "modules": {m: _version(m) for m in EXTRAS},
-        "fits": {name: parameters * bytes_each / 2**30 * 1.15 < room for name, parameters in SIZES},
+        "fits": {name: parameters * bytes_each / 2**30 * 1.15 < largest for name, parameters in SIZES},
         "terminal": _terminal(),
         "models": models,
         "incomplete_models": incomplete,
@@ -71,7 +71,7 @@ def examine() -> dict[str, Any]:
 
 
 def report(found: dict[str, Any]) -> list[str]:
-    """Returns the findings of `examine` as lines of text."""
+    """Returns the data from `examine` as lines of text."""
     lines = [
         f"minitui {found['minitui']} · Python {found['python']} · torch {found['torch']} · {found['platform']}",
         f"{found['cpu_cores']} CPU cores, {found['memory_gib']:.0f} GiB of memory",
@@ -89,7 +89,7 @@ def report(found: dict[str, Any]) -> list[str]:
     if found["models"]:
         lines += ["", "Checkpoints in the local Hugging Face cache: " + ", ".join(found["models"])]
     if found["incomplete_models"]:
-        lines += ["", "Incomplete in that cache (--model NAME downloads the missing files):"]
+        lines += ["", "Incomplete checkpoints in this cache (--model NAME downloads the missing files):"]
         lines += [f"  {name}: missing {listed(missing)}" for name, missing in found["incomplete_models"].items()]
     lines += ["", "Optional parts:"]
     for module, (extra, purpose) in EXTRAS.items():
@@ -150,7 +150,7 @@ def _terminal() -> dict[str, Any]:
 
 
 def _cached_models() -> tuple[list[str], dict[str, list[str]]]:
-    """Returns the complete models of the cache, and the missing weight files of each incomplete one."""
+    """Returns the complete models of the cache, and the missing weight files of each incomplete model."""
     from engine.hub.cache import cached_snapshots
 
     snapshots = cached_snapshots()

@@ -1,4 +1,4 @@
-"""Functions of several commands: they run an engine, a recording and the application."""
+"""Functions that several commands share: they make engines, recordings and logs, and run the application."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ KEPT_LOGS = 10
 
 
 def live_source(choice: Choice, options: dict[str, Any]) -> LocalSource:
-    """An engine of our own for `choice`, not started yet."""
+    """Returns a source with a new local engine for `choice`; the engine is not started yet."""
     return LocalSource(engine_config(choice.name, **options), log_path(), choice.label)
 
 
 def log_path() -> Path:
-    """The log file for this process's engine; deletes all but the newest KEPT_LOGS others."""
+    """Returns the path of the log file for this process's engine; of the existing logs, keeps the newest KEPT_LOGS."""
     directory = settings_file.data_dir() / "logs"
     try:
         directory.mkdir(exist_ok=True)
@@ -51,9 +51,9 @@ def _modified(path: Path) -> float:
 
 
 def make_sampling(options: dict[str, Any], defaults: settings_file.ChatSettings) -> Sampling:
-    """Returns the sampling. The command line overrides the settings, the settings override the checkpoint.
+    """Returns the sampling options. The command line overrides the settings; the settings override the checkpoint.
 
-    Raises InvalidRequest.
+    Raises InvalidRequest for an invalid value.
     """
     chosen = {name: getattr(defaults, name) if value is None else value for name, value in options.items()}
     sampling = Sampling(**chosen)
@@ -62,7 +62,7 @@ def make_sampling(options: dict[str, Any], defaults: settings_file.ChatSettings)
 
 
 def apply_looks(settings: settings_file.Settings, looks: dict[str, Any]) -> None:
-    """Replaces theme, fps and ascii by the command line's, for this run."""
+    """Replaces theme, fps and ascii in `settings` by the values from the command line; the settings file stays."""
     if looks["theme"] is not None:
         settings.theme = theme_name(looks["theme"])
     for name in ("fps", "ascii"):
@@ -71,7 +71,7 @@ def apply_looks(settings: settings_file.Settings, looks: dict[str, Any]) -> None
 
 
 def theme_name(theme: str) -> str:
-    """The full name of a theme. Raises EngineError for an unknown one."""
+    """Returns the full name of a theme. Raises EngineError for an unknown theme."""
     name = theme.removeprefix("minitui-")
     if name not in ("dark", "light", "projector"):
         raise EngineError(f"there is no theme {theme!r}: the themes are dark, light and projector")
@@ -79,7 +79,7 @@ def theme_name(theme: str) -> str:
 
 
 def recorded(source: Source, path: Path | None) -> Source:
-    """Returns the source, or one that also records it in `path`."""
+    """Returns a source that also records `source` in the file `path`; returns `source` if `path` is None."""
     if path is None:
         return source
     from minitui.sources.recording import RecordingSource
@@ -88,7 +88,8 @@ def recorded(source: Source, path: Path | None) -> Source:
 
 
 def report_recording(source: Source, status: int = 0) -> int:
-    """Prints an error if the recording is incomplete; returns the exit code, `status` unless that is 0."""
+    """Prints an error if the recording is incomplete. Returns the exit code: `status`, or 1 if only the recording
+    failed."""
     if error := source.recording_error:
         print(f"minitui: the recording is not complete: {error}", file=sys.stderr)
         return status or 1
@@ -100,13 +101,13 @@ def run_app(
     resume: bool = False, script: Any = None, make: Callable[..., MinituiApp] | None = None,
 ) -> int:  # fmt: skip
     """Runs the application until it exits; returns the exit code. `script(app)` is a coroutine that drives a demo;
-    `make` makes an application other than MinituiApp."""
-    # Textual checks for redraws this often a second. At its default of 60 an echo waits up to 17 ms; while eight chats
-    # are answered, 120 lowers the 95th percentile of that wait by a quarter.
+    `make` creates an application other than MinituiApp."""
+    # How often Textual checks for redraws, per second. With its default of 60, a typed key appears after up to 17 ms.
+    # While eight chats are answered, 120 lowers the 95th percentile of this delay by a quarter.
     os.environ.setdefault("TEXTUAL_FPS", "120")
     from minitui.tui.app import MinituiApp
 
-    if not takes_unicode(sys.__stderr__):  # Textual draws there
+    if not takes_unicode(sys.__stderr__):  # Textual draws on this stream
         settings.ascii = True
     chats = Chats(source, store, sampling)
     if resume:
@@ -129,7 +130,7 @@ def run_app(
     finally:
         status = report_recording(source, status)
         if unsaved := len(chats.saver.unsaved):
-            print(f"minitui: {unsaved} chats were not saved: {chats.saver.error}", file=sys.stderr)
+            print(f"minitui: {unsaved} chats could not be saved: {chats.saver.error}", file=sys.stderr)
             status = status or 1
     return status
 

@@ -1,4 +1,4 @@
-"""The command line: its commands, and how an error becomes a sentence and an exit code.
+"""The command line: registers the commands, and turns errors into a sentence and an exit code.
 
 Errors are one sentence on stderr. Exit code 2: wrong usage; 1: any other failure.
 """
@@ -45,11 +45,11 @@ that shows all of it live.
 
 \b
   minitui chat                          chat with the bundled model
-  minitui chat --model Qwen/Qwen3-0.6B  with a checkpoint from disk, the local cache or the hub
+  minitui chat --model Qwen/Qwen3-0.6B  chat with a checkpoint from disk, the local cache or the hub
   minitui ask "What is a KV cache?"     one answer on stdout
   minitui demo shared-prefix            watch four chats share a system prompt
-  minitui serve                         over HTTP, with OpenAI's endpoints
-  minitui doctor                        what this machine can run""",
+  minitui serve                         serve over HTTP, with OpenAI's endpoints
+  minitui doctor                        list what this machine can run""",
 )
 for command in (chat, ask, chats, demo, lesson, replay, tail, serve, doctor, verify):
     app.command()(command)
@@ -65,7 +65,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def main() -> None:
-    """The entry point. All output passes plain_output (minitui/visible.py)."""
+    """Runs minitui; the entry point. All output is filtered by plain_output (minitui/visible.py)."""
     _open_closed_streams()
     end_with_parent()
     with plain_output():
@@ -73,14 +73,14 @@ def main() -> None:
 
 
 def run() -> None:
-    """Runs the command. Every failure becomes one sentence; the traceback of an unexpected one goes to a log file."""
+    """Runs the command. Prints every failure as one sentence; logs the traceback of an unexpected error to a file."""
     try:
         app()
     except EngineError as error:
         _fail(str(error), 2 if isinstance(error, NoTerminal) else 1)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except BrokenPipeError:  # the reader of our output has ended (`| head`)
+    except BrokenPipeError:  # the program that reads our output has ended (`| head`)
         sys.stderr.close()
         raise SystemExit(0) from None
     except Exception as error:
@@ -90,8 +90,9 @@ def run() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Opens /dev/null for standard streams that are closed (`>&-`): Python has None there."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in order: each takes the lowest free number
+    """Opens /dev/null for standard streams that are closed (`>&-`): Python sets these to None."""
+    # In this order: `open` returns the lowest free descriptor.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
 
@@ -102,7 +103,7 @@ def _fail(sentence: str, code: int = 1) -> None:
 
 
 def _log_crash() -> str:
-    """Writes the traceback of the current exception to a file; says where."""
+    """Writes the traceback of the current exception to a file; returns the place in words."""
     import traceback
 
     try:

@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 
 
 def valid_text(value: str | None) -> str | None:
-    """Replaces bytes of an argument that are not UTF-8: no tokenizer accepts lone surrogates."""
+    """Replaces bytes of an argument that are not UTF-8. Python passes them as lone surrogates, and tokenizers reject
+    those."""
     return value and value.encode("utf-8", "replace").decode()
 
 
 Model = Annotated[
     str | None,
     typer.Option(
-        help="A directory, or a name in the local Hugging Face cache or on the hub. Default: the bundled model."
+        help="A directory, or a model's name in the local Hugging Face cache or on the hub. "
+        "Default: the bundled model."
     ),
 ]
 System = Annotated[str | None, typer.Option(help="System prompt; '' for none.", callback=valid_text)]
@@ -35,22 +37,24 @@ KvBlocks = Annotated[int | None, typer.Option(min=1, help="KV blocks in the pool
 
 
 def _sampling(
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the checkpoint's.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the checkpoint's value.")] = None,
     top_p: Annotated[
         float | None, typer.Option(help="Sample from the smallest set of tokens with this total probability.")
     ] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Maximum tokens of an answer. Default: as many as fit context and pool.")
+        int | None, typer.Option(help="Maximum tokens of an answer. Default: as many as fit the context and the pool.")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="The same seed gives the same answer, whatever else is in the batch.")
+        int | None, typer.Option(help="The same seed gives the same answer; other requests do not change it.")
     ] = None,
 ) -> None: ...
 
 
 def _looks(
-    fps: Annotated[int | None, typer.Option(min=1, max=60, help="Frames per second; lower it on a slow line.")] = None,
+    fps: Annotated[
+        int | None, typer.Option(min=1, max=60, help="Frames per second; choose fewer on a slow connection.")
+    ] = None,
     theme: Annotated[str | None, typer.Option(help="dark, light or projector.")] = None,
     ascii: Annotated[bool | None, typer.Option("--ascii/--unicode", help="Draw with ASCII characters only.")] = None,
 ) -> None: ...
@@ -59,7 +63,7 @@ def _looks(
 def _engine(
     dummy_weights: Annotated[
         bool,
-        typer.Option("--dummy-weights", help="Random weights; reads only config.json. The answers are nonsense."),
+        typer.Option("--dummy-weights", help="Use random weights and read only config.json. The answers are nonsense."),
     ] = False,
     kv_blocks: KvBlocks = None,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a KV block.")] = 16,
@@ -72,8 +76,8 @@ def _engine(
     quantization: Annotated[
         str,
         typer.Option(
-            help="none; int8: 8-bit weights on a CPU, a quarter of the memory and 2-3 times the speed; fp8: 8-bit "
-            "weights on a GPU, half the memory."
+            help="none; int8: 8-bit weights on a CPU, with a quarter of the memory and 2-3 times the speed; fp8: 8-bit "
+            "weights on a GPU, with half the memory."
         ),
     ] = "none",
     device: Device = "auto",
@@ -83,14 +87,14 @@ def _engine(
     attention_backend: Annotated[
         str,
         typer.Option(
-            help="auto, torch, triton or flash; or one for prefill and one for decode: flash,triton. On a GPU, auto is "
-            "triton, and flash for prefill if FlashAttention is installed."
+            help="auto, torch, triton or flash; or two backends, for prefill and decode: flash,triton. On a GPU, auto "
+            "means triton, with flash for prefill if FlashAttention is installed."
         ),
     ] = "auto",
     kv_cache_dtype: Annotated[
         str, typer.Option(help="auto, or fp8: 8-bit keys and values. The pool holds twice as many tokens.")
     ] = "auto",
-    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Do not use CUDA graphs.")] = False,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the device's memory to use.")] = 0.9,
     scheduling_policy: Annotated[
         str,
@@ -101,7 +105,7 @@ def _engine(
         ),
     ] = "fcfs",
     no_prefix_caching: Annotated[
-        bool, typer.Option("--no-prefix-caching", help="Compute every prompt from its first token.")
+        bool, typer.Option("--no-prefix-caching", help="Compute every prompt from its first token; reuse no prefix.")
     ] = False,
     speculation: Annotated[
         str,
@@ -126,7 +130,10 @@ GROUPS = {"sampling": _parameters(_sampling), "looks": _parameters(_looks), "eng
 
 
 def with_options(*groups: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator: adds groups of options after the command's own. The command gets each group as one dictionary."""
+    """Returns a decorator that adds groups of options after the command's own options.
+
+    The command receives each group as one dictionary.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
@@ -143,12 +150,12 @@ def with_options(*groups: str) -> Callable[[Callable[..., None]], Callable[..., 
 
 
 def chosen_options(engine: dict[str, Any]) -> list[str]:
-    """The engine options that differ from their defaults, as typed: ["--kv-blocks"]."""
+    """Returns the engine options that differ from their defaults, as the user types them: ["--kv-blocks"]."""
     return [f"--{one.name.replace('_', '-')}" for one in GROUPS["engine"] if engine[one.name] != one.default]
 
 
 def engine_config(model: str, **options: Any) -> EngineConfig:
-    """An EngineConfig from the engine options of the command line. Raises EngineError naming a wrong one."""
+    """Returns the EngineConfig for the engine options of the command line. Raises EngineError for an invalid option."""
     from engine.config import EngineConfig
 
     if "speculation" in options:

@@ -22,14 +22,15 @@ def replay(
     trace: Annotated[
         str | None,
         typer.Argument(
-            help="A file written with --record, or the name of a bundled recording. Default: list those.",
+            help="A file written with --record, or the name of a bundled recording. "
+            "Default: list the bundled recordings.",
             metavar="[FILE|NAME]",
         ),
     ] = None,
     speed: Annotated[
         float | None,
         typer.Option(
-            help="1 is the engine's own speed, 0.1 ten times slower. Default: 1; bundled recordings play in about a "
+            help="1 is the engine's speed, 0.1 is ten times slower. Default: 1; a bundled recording plays in about a "
             "minute."
         ),
     ] = None,
@@ -37,10 +38,10 @@ def replay(
         str | None, typer.Option(help="Write a file instead of playing: perfetto, json, md, svg or png.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The file to write; default: beside the recording.")
+        Path | None, typer.Option("--out", "-o", help="The file to write. Default: a file beside the recording.")
     ] = None,
-    step: Annotated[int | None, typer.Option(help="The step that a picture shows; default: the last.")] = None,
-    size: Annotated[str, typer.Option(help="Columns x rows of a picture.")] = "120x36",
+    step: Annotated[int | None, typer.Option(help="The step that a picture shows. Default: the last step.")] = None,
+    size: Annotated[str, typer.Option(help="Size of a picture: columns x rows.")] = "120x36",
 ) -> None:
     """Play or export a recording.
 
@@ -81,7 +82,7 @@ def run_replay(trace: str, speed: float | None, looks: dict[str, Any]) -> int:
     apply_looks(settings, looks)
     need_terminal("minitui replay", "minitui tail FILE or minitui replay FILE --export md")
     path = find_trace(trace)
-    reader = TraceReader(path)  # raises for a bad file before the application takes the screen
+    reader = TraceReader(path)  # raises for an invalid file before the application opens
     if speed is None:
         speed = watching_speed(reader) if is_bundled(path) else 1.0
     source = ReplaySource(path, speed)
@@ -91,9 +92,9 @@ def run_replay(trace: str, speed: float | None, looks: dict[str, Any]) -> int:
 def run_export(
     trace: str | Path, kind: str, out: Path | None, step: int | None, size: str, theme: str | None
 ) -> Path:
-    """Exports a recording; returns the file written.
+    """Exports a recording; returns the path of the written file.
 
-    Without `out` it is beside the recording, or in the working directory if the recording is bundled.
+    If `out` is None, the file is beside the recording, or in the working directory for a bundled recording.
     """
     from minitui.export import PICTURES, SUFFIXES, export
     from minitui.trace.bundled import find_trace, is_bundled

@@ -1,4 +1,4 @@
-"""`minitui serve`: the engine over HTTP."""
+"""`minitui serve`: serves an engine over HTTP."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ def serve(
     engine: dict[str, Any],
     model: Model = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; an API key is required except on the loopback.")
+        str, typer.Option(help="Address to listen on; all but loopback addresses require an API key.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free port.")] = 8000,
     api_key: Annotated[
-        list[str] | None, typer.Option(help="A key with all rights. MINITUI_API_KEY is safer.")
+        list[str] | None, typer.Option(help="A key with all rights. The environment variable MINITUI_API_KEY is safer.")
     ] = None,
     chat_key: Annotated[
-        list[str] | None, typer.Option(help="A key for asking and watching; or MINITUI_CHAT_KEY.")
+        list[str] | None, typer.Option(help="A key for sending requests and watching; or set MINITUI_CHAT_KEY.")
     ] = None,
     watch_key: Annotated[
-        list[str] | None, typer.Option(help="A key for watching only; or MINITUI_WATCH_KEY.")
+        list[str] | None, typer.Option(help="A key for watching only; or set MINITUI_WATCH_KEY.")
     ] = None,
     record: Record = None,
     cors_origin: Annotated[
-        list[str] | None, typer.Option(help="Origin of a web page that may use this server: https://example.org.")
+        list[str] | None, typer.Option(help="Origin of web pages that may use this server: https://example.org.")
     ] = None,
     hide_text: Annotated[
-        bool, typer.Option("--hide-text", help="Leave the text of prompts and answers out of the telemetry.")
+        bool, typer.Option("--hide-text", help="Hide the text of prompts and answers in the telemetry.")
     ] = False,
     served_model_name: Annotated[str, typer.Option(help="The model's name in requests and answers.")] = "",
     max_waiting: Annotated[
-        int, typer.Option(min=0, help="Maximum number of waiting sequences; more are refused (429).")
+        int, typer.Option(min=0, help="Maximum number of waiting sequences; further requests are refused (429).")
     ] = 128,
     max_body_mib: Annotated[int, typer.Option(min=1, help="Maximum size of a request body, in MiB.")] = 4,
     request_timeout: Annotated[float, typer.Option(min=0.1, help="Time limit of an answer, in seconds.")] = 600.0,
     drain_seconds: Annotated[
-        float, typer.Option(min=0.0, help="After SIGTERM, time for running answers to finish.")
+        float, typer.Option(min=0.0, help="Time for running answers to finish after SIGTERM.")
     ] = 3.0,
 ) -> None:
-    """Serve over HTTP.
+    """Serve a model over HTTP.
 
-    POST /generate, OpenAI's endpoints, Prometheus metrics, and the telemetry for minitui chat --connect.
+    The server has POST /generate, OpenAI's endpoints, Prometheus metrics, and telemetry for minitui chat --connect.
 
     \b
       minitui serve

@@ -1,4 +1,4 @@
-"""`minitui tail`: what an engine does, as lines of text, for screen readers, logs and pipes.
+"""`minitui tail`: prints what an engine does as lines of text, for screen readers, logs and pipes.
 
     0.41 s  step 12  r4 is admitted · 102 prompt tokens · waited 3 ms
     0.41 s  step 12  r4 takes 96 of 102 tokens from the tree · all full blocks were cached
@@ -6,7 +6,7 @@
                      token each · 9 of 512 tokens · 2.1 ms
     0.52 s  steps 13 to 37  4 requests decode one token per step · 100 tokens · 2.0 ms per step
 
-Steps that only decode share one line, with their extremes.
+Consecutive steps that only decode share one line, with the extremes of their values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def tail(
     source: Annotated[
         str | None,
         typer.Argument(
-            help="A recording, or the URL of a minitui server. Without it: asks each line of stdin as a question."
+            help="A recording, or the URL of a minitui server. Default: ask each line of stdin as a question."
         ),
     ] = None,
     kv_blocks: KvBlocks = None,
@@ -60,7 +60,7 @@ def tail(
     choice = choose_model(None)
     live = live_source(choice, {"kv_blocks": kv_blocks, "no_prefix_caching": False})
     if sys.stdin.isatty():
-        print("Type a question and press enter; ctrl+d ends.", file=sys.stderr)
+        print("Type a question and press Enter; Ctrl+D ends.", file=sys.stderr)
     raise typer.Exit(asyncio.run(tail_live(live, choice.system, Sampling(), sys.stdin, print)))
 
 
@@ -85,8 +85,10 @@ async def tail_live(
     source: Source, system: str, sampling: Sampling, questions: TextIO, out: Callable[[str], None],
     load: Any = load_codec,
 ) -> int:  # fmt: skip
-    """Starts the engine, asks one question after the other in one chat and prints the records; returns the exit
-    code."""
+    """Starts the engine, asks the questions one after the other in one chat, and prints the records and answers.
+
+    Returns the exit code.
+    """
     from minitui.viewmodel.model import View
     from minitui.viewmodel.teller import Teller
 
@@ -109,7 +111,7 @@ async def tail_live(
                 await asyncio.sleep(POLL_S)
                 for line in teller.tell(source.drain_records()):
                     out(str(line))
-            await source.snapshot()  # all earlier records arrive before it
+            await source.snapshot()  # all records of this answer arrive before the snapshot
             for line in [*teller.tell(source.drain_records()), *teller.rest()]:
                 out(str(line))
             answer = session.messages[-1]
@@ -121,7 +123,7 @@ async def tail_live(
 
 
 async def tail_server(source: Source, out: Callable[[str], None], load: Any = load_codec) -> int:
-    """Prints what a server does until it ends (raises EngineDead) or the user interrupts."""
+    """Prints what a server does until the user interrupts. Raises EngineDead when the server ends."""
     from minitui.viewmodel.model import View
     from minitui.viewmodel.teller import Teller
 
@@ -135,7 +137,7 @@ async def tail_server(source: Source, out: Callable[[str], None], load: Any = lo
             for line in teller.tell(source.drain_records()):
                 out(str(line))
             if view.gap:
-                out(f"({view.dropped:,} records were lost; the story continues from here)")
+                out(f"({view.dropped:,} records were lost; the lines continue from here)")
                 view.reset(await source.snapshot())
                 teller = Teller(view)
             await asyncio.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""`minitui demo` and `minitui lesson`."""
+"""`minitui demo` and `minitui lesson`: play scenarios and lessons on the bundled model."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from minitui.cli.options import KvBlocks, Record, engine_config
 from minitui.sources.local import LocalSource
 from minitui.tui.terminal import has_terminal
 
-ENGINE = {"kv_blocks": None, "no_prefix_caching": False}  # the options that demos and lessons change
+ENGINE = {"kv_blocks": None, "no_prefix_caching": False}  # defaults of the options that demos and lessons change
 
 
 def demo(
-    name: Annotated[str | None, typer.Argument(help="Name of a demo; without it, lists them.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Name of a demo. Default: list the demos.")] = None,
     plain: Annotated[
-        bool, typer.Option("--plain", "--headless", help="As lines of text; the default without a terminal.")
+        bool, typer.Option("--plain", "--headless", help="Print lines of text; the default without a terminal.")
     ] = False,
     beat: Annotated[
         float | None,
-        typer.Option(min=0, max=10, help="Scale of the reading pauses; 0: none. Default: 1, with --plain 0."),
+        typer.Option(min=0, max=10, help="Scale of the pauses for reading; 0: no pauses. Default: 1; with --plain: 0."),
     ] = None,
     kv_blocks: KvBlocks = None,
     record: Record = None,
 ) -> None:
-    """Watch a scenario step by step, in a small engine of its own.
+    """Watch a scenario step by step on a small engine.
 
     \b
       minitui demo shared-prefix     four chats share the blocks of one system prompt
       minitui demo cache             the same six requests with the prefix cache off and on
-      minitui demo chunked-prefill   a long prompt beside running answers: at once and in chunks
+      minitui demo chunked-prefill   a long prompt while answers run: in one step and in chunks
       minitui demo eviction          a full pool: predict whose blocks are evicted
       minitui demo preemption        a pool that is too small: predict which request is preempted
       minitui demo fork              one conversation with four continuations
       minitui demo batching          static and continuous batching
-      minitui demo speculation       draft tokens copied from the text, several checked in one step
+      minitui demo speculation       draft tokens are copied from the text; one step checks several
       minitui demo cache --plain     the same as text
     """
     from minitui.teaching.demo import DEMOS, tell_plainly
@@ -64,8 +64,8 @@ def demo(
         await source.reconfigure(engine_config(choice.name, **(options | changes)))
 
     if plain or not has_terminal():
-        told = tell_plainly(chosen, source, choice.system, sampling, beat=beat or 0.0, restart=restart)
-        raise typer.Exit(report_recording(source, asyncio.run(told)))
+        playing = tell_plainly(chosen, source, choice.system, sampling, beat=beat or 0.0, restart=restart)
+        raise typer.Exit(report_recording(source, asyncio.run(playing)))
     pauses = 1.0 if beat is None else beat
     settings = settings_file.load()
     raise typer.Exit(
@@ -74,11 +74,11 @@ def demo(
 
 
 def lesson(
-    number: Annotated[str | None, typer.Argument(help="0 to 9; without it, lists the lessons.")] = None,
+    number: Annotated[str | None, typer.Argument(help="0 to 9. Default: list the lessons.")] = None,
     plain: Annotated[
         bool,
         typer.Option(
-            "--plain", "--headless", help="As lines of text with every experiment run; the default without a terminal."
+            "--plain", "--headless", help="Print text and run every experiment; the default without a terminal."
         ),
     ] = False,
 ) -> None:
@@ -111,7 +111,7 @@ def lesson(
 
 
 def lesson_source(number: int) -> tuple[Choice, LocalSource, Any]:
-    """The bundled model, an engine with the lesson's options, and a coroutine that replaces that engine."""
+    """Returns the bundled model, an engine with the lesson's options, and a coroutine that replaces this engine."""
     from minitui.teaching.lessons import lesson as find_lesson
 
     choice = choose_model(None)
@@ -124,7 +124,7 @@ def lesson_source(number: int) -> tuple[Choice, LocalSource, Any]:
 
 
 def _columns(rows: list[tuple[str, str]]) -> str:
-    """Two columns, the second wrapped to the width of the terminal."""
+    """Returns `rows` as two columns; the second is wrapped to the width of the terminal."""
     widest = max(len(name) for name, _ in rows) + 3
     room = max(24, shutil.get_terminal_size().columns - widest)
     return "\n".join(

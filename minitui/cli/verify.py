@@ -1,8 +1,8 @@
 """`minitui verify`: compares this engine with transformers, token for token, on a given checkpoint.
 
-It compares log-probabilities under teacher forcing and greedy replies; then, within the engine, a warm cache with a
-cold one, and prefill in chunks with prefill in one step. transformers runs first and is freed before the engine loads:
-memory holds one copy of the weights.
+First it compares both on greedy replies, and on log-probabilities under teacher forcing. Then it compares the engine
+with itself: a warm cache with a cold cache, and prefill in chunks with prefill in one step. transformers runs first and
+is freed before the engine loads, so that memory holds only one copy of the weights.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from minitui.cli.options import Device, DType
 from minitui.visible import json_text
 
 NEW_TOKENS = 20
-TOP = 20  # log-probabilities compared at each position
-# The largest difference of a log-probability that rounding explains, measured on random and trained models. float64:
-# transformers computes norms in float32, and the bundled model differs by 1.00005e-5.
+TOP = 20  # number of top tokens whose log-probabilities are compared at each position
+# The largest difference of a log-probability that rounding explains; measured on random and trained models. For float64
+# it is not smaller because transformers computes norms in float32: the bundled model differs by 1.00005e-5.
 TOLERANCE = {"float64": 2e-5, "float32": 1e-2, "bfloat16": 0.5, "float16": 0.1}
 PROMPTS = (
     "The capital of France is",
@@ -34,7 +34,7 @@ PROMPTS = (
     "1, 2, 3, 5, 8, 13,",
     "A request arrives, waits in the queue until the scheduler admits it, and is then prefilled in chunks. " * 12,
 )
-# Qwen3-8B repeats " Paris. The capital of France is" without end.
+# Qwen3-8B continues the first prompt with endless copies of " Paris. The capital of France is".
 KNOWN = {"Qwen3-8B": ([12095, 13, 576, 6722, 315, 9625, 374] * 3)[:NEW_TOKENS]}
 
 
@@ -49,7 +49,7 @@ class Check:
 
 @dataclass(slots=True)
 class Reference:
-    """The results of transformers: for each prompt the greedy reply, and the log-probabilities of prompt and reply."""
+    """The results of transformers: each prompt's greedy reply, and the log-probabilities of prompt and reply."""
 
     prompts: list[list[int]]
     replies: list[list[int]]
@@ -58,7 +58,7 @@ class Reference:
 
 def verify(
     model: Annotated[
-        str | None, typer.Argument(help="A checkpoint, as --model of minitui chat. Default: the bundled model.")
+        str | None, typer.Argument(help="A checkpoint, as for --model of minitui chat. Default: the bundled model.")
     ] = None,
     dtype: DType = "auto",
     device: Device = "auto",
@@ -66,7 +66,7 @@ def verify(
 ) -> None:
     """Compare a checkpoint with transformers, token for token.
 
-    Needs the extra "verify". Exit code 1 if anything differs.
+    Requires the extra "verify". The exit code is 1 if a result differs.
 
     \b
       minitui verify Qwen/Qwen3-0.6B
@@ -76,7 +76,7 @@ def verify(
 
 
 def run_verify(model: str, dtype: str = "auto", device: str = "auto", as_json: bool = False) -> int:
-    """Prints the comparison; returns 0 if everything agrees, else 1. Raises EngineError if it cannot run."""
+    """Compares and prints the results; returns 0 if all agree, else 1. Raises EngineError if a side cannot run."""
     from engine.config import EngineConfig
     from engine.hub.resolve import resolve_model
     from engine.model.hf_config import read_model_config
@@ -95,7 +95,7 @@ def run_verify(model: str, dtype: str = "auto", device: str = "auto", as_json: b
         reference = run_reference(directory, limits.dtype, limits.device)
     except EngineError:
         raise
-    except Exception as error:  # whatever transformers raises, for a model that it cannot load or run
+    except Exception as error:  # transformers raises many types for a model that it cannot load or run
         raise EngineError(f"transformers cannot run {directory.name}: {type(error).__name__}: {error}") from error
     _print(f"transformers answered after {time.perf_counter() - started:.1f} s", as_json)
     checks = compare(directory, reference, name, str(limits.device))
@@ -104,7 +104,7 @@ def run_verify(model: str, dtype: str = "auto", device: str = "auto", as_json: b
 
 
 def run_reference(directory: Path, dtype: Any, device: Any) -> Reference:
-    """Greedy replies and all log-probabilities from transformers, one prompt at a time."""
+    """Returns greedy replies and all log-probabilities from transformers, computed one prompt at a time."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -116,19 +116,19 @@ def run_reference(directory: Path, dtype: Any, device: Any) -> Reference:
     tokenizer = Tokenizer(directory)
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    experts = "eager"  # its fast path for mixtures of experts does not support float64
+    experts = "eager"  # the default, faster kernels for mixtures of experts do not support float64
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, experts_implementation=experts)
     model = model.to(device).eval()
     positions = model.config.max_position_embeddings
-    room = positions - NEW_TOKENS - 1  # teacher forcing samples one token more
-    if room < 1:
+    longest = positions - NEW_TOKENS - 1  # of a prompt; teacher forcing samples one more token
+    if longest < 1:
         raise EngineError(f"{directory.name} has {positions} positions; verify needs at least {NEW_TOKENS + 2}")
-    prompts = [ids[:room] for ids in prompts]
+    prompts = [ids[:longest] for ids in prompts]
     replies, logprobs = [], []
     with torch.inference_mode():
         for ids in prompts:
             batch = torch.tensor([ids], device=device)
-            # Not `generate`, which takes its defaults from the checkpoint: this must be argmax.
+            # `generate` would use sampling defaults of the checkpoint; the reference must be the argmax.
             cache, tokens, reply = None, batch, []
             for _ in range(NEW_TOKENS):
                 out = model(tokens, past_key_values=cache, use_cache=True)
@@ -145,7 +145,7 @@ def run_reference(directory: Path, dtype: Any, device: Any) -> Reference:
 
 
 def compare(directory: Path, reference: Reference, dtype: str, device: str) -> list[Check]:
-    """Runs the same prompts through the engine and compares."""
+    """Runs the same prompts on the engine and compares the results; returns the rows of the table."""
     from engine.llm import LLM
     from engine.params import SamplingParams
 
@@ -158,22 +158,22 @@ def compare(directory: Path, reference: Reference, dtype: str, device: str) -> l
     worst = _worst_logprob(llm, reference)
     checks = [
         Check(
-            "log-probabilities, teacher forcing", worst <= TOLERANCE[dtype],
+            "log-probabilities (teacher forcing)", worst <= TOLERANCE[dtype],
             f"largest difference {worst:.2g} over {sum(map(len, reference.logprobs))} positions, "
             f"top {TOP} (allowed {TOLERANCE[dtype]:g})",
         )
     ]  # fmt: skip
     llm.engine.clear_cache()
     cold = replies()
-    # A tie is a margin that rounding explains. If the log-probabilities differ by more, nothing counts as a tie.
+    # Two tokens tie if rounding explains the margin between them. If the check above failed, no tokens tie.
     slack = min(10 * worst, 2 * TOLERANCE[dtype]) if worst <= TOLERANCE[dtype] else 0.0
-    checks.append(_same_tokens("greedy tokens, transformers", reference, reference.replies, cold, slack))
+    checks.append(_same_tokens("greedy tokens: transformers, engine", reference, reference.replies, cold, slack))
     warm = replies()
-    checks.append(_same_tokens("warm cache, cold cache", reference, cold, warm, slack))
+    checks.append(_same_tokens("greedy tokens: cold cache, warm cache", reference, cold, warm, slack))
     llm.engine.clear_cache()
     scheduler = llm.engine.scheduler
     scheduler.config = replace(scheduler.config, max_num_batched_tokens=32)
-    checks.append(_same_tokens("prefilled in chunks of 32, whole", reference, cold, replies(), slack))
+    checks.append(_same_tokens("greedy tokens: prefill whole, in chunks of 32", reference, cold, replies(), slack))
     llm.engine.check()
     for known, tokens in KNOWN.items():
         if directory.name == known or f"models--Qwen--{known}" in str(directory):
@@ -182,7 +182,7 @@ def compare(directory: Path, reference: Reference, dtype: str, device: str) -> l
 
 
 def _worst_logprob(llm: Any, reference: Reference) -> float:
-    """Returns the largest difference of a log-probability: of the given and the top tokens, at all positions."""
+    """Returns the largest difference between log-probabilities of the given and the top tokens, over all positions."""
     from engine.params import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=TOP, ignore_eos=True)
@@ -201,7 +201,7 @@ def _worst_logprob(llm: Any, reference: Reference) -> float:
 def _same_tokens(
     name: str, reference: Reference, expected: list[list[int]], got: list[list[int]], slack: float
 ) -> Check:
-    """Checks that tokens are equal, except where rounding decides between two nearly equal tokens (a tie)."""
+    """Checks that tokens are equal, except at and after a tie: two tokens whose margin is at most `slack`."""
     ties, wrong = 0, []
     for i, (want, have) in enumerate(zip(expected, got, strict=True)):
         if want == have:
@@ -211,16 +211,16 @@ def _same_tokens(
             wrong.append(f"prompt {i}: {len(have)} tokens instead of {len(want)}")
             continue
         if want[:at] != reference.replies[i][:at]:
-            wrong.append(f"prompt {i} differs at token {at}, where transformers has no reference")
+            wrong.append(f"prompt {i} differs at token {at}; the reference differs earlier: no margin is known")
             continue
         logprobs = reference.logprobs[i][len(reference.prompts[i]) + at - 1]
         margin = float(abs(logprobs[want[at]] - logprobs[have[at]]))
-        if margin <= slack:  # never true of NaN
+        if margin <= slack:  # False for NaN
             ties += 1
         else:
             wrong.append(f"prompt {i} differs at token {at}, margin {margin:.2g}")
     same = len(expected) - ties - len(wrong)
-    detail = f"{same} of {len(expected)} replies of {NEW_TOKENS} tokens equal"
+    detail = f"{same} of {len(expected)} replies of {NEW_TOKENS} tokens are equal"
     if ties:
         detail += f", {ties} differ at a tie (margin under {slack:.2g})"
     return Check(name, not wrong, "; ".join([detail, *wrong]))

@@ -21,7 +21,7 @@ SUFFIXES = {kind: suffix for kind, (suffix, _) in WRITERS.items()} | {kind: f".{
 
 
 def export(trace: str | Path, kind: str, out: str | Path | None = None) -> Path:
-    """Write `trace` as perfetto, json or md, beside it or to `out`; returns the file. Raises TraceError."""
+    """Write `trace` as perfetto, json or md to `out` (None: beside the trace); returns the path. Raises TraceError."""
     if kind not in WRITERS:
         raise TraceError(f"unknown export format {kind!r}: choose one of {', '.join(FORMATS)}")
     suffix, write = WRITERS[kind]

@@ -1,4 +1,4 @@
-"""A trace as Markdown: the model and device, figures, requests, and what each step did and why."""
+"""Writes a trace as Markdown: model and device, totals, requests, and what each step did and why."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from minitui.viewmodel.narrate import narrate
 from minitui.viewmodel.teller import Line, Teller
 from minitui.visible import visible, visible_line
 
-LINES_AT_MOST = 4000  # a reader does not read more
-NARRATED = frozenset(  # events that the sentences of their step contain
+MOST_LINES = 4000  # longer texts are hard to read
+NARRATED = frozenset(  # kinds of events that the text of their step includes
     {"admit", "hit", "miss", "evict", "preempt", "finish", "wait", "submit"}
 )
 
@@ -28,7 +28,7 @@ def write_markdown(reader: TraceReader, path: Path) -> None:
     lanes: dict[int, Lane] = {}
     lines: list[Line] = []
     for line in teller.tell_all(reader):
-        if line.kind == "step":  # the view shows the end of this step
+        if line.kind == "step":  # the view now has the state at the end of this step
             lines.append(replace(line, text=narrate(view, line.step) or line.text))
         elif line.kind not in NARRATED:
             lines.append(line)
@@ -117,11 +117,11 @@ def _cell(text: str) -> str:
 def _story(reader: TraceReader, lines: list[Line]) -> list[str]:
     marks = list(reader.bookmarks)
     out = ["", "## What happened", ""]
-    for line in lines[:LINES_AT_MOST]:
+    for line in lines[:MOST_LINES]:
         while marks and marks[0][0] <= line.step:
             out.append(f"\n**{marks.pop(0)[1]}**\n")
         where = "" if line.kind == "steps" else f"step {line.step:,}: "
         out.append(f"- {line.t:.2f} s, {where}{_cell(line.text)}")
-    if len(lines) > LINES_AT_MOST:
-        out.append(f"\n… and {len(lines) - LINES_AT_MOST:,} more lines: `minitui tail` prints all of them.")
+    if len(lines) > MOST_LINES:
+        out.append(f"\n… and {len(lines) - MOST_LINES:,} more lines: `minitui tail` prints all of them.")
     return out

@@ -1,12 +1,12 @@
-"""A trace for ui.perfetto.dev: a lane per request, the host's stages, and the device's steps.
+"""Writes a trace for ui.perfetto.dev: a track for each request, the host's stages, and the device's steps.
 
-The format is Chrome's trace events, which Perfetto reads. Times are play time (minitui/trace/reader.py), without the
-delay of slow motion: all gaps are the engine's own. Durations are as measured.
+The format is Chrome's trace events, which Perfetto reads. Start times are play time (minitui/trace/reader.py), without
+slow motion and with long pauses cut. Durations are as measured.
 
-    requests   r12: waiting, each chunk of its prompt, decoding; decisions are marks
+    requests   for each request: waiting, the chunks of its prompt, decoding; decisions are marks
     host       plan, launch and commit of each step, in order of execution
-    device     the steps on the device, if its time is known
-    counters   blocks by state, requests, tokens per step
+    device     the steps on the device, if their times are known
+    counters   blocks by state, running and waiting requests
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Event = dict[str, Any]
 
 @dataclass(slots=True)
 class _Lane:
-    """One request's track: its open span, the span's start, and the end of what is drawn so far."""
+    """The track of one request. `open`: the name of its open span (empty: none), which began at `since`."""
 
     id: int
     name: str
@@ -36,7 +36,7 @@ class _Lane:
     prompt_tokens: int
     open: str = "waiting"
     since: float = 0.0
-    drawn_until: float = 0.0
+    drawn_until: float = 0.0  # end of the last span in the output
 
 
 class _Converter:
@@ -45,10 +45,10 @@ class _Converter:
         self.state = reader.part(0).state
         self.lanes: dict[int, _Lane] = {}
         self.stages: list[tuple[float, float, str, dict[str, Any]]] = []  # begin, end, name, args
-        self.device_until = 0.0
-        self.exchanged: dict[int, float] = {}  # step -> ms that ranks exchanged
-        self.planned: dict[int, tuple[float, Record]] = {}  # steps not yet timed
-        self.drafts: dict[int, dict[str, int]] = {}  # step -> draft tokens, of planned steps
+        self.device_until = 0.0  # end of the last device step in the output
+        self.exchanged: dict[int, float] = {}  # step -> ms in collectives of rank 0
+        self.planned: dict[int, tuple[float, Record]] = {}  # step -> (time, its `step` record)
+        self.drafts: dict[int, dict[str, int]] = {}  # step -> numbers of draft and accepted tokens
 
     def events(self) -> Iterator[Event]:
         yield from self._names()
@@ -81,7 +81,7 @@ class _Converter:
     # ---- requests
 
     def _continue_from(self, state: State, t: float) -> Iterator[Event]:
-        """Continue from a state after a gap or at the start: exactly its requests have lanes."""
+        """Continue from `state`, at the start or after a gap: opens and closes lanes to match its requests."""
         self.state = state
         self.planned.clear()
         for lane in list(self.lanes.values()):
@@ -119,7 +119,7 @@ class _Converter:
         elif kind == "evict":
             yield self._mark(HOST, 1, f"evict {fields[1]} blocks", t, {"node": fields[0], "reason": fields[2]})
         elif kind == "fail":
-            self.planned.pop(fields[0], None)  # it will have no `time` record
+            self.planned.pop(fields[0], None)  # a failed step has no `time` record
             yield self._mark(HOST, 1, f"step {fields[0]} failed", t, {"error": fields[1]})
         elif fields and isinstance(fields[0], int) and fields[0] in self.lanes:
             yield from self._request(kind, fields, self.lanes[fields[0]], t)
@@ -183,7 +183,7 @@ class _Converter:
         commit = t - commit_us / 1e6
         launched = at + launch_us / 1e6
         stages = [("plan", at - plan_us / 1e6, at), ("launch", at, min(launched, commit)), ("commit", commit, t)]
-        if not self.planned:  # otherwise the host plans the next step in this time
+        if not self.planned:  # otherwise the host plans the next step during this time
             stages.insert(2, ("wait for the device", launched, commit))
         self.stages += [(begin, end, name, args) for name, begin, end in stages]
         if device_ms is not None:
@@ -194,7 +194,7 @@ class _Converter:
         for id, start, n, samples in prefills:
             lane = self.lanes.get(id)
             if lane is None:
-                continue  # it finished in this step: its own slice covers the chunk
+                continue  # it has finished: the slice of the whole request covers the chunk
             begin = max(at, lane.drawn_until)
             if commit > begin and not lane.open:
                 chunk = {"step": step, "from token": start, "tokens": n, "samples a token": samples}
@@ -202,7 +202,7 @@ class _Converter:
                 lane.drawn_until = commit
 
     def _host(self) -> Iterator[Event]:
-        """Yields the host's stages in order of their start; steps may overlap, host stages do not."""
+        """Yields the host's stages in order of their start. Steps may overlap; their stages are cut to avoid this."""
         until = 0.0
         for begin, end, name, args in sorted(self.stages, key=lambda stage: stage[:2]):
             begin = max(begin, until)
@@ -236,7 +236,7 @@ def _us(seconds: float) -> float:
 
 
 def write_perfetto(reader: TraceReader, path: Path) -> None:
-    """Write the trace as Chrome trace events, by time; a slice comes before those inside it."""
+    """Write the trace as Chrome trace events, sorted by time; a slice precedes the slices inside it."""
     events = list(_Converter(reader).events())
     events.sort(key=lambda e: (e["ph"] != "M", e.get("ts", 0.0), -e.get("dur", 0.0)))
     with path.open("w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""A trace as one JSON object with named fields, for other programs."""
+"""Writes a trace as one JSON object with named fields, for other programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from minitui.visible import json_text
 
 
 def write_json(reader: TraceReader, path: Path) -> None:
-    """{"header", "complete", "bookmarks", "chats", "start": snapshot, "records": [{"seq", "t", "kind", ...}]}."""
+    """Write the trace to `path`:
+
+    {"header", "complete", "bookmarks", "chats", "start": snapshot, "records": [{"seq", "t", "kind", ...}]}
+    """
     head = {
         "header": reader.header,
         "complete": reader.complete,

@@ -31,19 +31,22 @@ def find_browser() -> str | None:
 
 
 def write_png(svg: str, path: Path, browser: str | None = None, scale: float = 1.5) -> Path:
-    """Draw `svg` into `path` with `scale` pixels per SVG unit. TraceError if there is no browser or it fails."""
+    """Draw `svg` with `scale` pixels per SVG unit and write it to `path`; returns `path`.
+
+    Raises TraceError if no browser is found, or if drawing or writing fails.
+    """
     browser = browser or find_browser()
     if browser is None:
         raise TraceError(NO_BROWSER)
     box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
     if box is None:
-        raise TraceError(f"{path} cannot be drawn: the SVG has no viewBox")
+        raise TraceError(f"{path} cannot be written: the SVG has no viewBox")
     if not path.parent.is_dir():
         missing = f"the directory {path.parent} does not exist"
         raise TraceError(f"{path} cannot be written: {missing}; name another file with --out")
     width, height = (int(float(n)) + 1 for n in box.groups())
     style = "body{margin:0;background:transparent}svg{display:block}"
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # the browser may still write to it
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # the browser may still write files there
         page, drawn = Path(folder) / "page.html", Path(folder) / "page.png"
         page.write_text(f"<meta charset='utf-8'><style>{style}</style>{svg}", encoding="utf-8")
         command = [
@@ -54,11 +57,12 @@ def write_png(svg: str, path: Path, browser: str | None = None, scale: float = 1
         try:
             done = subprocess.run(command, capture_output=True, timeout=PATIENCE_S, text=True, errors="replace")
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise TraceError(f"{browser} drew no picture: {error}; use --export svg instead") from None
+            raise TraceError(f"{browser} could not draw the picture: {error}; use --export svg instead") from None
         if not drawn.is_file():
-            said = (done.stderr.strip() or "no message").splitlines()[-1]
+            message = (done.stderr.strip() or "no message").splitlines()[-1]
             raise TraceError(
-                f"{browser} drew no picture (exit code {done.returncode}: {said}); use --export svg instead"
+                f"{browser} could not draw the picture (exit code {done.returncode}: {message}); "
+                "use --export svg instead"
             )
         try:
             shutil.copyfile(drawn, path)

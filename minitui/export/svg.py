@@ -1,4 +1,4 @@
-"""A screen of a recording as SVG, with local fonts only, or as PNG."""
+"""Writes a screen of a recording as SVG, with local fonts only, or as PNG."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATIENCE_S = 30.0
 
 
 async def screen_svg(trace: str, step: int | None, size: tuple[int, int], theme: str = "minitui-dark") -> str:
-    """Returns the Inspect screen of `trace` at the end of `step` (None: of the trace); `size` in columns and rows."""
+    """Returns the Inspect screen after `step` of `trace` (None: after its last step); `size`: (columns, rows)."""
     from minitui.tui.replay_app import replay_app
 
     app = replay_app(trace)
@@ -45,15 +45,15 @@ def offline(svg: str) -> str:
 def write_picture(
     trace: str, kind: str, out: str | Path | None, step: int | None, size: tuple[int, int], theme: str
 ) -> Path:
-    """Write the picture, "svg" or "png", beside the trace or to `out`; returns the file."""
+    """Write a picture of the format `kind` ("svg" or "png") to `out` (None: beside the trace); returns the path."""
     path = Path(out) if out is not None else Path(trace).with_name(f"{Path(trace).name.split('.')[0]}.{kind}")
     browser = find_browser()
     if kind == "png" and browser is None:
         raise TraceError(NO_BROWSER)
     reader = TraceReader(trace)
-    reader.check()  # here, because an application that fails prints a traceback
+    reader.check()  # before the application starts: an error there prints a traceback
     if step is not None and not 0 <= step <= reader.last_step:
-        raise TraceError(f"{trace} has no step {step:,}: it has 0 to {reader.last_step:,}")
+        raise TraceError(f"{trace} has no step {step:,}: it has steps 0 to {reader.last_step:,}")
     svg = asyncio.run(screen_svg(trace, step, size, theme))
     if kind == "png":
         return write_png(svg, path, browser)

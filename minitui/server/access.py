@@ -1,6 +1,6 @@
-"""Checks before a request is parsed: Host and Origin, the API key, and the size of the body.
+"""Checks each request before it is parsed: Host and Origin, the API key, and the size of the body.
 
-This is plain ASGI, so that endpoints see a disconnect at once.
+The checks are plain ASGI middleware, so that endpoints notice a disconnect at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMS = ("", "application/x-www-form-urlencoded")  # `curl -d` sends this type f
 
 
 def role_needed(path: str) -> Role:
-    """Returns the role that a path requires; paths that are not listed require WATCH."""
+    """Returns the role that a path requires; unlisted paths require WATCH."""
     return OPEN.get(path, ROLES.get(path, Role.WATCH))
 
 
@@ -60,7 +60,7 @@ class Guard:
             headers = Headers(scope=scope)
             self._check_origin(headers)
             scope.setdefault("state", {})["role"] = self._check_key(scope, headers)
-            # Files are sent whole: Starlette's error for a wrong Range does not have OpenAI's shape.
+            # Ranges are ignored, because Starlette's error for an invalid Range does not have OpenAI's format.
             scope["headers"] = [(name, value) for name, value in scope["headers"] if name != b"range"]
             if scope["method"] in ("POST", "PUT", "PATCH"):
                 receive = await self._read_body(headers, receive)
@@ -68,22 +68,22 @@ class Guard:
             await self.app(scope, receive, watched_send)
         except Exception as error:
             if started:
-                return  # the response has begun, and the error was logged
+                return  # too late for an error response; the error was logged
             answer = as_api_error(error)
             response = answer.response()
-            if answer.status in (408, 413):  # the rest of the body is still unread on the connection
+            if answer.status in (408, 413):  # the connection still holds the unread rest of the body
                 response.headers["Connection"] = "close"
             await response(scope, receive, watched_send)
 
     def _check_origin(self, headers: Headers) -> None:
-        """Refuse requests that a foreign web page makes through a browser on this machine."""
+        """Refuse requests that a page of another site makes through a browser on this machine."""
         host = headers.get("host", "")
         if not self.settings.keys and host:
             found = authority(host)
             if found is None:
                 raise ApiError(400, "the Host header is not an address such as localhost:8000", code="bad_http")
             if not is_loopback(found[0]):
-                raise ApiError(403, f"the Host header says {found[0]!r}; without a key only this machine is served")
+                raise ApiError(403, f"the Host header says {found[0]!r}; without API keys, only localhost is accepted")
         origins = headers.getlist("origin")
         if len(origins) > 1:
             raise ApiError(400, "the request has several Origin headers", code="bad_http")
@@ -92,9 +92,10 @@ class Guard:
         if origin and ("*" in allowed or origin in allowed):
             return
         if origin and origin != "null" and not is_same_origin(origin, host):
-            raise ApiError(403, f"requests from pages of {origin!r} are not served")
-        if origin == "null" or headers.get("sec-fetch-site") in ("cross-site", "same-site"):  # same-site: another port
-            raise ApiError(403, "requests from pages of other sites are not served")
+            raise ApiError(403, f"requests from pages of {origin!r} are refused")
+        # same-site: the port or the subdomain differs
+        if origin == "null" or headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+            raise ApiError(403, "requests from pages of other sites are refused")
 
     def _check_key(self, scope: Scope, headers: Headers) -> Role:
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -111,7 +112,7 @@ class Guard:
         raise ApiError(403, f"this key has the role {allowed}; {scope['path']} requires {wanted}")
 
     async def _read_body(self, headers: Headers, receive: Receive) -> Receive:
-        """Read the body within its limits. The returned receiver gives it again, and then the disconnect."""
+        """Read the body, within the limits of size and time. Returns a receiver that delivers it again."""
         limit = self.settings.max_body
         announced = headers.get("content-length", "")
         if announced.isdigit() and int(announced) > limit:
@@ -122,7 +123,7 @@ class Guard:
                 while True:
                     message = await receive()
                     if message["type"] != "http.request":
-                        break  # the caller has disconnected; the endpoint notices it
+                        break  # the caller has disconnected; the endpoint will notice
                     body += message.get("body", b"")
                     if len(body) > limit:
                         raise _too_large(len(body), limit)
@@ -143,7 +144,7 @@ def _too_large(size: int, limit: int) -> ApiError:
 
 
 def _set_json_type(scope: Scope, headers: Headers) -> None:
-    """Set the content type to JSON if the body was labelled as a form, as `curl -d` does."""
+    """Set the content type to JSON if it is missing or is the form type of `curl -d`."""
     content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type in FORMS:
         kept: list[Any] = [(name, value) for name, value in scope["headers"] if name != b"content-type"]

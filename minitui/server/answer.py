@@ -1,7 +1,7 @@
-"""The answer to one HTTP request: its sequences are queued together, read together and ended together.
+"""Answers one HTTP request: its sequences are queued, read and ended together.
 
-Chat, completions, /generate and /minitui/submit are subclasses: they encode the prompt and give the response its shape.
-However the request ends, `close` frees its places in the queue, and the engine frees its blocks between two steps.
+Chat, completions, /generate and /minitui/submit are subclasses that encode the prompt and format the response. In every
+case, `close` frees the request's places in the queue, and the engine frees its blocks between two steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from minitui.server.sse import DONE, EventStream, event, unless_disconnected
 
 @dataclass(slots=True)
 class Output:
-    """A sequence so far, or its next piece."""
+    """The output of a sequence so far, or its next part."""
 
     text: str = ""
     ids: list[int] = field(default_factory=list)
@@ -47,16 +47,16 @@ class Output:
         self.metrics = part.metrics or self.metrics
 
 
-Part = tuple[int, Output]  # (the sequence's index, its next piece)
+Part = tuple[int, Output]  # (index of the sequence, its next part)
 
 
 class Answer:
-    """One request's sequences. Reserves places in the queue at once; `close` frees them."""
+    """The sequences of one request. The constructor reserves their places in the queue; `close` frees them."""
 
-    cancellable: ClassVar[bool] = False  # by the caller; if not, an abort comes from the operator and is an error
+    cancellable: ClassVar[bool] = False  # by the caller; else an abort comes from the operator and is an error
 
     def __init__(self, service: Service, sequences: int, stream: bool) -> None:
-        """Raises ApiError if the server is not ready or the queue is full. `stream`: answer with events."""
+        """`stream`: answer with events. Raises ApiError if the server is not ready or the queue is full."""
         self.service = service
         self.streams: list[Stream] = []
         self._stream_events = stream
@@ -77,15 +77,15 @@ class Answer:
         raise NotImplementedError
 
     def opening(self) -> Iterator[bytes]:
-        """The events before the first text."""
+        """Yields the events before the first text."""
         return iter(())
 
     def events(self, index: int, part: Output, outputs: list[Output]) -> Iterator[bytes]:
-        """The events for the next part of a sequence. `outputs`: all sequences so far, this part included."""
+        """Yields the events for the next part of a sequence. `outputs`: all sequences so far, including this part."""
         raise NotImplementedError
 
     def closing(self, outputs: list[Output]) -> Iterator[bytes]:
-        """The events after all sequences have ended."""
+        """Yields the events after all sequences have ended."""
         yield DONE
 
     async def submit(
@@ -94,7 +94,7 @@ class Answer:
     ) -> None:  # fmt: skip
         """Queue `params.n` sequences for each prompt; returns when the engine has accepted all of them.
 
-        `field`: the prompt's name in the request; `names`: the engine's field names -> those in the request.
+        `field`: the prompt's field in the request; `names`: the engine's field name -> the request's field name.
         """
         try:
             await self.service.check(prompts, params, field)
@@ -113,9 +113,9 @@ class Answer:
     # ---- the response
 
     async def respond(self, request: Request) -> Response:
-        """Returns an event stream or one JSON object. The sequences are ended when the caller disconnects.
+        """Returns an event stream or one JSON object. A disconnect of the caller ends the sequences.
 
-        Errors before the first event have an HTTP status of their own.
+        An error before the event stream begins sets the HTTP status.
         """
         streaming = False
         try:
@@ -129,7 +129,7 @@ class Answer:
                 self.close()
 
     def close(self) -> None:
-        """End the sequences that still run and free the places in the queue. May be called again."""
+        """End the unfinished sequences and free their places in the queue. Repeated calls are allowed."""
         for task in self._tasks:
             task.cancel()
         for stream in self.streams:
@@ -168,7 +168,7 @@ class Answer:
                 self._measure()
                 return
             except EngineDead:
-                self.service.check_ready()  # if the server is stopping, this raises the better error
+                self.service.check_ready()  # raises a more precise error if the server is stopping
                 raise
             except TimeoutError:
                 limit = self.service.settings.request_s
@@ -215,23 +215,23 @@ class Answer:
 
 
 async def _read(stream: Stream) -> AsyncIterator[Output]:
-    """Yields a stream's deltas. Deltas that came while the caller handled the last part are merged."""
+    """Yields a stream's deltas. Merges deltas that arrived while the caller handled the last part."""
     async for delta in stream:
         part = Output()
-        for one in (delta, *stream.drain()):
-            part.add(one)
+        for piece in (delta, *stream.drain()):
+            part.add(piece)
         yield part
 
 
 class OpenAIAnswer(Answer):
-    """The common part of chat and completions: the head, the usage, and the closing events."""
+    """The base class of chat and completions: makes the head, the usage, and the closing events."""
 
-    prefix: ClassVar[str]  # of the answer's id
-    object: ClassVar[str]  # of the whole answer
-    chunk_object: ClassVar[str]  # of an event
+    prefix: ClassVar[str]  # prefix of the answer's id
+    object: ClassVar[str]  # "object" field of the whole answer
+    chunk_object: ClassVar[str]  # "object" field of an event
 
     def __init__(self, service: Service, body: Any, prompts: int) -> None:
-        """`body`: a ChatRequest or CompletionRequest with this many prompts."""
+        """`body`: a ChatRequest or CompletionRequest; `prompts`: the number of its prompts."""
         service.check_ready()
         service.check_model(body.model)
         self.samples = body.n or 1
@@ -241,7 +241,7 @@ class OpenAIAnswer(Answer):
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model}
 
     def usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """Returns the tokens of all sequences."""
+        """Returns the token counts of all sequences."""
         return usage_of(outputs, self.samples)
 
     def whole(self, outputs: list[Output]) -> dict[str, Any]:
@@ -264,7 +264,7 @@ class OpenAIAnswer(Answer):
 
 
 def usage_of(outputs: Sequence[Output], samples: int) -> dict[str, Any]:
-    """Returns OpenAI's usage of all sequences; a prompt with several samples counts once."""
+    """Returns the token counts of all sequences, as in OpenAI's API; a prompt with several samples counts once."""
     first = outputs[::samples]
     prompt = sum(one.metrics.get("prompt_tokens", 0) for one in first)
     written = sum(len(one.ids) for one in outputs)

@@ -1,4 +1,4 @@
-"""Combines the endpoints into one application."""
+"""Combines the endpoints into one ASGI application."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def create_api(service: Service) -> FastAPI:
     """Returns the endpoints without access checks; their OpenAPI document is at /openapi.json."""
     api = FastAPI(
         title="minitui", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False,
-        description="An LLM inference engine with its telemetry; OpenAI's endpoints and a plain one.",
+        description="An LLM inference engine with telemetry, OpenAI's endpoints and a simple endpoint.",
     )  # fmt: skip
     errors.install(api)
     for part in (completions, chat, tokenize, health, telemetry):

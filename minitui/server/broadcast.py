@@ -1,7 +1,7 @@
-"""Applies the engine's records to a state, and passes the records on to all watchers.
+"""Applies the engine's records to a state, and sends the records to all watchers.
 
-Records are applied once and encoded once, however many watchers there are. A watcher that is too slow loses records: it
-notices the gap in their numbers, and the others are not delayed.
+Each record is applied once and encoded once for all watchers. A watcher that is too slow loses records and notices the
+gap in their numbers; it does not delay the others.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from minitui.trace.recorder import Recording
 
 logger = logging.getLogger("minitui.server")
 
-BUSY_S = 0.05  # between two polls while there are records
-IDLE_S = 0.2  # otherwise
+BUSY_S = 0.05  # between two polls while records arrive
+IDLE_S = 0.2  # between two polls while none arrive
 KEEP_ALIVE_S = 10.0
-MAX_UNREAD = 8 << 20  # bytes queued for one watcher
+MAX_UNREAD = 8 << 20  # maximum bytes queued for one watcher
+# Kind -> the indices of its fields that contain token ids.
 MASKED = {"insert": (FIELDS["insert"].index("ids"),), "extend": (FIELDS["extend"].index("ids"),)}
 
 
 class Watcher:
-    """One reader of the record stream. `client`: its header X-Minitui-Client, which identifies the gate's owner."""
+    """One reader of the record stream. `client`: its X-Minitui-Client header, to recognise the gate's owner."""
 
     def __init__(self, client: str | None = None) -> None:
         self.client = client
-        self.dropped = 0  # bytes
+        self.dropped = 0  # bytes so far
         self.closed = False
         self._unread: deque[bytes] = deque()
         self._size = 0
         self._wake = asyncio.Event()
 
     def put(self, frame: bytes) -> None:
-        """Queue a frame. If the queue is full, everything in it is dropped first."""
+        """Queue a frame. If the queue is full, drop all queued frames first."""
         if self._size + len(frame) > MAX_UNREAD:
             self.dropped += self._size
             self._unread.clear()
@@ -54,12 +55,12 @@ class Watcher:
         self._wake.set()
 
     def close(self) -> None:
-        """End `frames` after what is queued."""
+        """End `frames` after the queued frames."""
         self.closed = True
         self._wake.set()
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """Yields the queued frames as they come, and a comment every KEEP_ALIVE_S without one."""
+        """Yields the queued frames as they arrive; without frames, yields a comment every KEEP_ALIVE_S."""
         while True:
             while self._unread:
                 frames = b"".join(self._unread)
@@ -77,9 +78,9 @@ class Watcher:
 
 
 class Broadcast:
-    """Drains one engine client.
+    """Drains the records of one engine client.
 
-    `mask_id`: replaces every token id, for watchers and in the recording, if texts are hidden; None if they are not.
+    `mask_id`: if texts are hidden, this id replaces all token ids, for watchers and in the recording; else None.
     """
 
     def __init__(self, metrics: Metrics, mask_id: int | None = None, recording: Recording | None = None) -> None:
@@ -88,13 +89,13 @@ class Broadcast:
         self.recording = recording
         self.state: State | None = None
         self.watchers: set[Watcher] = set()
-        self.began = 0  # engines so far; each starts its record numbers at 0
+        self.began = 0  # number of engines so far; the record numbers of each start at 0
         self._origin = secrets.token_hex(4)
         self._client: EngineClient | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def begin(self, client: EngineClient) -> None:
-        """Start with a running engine, and tell the watchers that record numbers start again."""
+        """Start with a running engine; tells the watchers that the record numbers start again."""
         await self.end()
         self._client = client
         self.metrics.engine_began(client.info)
@@ -106,7 +107,7 @@ class Broadcast:
         self._task = asyncio.create_task(self._run())
 
     async def end(self) -> None:
-        """Stop: the engine has ended."""
+        """Stop after the engine has ended; sends its last records."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -150,7 +151,7 @@ class Broadcast:
             await asyncio.sleep(BUSY_S if busy else IDLE_S)
 
     def pump(self) -> bool:
-        """Apply the new records and pass them on; returns whether there were any."""
+        """Apply the new records and send them to the watchers; returns whether any arrived."""
         if self._client is None:
             return False
         records = self._client.drain_records()
@@ -160,7 +161,7 @@ class Broadcast:
         new: list[Record] = []
         for record in records:
             if record[0] <= state.seq:
-                continue  # the snapshot includes it
+                continue  # the snapshot includes this record
             if record[0] != state.seq + 1:
                 self.metrics.lost.add(record[0] - state.seq - 1)
                 logger.warning("records %d to %d were lost", state.seq + 1, record[0] - 1)
@@ -176,7 +177,7 @@ class Broadcast:
         return True
 
     def encode(self, records: Iterable[Record]) -> bytes:
-        """Returns records as one event: a list of [seq, t, kind, fields...] with t rounded to microseconds."""
+        """Returns the records as one event: a list of [seq, t, kind, fields...], with t rounded to microseconds."""
         return event([[seq, round(t, 6), kind, *self._mask(kind, rest)] for seq, t, kind, *rest in records])
 
     def _mask(self, kind: str, fields: list[Any]) -> list[Any]:
@@ -191,7 +192,7 @@ class Broadcast:
         return fields
 
     def snapshot(self) -> dict[str, Any] | None:
-        """Returns the state, or None without an engine. Records that watchers get later follow it without a gap."""
+        """Returns the state, or None without an engine. The next records for watchers follow it without a gap."""
         self.pump()
         return None if self.state is None else self._masked(self.state.snapshot())
 

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation is encoded by the model's chat template, and its reply parsed.
+"""POST /v1/chat/completions: encodes a conversation with the model's chat template, and parses the reply.
 
 The parser (reply_parser.py) separates reasoning, content and tool calls.
 """
@@ -36,7 +36,7 @@ def router(service: Service) -> APIRouter:
 
 
 class ChatAnswer(OpenAIAnswer):
-    """One request's choices. `tools`: the model may call them; `forced`: it must call one of them."""
+    """The choices of one request. `tools`: the model may call these; `forced`: the model must call one of these."""
 
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -46,7 +46,7 @@ class ChatAnswer(OpenAIAnswer):
         choice = body.tool_choice or "auto"
         self.tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if choice != "none" else []
         self.forced = self.tools if choice == "required" else []
-        self.thinking = False  # the prompt ends with an open think tag
+        self.thinking = False  # True if the prompt ends with an open think tag
         self.choices: list[Choice] = []
 
     async def prepare(self) -> None:
@@ -104,7 +104,7 @@ class ChatAnswer(OpenAIAnswer):
         logprobs = self._logprobs(part)
         for change in choice.changes() or ([{}] if logprobs and logprobs["content"] else []):
             yield self._chunk(index, change, logprobs=logprobs)
-            logprobs = None  # the first chunk has them
+            logprobs = None  # the first chunk contains them
         if choice.finish_reason:
             with_usage = self._options is not None and self._options.continuous_usage_stats
             usage = self.usage(outputs) if with_usage else None
@@ -125,7 +125,7 @@ class ChatAnswer(OpenAIAnswer):
 
 
 class Choice:
-    """One of n replies, parsed. `parts`: everything so far."""
+    """One of n replies, parsed as it arrives. `parts`: everything parsed so far."""
 
     def __init__(self, answer: ChatAnswer) -> None:
         self._single = answer.body.parallel_tool_calls is False
@@ -135,7 +135,7 @@ class Choice:
         self.finish_reason: str | None = None
 
     def take(self, text: str, finish_reason: str) -> None:
-        """Parse the next text. `finish_reason` is empty before the end."""
+        """Parse the next text. `finish_reason` is empty until the reply ends."""
         found = [self._parser.push(text)]
         if finish_reason:
             found.append(self._parser.flush())
@@ -150,7 +150,7 @@ class Choice:
             self.finish_reason = "tool_calls" if self.parts.calls and finish_reason == "stop" else finish_reason
 
     def changes(self) -> list[dict[str, Any]]:
-        """Returns what the last `take` found, as deltas of a stream."""
+        """Returns the result of the last `take` as deltas for a stream."""
         changes: list[dict[str, Any]] = []
         if self._new.reasoning:
             changes.append({"reasoning_content": self._new.reasoning})

@@ -1,4 +1,4 @@
-"""`minitui serve`: listen, load the model, serve, and stop on a signal."""
+"""Runs `minitui serve`: listens, loads the model, serves, and stops on a signal."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ except ImportError as error:
     raise EngineError(not_installed("minitui serve", error, "serve")) from error
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-BACKLOG = 512
+BACKLOG = 512  # connections that the system queues until they are accepted
 EXAMPLE = '{"messages": [{"role": "user", "content": "What is a KV cache?"}]}'
 DEAD_PEER_S = 20  # a peer that acknowledges nothing for this long is dropped
-LAST_ANSWERS_S = 1  # for connections to close after the engine has ended
+LAST_ANSWERS_S = 1  # time for connections to close after the engine has ended
 
 
 class _Uvicorn(uvicorn.Server):
@@ -42,10 +42,10 @@ class _Uvicorn(uvicorn.Server):
 
 
 class Host:
-    """One server, from its socket to its end."""
+    """One server: its socket, its service, and its shutdown."""
 
     def __init__(self, config: EngineConfig, settings: ServerSettings, log_file: Path | None = None) -> None:
-        """Bind the address. Raises EngineError if that fails."""
+        """Listen on the address. Raises EngineError if this fails."""
         self.settings = settings
         self.service = Service(config, settings, log_file)
         self._socket = listen(settings.host, settings.port)
@@ -58,9 +58,9 @@ class Host:
         return address(self.settings.host, self.port)
 
     def stop(self) -> None:
-        """Ask the server to stop; may be called from any thread."""
+        """Request the server to stop. Any thread may call this."""
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended by itself
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has already ended
                 self._loop.call_soon_threadsafe(self._stop.set)
 
     async def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
@@ -99,7 +99,7 @@ def address(host: str, port: int) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket; port 0 picks a free port. Raises EngineError with a remedy."""
+    """Returns a listening socket; port 0 picks a free port. Raises EngineError if the address cannot be used."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -131,7 +131,7 @@ def _detect_dead_peers(listening: socket.socket) -> None:
 
 
 def gather_keys(api: list[str], chat: list[str], watch: list[str]) -> dict[str, Role]:
-    """Returns the keys from options, or else from the environment, which process lists do not show."""
+    """Returns API key -> role, from the options or else from the environment, which process lists do not show."""
     keys: dict[str, Role] = {}
     given = ((watch, Role.WATCH, "WATCH"), (chat, Role.CHAT, "CHAT"), (api, Role.CONTROL, "API"))
     for options, role, name in given:
@@ -146,7 +146,7 @@ def run_serve(config: EngineConfig, settings: ServerSettings, log_file: Path | N
 
     sys.setswitchinterval(0.001)  # a thread that encodes a long prompt yields to the event loop after 1 ms
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # invalid requests could fill the log with warnings
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # warnings about invalid requests could fill the log
 
     async def main() -> int:
         host = Host(config, settings, log_file)
@@ -161,7 +161,7 @@ def run_serve(config: EngineConfig, settings: ServerSettings, log_file: Path | N
             print(f"  {variable}minitui chat --connect {url}", file=out, flush=True)
 
         url = address(settings.host, host.port)
-        print(f"loading; {url}/ready answers 200 when it is done", file=out, flush=True)
+        print(f"loading the model; {url}/ready answers 200 when it is loaded", file=out, flush=True)
         await host.run(ready)
         recording = host.service.recording
         if recording is not None and recording.error:

@@ -1,7 +1,7 @@
-"""POST /v1/completions and POST /generate: a text is continued as it is, without a chat template.
+"""POST /v1/completions and POST /generate: continue a text without a chat template.
 
-The caller writes the whole prompt, so control tokens spelled in it count as control tokens: a caller can write a
-template by hand. In /v1/chat/completions a user's text stays text.
+The caller writes the whole prompt. Control tokens spelled in it are encoded as control tokens, so that the caller can
+write a chat template by hand. In /v1/chat/completions, control tokens spelled by a user are encoded as plain text.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/generate", response_model=Generated, responses=STREAMED)
     async def generate(body: GenerateRequest, request: Request) -> Response:
-        """Continue a text: the plain endpoint. Streams `data: {"text": ...}` and ends with `data: [DONE]`."""
+        """Continue a text; a simple endpoint. A stream has events `data: {"text": ...}`, then `data: [DONE]`."""
         return await GenerateAnswer(service, body).respond(request)
 
     return routes
 
 
 class GenerateAnswer(Answer):
-    """One continuation, in the plain shape."""
+    """The answer of /generate: one continuation."""
 
     def __init__(self, service: Service, body: GenerateRequest) -> None:
         super().__init__(service, 1, body.stream)
@@ -52,8 +52,8 @@ class GenerateAnswer(Answer):
         await self.submit([ids], body.sampled().params(body.max_tokens, info["generation"], info["vocab_size"]))
 
     def whole(self, outputs: list[Output]) -> dict[str, Any]:
-        one = outputs[0]
-        return {"text": one.text, "finish_reason": one.finish_reason, "usage": usage_of(outputs, 1)}
+        output = outputs[0]
+        return {"text": output.text, "finish_reason": output.finish_reason, "usage": usage_of(outputs, 1)}
 
     def events(self, index: int, part: Output, outputs: list[Output]) -> Iterator[bytes]:
         if part.text:
@@ -61,7 +61,7 @@ class GenerateAnswer(Answer):
 
 
 class CompletionAnswer(OpenAIAnswer):
-    """One request's choices: `n` for each of its prompts, in order."""
+    """The choices of one request: `n` choices for each prompt, in the order of the prompts."""
 
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
@@ -74,7 +74,7 @@ class CompletionAnswer(OpenAIAnswer):
             self.prompts = list(prompt)
         super().__init__(service, body, len(self.prompts))
         self.body = body
-        self._offsets: dict[int, Offsets] = {}  # of the text shown so far, by choice
+        self._offsets: dict[int, Offsets] = {}  # choice -> text offsets of its tokens so far
 
     async def prepare(self) -> None:
         service, body = self.service, self.body

@@ -1,4 +1,4 @@
-"""Connections before their first request: request heads that arrive too slowly, and bytes that are not HTTP."""
+"""Closes connections whose request heads arrive too slowly, and answers bytes that are not HTTP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_CONNECTIONS = 800  # below the usual limit of 1,024 open files
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, with a time limit for a request's head and errors in OpenAI's shape."""
+    """uvicorn's connection, with a time limit for a request's head, and errors in OpenAI's format."""
 
     def __init__(self, service: Service, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -43,16 +43,16 @@ class Connection(H11Protocol):
         self._watch_head()
 
     def _make_room(self) -> None:
-        """At the limit of connections, close the oldest ones that have no running request."""
+        """At the limit of connections, close the oldest connections without a running request."""
         most = most_connections(MAX_CONNECTIONS)
         if len(self._service.connections) >= most:
             idle = (one for one in self._service.connections if one.cycle is None or one.cycle.response_complete)
-            for one in list(itertools.islice(idle, max(1, most // 10))):
-                self._service.connections.pop(one)
-                one.transport.close()
+            for connection in list(itertools.islice(idle, max(1, most // 10))):
+                self._service.connections.pop(connection)
+                connection.transport.close()
 
     def _watch_head(self) -> None:
-        """Limit the time of a request's head. Between two requests, uvicorn's own limit applies."""
+        """Limit the time in which a request's head must arrive. Between two requests, uvicorn's own limit applies."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_waiting()
         elif self._waiting is None:
@@ -71,7 +71,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are not HTTP. uvicorn calls this while it handles the parser's exception."""
+        """Send an error for bytes that are not HTTP. uvicorn calls this while it handles the parser's exception."""
         if getattr(sys.exception(), "error_status_hint", 400) == 431:
             self._refuse(ApiError(431, f"the request's headers are larger than {MAX_HEAD >> 10} KiB"))
         else:

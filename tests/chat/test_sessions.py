@@ -106,7 +106,7 @@ async def test_a_template_that_drops_thinking_says_where_the_turn_diverges_and_w
     at = diverged["at"]
     assert CODEC.decode(kept[:at]).endswith("assistant\n")  # everything before the thinking is still shared
     text = " ".join(t for t, _ in describe_answer(session.messages[-1]))
-    assert f"the prompt is new from token {at} on" in text
+    assert f"the prompt changes from token {at} on" in text
 
 
 async def test_a_retried_answer_reports_no_difference_by_the_template():
@@ -442,7 +442,7 @@ def test_an_answer_that_ended_with_the_process_and_a_cancelled_one_say_so(tmp_pa
     chats = Chats(FakeSource(), store)
     chats.restore()
     cut, cancelled = (m for m in chats.sessions[0].messages if m.role == "assistant")
-    assert describe_answer(cut) == [("cut short: minitui ended while writing it", "bad")]
+    assert describe_answer(cut) == [("cut short: minitui ended before the answer was complete", "bad")]
     assert describe_answer(cancelled) == [("cancelled", "bad")]
 
 

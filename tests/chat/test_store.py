@@ -24,7 +24,7 @@ def chat(id: str = "a", **changes) -> Session:
         "parent": None,
         "sampling": Sampling(seed=3),
         "created": 1.0,
-        "spelled_by": "m",
+        "ids_model": "m",
         "ids": [1, 70_000],
         "messages": [],
     }
@@ -71,7 +71,7 @@ def test_a_file_of_the_first_schema_is_brought_up_to_date_with_its_chats(tmp_pat
     store = Store(path)
     assert store.version == len(MIGRATIONS)
     [old] = open_chats(store)
-    assert (old.spelled_by, old.ids, old.messages[0].text) == ("", [], "still here?")
+    assert (old.ids_model, old.ids, old.messages[0].text) == ("", [], "still here?")
 
 
 def test_a_file_of_a_newer_minitui_is_refused_and_left_alone(tmp_path):
@@ -98,7 +98,7 @@ def test_any_words_can_be_searched_for(words, found):
 def test_a_file_that_is_no_database_is_refused_with_advice(tmp_path):
     path = tmp_path / "chats.sqlite"
     path.write_text("not a database, but long enough to be taken for one" * 40)
-    with pytest.raises(EngineError, match="Move it away"):
+    with pytest.raises(EngineError, match="Move this file away"):
         Store(path)
 
 
@@ -193,9 +193,9 @@ def test_a_data_directory_that_cannot_be_created_is_reported_with_advice(tmp_pat
     [
         (sqlite3.SQLITE_FULL, "Free space on its disk, or set MINITUI_DATA"),
         (sqlite3.SQLITE_IOERR, "Check whether its disk is full or broken, or set MINITUI_DATA"),
-        (sqlite3.SQLITE_READONLY, "Make it and its directory writable, or set MINITUI_DATA"),
+        (sqlite3.SQLITE_READONLY, "Make the file and its directory writable, or set MINITUI_DATA"),
         (sqlite3.SQLITE_CANTOPEN | 512, "Make its directory writable, or set MINITUI_DATA"),
-        (sqlite3.SQLITE_NOTADB, "Move it away to start with an empty one"),
+        (sqlite3.SQLITE_NOTADB, "Move this file away to start with an empty one"),
     ],
 )
 def test_the_advice_for_a_chat_file_fits_its_error(tmp_path, monkeypatch, code, way_out):
@@ -207,7 +207,7 @@ def test_the_advice_for_a_chat_file_fits_its_error(tmp_path, monkeypatch, code, 
     monkeypatch.setattr(sqlite3, "connect", refuse)
     with pytest.raises(StoreError, match=f"chats.sqlite cannot be used as a chat file: refused. {way_out}") as told:
         Store(tmp_path / "chats.sqlite")
-    assert ("Move it away" in str(told.value)) == (code == sqlite3.SQLITE_NOTADB)
+    assert ("Move this file away" in str(told.value)) == (code == sqlite3.SQLITE_NOTADB)
 
 
 def test_a_chat_file_in_a_missing_directory_cannot_be_created(tmp_path):

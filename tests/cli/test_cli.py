@@ -279,7 +279,7 @@ async def test_chat_says_that_its_recording_or_its_chats_were_not_kept_and_fails
 
     monkeypatch.setattr(launch, "show", unsaved)
     assert launch.run_app(FakeSource(), launch.Choice("", "", "", "model"), Settings(), Sampling()) == 1
-    assert "1 chats were not saved" in capsys.readouterr().err
+    assert "1 chats could not be saved" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -291,8 +291,8 @@ async def test_chat_says_that_its_recording_or_its_chats_were_not_kept_and_fails
         (("tail", "FIFO"), "is a device or a pipe"),
         (("replay", "small-pool", "--export", "svg", "--size", "99999999x99999999"), "from 40x12 to 1000x500"),
         (("replay", "small-pool", "--export", "svg", "--size", "٤٠x٤٠"), "from 40x12 to 1000x500"),
-        (("replay", "small-pool", "--export", "svg", "--step", "-5"), "has no step -5: it has 0 to 158"),
-        (("replay", "small-pool", "--export", "svg", "--step", "9" * 20), "it has 0 to 158"),
+        (("replay", "small-pool", "--export", "svg", "--step", "-5"), "has no step -5: it has steps 0 to 158"),
+        (("replay", "small-pool", "--export", "svg", "--step", "9" * 20), "it has steps 0 to 158"),
         (("replay", "small-pool", "--export", "svg", "--theme", "pink"), "dark, light and projector"),
         (("tail", "http://[::1"), "is not a server"),
         (("tail", "http://a\udcffb:80"), "is not a server"),

@@ -169,7 +169,7 @@ async def test_a_silent_replica_delays_no_request(monkeypatch: pytest.MonkeyPatc
         message = await ask(chats, chat)
         assert message.state == "done" and message.metrics["replica"]["number"] == other.number
         assert "within 0.3 s" in replica.trouble
-        assert f"as {replica.number} did not answer" in str(describe_answer(message))
+        assert f"because replica {replica.number} did not answer" in str(describe_answer(message))
         server.silent.clear()
         await until(lambda: not source.reason_against(replica))
 
