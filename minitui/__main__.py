@@ -1,4 +1,4 @@
-"""`python -m minitui` is `minitui`."""
+"""`python -m minitui` runs the command `minitui`."""
 
 from minitui.cli.main import main
 

@@ -1,8 +1,8 @@
-"""Stages 6 and 7, detokenize and emit: turns the tokens of a commit into text for the clients.
+"""Stages 6 and 7, detokenize and emit: turn the tokens of a commit into text for the clients.
 
-It runs after the next step has been launched, so it does not delay a step. It also finds stop strings: a request that
-reaches one is ended like an abort, and its later text is not shown. Text that may be the beginning of a stop string is
-held back until the next characters decide.
+Both stages run after the launch of the next step, so they do not delay it. They also find stop strings: a request whose
+text contains a stop string is ended like an abort, and its later text is not shown. If the last characters may
+be the beginning of a stop string, they are held back until more text arrives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Delta:
-    """New output of one request: its new ids, the end token included, and the text that can be shown.
+    """The new output of one request: its new token ids (with the end token) and the new text that clients can show.
 
     The last delta has a `finish_reason` (stop, length, abort or "error: …") and `metrics`.
     """
@@ -35,9 +35,9 @@ class Delta:
     prompt_logprobs: Sequence[TokenLogprobs] = ()
 
     def packed(self) -> tuple[Any, ...]:
-        """The fields as a tuple for another process, without empty ones at the end: `Delta(*packed)` is an equal delta.
+        """Returns the fields as a tuple to send to another process: `Delta(*delta.packed())` is an equal delta.
 
-        Pickling a thousand tuples takes 0.3 ms, and a thousand deltas 2.1 ms.
+        Empty fields at the end are left out. Pickling a thousand tuples takes 0.3 ms, a thousand deltas 2.1 ms.
         """
         if self.finish_reason or self.logprobs or self.prompt_logprobs:
             return (
@@ -48,86 +48,86 @@ class Delta:
 
 
 @dataclass(slots=True)
-class _Open:
+class _Stream:
     request: Request
-    text: Detokenizer | None
-    held: str = ""  # decoded text that may be the beginning of a stop string
-    protected: int = 0  # characters of `held` within min_tokens: no stop string may end there
-    drawn: int = 0  # tokens processed; the request may have drawn more in the same step
+    detokenizer: Detokenizer | None
+    held: str = ""  # decoded text, not shown yet, that may be the beginning of a stop string
+    protected: int = 0  # first characters of `held`, from the first min_tokens tokens: no stop string may end in them
+    drawn: int = 0  # output tokens processed here; the request may already have more from the same step
 
 
 class OutputProcessor:
-    """Keeps a text stream for each request. Without a tokenizer there are no texts and no stop strings."""
+    """Keeps a text stream for each request. Without a tokenizer it returns no text and finds no stop strings."""
 
     def __init__(self, tokenizer: Any, log: RecordLog) -> None:
         self._tokenizer = tokenizer
         self._log = log
-        self._open: dict[int, _Open] = {}
+        self._streams: dict[int, _Stream] = {}
 
     def open(self, request: Request) -> None:
         """Open a stream. Call this before the request's first step."""
-        stream = None
+        detokenizer = None
         if self._tokenizer is not None:
-            stream = self._tokenizer.detokenizer(skip_special_tokens=request.params.skip_special_tokens)
-        self._open[request.id] = _Open(request, stream)
+            detokenizer = self._tokenizer.detokenizer(skip_special_tokens=request.params.skip_special_tokens)
+        self._streams[request.id] = _Stream(request, detokenizer)
 
     def close(self, request_id: int, reason: str) -> Delta | None:
-        """Close a stream, as for an abort; return its last delta, with the text held back."""
-        state = self._open.pop(request_id, None)
-        if state is None:
+        """Close a stream early, for example after an abort. Return its last delta, which contains the held text."""
+        stream = self._streams.pop(request_id, None)
+        if stream is None:
             return None
-        rest = state.held + (state.text.flush() if state.text is not None else "")
-        return Delta(request_id, rest, [], reason, self._metrics(state))
+        rest = stream.held + (stream.detokenizer.flush() if stream.detokenizer is not None else "")
+        return Delta(request_id, rest, [], reason, self._metrics(stream))
 
     def process(self, emitted: list[Emitted]) -> tuple[list[Delta], list[int]]:
-        """The deltas of one commit, and the ids of the requests to end because they reached a stop string."""
+        """Returns the deltas of one commit, and the ids of the requests that must end because of a stop string."""
         deltas: list[Delta] = []
         stopped: list[int] = []
         for item in emitted:
-            state = self._open.get(item.request.id)
-            if state is None:
+            stream = self._streams.get(item.request.id)
+            if stream is None:
                 continue  # stopped or aborted while this token was in flight
             delta = Delta(item.request.id, "", [] if item.token_id is None else [item.token_id], item.finish_reason)
-            state.drawn += len(delta.ids)
+            stream.drawn += len(delta.ids)
             if item.logprobs is not None:
                 delta.logprobs = [item.logprobs]
             if item.prompt_logprobs:
                 delta.prompt_logprobs = item.prompt_logprobs
-            if self._advance(state, item, delta):
+            if self._advance(stream, item, delta):
                 stopped.append(item.request.id)
                 delta.finish_reason = "stop"
             if delta.finish_reason:
-                delta.metrics = self._metrics(state)
-                del self._open[item.request.id]
+                delta.metrics = self._metrics(stream)
+                del self._streams[item.request.id]
             deltas.append(delta)
         return deltas, stopped
 
-    def _advance(self, state: _Open, item: Emitted, delta: Delta) -> bool:
-        """Decode the drawn token into the delta; return True if a stop string was reached."""
-        if state.text is None:
+    def _advance(self, stream: _Stream, item: Emitted, delta: Delta) -> bool:
+        """Decode the drawn token into the delta; return True if a stop string ends the request."""
+        if stream.detokenizer is None:
             return False
-        params = state.request.params
-        ends = item.finish_reason == "stop" and item.token_id in state.request.stop_ids
-        text = state.held
-        if item.token_id is not None and not ends:  # the end token is not part of the text
-            text += state.text.push([item.token_id])
+        params = stream.request.params
+        is_end_token = item.finish_reason == "stop" and item.token_id in stream.request.stop_ids
+        text = stream.held
+        if item.token_id is not None and not is_end_token:  # the end token is not part of the text
+            text += stream.detokenizer.push([item.token_id])
         if item.finish_reason:
-            text += state.text.flush()
-        if state.drawn <= params.min_tokens:
-            state.protected = len(text)
-        if (found := _find_stop(text, params.stop, state.protected)) is not None:
+            text += stream.detokenizer.flush()
+        if stream.drawn <= params.min_tokens:
+            stream.protected = len(text)
+        if (found := _find_stop(text, params.stop, stream.protected)) is not None:
             begin, end = found
             delta.text = text[: end if params.include_stop_str_in_output else begin]
-            state.held = ""
+            stream.held = ""
             return not item.finish_reason or item.finish_reason == "length"
         shown = len(text) - (0 if item.finish_reason else _possible_stop(text, params.stop))
-        delta.text, state.held = text[:shown], text[shown:]
-        state.protected = max(0, state.protected - shown)
+        delta.text, stream.held = text[:shown], text[shown:]
+        stream.protected = max(0, stream.protected - shown)
         return False
 
-    def _metrics(self, state: _Open) -> dict[str, Any]:
-        """The figures of a reply. A closed gate and slow motion do not count in the times."""
-        request, drawn, now = state.request, state.drawn, self._log.worked()
+    def _metrics(self, stream: _Stream) -> dict[str, Any]:
+        """Returns the metrics of a reply. The times exclude delays by a closed gate and by slow motion."""
+        request, drawn, now = stream.request, stream.drawn, self._log.worked()
         submitted = request.submitted_work
         first, admitted = request.first_token_work or now, request.admitted_work or now
         stop, at, detail = request.match
@@ -148,9 +148,9 @@ class OutputProcessor:
 
 
 def _find_stop(text: str, stops: tuple[str, ...], protected: int) -> tuple[int, int] | None:
-    """Where the earliest stop string that ends after the `protected` characters begins and ends.
+    """Returns (begin, end) of the earliest stop string that ends after the first `protected` characters, or None.
 
-    If two begin at the same position, the longer one.
+    If two stop strings begin at the same position, returns the longer one.
     """
     found = [(text.find(stop, max(0, protected - len(stop) + 1)), -len(stop)) for stop in stops]
     begin, length = min((hit for hit in found if hit[0] >= 0), default=(-1, 0))
@@ -158,7 +158,7 @@ def _find_stop(text: str, stops: tuple[str, ...], protected: int) -> tuple[int, 
 
 
 def _possible_stop(text: str, stops: tuple[str, ...]) -> int:
-    """The length of the longest end of `text` that is the beginning of a stop string."""
+    """Returns the length of the longest suffix of `text` that may be the beginning of a stop string."""
     longest = 0
     for stop in stops:
         for n in range(min(len(stop) - 1, len(text)), longest, -1):

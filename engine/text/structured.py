@@ -1,8 +1,8 @@
 """Constrains replies to a JSON schema, a regular expression or a list of choices, with the library llguidance.
 
-A request's grammar is compiled when the request is submitted; an invalid grammar is refused then. The grammar makes a
-mask over the vocabulary before each draw, and advances by the drawn token at commit. The library is in the extra
-"structured".
+Each constraint becomes a grammar. It is compiled when the request is submitted, and an invalid grammar is refused then.
+Before each draw, the grammar computes a mask of the allowed tokens. At the commit it advances by the drawn token. The
+extra "structured" installs llguidance.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from engine.errors import InvalidRequest, not_installed
 from engine.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 
-MAX_SYMBOLS = 20_000  # in a grammar: they take about 0.3 s to compile, and the engine runs no step meanwhile
-MAX_REASON = 300  # characters
+MAX_SYMBOLS = 20_000  # in one grammar: compiling so many takes about 0.3 s, and the engine runs no step meanwhile
+MAX_REASON = 300  # characters of an error message
 
 
 class Grammar:
-    """The grammar of one reply. `failed`: why the grammar cannot continue, as a sentence; empty if it can."""
+    """The grammar of one reply. `failed`: a sentence that says why the grammar cannot continue; empty if it can."""
 
     def __init__(self, matcher: Any, tokens: np.ndarray) -> None:
-        """`tokens`: the mask of all ids that the model can draw."""
+        """`tokens`: a mask like that of `mask()`, in which all ids that the model can draw are allowed."""
         self.failed = ""
         self._matcher = matcher
         self._tokens = tokens
 
     def mask(self) -> np.ndarray:
-        """int32 [ceil(vocab_size / 32)]: bit t % 32 of word t // 32 is 1 if token t is allowed next.
+        """Returns the mask of the next token, int32 [ceil(vocab_size / 32)].
 
-        The library may find here that the grammar is too costly. Then `failed` says so, and the mask allows only the
-        end of the reply.
+        Bit t % 32 of word t // 32 is 1 if token t is allowed. llguidance may find here that the grammar is too costly:
+        then `failed` is set, and the mask allows only the end of the reply.
         """
         mask = np.zeros_like(self._tokens)
         found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
@@ -61,39 +61,39 @@ class Grammars:
         self._vocabulary: Any = None
 
     def compile(self, params: SamplingParams) -> Grammar:
-        """The grammar that `params` asks for; InvalidRequest, with the name of the field, if it cannot be compiled."""
+        """Returns the compiled grammar of `params`. Raises InvalidRequest, which names the field, if that fails."""
         field = "json_schema" if params.json_schema is not None else "regex" if params.regex is not None else "choice"
         try:
             import llguidance
         except ImportError as error:
             raise InvalidRequest(not_installed(f"a reply constrained by {field}", error, "structured"), field) from None
         try:
-            vocabulary, no_token = self._vocabulary_for(llguidance, field)
+            vocabulary, added_end = self._vocabulary_for(llguidance, field)
             source = _source(llguidance.LLMatcher, params)
             limits = llguidance.LLParserLimits(max_grammar_size=MAX_SYMBOLS, verbose_errors=False)
             matcher = llguidance.LLMatcher(vocabulary, source, log_level=0, limits=limits)
-            grammar = Grammar(matcher, self._tokens(no_token))
+            grammar = Grammar(matcher, self._tokens(added_end))
             if not matcher.is_error():
                 grammar.mask()  # sets `failed` if no reply can satisfy the grammar
         except (InvalidRequest, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic in the library's Rust is not an Exception
+        except BaseException as error:  # llguidance is in Rust: a panic there is not an Exception
             raise InvalidRequest(f"{field} cannot be used as a grammar: {_short(str(error))}", field) from error
         if grammar.failed or matcher.is_error():
             reason = _reason(matcher) if matcher.is_error() else "no token of this model can begin its reply"
             raise InvalidRequest(f"{field} cannot be used as a grammar: {reason}", field)
         return grammar
 
-    def _tokens(self, no_token: int | None) -> np.ndarray:
-        """The mask of the model's ids, without `no_token`."""
+    def _tokens(self, added_end: int | None) -> np.ndarray:
+        """Returns the mask of all ids that the model can draw; `added_end` is never allowed."""
         bits = np.arange(-(-self._vocab_size // 32) * 32)
-        allowed = (bits < self._vocab_size) & (bits != (-1 if no_token is None else no_token))
+        allowed = (bits < self._vocab_size) & (bits != (-1 if added_end is None else added_end))
         return np.packbits(allowed, bitorder="little").view(np.int32)
 
     def _vocabulary_for(self, llguidance: Any, field: str) -> tuple[Any, int | None]:
-        """The tokenizer in the library's form, and an invented end id if the model has no end token. Both are kept.
+        """Returns the tokenizer in llguidance's form, and the id of the end token added to it, or None.
 
-        InvalidRequest if the library cannot read this kind of tokenizer.
+        The result is cached. Raises InvalidRequest if llguidance cannot read this kind of tokenizer.
         """
         if self._vocabulary is None:
             try:
@@ -105,7 +105,7 @@ class Grammars:
         if isinstance(self._vocabulary, str):
             raise InvalidRequest(
                 f"{field} cannot be used with this model: llguidance cannot read its tokenizer ({self._vocabulary}). "
-                "Ask without a constraint, or use a model with a byte-level or byte-fallback tokenizer",
+                "Remove the constraint, or use a model with a byte-level or byte-fallback tokenizer",
                 field,
             )
         return self._vocabulary
@@ -113,21 +113,21 @@ class Grammars:
     def _read_tokenizer(self, llguidance: Any) -> tuple[Any, int | None]:
         source, size = self._tokenizer.to_json(), self._tokenizer.vocab_size
         ends = [token for token in self._tokenizer.eos_ids if 0 <= token < min(size, self._vocab_size)]
-        no_token = None
-        if not ends:  # the library needs an end token: add one, which no mask allows
-            source, no_token = self._tokenizer.json_with_another_token("<end of the grammar>")
-            ends, size = [no_token], no_token + 1
-        return llguidance.LLTokenizer(source, n_vocab=max(size, self._vocab_size), eos_token=ends), no_token
+        added_end = None
+        if not ends:  # llguidance needs an end token: add one that no mask allows
+            source, added_end = self._tokenizer.json_with_another_token("<end of the grammar>")
+            ends, size = [added_end], added_end + 1
+        return llguidance.LLTokenizer(source, n_vocab=max(size, self._vocab_size), eos_token=ends), added_end
 
 
 def _reason(matcher: Any) -> str:
-    """Why a matcher has failed."""
+    """Returns why a matcher has failed."""
     error = matcher.get_error().replace("<non-verbose/>", "")
     return "no reply can satisfy it" if error.startswith("NoExtension") else _short(error)
 
 
 def _short(error: str) -> str:
-    """The error in one short line: it may quote a whole grammar."""
+    """Returns the error in one short line, because it may quote a whole grammar."""
     line = " ".join(error.split())
     return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}…"
 

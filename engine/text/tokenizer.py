@@ -1,6 +1,6 @@
 """Stages 1 and 6: chat templates, text to ids, and ids to text.
 
-It needs no torch: the user interface encodes and decodes in its own process.
+This module does not import torch, so the user interface can encode and decode in its own process.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ Message = dict[str, Any]
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-PRIVATE_USE = range(0xE000, 0xF900)  # characters without a meaning
-MARK_LENGTH = 8  # the mark of a chat has so many of these characters, at random: no message contains it
+PRIVATE_USE = range(0xE000, 0xF900)  # characters without a standard meaning
+MARK_LENGTH = 8  # random PRIVATE_USE characters in the mark of a chat: no message contains the same ones
 LONG_TEXT = 4096  # characters
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-CHARACTERS = 8  # per token; almost every text has fewer
-CUT_TOKENS = 16  # a cut may split so many tokens more into two
+CHARACTERS_PER_TOKEN = 8  # the average of almost every text is lower
+CUT_TOKENS = 16  # upper limit of the tokens that cutting a text adds
 
 
 class Tokenizer:
     """The tokenizer and the chat template of a checkpoint directory.
 
     eos_ids          ids that end a reply, from generation_config.json, config.json and tokenizer_config.json
-    special_ids      control tokens: decoding skips them, and a user's text is never encoded as one
+    special_ids      ids of control tokens: decoding skips them, and the encoding of a user's text never contains them
     generation       the sampling settings that generation_config.json recommends
-    chat_template    its source, or None
-    context          the engine's context in tokens, or None. A longer chat is refused before it is fully encoded,
-                     because encoding a few MiB takes seconds
+    chat_template    the source of the chat template, or None
+    context          the engine's context in tokens, or None (no limit). A longer chat is refused before it is fully
+                     encoded, because encoding a few MiB takes seconds
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -62,7 +62,7 @@ class Tokenizer:
         self._decoding = Decoding(self._tokenizer, self.special_ids)
 
     def encode(self, text: str, allow_special: bool = False, add_special_tokens: bool = True) -> list[int]:
-        """Text to ids. Control tokens in the text stay text, unless `allow_special`.
+        """Returns the ids of a text. Names of control tokens in it are plain text, unless `allow_special`.
 
         `add_special_tokens`: also add the tokens that the tokenizer puts around a text, such as a BOS.
         """
@@ -70,25 +70,25 @@ class Tokenizer:
         return _encode(tokenizer, text, add_special_tokens)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Ids to text, all at once."""
+        """Returns the text of the ids."""
         return self._decoding.decode(list(ids), skip_special_tokens)
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A detokenizer for one reply, which takes one token at a time."""
+        """Returns a detokenizer for one reply. It decodes the tokens as they arrive."""
         return self._decoding.start(skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token, which may be a part of a character."""
+        """Returns the bytes of a token. They may be only a part of a character."""
         return self._decoding.token_bytes(token_id)
 
     def apply_chat_template(
         self, messages: list[Message], add_generation_prompt: bool = True, **template: Any
     ) -> list[int]:
-        """The ids of a conversation, ready for the reply.
+        """Returns the ids of a conversation, after which the model can generate the reply.
 
         `template`: further arguments for the template (tools, enable_thinking, …). Only the template can make control
-        tokens; in a message they are plain text. Raises InvalidRequest if the model has no template, or if the template
-        refuses the messages.
+        tokens: their names in a message are plain text. Raises InvalidRequest if the model has no template, or if the
+        template refuses the messages.
         """
         values = {"messages": messages, **template}
         if not any(text in part for part in _strings(values) for text in self._control_ids):
@@ -105,32 +105,32 @@ class Tokenizer:
         return self._encode_marked(rendered, mark)
 
     def render_chat(self, messages: list[Message], add_generation_prompt: bool = True, **template: Any) -> str:
-        """The conversation as text, with its control tokens."""
+        """Returns the conversation as text, with the template's control tokens."""
         if self.chat_template is None:
             raise InvalidRequest(
                 f"{self.directory} has no chat template (chat_template.jinja, or chat_template in "
-                "tokenizer_config.json): use a chat model, or complete plain text",
+                "tokenizer_config.json): use a chat model, or send plain text for completion",
                 "messages",
             )
         values = {"tools": None, "documents": None, **self._names, **template}
         return self._template.render({"messages": messages, "add_generation_prompt": add_generation_prompt, **values})
 
     def start_rendering(self) -> None:
-        """Start the process that renders chats, without waiting. Otherwise the first rendering starts it."""
+        """Start the process that renders chats, and do not wait. Without this call the first rendering starts it."""
         if self.chat_template is not None:
             self._template.start()
 
     def stop_rendering(self) -> None:
-        """Stop a rendering in another thread, which then raises InvalidRequest. Later renderings work again."""
+        """Stop the rendering of another thread: it raises InvalidRequest there. Later renderings work again."""
         if self.chat_template is not None:
             self._template.stop()
 
     def to_json(self) -> str:
-        """The text of tokenizer.json, for other libraries."""
+        """Returns the text of tokenizer.json, for other libraries."""
         return (self.directory / "tokenizer.json").read_text(encoding="utf-8")
 
     def json_with_another_token(self, text: str) -> tuple[str, int]:
-        """tokenizer.json with one more control token, and the id of that token: the highest."""
+        """Returns the text of tokenizer.json with one more control token, and the id of this token: the highest id."""
         copy = tokenizers.Tokenizer.from_str(self.to_json())
         copy.add_special_tokens([text])
         token_id = copy.token_to_id(text)
@@ -139,7 +139,7 @@ class Tokenizer:
 
     @cached_property
     def _literal(self) -> tokenizers.Tokenizer:
-        """The same tokenizer, which treats control tokens as ordinary text."""
+        """A copy of the tokenizer that treats the names of control tokens as plain text."""
         copy = _load(self.directory / "tokenizer.json")
         copy.encode_special_tokens = True
         return copy
@@ -155,10 +155,13 @@ class Tokenizer:
         return ChatTemplate(self.chat_template, self.directory)
 
     def _check_length(self, text: str) -> None:
-        """Raise PromptTooLong if `text` has more tokens than the context. Stops at the first part that is too much."""
+        """Raise PromptTooLong if `text` without its last part has more tokens than the context.
+
+        Encodes `text` in parts, up to the first part that exceeds the context. A short text has only one part.
+        """
         if self.context is None:
             return
-        count, length = 0, max(LONG_TEXT, self.context * CHARACTERS)
+        count, length = 0, max(LONG_TEXT, self.context * CHARACTERS_PER_TOKEN)
         for start in range(0, len(text) - length, length):
             count += len(_encode(self._tokenizer, text[start : start + length], False)) - CUT_TOKENS
             if count > self.context:
@@ -168,15 +171,15 @@ class Tokenizer:
                 )
 
     def _encode_marked(self, rendered: str, mark: str) -> list[int]:
-        """Encode a rendered chat. Control tokens in messages have a mark before each character, and stay text.
+        """Encode a rendered chat. Names of control tokens in messages are marked before each character; they stay text.
 
-        The chat is split at the other control tokens, as by the tokenizer; each part between them is encoded.
+        The chat is split at all other control tokens, as the tokenizer does. Each part between them is encoded alone.
         """
         ids: list[int] = []
         at = 0
         for found in self._control_pattern.finditer(rendered):
             if rendered.endswith(mark, 0, found.start()):
-                continue  # a marked control token of one character: it is text
+                continue  # a marked name of one character: it is text
             ids += self._encode_part(rendered[at : found.start()].replace(mark, ""), first=at == 0)
             ids.append(self._control_ids[found[0]])
             at = found.end()
@@ -187,7 +190,7 @@ class Tokenizer:
             return []
         if first or self._decoding.byte_level:
             return _encode(self._literal, text, False)
-        # Tokenizers like SentencePiece add a space before the first word: begin with a newline and remove its ids.
+        # Tokenizers like SentencePiece add a space before a text: put a newline before it, then remove its ids.
         newline, ids = _encode(self._literal, "\n", False), _encode(self._literal, "\n" + text, False)
         if ids[: len(newline)] == newline:
             return ids[len(newline) :]
@@ -198,12 +201,12 @@ class Tokenizer:
         return Fields(path, read_json_if_there(path))
 
     def _special(self, name: str) -> str:
-        """A special token of tokenizer_config.json: its value is a string, or an object with the string as content."""
+        """Returns a special token of tokenizer_config.json, where it is a string or an object with "content"."""
         token = self._config[name]
         content = token.get("content") if isinstance(token, dict) else token
         if not isinstance(content, str):
             path = self.directory / "tokenizer_config.json"
-            raise CheckpointError(f"{path} has {name} = {shown(token)}: it must be a string, or have one as content")
+            raise CheckpointError(f"{path} has {name} = {shown(token)}: it must be a string, or an object with content")
         return content
 
     def _find_generation(self) -> dict[str, Any]:
@@ -229,7 +232,7 @@ class Tokenizer:
         if path.exists():
             return read_text(path, LONGEST_SOURCE)
         template = self._config.get("chat_template") or self._fields("chat_template.json").raw.get("chat_template")
-        if isinstance(template, list):  # several, by name
+        if isinstance(template, list):  # several templates with names
             template = {str(item.get("name")): item.get("template") for item in template if isinstance(item, dict)}
         if isinstance(template, dict):
             template = template.get("default") or next(iter(template.values()), None)
@@ -243,9 +246,9 @@ class Tokenizer:
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Encode a text; InvalidRequest if it has a lone surrogate, which UTF-8 cannot encode.
+    """Encode a text; raise InvalidRequest if it contains a lone surrogate, which UTF-8 cannot encode.
 
-    Long texts use the call for batches, because `encode` blocks all other threads.
+    Long texts use the batch call, because `encode` blocks all other threads while it runs.
     """
     try:
         if len(text) < LONG_TEXT:
@@ -256,24 +259,24 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool
             raise
         raise InvalidRequest(
             f"character {lone.start():,} of the text is a lone surrogate (U+{ord(lone[0]):04X}), not a character: "
-            "remove it or replace it by U+FFFD"
+            "remove it or replace it with U+FFFD"
         ) from None
 
 
 def _load(path: Path) -> tokenizers.Tokenizer:
-    """The tokenizer in a tokenizer.json, without padding and truncation; CheckpointError if it cannot be read."""
+    """Returns the tokenizer of a tokenizer.json, without padding and truncation. Raises CheckpointError."""
     try:
         data = read_bytes(path, TOKENIZER_BYTES)
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path} does not exist: write the model's tokenizer in this form, with transformers' "
-            "tokenizer.save_pretrained"
+            f"{path} does not exist: save the model's tokenizer in this format, with tokenizer.save_pretrained of "
+            "transformers"
         ) from None
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(data)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library raises Exception, and BaseException if it panics
+    except BaseException as error:  # the library is in Rust: a panic there is not an Exception
         raise CheckpointError(f"{path} cannot be read ({error}): download it again") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -281,7 +284,7 @@ def _load(path: Path) -> tokenizers.Tokenizer:
 
 
 def _strings(value: Any) -> Iterable[str]:
-    """All strings in nested lists and dictionaries, without keys."""
+    """Yields all strings in nested lists and dictionaries, without the keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

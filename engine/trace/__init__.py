@@ -1,1 +1,1 @@
-"""Records of the engine's decisions, and its state folded from them."""
+"""Records of the engine's decisions, and the engine's state computed from them."""

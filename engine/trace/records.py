@@ -1,16 +1,16 @@
-"""The record log: every change of scheduler, allocator, tree and queues, in order, with its reason.
+"""The record log: every change of scheduler, allocator, prefix tree and queue, in order, with its reason.
 
-A record is a tuple `(seq, t, kind, *fields)`: `seq` counts up by one, `t` is in seconds since the log began, `kind` is
-a key of FIELDS, which names the fields. A plain tuple takes under a microsecond to make. A step has one record for all
-its decodes: it lists the requests that joined and left the decoding set (`joined`, `left`), and each member of the set
-advances by one token.
+A record is a tuple `(seq, t, kind, *fields)`. `seq` increases by one with each record, `t` is in seconds since the
+log began, and `kind` is a key of FIELDS, which names the fields. Making a plain tuple takes under a microsecond. One
+record describes all decodes of a step: it lists the requests that joined and left the decoding set (`joined`, `left`).
+Each step advances every member of the set by one token.
 
-A snapshot has the sequence number of its last record. Snapshot and later records give the exact state
-(engine/trace/state.py). Timings are separate records that name their step, because GPU times arrive later.
+A snapshot has the sequence number of the last record that it includes. A snapshot and the records after it give the
+exact state (engine/trace/state.py). Timings are separate records that name their step, because GPU times arrive later.
 
-Between processes and in queues, records are packets of bytes. A full pool at a thousand steps per second writes 54,000
-records per second. Unpacked on arrival, they would be cache-cold when folded, and every garbage collection would visit
-them.
+Between processes and in queues, records are packed into bytes. With a full pool, a thousand steps per second write
+54,000 records per second. Unpacked on arrival, they would be cache-cold when they are applied to a state, and every
+garbage collection would visit them.
 """
 
 from __future__ import annotations
@@ -21,70 +21,70 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 Record = tuple[Any, ...]
-PACKET = 512  # records in a packet at most: folding them takes a few milliseconds, in which no key is handled
+PACKET = 512  # most records of a packet: applying them takes a few milliseconds, in which no key press is handled
 
 CLEARED = "cleared"  # reason of an eviction that a user requested
 
 FIELDS: dict[str, tuple[str, ...]] = {
     # --- requests and the queue
     "submit": ("request", "group", "prompt_tokens", "max_total"),  # joins the end of the waiting queue
-    "refuse": ("group", "reason"),  # rejected before it became a request; changes nothing
+    "refuse": ("group", "reason"),  # rejected before it became a request; the state does not change
     "wait": ("request", "reason"),  # the head of the queue is not admitted; written when the reason changes
-    "order": ("queue",),  # the head of the queue was sorted (policy longest-prefix): its requests in their new order
-    "admit": ("request", "row", "reason"),  # leaves the queue, gets a row; reason: "new" or "resumed"
+    "order": ("queue",),  # the head of the queue was sorted (policy longest-prefix): its requests in the new order
+    "admit": ("request", "row", "reason"),  # leaves the queue and gets a row; reason: "new" or "resumed"
     "match": ("request", "tokens", "stop", "at", "detail"),  # prefix match at admission or before a chunk: the tokens
-    #   taken from the tree, and why it stopped: "whole" (all that can be shared), "differs" (at token `at`), "ends"
-    #   (nothing cached beyond token `at`), "short" (less than a block left), "empty" (no cached text starts like it),
-    #   "evicted" (the rest was evicted; at = step)
-    "preempt": ("request", "reason", "blocks"),  # its blocks are released, it rejoins the head of the queue
-    "requeue": ("request", "reason"),  # like preempt, after a failed step: its work in flight is void
+    #   taken from the tree, and why the match stopped: "whole" (it has all that can be shared), "differs" (at token
+    #   `at`), "ends" (nothing is cached beyond token `at`), "short" (less than a block is left), "empty" (no cached
+    #   text has the same beginning), "evicted" (the rest was evicted; `at` is the step)
+    "preempt": ("request", "reason", "blocks"),  # its blocks are released, and it returns to the head of the queue
+    "requeue": ("request", "reason"),  # like preempt, after a failed step: its results in flight are discarded
     "finish": ("request", "reason", "output_tokens"),  # stop | length | abort | error: ...; releases row and blocks
     # --- blocks and the tree
-    "alloc": ("request", "blocks"),  # appended to its table, private
-    "hold": ("request", "node", "dropped"),  # its table becomes the path to `node`, then its private blocks without the
-    #   first `dropped`; these are freed, because they are copies of blocks that it now shares
-    "insert": ("node", "parent", "request", "ids", "blocks", "step"),  # a new leaf made of the request's next private
-    #   blocks, pending until `step` commits (-1: already written). The request now holds `node`
-    "extend": ("node", "request", "ids", "blocks", "step"),  # the same, appended to a leaf that only it holds
+    "alloc": ("request", "blocks"),  # private blocks, appended to its table
+    "hold": ("request", "node", "dropped"),  # its table becomes the blocks of the path to `node`, then its private
+    #   blocks. The first `dropped` private blocks are freed: they are copies of blocks that it now shares
+    "insert": ("node", "parent", "request", "ids", "blocks", "step"),  # a new leaf, made of the request's next private
+    #   blocks. They are pending until `step` commits (-1: already written). The request now holds `node`
+    "extend": ("node", "request", "ids", "blocks", "step"),  # like insert, for a leaf that only this request holds
     "split": ("node", "upper", "blocks"),  # the first `blocks` blocks of node become a new parent, `upper`
-    "evict": ("node", "blocks", "reason"),  # the last n blocks of a leaf leave the tree; an empty leaf is removed
+    "evict": ("node", "blocks", "reason"),  # the last `blocks` blocks of a leaf leave the tree, and an empty leaf too
     "settle": ("step",),  # the pending blocks of this step are written
-    "withdraw": ("step", "nodes"),  # the step failed: [(node, blocks kept)], deepest first; kept 0 removes the node
+    "withdraw": ("step", "nodes"),  # the step failed. nodes: [(node, blocks kept)], deepest first; 0 removes the node
     # --- steps
     "step": ("step", "prefills", "joined", "left", "tokens", "waiting"),  # planned. prefills: [(request, start, n,
-    #   samples)]; `tokens`: used from the budget; `waiting`: requests left in the queue
-    "fail": ("step", "error"),  # its requests have finished with an error
+    #   samples)]; `tokens`: the part of the budget used; `waiting`: requests left in the queue
+    "fail": ("step", "error"),  # its requests finish with an error
     # --- speculation; only for steps with drafts
-    "draft": ("step", "drafts"),  # before its `step` record: [(request, draft tokens)]
-    "accept": ("step", "drafts"),  # at its commit: [(request, drafted, accepted)]; requests advance by `accepted` more
+    "draft": ("step", "drafts"),  # before the `step` record: [(request, draft tokens)]
+    "accept": ("step", "drafts"),  # at the commit: [(request, drafted, accepted)]; requests advance by `accepted` more
     # --- control
     "gate": ("state", "reason"),  # "open" | "closed", and why
-    "pace": ("factor",),  # slow motion: every step stretched by this factor (1: off)
+    "pace": ("factor",),  # slow motion: every step takes this many times as long (1: off)
     # --- timings, not part of the state
     "time": ("step", "plan_us", "launch_us", "commit_us", "wall_ms", "device_ms", "work"),  # work: decode | prefill |
-    #   mixed; wall: from plan to commit without the stretch of slow motion; device_ms: None when unknown
-    "comm": ("step", "ranks", "ms"),  # before its `time`, with several ranks: rank 0's time in collectives, waiting
-    #   included; for a step replayed as CUDA graphs, the time of the collectives alone
+    #   mixed; wall_ms: from plan to commit without the delay by slow motion; device_ms: None if unknown
+    "comm": ("step", "ranks", "ms"),  # before the step's `time`, only with several ranks: rank 0's time in collectives,
+    #   with the waiting for other ranks; for a step replayed as CUDA graphs, without it
     "experts": ("step", "load"),  # load: [(layer, [tokens of each expert])] since the last such record; a few times per
     #   second, for models with experts
-    "first": ("request", "queue_ms", "prefill_ms", "sample_ms"),  # its first token: the three add up to TTFT
+    "first": ("request", "queue_ms", "prefill_ms", "sample_ms"),  # at its first token; the sum of the three is TTFT
 }
 
 
 class Packet(NamedTuple):
-    """Records that follow each other without a gap, packed."""
+    """Consecutive records without a gap, as bytes."""
 
-    first: int  # their sequence numbers
-    last: int
-    step: int  # the last step planned in it; -1: none
-    data: bytes  # marshal: twice as fast as pickle; only our own processes exchange it
+    first: int  # sequence number of the first record
+    last: int  # sequence number of the last record
+    step: int  # the last step that these records plan; -1: none
+    data: bytes  # marshal is twice as fast as pickle; only our own processes exchange packets
 
     def __len__(self) -> int:
-        """Number of records."""
+        """Returns the number of records."""
         return self.last - self.first + 1
 
     def records(self) -> list[Record]:
-        """Returns the records as objects."""
+        """Returns the records as tuples."""
         return marshal.loads(self.data)
 
 
@@ -116,22 +116,22 @@ class RecordLog:
         self._clock = clock
         self._origin = clock()
         self._records: list[Record] = []
-        self.watch: Callable[[Record], None] | None = None  # called with each record, also while not enabled
+        self.watch: Callable[[Record], None] | None = None  # called with each record, even if not `enabled`
         self._limit = limit
         self.enabled = True  # False: records are counted but not collected
 
     def now(self) -> float:
-        """Seconds since the log began."""
+        """Returns the seconds since the log began."""
         return self._clock() - self._origin
 
     def worked(self) -> float:
-        """Seconds since the log began, without those in `held`. Durations of work are measured with it."""
+        """Returns the seconds since the log began minus `held`: the clock for durations of work."""
         return self.now() - self.held
 
     def append(self, kind: str, *fields: Any) -> int:
         """Add a record and return its sequence number, which is also the tree's clock."""
         self.seq = seq = self.seq + 1
-        self.t = t = round(self._clock() - self._origin, 6)  # microseconds are exact in JSON too
+        self.t = t = round(self._clock() - self._origin, 6)  # in JSON, too, microseconds are exact
         if self.enabled:
             self._records.append((seq, t, kind, *fields))
         if self.watch is not None:

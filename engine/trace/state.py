@@ -1,4 +1,4 @@
-"""The engine's state, computed from a snapshot and the records after it. Panels, traces and servers read only this.
+"""The engine's state, computed from a snapshot and the records after it. Panels, traces and servers use only this.
 
 `State.snapshot()` is equal to `Engine.snapshot()` at the same record; a property test compares them.
 """
@@ -23,7 +23,7 @@ REQUEST = (  # fields of RequestView and of a request in a snapshot
 
 @dataclass(slots=True)
 class RequestView:
-    """A request that has not finished. `State.computed` derives its tokens from `base` and `joined_at`."""
+    """A request that has not finished. `State.computed` counts its tokens with KV from `base` and `joined_at`."""
 
     id: int
     group: str
@@ -35,10 +35,10 @@ class RequestView:
     node: int = 0
     shared_blocks: int = 0
     base: int = 0  # tokens with KV when it joined the decoding set, or now if it is not decoding
-    joined_at: int = -1  # tick at which it joined the decoding set; -1: not decoding
+    joined_at: int = -1  # `State.ticks` when it joined the decoding set; -1: not decoding
     submitted: float = 0.0
     admitted: float = 0.0
-    cached_tokens: int = 0  # of the prompt, before any preemption
+    cached_tokens: int = 0  # prompt tokens taken from the cache before any preemption
     match: tuple[str, int, str] = ("", 0, "")  # stop, at, detail of its last match before any preemption
     preemptions: int = 0
 
@@ -57,7 +57,7 @@ class NodeView:
 
 
 class State:
-    """The state after some record. The number of blocks in each state is kept up to date, so reading it is O(1)."""
+    """The state after a record. `counts` has the number of blocks in each block state, so reading it is O(1)."""
 
     def __init__(self, num_blocks: int, block_size: int, budget: int, max_num_seqs: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size  # the null block included
@@ -65,21 +65,21 @@ class State:
         self.seq = 0
         self.t = 0.0
         self.step = -1
-        self.ticks = 0  # steps applied: members of the decoding set advance by one with each
+        self.ticks = 0  # steps applied: each advances every member of the decoding set by one token
         self.requests: dict[int, RequestView] = {}
         self.queue: list[int] = []
         self.nodes: dict[int, NodeView] = {0: NodeView(0, -1, array("i"), [], 0, 0)}
         self.pending: dict[int, int] = {}  # block -> the step that writes it
         self.holders = array("i", [0]) * num_blocks  # arrays: numpy views them without a copy
         self.node_of = array("i", [0]) * num_blocks  # 0: not in the tree
-        self.counts = [num_blocks - 1, 0, 0, 0]  # by FREE, ACTIVE, SHARED, CACHED
+        self.counts = [num_blocks - 1, 0, 0, 0]  # number of blocks that are FREE, ACTIVE, SHARED, CACHED
         self.gate = "open"
         self.pace = 1.0
 
     # ---- reading
 
     def computed(self, request: RequestView) -> int:
-        """Returns the tokens of this request with KV, including those of the step in flight."""
+        """Returns the number of this request's tokens with KV, including those of the step in flight."""
         return request.base + (self.ticks - request.joined_at if request.joined_at >= 0 else 0)
 
     def block_state(self, block: int) -> int:
@@ -99,22 +99,24 @@ class State:
     # ---- applying records
 
     def apply(self, record: Record) -> None:
-        """Apply the next record; ValueError if there is a gap before it."""
+        """Apply the next record; raise ValueError if records before it are missing."""
         self.follow(record)
         change = self.CHANGES.get(record[2])
         if change is not None:
             change(self, *record[3:])
 
     def follow(self, record: Record) -> None:
-        """Take the record's number and time only. The caller applies its change from CHANGES, and can read the state
-        before and after."""
+        """Set `seq` and `t` from the next record, without its change.
+
+        The caller applies the change from CHANGES itself, so it can read the state before and after the change.
+        """
         if record[0] != self.seq + 1:
-            raise ValueError(f"record {record[0]} does not follow {self.seq}: a snapshot is needed")
+            raise ValueError(f"record {record[0]} does not follow record {self.seq}: a snapshot is needed")
         self.seq = record[0]
         self.t = record[1]
 
     def apply_all(self, records: Iterable[Record]) -> None:
-        """Apply records in order; ValueError as in `apply`."""
+        """Apply records in order; raise ValueError as `apply` does."""
         for record in records:
             self.apply(record)
 
@@ -132,7 +134,7 @@ class State:
 
     def _release_blocks(self, blocks: Iterable[int]) -> None:
         holders, counts, node_of = self.holders, self.counts, self.node_of
-        free = cached = alone = 0
+        free = cached = unshared = 0
         for block in blocks:
             holders[block] = after = holders[block] - 1
             if after == 0:
@@ -141,10 +143,10 @@ class State:
                 else:
                     free += 1
             elif after == 1:
-                alone += 1
+                unshared += 1
         counts[FREE] += free
-        counts[ACTIVE] += alone - cached - free
-        counts[SHARED] -= alone
+        counts[ACTIVE] += unshared - cached - free
+        counts[SHARED] -= unshared
         counts[CACHED] += cached
 
     def _submit(self, id: int, group: str, prompt_tokens: int, max_total: int) -> None:
@@ -179,19 +181,19 @@ class State:
     def _hold(self, id: int, node: int, dropped: int) -> None:
         request = self.requests[id]
         new: list[int] = []
-        above = request.node
+        held_node = request.node
         held = False
         for view in self.path(node):
-            held = held or view.id == above
+            held = held or view.id == held_node
             if not held:
                 view.users += 1
                 new[:0] = view.blocks
             view.last_used = self.seq
         start = request.shared_blocks
-        gone = request.table[start : start + dropped]
+        released = request.table[start : start + dropped]
         request.table[start : start + dropped] = new
         self._hold_blocks(new)
-        self._release_blocks(gone)
+        self._release_blocks(released)
         request.node = node
         request.shared_blocks = start + len(new)
 
@@ -276,7 +278,7 @@ class State:
         request.base = self.computed(request)
         request.joined_at = -1
 
-    def _give_back(self, request: RequestView) -> None:
+    def _release_all(self, request: RequestView) -> None:
         for view in self.path(request.node):
             view.users -= 1
             view.last_used = self.seq
@@ -287,14 +289,14 @@ class State:
 
     def _preempt(self, id: int, *_: Any) -> None:
         request = self.requests[id]
-        self._give_back(request)
+        self._release_all(request)
         request.state = "preempted"
         request.preemptions += 1
         self.queue.insert(0, id)
 
     def _finish(self, id: int, reason: str, output_tokens: int) -> None:
         request = self.requests.pop(id)
-        self._give_back(request)
+        self._release_all(request)
         if request.state != "running":
             self.queue.remove(id)
 

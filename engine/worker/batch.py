@@ -12,9 +12,9 @@ from engine.worker.upload import Uploader
 
 
 class Batch:
-    """Block table, last drawn token and sampling settings of every row.
+    """The block table, the last drawn token and the sampling settings of every row.
 
-    On a CPU the host's block table and the device's are one array. On a GPU copies in stream order update the device's.
+    On a CPU host and device use the same block table. On a GPU the device has a copy, which is updated in stream order.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Batch:
         self._joined: StepPlan | None = None  # the last plan whose joins have been applied
 
     def apply(self, plan: StepPlan) -> None:
-        """Make the plan's changes to the rows."""
+        """Apply the plan's changes to the rows."""
         self.join(plan)
         self.change_table(plan)
 
@@ -45,7 +45,7 @@ class Batch:
                 self.sampler.set_row(settings)
 
     def change_host_table(self, plan: StepPlan) -> None:
-        """Change the host's block table only: the caller sends the changes to the device."""
+        """Change only the host's block table. The caller must send the changes to the device."""
         self.host_table[plan.table_rows, plan.table_columns] = plan.table_blocks
 
     def change_table(self, plan: StepPlan) -> None:
@@ -59,10 +59,10 @@ class Batch:
             self.table[rows, columns] = blocks.to(torch.int32)
 
     def layout(self, plan: StepPlan) -> Layout:
-        """The place of every token, computed on the host after the plan's changes to the block table."""
+        """Returns the plan's Layout. Call this after the plan's changes to the host's block table."""
         n, tokens = len(plan.rows), plan.num_tokens
         seq_lens = plan.starts + plan.q_lens
-        if tokens == n:  # one token each
+        if tokens == n:  # one token per entry
             ends, rows, positions = self.indices[1 : n + 1], plan.rows, plan.starts
         else:
             ends = np.cumsum(plan.q_lens)
@@ -73,5 +73,5 @@ class Batch:
         return Layout(ends, seq_lens, rows, positions, slots)
 
     def upload_together(self, *parts: np.ndarray) -> tuple[torch.Tensor, ...]:
-        """All parts as int64 tensors, in one copy."""
+        """Returns all parts as int64 tensors, uploaded in one copy."""
         return self.upload(np.concatenate(parts, dtype=np.int64)).split([len(part) for part in parts])

@@ -19,9 +19,9 @@ Work = tuple[str, dict[Any, torch.cuda.CUDAGraph], Any, Callable[[], None]]
 
 
 def capture_all(loaded: LoadedModel, work: list[Work], on_progress: Progress | None) -> None:
-    """Capture in the order of `work`, and note the time and memory that it took. The same order on every rank.
+    """Capture the graphs in the order of `work`, and note the time and memory used. Every rank needs the same order.
 
-    Large graphs should come first: the smaller ones then reuse their memory.
+    Large graphs should come first: smaller graphs then reuse their memory.
     """
     started = time.perf_counter()
     device = loaded.device
@@ -35,7 +35,7 @@ def capture_all(loaded: LoadedModel, work: list[Work], on_progress: Progress | N
             text = f"capturing CUDA graphs: {name}"
             on_progress({"stage": "graphs", "done": done, "total": len(work), "text": text})
         graphs[key] = _capture(run, pool, stream, mode)
-    loaded.group.take()  # discards the time in collectives so far: no step spent it
+    loaded.group.take()  # discards the time measured in collectives so far: it belongs to no step
     torch.cuda.synchronize(device)
     seconds, nbytes = time.perf_counter() - started, torch.cuda.memory_reserved(device) - before
     note = f"{len(work)} CUDA graphs captured in {seconds:.1f} s, {nbytes / 1e6:,.0f} MB"
@@ -47,7 +47,7 @@ def _capture(run: Callable[[], None], pool: Any, stream: torch.cuda.Stream, mode
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
-        run()  # compiles kernels and lets cuBLAS choose its own, both of which are forbidden during the capture
+        run()  # compiles kernels and lets cuBLAS choose kernels: both are forbidden during a capture
     torch.cuda.current_stream(stream.device).wait_stream(stream)
     torch.cuda.synchronize(stream.device)
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):

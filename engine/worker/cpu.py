@@ -1,4 +1,4 @@
-"""Decode steps of few sequences on a CPU: engine/worker/cpu_decode.py as an executor."""
+"""The executor for decode steps of few tokens on a CPU. engine/worker/cpu_decode.py has the computation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.worker.inputs import Draws
 from engine.worker.launch import LaunchedStep
 from engine.worker.loaded import LoadedModel
 
-MOST_SEQUENCES = 48  # with more, arithmetic dominates the calls, and the eager executor is as fast
+MOST_TOKENS = 48  # in larger steps arithmetic dominates the overhead of calls, and the eager executor is as fast
 
 
 class CPUDecodeSteps:
@@ -25,14 +25,14 @@ class CPUDecodeSteps:
 
     def __init__(self, loaded: LoadedModel, on_progress: Progress | None = None) -> None:
         self._loaded, self._batch = loaded, loaded.batch
-        able = CPUDecode.supports(loaded.model, loaded.dtype, loaded.kv_dtype)
-        self._decode = CPUDecode(loaded.model, loaded.pool) if able else None
-        assert isinstance(loaded.attention, TorchAttention), "a CPU has no other"
+        supported = CPUDecode.supports(loaded.model, loaded.dtype, loaded.kv_dtype)
+        self._decode = CPUDecode(loaded.model, loaded.pool) if supported else None
+        assert isinstance(loaded.attention, TorchAttention), "a CPU has no other attention backend"
         self._attention = loaded.attention
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
-        """Run a step of decodes; None for other steps, large steps and models that CPUDecode does not support."""
-        if self._decode is None or plan.num_decoding < len(plan.rows) or plan.num_tokens > MOST_SEQUENCES:
+        """Run a step that only decodes. Returns None for other steps, large steps and models without support."""
+        if self._decode is None or plan.num_decoding < len(plan.rows) or plan.num_tokens > MOST_TOKENS:
             return None
         started = time.perf_counter()
         self._batch.apply(plan)
@@ -41,19 +41,19 @@ class CPUDecodeSteps:
         return self._loaded.launched(plan, draws, drawn, {}, started, None)
 
     def decode(self, plan: StepPlan) -> tuple[torch.Tensor, Draws]:
-        """Logits [T, V] of a plan of decodes, and its draws.
+        """Returns the logits [T, V] and the draws of a plan that only decodes.
 
-        Draft tokens are columns like the others; only attention treats a token and its drafts as one sequence.
+        Draft tokens have columns of their own; only attention treats a token and its drafts as one sequence.
         """
         assert self._decode is not None
         batch, table = self._batch, self._batch.host_table
         size, tokens, rows, positions = batch.block_size, plan.token_ids, plan.rows, plan.starts
         entries, bounds = batch.indices[: len(rows)], batch.indices
         lengths = plan.starts + plan.q_lens
-        lines = table[rows, : -(-int(lengths.max()) // size)]
+        tables = table[rows, : -(-int(lengths.max()) // size)]
         if plan.num_drafted:
             bounds = np.concatenate((bounds[:1], np.cumsum(plan.q_lens)))
-        self._attention.plan_arrays(lines, lengths, bounds, plan.num_decodes)
+        self._attention.plan_arrays(tables, lengths, bounds, plan.num_decodes)
         if plan.num_drafted:
             entries = np.repeat(entries, plan.q_lens)
             rows, positions = rows[entries], (lengths - bounds[1:])[entries] + np.arange(len(tokens))
@@ -67,4 +67,4 @@ class CPUDecodeSteps:
         return logits, Draws(entries, rows, lengths, device_rows, device_positions)
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: this executor keeps no device memory."""

@@ -1,9 +1,9 @@
 """Decode steps of few sequences on a CPU in float32: the computation of Decoder in fewer and cheaper calls.
 
-Two things make small steps slow on a CPU. First, a call costs more than its arithmetic: reading the weights evicts code
-and data from the caches. So the small operations use numpy, whose calls are cheaper than torch's, and write into
-buffers that are kept. Second, MKL multiplies weight · columns up to twice as fast as
-rows · weightᵀ. So activations are columns here, [features, n] for n sequences, from the embedding to the logits.
+Two things make small steps slow on a CPU. First, calling a small operation takes longer than its arithmetic, because
+reading the weights evicts the call's code and data from the caches. So the small operations use numpy, whose calls are
+cheaper than torch's, and reuse buffers. Second, MKL multiplies weight · columns up to twice as fast as rows · weightᵀ.
+So all activations here are columns, [features, n] for n sequences.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from engine.model.decoder import Decoder, DenseMLP
 from engine.model.linear import INT8_MAX, Int8Weight, Matrix
 
 TINY = float(np.finfo(np.float32).tiny)
-KEPT_SIZES = 8  # buffers are kept for this many different numbers of sequences
+KEPT_SIZES = 8  # buffers are kept for at most this many different numbers of sequences
 
 
 class Columns:
-    """Buffers for n sequences: tensors for torch (their names end in an underscore), the same memory as numpy arrays.
+    """Buffers for n sequences: torch tensors, whose names end in an underscore, and numpy arrays of the same memory.
 
     Their shape is [features, n], or [features] for a single sequence, which is cheaper in both libraries.
     """
@@ -50,11 +50,11 @@ class Columns:
         by_head = self.qkv_.view(heads, dim, *columns).numpy()
         self.qk, self.v = by_head[:normed], by_sequence(by_head[normed:])  # v: [n, Hkv, D]
         self.halves = self.qk.reshape(normed, 2, half, *columns)
-        turned_, turned = pair(normed, dim)
-        self.turned = turned.reshape(self.halves.shape)
-        self.part = np.empty_like(self.turned)
-        self.turned_q, self.turned_k = np.split(by_sequence(turned), [config.num_heads], 1)  # [n, heads, D]
-        self.q_ = torch.empty(n, config.num_heads, dim) if n > 1 else turned_[None, : config.num_heads]
+        rotated_, rotated = pair(normed, dim)
+        self.rotated = rotated.reshape(self.halves.shape)
+        self.scratch = np.empty_like(self.rotated)
+        self.rotated_q, self.rotated_k = np.split(by_sequence(rotated), [config.num_heads], 1)  # [n, heads, D]
+        self.q_ = torch.empty(n, config.num_heads, dim) if n > 1 else rotated_[None, : config.num_heads]
         self.q = self.q_.numpy()
         self.gate_up_, gate_up = pair(2 * inner)
         self.gate_, self.gate, self.up = self.gate_up_[:inner], gate_up[:inner], gate_up[inner:]
@@ -82,13 +82,13 @@ class CPUDecode:
     def supports(decoder: Decoder, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
         return dtype == kv_dtype == torch.float32 and all(isinstance(layer.mlp, DenseMLP) for layer in decoder.layers)
 
-    @np.errstate(invalid="ignore")  # NaN is rounded to some integer, but its scale is NaN, and so is the product
+    @np.errstate(invalid="ignore")  # rounding NaN to int8 gives any number, but its scale is NaN, so the product is too
     def logits(
         self, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray, attention: AttentionBackend
     ) -> torch.Tensor:
-        """Decoder.forward and Decoder.logits in one, for n sequences: tokens, positions and slots [n] -> [n, V].
+        """Returns the logits [n, V] that Decoder.forward and Decoder.logits compute. tokens, positions, slots: [n].
 
-        Stores each token's keys and values. `attention` has planned for these sequences.
+        Stores each token's keys and values. The caller has planned `attention` for these sequences.
         """
         decoder, eps, n = self._decoder, self._decoder.config.rms_norm_eps, len(tokens)
         c = self._columns.get(n)
@@ -106,9 +106,9 @@ class CPUDecode:
             _norm(c.residual, self._norms[i], eps, c.x)
             _multiply(layer.qkv, layer.qkv_bias, c.x_, c.qkv_)
             _rotate(c, self._qk_norms[i], eps, cos, sin)
-            keys[slots], values[slots] = c.turned_k, c.v
+            keys[slots], values[slots] = c.rotated_k, c.v
             if n > 1:
-                np.copyto(c.q, c.turned_q)
+                np.copyto(c.q, c.rotated_q)
             attended = attention.run(i, c.q_, self._pool.keys[i], self._pool.values[i])
             if n > 1:
                 np.copyto(c.attended, attended.numpy().T)
@@ -123,7 +123,7 @@ class CPUDecode:
 
 
 def _norm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
-    """RMSNorm of each column of x [H, n], or of x [H]; weight [H]."""
+    """Write the RMSNorm of each column of x [H, n], or of x [H], to `out`; weight [H]."""
     if x.ndim == 1:
         np.multiply(x, 1 / math.sqrt(float(np.dot(x, x)) / len(x) + eps), out=out)
         np.multiply(out, weight, out=out)
@@ -136,7 +136,7 @@ def _norm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> Non
 
 
 def _rotate(c: Columns, weight: np.ndarray | None, eps: float, cos: np.ndarray, sin: np.ndarray) -> None:
-    """Norm queries and keys, and rotate them by their positions.
+    """Normalise queries and keys if there is a weight, and rotate them by their positions (RoPE).
 
     weight [heads, D]; cos and sin [2, D / 2, n], the sine of the first half negated.
     """
@@ -146,8 +146,8 @@ def _rotate(c: Columns, weight: np.ndarray | None, eps: float, cos: np.ndarray, 
         square += eps
         np.divide(c.qk, np.sqrt(square, out=square)[:, None], out=c.qk)
         np.multiply(c.qk, weight[..., None] if c.n > 1 else weight, out=c.qk)
-    np.multiply(c.halves, cos, out=c.turned)
-    c.turned += np.multiply(c.halves[:, ::-1], sin, out=c.part)
+    np.multiply(c.halves, cos, out=c.rotated)
+    c.rotated += np.multiply(c.halves[:, ::-1], sin, out=c.scratch)
 
 
 def _mlp(c: Columns, mlp: DenseMLP) -> None:
@@ -158,7 +158,7 @@ def _mlp(c: Columns, mlp: DenseMLP) -> None:
 
 
 def _lookup(embedding: Matrix) -> Callable[[np.ndarray], np.ndarray]:
-    """Ids [n] -> rows [n, H] of the embedding; an id -> its row [H]."""
+    """Returns a function: ids [n] -> rows [n, H] of the embedding; one id -> its row [H]."""
     if not isinstance(embedding, Int8Weight):
         return embedding.numpy().__getitem__
     values, scale = embedding.values.numpy(), embedding.scale.numpy()
@@ -166,7 +166,7 @@ def _lookup(embedding: Matrix) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _int8_product(weight: Int8Weight, x: np.ndarray) -> np.ndarray:
-    """Int8Weight.product in cheaper numpy calls: weight [out, in] · x [in, n] -> [n, out], or · x [in] -> [out]."""
+    """Int8Weight.product with cheaper numpy calls: weight [out, in] · x [in, n] -> [n, out], or · x [in] -> [out]."""
     rows = x.T if x.ndim > 1 else x[None]
     scale = np.abs(rows).max(1, keepdims=True)
     scale /= INT8_MAX
@@ -178,7 +178,7 @@ def _int8_product(weight: Int8Weight, x: np.ndarray) -> np.ndarray:
 
 
 def _multiply(weight: Matrix, bias: torch.Tensor | None, x: torch.Tensor, out: torch.Tensor) -> None:
-    """out = weight [out, in] · x [in, n], or · x [in]."""
+    """out = weight [out, in] · x [in, n] + bias, or weight · x [in] + bias."""
     if isinstance(weight, Int8Weight):
         out.numpy().T[:] = _int8_product(weight, x.numpy())
     elif x.dim() == 1:
@@ -190,7 +190,7 @@ def _multiply(weight: Matrix, bias: torch.Tensor | None, x: torch.Tensor, out: t
 
 
 def _add_product(total: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, x: torch.Tensor) -> None:
-    """total += weight [out, in] · x [in, n], or · x [in]."""
+    """total += weight [out, in] · x [in, n] + bias, or weight · x [in] + bias."""
     if isinstance(weight, Int8Weight):
         sums = total.numpy().T
         sums += _int8_product(weight, x.numpy())

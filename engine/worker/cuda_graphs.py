@@ -1,18 +1,19 @@
-"""CUDA graphs for the steps that take the host longer to launch than the GPU to compute.
+"""CUDA graphs for the steps that the host needs longer to launch than the GPU to compute.
 
-Each form of step is captured at a ladder of sizes, and replayed with padding up to the next size:
+Each form of step is captured in several sizes. A step is padded to the next captured size and replayed:
 
-    decode   one token per sequence; sized by sequences
-    extend   chunks of few sequences, also one token after a cached prompt; sized by tokens
-    verify   a few tokens of each sequence, with drafts (engine/worker/verify_graphs.py), only with speculation
+    decode   one token per sequence; the size is the number of sequences
+    extend   chunks of few sequences, also one token after a cached prompt; the size is the number of tokens
+    verify   a few tokens per sequence, some of them drafts; only with speculation (engine/worker/verify_graphs.py)
     sample   from logits to tokens (engine/worker/sampling_graphs.py)
 
-Everything a graph reads has a fixed address. The host writes only pinned staging buffers, each guarded by the event of
-the copy out of it. The device's state (block table, last token, settings) changes in stream order only. So a step may
-be launched while the one before it runs. Steps that fit no graph run kernel by kernel (engine/worker/eager.py).
+Everything a graph reads has a fixed address. The host writes only to pinned staging buffers, and reuses a buffer only
+after the copy from it has finished. The device's state (block table, last token, settings) changes only in stream
+order. So the host may launch a step while the previous step runs. Steps that fit no graph run kernel by kernel
+(engine/worker/eager.py).
 
-Where several ranks share the model (engine/parallel/), their collectives are captured, too. Every rank captures the
-same graphs in the same order, and the plan alone decides which graph a rank replays.
+If several ranks share the model (engine/parallel/), their collectives are captured too. Every rank captures the same
+graphs in the same order, and the plan alone decides which graph a rank replays.
 """
 
 from __future__ import annotations
@@ -41,31 +42,31 @@ from engine.worker.step_graphs import StepGraphs
 from engine.worker.upload import Staging
 from engine.worker.verify_graphs import VerifyGraphs, verify_sizes
 
-CHANGES = 1024  # changes to the block table that travel with a decode step; more are sent ahead of it
+CHANGES = 1024  # block table changes in the input of a decode step; if there are more, all are sent before the step
 EXTEND_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048, 2304, 2560, 3072)
 WARM_UP_TOKENS = (1, 24, 100, 256, 700, 1024, 2047)
 # The host's time to launch one layer kernel by kernel. For Qwen3-30B-A3B, a chunk of 700 tokens after 1,024 cached ones
 # takes 14 ms as a graph and 20 ms kernel by kernel.
 LAUNCH_SECONDS = 2e-4
-MATMUL_RATE = 5e14  # operations per second of a step that is large enough to be bound by the GPU
+MATMUL_RATE = 5e14  # operations per second of a step that is GPU-bound
 EXTEND_SEQUENCES = 8
 
 
 class CudaGraphs:
-    """Captures all graphs at the start, unless `enforce_eager`, and replays those that fit a step."""
+    """Captures all graphs at the start, unless `enforce_eager`, and replays the graph that fits a step."""
 
     def __init__(self, loaded: LoadedModel, on_progress: Progress | None) -> None:
         attention = loaded.attention
-        assert isinstance(attention, TritonAttention), "engine/build.py chooses graphs only with it"
+        assert isinstance(attention, TritonAttention), "engine/build.py chooses CUDA graphs only with TritonAttention"
         self.parts: list[StepGraphs] = []
         self._sampling: SamplingGraphs | None = None
         self.num_graphs = 0
-        attention.flash_from = launch_bound(loaded)  # shorter steps are host-bound, and flash costs the host more
+        attention.flash_from = launch_bound(loaded)  # shorter steps are host-bound: flash needs more host time
         if not loaded.config.enforce_eager:
             self._capture(loaded, attention, on_progress)
         attention.warm_up(loaded.pool, loaded.dtype)
         warm_up_forms(loaded, on_progress)
-        # Later garbage collections skip the objects that exist now: walking them stops a step for 60 ms.
+        # Later garbage collections skip the objects that exist now: visiting them delays a step by 60 ms.
         gc.collect()
         gc.freeze()
 
@@ -132,7 +133,7 @@ class DecodeGraphs(StepGraphs):
 
     def _send(self, plan: StepPlan) -> None:
         n, changes = len(plan.rows), len(plan.table_rows)
-        if changes <= CHANGES:  # they travel with the step
+        if changes <= CHANGES:  # they are part of the step's input
             self._batch.change_host_table(plan)
         else:
             self._batch.change_table(plan)
@@ -203,7 +204,7 @@ class ExtendGraphs(StepGraphs):
         sent[3 * bucket : 3 * bucket + tokens] = token_rows
         tail = sent[4 * bucket : total].reshape(5, EXTEND_SEQUENCES)
         tail[0, :n] = plan.rows
-        tail[1, :n], tail[1, n:] = ends, tokens  # the end of each sequence; the sequences of the padding are empty
+        tail[1, :n], tail[1, n:] = ends, tokens  # the end of each sequence; padding sequences are empty
         tail[2, :n] = seq_lens
         tail[3, :n] = ends - 1
         tail[4, :n] = np.where(plan.samples, seq_lens, 0)  # 0: draws nothing
@@ -232,20 +233,20 @@ class ExtendGraphs(StepGraphs):
             live_rows=used,
         )
         ids = torch.where(ids < 0, self._batch.last_token.index_select(0, token_rows), ids)
-        # Most sequences are padding: the number of programs follows from the tokens, not from the graph's sequences.
+        # Most of the graph's sequences are padding, so the number of splits depends on the tokens, not the sequences.
         tiles = -(-tokens * self._attention.group // BLOCK_M)
         self._attention.plan(meta, padded=True, splits=num_splits(tiles, self._loaded.shard.num_kv_heads))
         self._layers.logits_of_chunks(ids, meta, self._sampling.logits[:n])
 
 
 def launch_bound(loaded: LoadedModel) -> int:
-    """Tokens below which a step takes the host longer to launch than the device to compute."""
+    """Returns the number of tokens below which the host needs longer to launch a step than the device to compute it."""
     layer = loaded.model.nbytes_per_token / loaded.dtype.itemsize / loaded.model_config.num_layers
     return int(LAUNCH_SECONDS * MATMUL_RATE / (2 * layer))
 
 
 def warm_up_forms(loaded: LoadedModel, on_progress: Progress | None) -> None:
-    """Run steps of every form that is not captured, so that their kernels are compiled before the first request.
+    """Run steps of several sizes without graphs, so that their kernels are compiled before the first request.
 
     Without this, a mixture of experts took up to 1.3 s for the first prompt of each size, instead of 0.14 s.
     """
@@ -261,6 +262,6 @@ def warm_up_forms(loaded: LoadedModel, on_progress: Progress | None) -> None:
 
 
 def ladder(most: int) -> list[int]:
-    """The batch sizes to capture, up to `most`, ascending. Small sizes are close together: padding costs them most."""
+    """Returns the batch sizes to capture, up to `most`, ascending. Small sizes are close: padding slows them most."""
     sizes = [1, 2, 4, 8, *range(16, 129, 16), *range(160, most + 32, 32)]
     return sorted({min(size, most) for size in sizes if size <= most} | {most})

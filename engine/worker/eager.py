@@ -1,4 +1,4 @@
-"""Steps of any form, kernel by kernel. Every runner ends its list of executors with this one."""
+"""The executor that runs any step, kernel by kernel. It is the last executor of every runner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.worker.launch import LaunchedStep, PromptLogprobs
 from engine.worker.loaded import LoadedModel
 from engine.worker.sampler import Logprobs, pick_logprobs
 
-LOGPROB_ROWS = 256  # prompt logprobs: positions whose logits exist at once
+LOGPROB_ROWS = 256  # for prompt logprobs: positions whose logits are in memory at the same time
 
 
 class Eager:
@@ -28,7 +28,7 @@ class Eager:
         self._batch = loaded.batch
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep:
-        """Enqueue a step; on a CPU it is over when this returns."""
+        """Enqueue a step. On a CPU the step is complete when this returns."""
         loaded = self._loaded
         started, begin = time.perf_counter(), loaded.mark()
         self._batch.apply(plan)
@@ -38,7 +38,7 @@ class Eager:
         return loaded.launched(plan, inputs.draws, drawn, prompt_logprobs, started, begin)
 
     def build_inputs(self, plan: StepPlan) -> Inputs:
-        """The model's inputs for every token, sent in one copy."""
+        """Returns the inputs of a step. One copy uploads the values of all tokens and draws."""
         batch, n, tokens, rows = self._batch, len(plan.rows), plan.num_tokens, plan.rows
         ends, seq_lens, token_rows, positions, slots = batch.layout(plan)
         bounds = np.concatenate((batch.indices[:1], ends)).astype(np.int32) if tokens > n else None
@@ -75,7 +75,7 @@ class Eager:
         return Inputs(token_ids, meta, draws, sampled_hidden, prompt_hidden)
 
     def forward(self, plan: StepPlan, inputs: Inputs) -> tuple[torch.Tensor, dict[int, PromptLogprobs]]:
-        """Logits [s, V] of the tokens that draw, and the prompt logprobs that requests asked for.
+        """Returns the logits [s, V] of the draws, and the prompt logprobs that requests asked for.
 
         Afterwards the KV cache holds this step's tokens.
         """
@@ -88,9 +88,9 @@ class Eager:
         return loaded.model.logits(hidden), prompt_logprobs
 
     def _prompt_logprobs(self, plan: StepPlan, inputs: Inputs, hidden: torch.Tensor) -> dict[int, PromptLogprobs]:
-        """By entry, the logprobs of the prompt tokens that its chunk predicts.
+        """Returns, by entry, the logprobs of the prompt tokens that the entry's chunk predicts.
 
-        Position 0 has none. A prompt's last token predicts the first token of the reply, which is not the prompt's.
+        Position 0 has no logprob. A prompt's last token predicts the reply's first token, so it scores no prompt token.
         """
         found = {}
         for entry, at in inputs.prompt_hidden.items():
@@ -106,4 +106,4 @@ class Eager:
         return found
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: this executor keeps no device memory."""

@@ -1,15 +1,15 @@
-"""The model's layers in as few kernels as is fastest, for CUDA graphs.
+"""The model's layers with fused kernels, for CUDA graphs.
 
 Computes the same as Decoder.forward (engine/model/decoder.py).
 
     one sequence     5 kernels per layer; each reads weights or keys, and the small operations are fused into them:
                      norm + qkv | q/k norm + rope + store + attention | output + residual
                      norm + gate/up + silu | down + residual
-                     (with experts: norm + router | pick | norm + their gates/ups + silu | their downs + residual)
+                     (with experts: norm + router | choice | norm + experts' gate/up + silu | experts' down + residual)
     several          8 kernels per layer: cuBLAS for the matrix products, separate kernels for norms and activations
 
-Where ranks share the model (engine/parallel/), a sum over the ranks comes between a projection to the hidden size and
-the next norm. So one sequence takes the second path, too, with the kernels of the first where possible.
+If several ranks share the model (engine/parallel/), a sum over the ranks comes between a projection to the hidden size
+and the next norm. So one sequence, too, takes the path for several, with the kernels of the first path where possible.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from engine.model.group import Group
 from engine.model.linear import Fp8Weight, Matrix, linear
 from engine.worker import fused_ops
 
-SPLIT_TOKENS = 64  # up to this number, reading the weights dominates a projection
+SPLIT_TOKENS = 64  # up to this number of tokens, reading the weights dominates a projection
 Attend = Callable[[int, Layer, torch.Tensor], torch.Tensor]  # (index of the layer, the layer, qkv) -> attention
 
 
 class DecodeLayers:
-    """The layers with their cache and block table."""
+    """The model's layers, with the KV cache and the block table."""
 
     def __init__(
         self, model: Decoder, attention: TritonAttention, pool: KVPool, block_table: torch.Tensor, group: Group
@@ -52,11 +52,11 @@ class DecodeLayers:
     def logits(
         self, tokens: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, live: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """tokens int64 [n], rows int32 [n] of the block table, seq_lens int32 [n] with this token; writes out [n, V]
-        (this rank's piece of V).
+        """Write the logits of one token per sequence to out [n, V], where V is this rank's piece of the vocabulary.
 
-        Stores each token's keys and values. Entries with seq_lens 0 are padding and store nothing; they follow the
-        `live` int32 [1] others.
+        tokens int64 [n]; rows int32 [n], of the block table; seq_lens int32 [n], with this token. Stores each token's
+        keys and values. The first `live` int32 [1] entries are real. The others are padding: their seq_lens are 0, and
+        they store nothing.
         """
         residual = self._group.embed(tokens, self._model.embedding)
         if len(tokens) == 1 and self._plain:
@@ -66,10 +66,9 @@ class DecodeLayers:
             self._head(x, out)
 
     def logits_of_chunks(self, tokens: torch.Tensor, meta: ForwardMeta, out: torch.Tensor) -> None:
-        """The same for chunks of sequences: tokens int64 [T] as `meta` describes them; writes out [s, V], the tokens of
-        meta.logit_rows, or [T, V] if that is None.
+        """Write the logits of the tokens meta.logit_rows to out [s, V], or of all tokens to out [T, V] if that is None.
 
-        `attention.plan(meta)` has been called.
+        tokens int64 [T]: chunks of sequences, as `meta` describes them. The caller has called `attention.plan(meta)`.
         """
         hidden = self._several(
             self._group.embed(tokens, self._model.embedding),
@@ -106,9 +105,9 @@ class DecodeLayers:
         self, residual: torch.Tensor, attend: Attend, live: torch.Tensor | None, wanted: torch.Tensor | None = None,
         live_wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The final hidden states, normed, of the tokens `wanted`, or of all if that is None.
+        """Returns the final hidden states, after the last norm, of the tokens `wanted` (None: of all tokens).
 
-        The first `live` of all tokens, and the first `live_wanted` of the wanted ones, are not padding.
+        The first `live` tokens, and the first `live_wanted` wanted tokens, are not padding.
         """
         model, eps, group = self._model, self._model.config.rms_norm_eps, self._group
         layers = model.layers
@@ -151,7 +150,7 @@ class DecodeLayers:
 
 
 def _linear(x: torch.Tensor, w: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [T, K] -> [T, N]. Our own kernels for one token, and for few tokens if the weight is small; else cuBLAS."""
+    """x [T, K] -> [T, N]. Uses our kernels for one token, and for few tokens if the weight is small; else cuBLAS."""
     if isinstance(w, Fp8Weight):
         return linear(x, w, bias)
     if bias is None and len(x) == 1:
@@ -168,14 +167,14 @@ def _inner(x: torch.Tensor, mlp: DenseMLP) -> torch.Tensor:
 
 
 def _mlp(x: torch.Tensor, mlp: DenseMLP, in_parts: bool) -> torch.Tensor:
-    """x [T, H] -> the MLP's output, in the shape of _back_to_hidden."""
+    """x [T, H] -> the MLP's output, in a shape that _back_to_hidden returns."""
     if isinstance(mlp.down, Fp8Weight) and len(x) > 1 and mlp.down_bias is None:
         return fp8.back_to_hidden(linear(x, mlp.gate_up, mlp.gate_up_bias), mlp.down, silu=True)
     return _back_to_hidden(_inner(x, mlp), mlp.down, mlp.down_bias, in_parts)
 
 
 def _back_to_hidden(x: torch.Tensor, w: Matrix, bias: torch.Tensor | None, in_parts: bool) -> torch.Tensor:
-    """x [T, K] -> [T, H]. If `in_parts`, it may be fp32 [parts, T, H] instead, which the next norm sums."""
+    """x [T, K] -> [T, H]. If `in_parts`, the result may be fp32 [parts, T, H]: the next norm sums the parts."""
     if bias is None and len(x) == 1:
         return gemv(x, w)
     if isinstance(w, Fp8Weight):
@@ -185,7 +184,7 @@ def _back_to_hidden(x: torch.Tensor, w: Matrix, bias: torch.Tensor | None, in_pa
 
 
 def _is_plain(layer: Layer) -> bool:
-    """The one-token kernels support the layer: no biases, not too many experts."""
+    """Returns True if the one-token kernels support the layer: it has no biases and not too many experts."""
     mlp = layer.mlp
     plain = mlp.down_bias is None if isinstance(mlp, DenseMLP) else mlp.config.count <= MOST_EXPERTS
     return plain and layer.qkv_bias is None and layer.output_bias is None

@@ -13,17 +13,17 @@ silu_mul = norms.silu_mul
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Add x to residual [T, H] in place; return its norm."""
+    """Add x to residual [T, H] in place; return the norm of the sum."""
     return norms.rms_norm(x, weight, eps, residual)
 
 
 def rope_rows(table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns its arguments: the kernel reads the table at each token's position."""
+    """Returns the arguments unchanged: the kernel reads the table at each token's position."""
     return table, positions
 
 
 def experts(x: torch.Tensor, mixture: Experts, live: torch.Tensor | None) -> torch.Tensor:
-    """x [T, H] -> [T, H], without waiting on the host."""
+    """x [T, H] -> [T, H]. The host does not wait for the device."""
     if not len(x):
         return torch.empty_like(x)
     config = mixture.config

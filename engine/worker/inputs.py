@@ -1,4 +1,4 @@
-"""A step's inputs: its tokens, laid end to end, and its draws."""
+"""The inputs of a step: the tokens of all entries, concatenated, and the draws."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from engine.core.step import StepPlan
 
 
 class Layout(NamedTuple):
-    """The row, position and cache slot of each of the T tokens of a plan's n entries, laid end to end."""
+    """The row, position and cache slot of each token of a plan: the T tokens of its n entries, concatenated."""
 
-    ends: np.ndarray  # int64 [n]  entry i has the tokens from ends[i - 1] to ends[i]
-    seq_lens: np.ndarray  # int32 [n]  keys of each entry, with this step's
+    ends: np.ndarray  # int64 [n]  entry i has the tokens ends[i - 1] to ends[i] - 1
+    seq_lens: np.ndarray  # int32 [n]  number of keys of each entry, this step's included
     rows: np.ndarray  # int32 [T]
     positions: np.ndarray  # [T]
     slots: np.ndarray  # int64 [T]  in the KV cache
@@ -24,9 +24,9 @@ class Layout(NamedTuple):
 
 @dataclass(slots=True)
 class Draws:
-    """The input of the sampler besides the logits: s draws, on the host and on the device."""
+    """The s draws of a step, on the host and on the device: the input of the sampler besides the logits."""
 
-    entries: np.ndarray  # int64 [s]  an entry with drafts draws once for each of its tokens
+    entries: np.ndarray  # int64 [s]  the entry of each draw; an entry with drafts draws once for each of its tokens
     rows: np.ndarray  # int64 [s]
     positions: np.ndarray  # int64 [s]  the position of the token drawn
     device_rows: torch.Tensor  # int64 [s]
@@ -35,17 +35,17 @@ class Draws:
 
 @dataclass(slots=True)
 class Inputs:
-    """The input of the model: T tokens; and the draws from its output."""
+    """The input of the model (T tokens), and the draws from the model's output."""
 
     token_ids: torch.Tensor  # int64 [T]
     meta: ForwardMeta
     draws: Draws
-    sampled_hidden: np.ndarray | None  # int64 [s]  the hidden state of each draw; None: all, in order
-    prompt_hidden: dict[int, int]  # by entry with prompt targets: the first of its q_len hidden states
+    sampled_hidden: np.ndarray | None  # int64 [s]  index of each draw's hidden state; None: draw i has index i
+    prompt_hidden: dict[int, int]  # by entry with prompt targets: index of the first of its q_len hidden states
 
 
 def drawing_tokens(plan: StepPlan, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (the entry of each draw, the token whose logits it uses), for a plan with drafts.
+    """Returns (entry of each draw, index of the token whose logits it uses), for a plan with drafts.
 
     An entry with drafts draws once for each of its tokens.
     """
@@ -58,9 +58,10 @@ def drawing_tokens(plan: StepPlan, ends: np.ndarray) -> tuple[np.ndarray, np.nda
 def logit_rows(
     plan: StepPlan, ends: np.ndarray, last: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray | None, dict[int, int]]:
-    """Returns (token indices that need logits, which of them draw, by entry with prompt targets its first).
+    """Returns (indices of the tokens that need logits, which of them draw, the first by entry with prompt targets).
 
-    `last`: the tokens that draw. The second value is None if no others need logits.
+    `last`: indices of the tokens that draw. The second value is None if no other tokens need logits. The second and the
+    third value are positions in the first value.
     """
     firsts = {entry: int(ends[entry] - plan.q_lens[entry]) for entry in plan.prompt_targets}
     if not firsts:

@@ -1,4 +1,4 @@
-"""A step that has been launched, and the result that its device leaves on the host."""
+"""A step that has been launched, and its result on the host."""
 
 from __future__ import annotations
 
@@ -17,41 +17,42 @@ from engine.worker.sampler import Logprobs
 class DrawnLogprobs(NamedTuple):
     """Logprobs of the draws that asked for them."""
 
-    draws: np.ndarray  # int64: which draws
-    found: Logprobs
-    counts: list[int]  # how many of the most likely tokens each of them asked for
+    draws: np.ndarray  # int64: indices of these draws
+    values: Logprobs
+    counts: list[int]  # how many of the most likely tokens each of these draws asked for
 
 
 class PromptLogprobs(NamedTuple):
     """Logprobs of the prompt tokens that one chunk predicts."""
 
-    found: Logprobs
+    values: Logprobs
     token_ids: list[int]
     top: int  # how many of the most likely tokens were asked for
 
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step whose tokens are on their way to the host. `wait` blocks until they have arrived.
+    """A launched step, whose results are copied to the host. `wait` blocks until the copies are complete.
 
-    Arrays on the host may be views of pinned memory: they are valid when the second of `events` has passed.
+    Arrays on the host may be views of pinned memory: they are valid after the second of `events`.
     """
 
-    num_entries: int  # n of the plan
+    num_entries: int  # entries of the plan
     outcome: np.ndarray  # int64, on the host: the drawn ids; −1 − id if the logits were not finite
-    draws: np.ndarray | None  # int64: the places in `outcome` that count; None: all
-    entries: np.ndarray  # int64: the entry of each draw that counts; those with drafts appear once for each token
+    draws: np.ndarray | None  # int64: the indices in `outcome` that are draws of the plan; None: all
+    entries: np.ndarray  # int64: the entry of each such draw; an entry with drafts appears once for each token
     drafted: range = range(0)  # the entries with drafts
     device_ms: float | None = None
-    events: tuple[Any, Any] | None = None  # CUDA: the begin and the end of the step; None: it is over
+    events: tuple[Any, Any] | None = None  # CUDA: begin and end of the step; None: the step is complete
     logprobs: DrawnLogprobs | None = None
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)  # by entry
-    spent: Spent | None = None  # in collectives
-    expert_load: tuple[list[int], torch.Tensor] | None = None  # layers; int64 [layers, E], on the host
+    spent: Spent | None = None  # time in collectives
+    # (indices of the layers, tokens of each of their experts as int64 [layers, E] on the host)
+    expert_load: tuple[list[int], torch.Tensor] | None = None
     check: Callable[[], None] | None = None  # called at the end of `wait`; raises if the outcome is invalid
 
     def wait(self) -> StepResult:
-        """The step's result, on the host."""
+        """Wait for the step, and return its result."""
         try:
             return self._result()
         finally:
@@ -73,20 +74,20 @@ class LaunchedStep:
             result.ids = [-1] * self.num_entries
             self._enter_draws(result, drawn)
         if self.logprobs is not None:
-            which, found, counts = self.logprobs
+            which, values, counts = self.logprobs
             tokens = [token if token >= 0 else -1 - token for token in self.outcome[which].tolist()]
-            listed = found.listed(tokens, counts)
+            listed = values.listed(tokens, counts)
             for entry, logprobs in zip(self.entries[which].tolist(), listed, strict=True):
                 result.logprobs.setdefault(entry, []).append(logprobs)
         for entry, prompt in self.prompt_logprobs.items():
-            result.prompt_logprobs[entry] = prompt.found.listed(prompt.token_ids, [prompt.top] * len(prompt.token_ids))
+            result.prompt_logprobs[entry] = prompt.values.listed(prompt.token_ids, [prompt.top] * len(prompt.token_ids))
         if self.expert_load is not None:
             layers, load = self.expert_load
             result.expert_load = list(zip(layers, load.tolist(), strict=True))
         return result
 
     def _enter_draws(self, result: StepResult, drawn: list[int]) -> None:
-        """Write draws to their entries: one id each, or a list for entries with drafts."""
+        """Write the draws to their entries: one id per entry, or a list of ids for entries with drafts."""
         for entry, token in zip(self.entries.tolist(), drawn, strict=True):
             if entry in self.drafted:
                 result.checked.setdefault(entry, []).append(max(token, -1))

@@ -1,4 +1,4 @@
-"""Decides every "auto" of an EngineConfig, for one model on one device."""
+"""Chooses a value for every "auto" of an EngineConfig, for one model on one device."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from engine.errors import EngineError
 
 if TYPE_CHECKING:
-    import torch  # not at run time: a client describes an engine without loading torch
+    import torch  # only for types: a client describes an engine without loading torch
 from engine.config import EngineConfig
 from engine.model.config import ModelConfig
 
 
 @dataclass(frozen=True)
 class Limits:
-    """EngineConfig with every "auto" decided."""
+    """The settings of an EngineConfig, with a value for every "auto"."""
 
     device: torch.device
     dtype: torch.dtype
@@ -23,11 +23,11 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    notes: tuple[str, ...] = field(default=())  # for the user: the choices
+    notes: tuple[str, ...] = field(default=())  # sentences for the user about the choices
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
-    """Decide every "auto" of `config`. Raises EngineError if the device or the model does not support it."""
+    """Choose a value for every "auto" of `config`. Raises EngineError if device or model do not support `config`."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -37,7 +37,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
         except RuntimeError:
             raise EngineError(f"device is {config.device!r}: it must be auto, cpu, cuda or cuda:N") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise EngineError(f"device {config.device!r} was asked for, but torch {torch.__version__} sees no GPU: use cpu")
+        raise EngineError(f"device is {config.device!r}, but torch {torch.__version__} sees no GPU: use cpu")
     cpu = device.type == "cpu"
     name = config.dtype
     if name == "auto":
@@ -49,17 +49,17 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
     length = config.max_model_len or model.max_context
     if length > model.max_context:
         raise EngineError(
-            f"max_model_len is {length:,}, but {model.architecture} here has {model.max_context:,} positions: "
-            "lower it, or set a rope scaling in config.json"
+            f"max_model_len is {length:,}, but this {model.architecture} has {model.max_context:,} positions: "
+            "lower max_model_len, or set a rope scaling in the model's config.json"
         )
     sequences = config.max_num_seqs or (64 if cpu else 256)
-    # On a CPU a smaller budget gives shorter steps and a later first token; on a GPU it hardly matters
+    # On a CPU a smaller budget gives shorter steps and a later first token; on a GPU the budget hardly matters
     # (engine/kernels/MEASURED.md).
     budget = config.max_num_batched_tokens or max(512 if cpu else 8192, sequences)
     notes: tuple[str, ...] = ()
     if config.tensor_parallel_size > 1:
         how = "gloo between processes on the CPU" if cpu else "NCCL between GPUs"
-        notes = (f"the model is cut over {config.tensor_parallel_size} ranks: {how}",)
+        notes = (f"the model is split over {config.tensor_parallel_size} ranks: {how}",)
     dtype = getattr(torch, name)
     kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
     return Limits(device, dtype, kv_dtype, sequences, budget, length, notes)

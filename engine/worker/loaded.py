@@ -37,13 +37,13 @@ from engine.worker.quantised import KINDS
 from engine.worker.sampler import Drawn
 from engine.worker.upload import to_host
 
-CPU_KV_BYTES = 1 << 30  # the pool's default size on a CPU, or 16 sequences of full length if that is less
+CPU_KV_BYTES = 1 << 30  # default size of the pool on a CPU; smaller if CPU_KV_SEQUENCES full sequences need less
 CPU_KV_SEQUENCES = 16
-EXPERT_LOAD_SECONDS = 0.25  # between two reports of the experts' load, which is only displayed
+EXPERT_LOAD_SECONDS = 0.25  # between two reports of the experts' load, which is only for display
 
 
 class DrawFailed(Exception):
-    """Sampling raised on one of several ranks, after all of them had made the same collectives."""
+    """Sampling raised `error` on rank 0 of several ranks. All ranks have run the same collectives."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -60,7 +60,7 @@ class MemoryReport:
 
 
 class LoadedModel:
-    """Owns the model, the KV pool and the batch. `shard`: the configuration of the model as this rank holds it."""
+    """Owns the model, the KV pool and the batch. `shard`: the configuration of this rank's part of the model."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class LoadedModel:
     ) -> None:
         """Loads the weights (random ones if engine_config.dummy_weights) and sizes the pool; raises EngineError.
 
-        `reserved_bytes`: of the device's memory, kept free of the KV cache.
+        `reserved_bytes`: device memory that the KV cache does not use.
         """
         limits = resolve(engine_config, model_config)
         self.model_config = model_config
@@ -91,7 +91,7 @@ class LoadedModel:
         self.block_size = engine_config.block_size
         self.vocab_size = model_config.vocab_size
         self.device_name = _device_name(self.device, group.size)
-        self.notes: tuple[str, ...] = ()  # for the user: how the runner works
+        self.notes: tuple[str, ...] = ()  # sentences for the user about how the runner works
         with torch.inference_mode():
             self.model = self._load(ops, model_dir, on_progress)
             if note := group.join(model_config.hidden_size, self.dtype):
@@ -105,18 +105,18 @@ class LoadedModel:
             self.attention_name = self.attention.name
             self.memory = MemoryReport(weights=self.model.nbytes, kv_cache=0)
             self.batch = Batch(max_rows, self.max_model_len, self.block_size, self.vocab_size, self.device)
-            self.num_blocks = group.least(self._count_blocks()) + 1  # with the null block
+            self.num_blocks = group.least(self._count_blocks()) + 1  # the null block
             self.pool = self._make_pool(self.num_blocks)
         self.memory.kv_cache = self.pool.nbytes
         self._expert_load_due = math.inf if model_config.experts is None else 0.0
 
     @property
     def synchronous(self) -> bool:
-        """The device is the host: a step is over when `launch` returns."""
+        """True on a CPU: a step is complete when `launch` returns."""
         return self.device.type == "cpu"
 
     def sample(self, draws: Draws, logits: torch.Tensor, grammars: Mapping[int, Grammar]) -> Drawn:
-        """One token for each draw, also written to the rows' last tokens; logits [s, V] may be overwritten.
+        """Draw one token for each of `draws`, and write it to the row's last token. Logits [s, V] may be overwritten.
 
         With several ranks only rank 0 draws, and broadcasts the ids.
         """
@@ -130,14 +130,14 @@ class LoadedModel:
             except Exception as error:
                 if group.size == 1:
                     raise
-                group.broadcast(self._no_ids(draws))  # the other ranks wait for it
+                group.broadcast(self._no_ids(draws))  # the other ranks wait for this broadcast
                 raise DrawFailed(error) from error
             group.broadcast(drawn.ids)
         batch.last_token.index_copy_(0, draws.device_rows, drawn.ids)
         return drawn
 
     def _draw(self, draws: Draws, logits: torch.Tensor, grammars: Mapping[int, Grammar]) -> Drawn:
-        if not len(draws.entries):  # prefill chunks only, none of them a prompt's last
+        if not len(draws.entries):  # only prefill chunks, and no chunk ends its prompt
             nothing = self._no_ids(draws)
             return Drawn(nothing, nothing > 0, draws.entries, None)
         by_draw: dict[int, Grammar] = {}
@@ -154,7 +154,7 @@ class LoadedModel:
         self, plan: StepPlan, draws: Draws, drawn: Drawn, prompt_logprobs: dict[int, PromptLogprobs], started: float,
         begin: Any,
     ) -> LaunchedStep:  # fmt: skip
-        """A step that `sample` drew for, its outcome on the way to the host. `begin`: a mark, None on a CPU."""
+        """Start the copy of `drawn` to the host; return the step. `begin`: the mark of its begin; None on a CPU."""
         logprobs = None
         if drawn.logprobs is not None:
             counts = self.batch.sampler.logprob_counts(draws.rows[drawn.logprob_rows])
@@ -167,9 +167,9 @@ class LoadedModel:
         else:
             outcome = to_host(torch.where(drawn.bad, -1 - drawn.ids, drawn.ids)).numpy()
             if logprobs is not None:
-                logprobs = logprobs._replace(found=logprobs.found.fetched())
+                logprobs = logprobs._replace(values=logprobs.values.fetched())
             prompt_logprobs = {
-                entry: scored._replace(found=scored.found.fetched()) for entry, scored in prompt_logprobs.items()
+                entry: scored._replace(values=scored.values.fetched()) for entry, scored in prompt_logprobs.items()
             }
             events = (begin, self.mark())
         return LaunchedStep(
@@ -178,7 +178,10 @@ class LoadedModel:
         )  # fmt: skip
 
     def take_expert_load(self) -> tuple[list[int], torch.Tensor] | None:
-        """The tokens that each expert got, on their way to the host; None except every EXPERT_LOAD_SECONDS."""
+        """Returns (layers, tokens that each of their experts got), and starts the copy to the host.
+
+        Returns None without experts, or if the last report was less than EXPERT_LOAD_SECONDS ago.
+        """
         now = time.perf_counter()
         if now < self._expert_load_due:
             return None
@@ -187,14 +190,14 @@ class LoadedModel:
         return layers, load if self.synchronous else to_host(load)
 
     def mark(self) -> Any:
-        """A point in the compute stream whose time can be read later; None on a CPU."""
+        """Record an event in the compute stream, whose time can be read later; None on a CPU."""
         if self.device.type != "cuda":
             return None
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    # ---- the start
+    # ---- loading
 
     def _load(self, ops: Ops, model_dir: Path | None, on_progress: Progress | None) -> Decoder:
         quantised = KINDS[self.config.quantization]
@@ -212,7 +215,7 @@ class LoadedModel:
         return KVPool(self.shard, num_blocks, self.block_size, self.kv_dtype, self.device, self._kv_scales)
 
     def _count_blocks(self) -> int:
-        """Blocks for requests: as configured, else as many as memory allows."""
+        """Returns the number of blocks for requests: the configured number, else as many as memory allows."""
         if self.config.num_blocks is not None:
             return self.config.num_blocks
         if self.config.kv_tokens is not None:
@@ -224,12 +227,12 @@ class LoadedModel:
         return max(1, self._measure_blocks(per_block) - -(-self._reserved_bytes // per_block))
 
     def _measure_blocks(self, per_block: int) -> int:
-        """The blocks that `gpu_memory_utilization` leaves after weights, other processes and the largest step."""
+        """Returns the number of blocks that fit beside weights, other processes and the largest step."""
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         logits = self.warm_up(self.max_num_batched_tokens)
-        logits.float().sort(descending=True).values.softmax(-1).cumsum(-1)  # top-p: the most memory of all sampling
+        logits.float().sort(descending=True).values.softmax(-1).cumsum(-1)  # top-p: it needs the most memory
         del logits
         torch.cuda.synchronize(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
@@ -241,13 +244,13 @@ class LoadedModel:
             share = self.config.gpu_memory_utilization
             raise EngineError(
                 f"no room for a KV cache: gpu_memory_utilization {share:g} allows {total * share / 1e9:.1f} of "
-                f"{total / 1e9:.1f} GB, weights and activations take {peak / 1e9:.1f} and others "
-                f"{elsewhere / 1e9:.1f}: raise it, lower max_num_batched_tokens, or free the GPU"
+                f"{total / 1e9:.1f} GB, but weights and activations take {peak / 1e9:.1f} GB and other processes "
+                f"{elsewhere / 1e9:.1f} GB: raise gpu_memory_utilization, lower max_num_batched_tokens, or free the GPU"
             )
         return room // per_block
 
     def warm_up(self, tokens: int) -> torch.Tensor:
-        """Run a step of `tokens` prompt tokens on a separate null block. Returns as many logits as a step can need."""
+        """Run a step of `tokens` prompt tokens on a separate null block. Returns the logits of the most draws."""
         pool, n = self._make_pool(1), min(self.batch.max_rows, tokens)
         lengths = np.full(n, tokens // n)
         lengths[0] += tokens - int(lengths.sum())
@@ -256,7 +259,7 @@ class LoadedModel:
         positions = np.concatenate([np.arange(length) for length in lengths])
         longest = int(lengths.max())
         drawn = ends - 1
-        if self.config.speculation != "off":  # every token of a draft
+        if self.config.speculation != "off":  # each token of an entry with drafts draws
             drawn = np.arange(len(positions))[: self.batch.max_rows * (1 + self.config.speculative_tokens)]
         meta = ForwardMeta(
             positions=self.batch.upload(positions),

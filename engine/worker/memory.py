@@ -1,4 +1,4 @@
-"""Checks, before anything is allocated, that a model and its tables can fit into the device."""
+"""Checks, before any allocation, that a model and its tables fit into the device's memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from engine.worker.limits import Limits
 
 
 def check_memory(model: ModelConfig, config: EngineConfig, limits: Limits, total: int | None = None) -> None:
-    """Raise EngineError, with the sizes, if what `config` asks for exceeds the device's memory.
+    """Raise EngineError, with the sizes, if the model needs more memory than the device has.
 
-    `total`: bytes of that memory; None: as the system reports it. Counts weights, KV cache and tables, no activations.
+    Counts the weights, the KV cache and the tables, but no activations. `total`: bytes of the device's memory; None: as
+    the system reports it.
     """
     blocks = config.num_blocks or -(-(config.kv_tokens or 1) // config.block_size)
     if max(blocks * config.block_size, limits.max_model_len) > INT32_MAX:
@@ -32,8 +33,8 @@ def check_memory(model: ModelConfig, config: EngineConfig, limits: Limits, total
         * config.block_size
         * model.kv_bytes_per_token(limits.kv_dtype)
         // ranks,
-        "the tables of blocks (max_num_seqs by max_model_len)": 4 * limits.max_num_seqs * columns,
-        "the table of positions": 4 * limits.max_model_len * model.head_dim,
+        "the block table (max_num_seqs by max_model_len)": 4 * limits.max_num_seqs * columns,
+        "the rope table": 4 * limits.max_model_len * model.head_dim,
     }
     total = _device_bytes(limits) if total is None else total
     if sum(parts.values()) > total:

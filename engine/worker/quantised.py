@@ -15,40 +15,47 @@ KINDS: dict[str, type[ByteWeight] | None] = {"none": None, "int8": Int8Weight, "
 
 
 def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str) -> None:
-    """Raise EngineError if this model on this device cannot have 8-bit weights."""
+    """Raise EngineError if this model cannot use these 8-bit weights on this device."""
     kind, cpu = config.quantization, device.type == "cpu"
     if kind == "int8" and not cpu:
         raise EngineError(
-            f"int8 weights run on a CPU only, and the device is {device}: use --quantization fp8, or add --device cpu"
+            f"int8 weights run on a CPU only, but the device is {device}: use --quantization fp8, or add --device cpu"
         )
     if kind == "fp8" and cpu:
-        raise EngineError("fp8 weights run on a GPU only, and the device is cpu: use --quantization int8")
+        raise EngineError("fp8 weights run on a GPU only, but the device is cpu: use --quantization int8")
     wanted = "float32" if kind == "int8" else "bfloat16"
     if dtype != wanted:
-        raise EngineError(f"{kind} weights come with {wanted} activations, and the dtype is {dtype}: use {wanted}")
+        raise EngineError(f"{kind} weights need {wanted} activations, but the dtype is {dtype}: use {wanted}")
     if config.tensor_parallel_size > 1:
         raise EngineError(
-            f"{kind} weights are for one rank, and tensor_parallel_size is {config.tensor_parallel_size}: use 1"
+            f"{kind} weights support only one rank, but tensor_parallel_size is {config.tensor_parallel_size}: use 1"
         )
     if model.experts is not None:
-        raise EngineError(f"{kind} weights are for dense models, and {model.architecture} has experts: use none")
+        raise EngineError(
+            f"{kind} weights support only dense models, but {model.architecture} has experts: use --quantization none"
+        )
     if kind == "int8":
         return
     major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:  # 8.9 has fp8 arithmetic, but not the launch instructions that our kernels use
+    if major < 9:  # 8.9 has fp8 arithmetic, but lacks the launch instructions of our kernels
         raise EngineError(
-            f"fp8 weights need a GPU of compute capability 9.0, and {torch.cuda.get_device_name(device)} has "
-            f"{major}.{minor}: leave --quantization off"
+            f"fp8 weights need a GPU of compute capability 9.0, but {torch.cuda.get_device_name(device)} has "
+            f"{major}.{minor}: use --quantization none"
         )
     if importlib.util.find_spec("triton") is None:
-        raise EngineError("fp8 weights need triton, which is not installed: pip install triton, or leave them off")
+        raise EngineError(
+            "fp8 weights need triton, which is not installed: pip install triton, or use --quantization none"
+        )
     inner = model.num_heads * model.head_dim
-    for what, size in ("hidden_size", model.hidden_size), ("heads times head_dim", inner), (
+    for name, size in ("hidden_size", model.hidden_size), ("heads times head_dim", inner), (
         "intermediate_size", model.intermediate_size,
     ):  # fmt: skip
         if size % 128:
-            raise EngineError(f"fp8 weights need {what} to be a multiple of 128, and it is {size}: use none")
+            raise EngineError(
+                f"fp8 weights need {name} to be a multiple of 128, but it is {size}: use --quantization none"
+            )
     if model.vocab_size % 16:
         raise EngineError(
-            f"fp8 weights need a vocabulary that is a multiple of 16, and it has {model.vocab_size:,}: use none"
+            f"fp8 weights need vocab_size to be a multiple of 16, but it is {model.vocab_size:,}: "
+            "use --quantization none"
         )

@@ -1,12 +1,12 @@
-"""Runners of the ranks that share a model: engine/worker/runner.py on a shard, with collectives where the shards meet.
+"""Runners of the ranks that share a model: each runs its shard, and collectives combine the results.
 
-Every rank runs the same plans over the same rows and blocks, so every rank's KV cache holds its heads of the same
-tokens. The logits are gathered on all ranks, but only rank 0 draws: grammars are in its process, and no other rank has
-to repeat its arithmetic exactly. The drawn ids are broadcast into every rank's last tokens, so a step may be launched
-before the host has the ids of the step before.
+Every rank runs the same plans over the same rows and blocks, so the KV cache of each rank has the same tokens, for its
+own heads. The logits are gathered on all ranks, but only rank 0 draws: it has the grammars, and then the arithmetic of
+the ranks need not be exactly equal. The drawn ids are broadcast into every rank's last tokens. So a step can be
+launched before the host has the ids of the previous step.
 
-With CUDA graphs all ranks draw (engine/worker/sampling_graphs.py): the settings come with the plan, and the noise is a
-function of seed, position and token.
+With CUDA graphs all ranks draw (engine/worker/sampling_graphs.py). They can, because the settings are in the plan, and
+the noise is a function of seed, position and token.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ from engine.worker.runner import Parts, Runner
 
 
 def make_group(model: ModelConfig, config: EngineConfig, rank: int, meet: Callable[[], Any]) -> Ranks:
-    """The group as one rank sees it. `meet`: called when this rank's weights are loaded, to wait for the others;
-    returns the torch.distributed store where they gather."""
+    """Returns the group, for one of its ranks.
+
+    `meet`: called after this rank's weights are loaded. It waits for the other ranks, and returns the torch.distributed
+    store through which they connect.
+    """
     size = config.tensor_parallel_size
     device = device_of(resolve(config, model).device, rank, size)
     if device.type == "cuda":
@@ -56,8 +59,11 @@ class LeadRunner:
         on_progress: Progress | None = None,
         on_lost: Callable[[str], None] | None = None,
     ) -> None:
-        """Starts the other ranks. `on_lost`: called from a thread, with a sentence, when a rank ends unexpectedly;
-        None: work that waits for that rank on this device is aborted."""
+        """Starts the other ranks.
+
+        `on_lost`: called from another thread, with a sentence, when a rank ends unexpectedly. None: abort the work on
+        this device that waits for the lost rank.
+        """
         size = config.tensor_parallel_size
         check(model, size)
         device_of(resolve(config, model).device, size - 1, size)
@@ -78,8 +84,8 @@ class LeadRunner:
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep:
         """Run a step on all ranks.
 
-        DeviceLost if it fails on any of them: the ranks may then have made different collectives. An exception in
-        sampling is raised unchanged: all ranks have made the same collectives, and the engine can continue.
+        Raises DeviceLost if the step fails on any rank, because the ranks may then have run different collectives. An
+        exception in sampling is raised unchanged: all ranks have run the same collectives, so the engine can continue.
         """
         self._workers.send(plan)
         try:

@@ -1,4 +1,4 @@
-"""Runs steps: takes a StepPlan, computes the model over it, draws the tokens.
+"""Runs steps: takes a StepPlan, computes the model's forward pass and draws tokens.
 
 A Runner is composed of parts, chosen in engine/build.py:
 
@@ -31,10 +31,10 @@ class Executor(Protocol):
     """One way to run steps."""
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
-        """Start a step. None if this executor cannot run it: the runner asks the next one."""
+        """Start a step. Returns None if this executor cannot run it: the runner then tries the next executor."""
 
     def close(self) -> None:
-        """Free what the executor holds of the device."""
+        """Free the device memory of the executor."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Parts:
 
     ops: Ops
     executors: tuple[Callable[[LoadedModel, Progress | None], Executor], ...]  # made and tried in this order
-    reserved_bytes: int = 0  # of the device's memory, kept free of the KV cache for the executors
+    reserved_bytes: int = 0  # device memory for the executors, which the KV cache does not use
 
 
 class Runner:
@@ -64,24 +64,24 @@ class Runner:
         )
         self.num_blocks, self.block_size, self.vocab_size = loaded.num_blocks, loaded.block_size, loaded.vocab_size
         self.synchronous = loaded.synchronous
-        # Executors hold the loaded model and not the runner: a cycle would never be freed after gc.freeze.
+        # Executors refer to the loaded model, not to the runner: after gc.freeze a cycle would never be freed.
         with torch.inference_mode():
             self.executors = [make(loaded, on_progress) for make in parts.executors]
             if model_config.experts is not None:
                 loaded.model.take_expert_load()  # discards the load of the warm-up
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep:
-        """Start a step with the first executor that can run it. `grammars`: by entry, where draws are constrained."""
-        # Tensors made in inference mode can only be changed in it, so it also covers the rows' settings.
+        """Start a step with the first executor that can run it. `grammars`: by entry, for the constrained draws."""
+        # The rows' settings are changed here too: tensors made in inference mode can only be changed in inference mode.
         with torch.inference_mode():
             for executor in self.executors:
                 launched = executor.launch(plan, grammars)
                 if launched is not None:
                     return launched
-        raise RuntimeError("no executor took the step: the last one must take any")
+        raise RuntimeError("no executor ran the step: the last one must run any step")
 
     def close(self) -> None:
-        """Free the executors, then leave the group: captured collectives keep it alive."""
+        """Close the executors first, then the group: captured collectives keep the group alive."""
         for executor in self.executors:
             executor.close()
         self.loaded.group.close()

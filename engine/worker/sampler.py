@@ -1,8 +1,9 @@
-"""Stage 5: from logits to tokens. Each row has its own settings.
+"""Stage 5: draws tokens from logits. Each row has its own settings.
 
-The order is that of SamplingParams: grammar mask and logit bias, min_tokens, penalties, temperature, top-k, top-p,
-min-p, then a draw by Gumbel-max (argmax of logits plus noise, which is exactly a draw from their softmax). An operation
-is skipped if no row of the step asks for it. The host knows the settings of all rows, so it never waits for the device.
+The operations run in the order of SamplingParams: grammar mask and logit bias, min_tokens, penalties, temperature,
+top-k, top-p, min-p. Then Gumbel-max draws: the argmax of logits plus noise is exactly a draw from the softmax of the
+logits. An operation is skipped if no row of the step asks for it. The host knows the settings of all rows, so it never
+waits for the device.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from engine.worker.upload import to_host
 
 Upload = Callable[[np.ndarray], torch.Tensor]
 
-MIN_TEMPERATURE = 1e-5  # below, logits would overflow; here a draw already equals an argmax
-SMALLEST = float(np.finfo(np.float32).tiny)  # settings that must stay above 0 are not rounded to 0
+MIN_TEMPERATURE = 1e-5  # below it, scaled logits would overflow; at it, a draw already equals an argmax
+SMALLEST = float(np.finfo(np.float32).tiny)  # lower limit of settings that must not be rounded to 0
 IN_PROMPT = 1 << 30  # flag in the token counts; the bits below count occurrences in the reply
-INT_KEYS = 2
-SMALL_VOCABULARY = 1 << 14  # on a CPU, sorting up to this size is cheaper than selecting the largest
+INT_KEYS = 2  # int32 numbers in a row's noise key
+SMALL_VOCABULARY = 1 << 14  # on a CPU, a sort of at most this size is cheaper than topk
 
 
 class Wants:
@@ -67,11 +68,11 @@ class Logprobs:
         return Logprobs(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
     def fetched(self) -> Logprobs:
-        """Pinned copies on their way to the host."""
+        """Start copies to pinned memory on the host, and return them."""
         return Logprobs(*map(to_host, (self.token, self.rank, self.top, self.top_ids)))
 
     def listed(self, tokens: list[int], counts: list[int]) -> list[TokenLogprobs]:
-        """One TokenLogprobs for each of `tokens`, with the `counts[i]` most likely tokens; reads the host's copies."""
+        """Returns a TokenLogprobs for each token, with the counts[i] most likely ones; reads host copies."""
         own, rank, top, ids = self.token.tolist(), self.rank.tolist(), self.top.tolist(), self.top_ids.tolist()
         return [
             TokenLogprobs(token, own[i], rank[i], list(zip(ids[i][:n], top[i][:n], strict=True)))
@@ -85,12 +86,12 @@ class Drawn:
 
     ids: torch.Tensor  # int64 [s], always valid token ids
     bad: torch.Tensor  # bool [s]: the logits were not finite, or the masks allowed no token; the id is meaningless
-    logprob_rows: np.ndarray  # the draws that asked for logprobs
+    logprob_rows: np.ndarray  # indices of the draws that asked for logprobs
     logprobs: Logprobs | None
 
 
 class VocabularyRows:
-    """A [k, vocab_size] tensor with lines for the few rows of the batch that need one; it doubles when full."""
+    """A tensor [k, vocab_size] with a line for each row of the batch that needs one. It doubles when it is full."""
 
     def __init__(self, max_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.lines = torch.zeros((0, vocab_size), dtype=dtype, device=device)
@@ -101,7 +102,7 @@ class VocabularyRows:
         return len(self.lines) - len(self._free)
 
     def claim(self, row: int) -> torch.Tensor:
-        """The line of `row`, zeroed: a [vocab_size] view."""
+        """Returns the line of `row`, filled with zeros, as a view [vocab_size]."""
         line = int(self._line_of[row])
         if line < 0:
             if not self._free:
@@ -118,15 +119,15 @@ class VocabularyRows:
             self._line_of[row] = -1
 
     def of(self, rows: np.ndarray) -> np.ndarray:
-        """int64: the line of each row."""
+        """Returns the index of each row's line, as int64."""
         return self._line_of[rows]
 
 
 class Sampler:
-    """The sampling settings of every row of the batch, and the draw.
+    """Keeps the sampling settings of every row of the batch, and draws tokens.
 
-    Call `set_row` when a request takes a row, also after a preemption: the penalties' counts are rebuilt. Call `sample`
-    once per step. A row's lines are freed when the next request takes the row.
+    Call `set_row` when a request takes a row, also after a preemption: this rebuilds the token counts for penalties.
+    Call `sample` once per step. A row's lines are freed when the next request takes the row.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device, upload: Upload) -> None:
@@ -138,18 +139,18 @@ class Sampler:
         self._keys = np.zeros((max_rows, INT_KEYS), dtype=np.int32)
         self._top_k = np.zeros(max_rows, dtype=np.int64)
         self._logprobs = np.zeros(max_rows, dtype=np.int64)
-        self._min_until = np.zeros(max_rows, dtype=np.int64)  # no stop id is drawn for positions below
+        self._min_until = np.zeros(max_rows, dtype=np.int64)  # no stop id is drawn at positions below this
         self._stop_ids: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * max_rows
         self._device_settings = torch.zeros(0)
         self._device_keys = torch.zeros(0)
-        self.version = 0  # of the settings on the host: every change raises it
+        self.version = 0  # every change of the settings on the host increases it
         self._sent_version = -1
         self._counts = VocabularyRows(max_rows, vocab_size, torch.int32, device)
         self._bias = VocabularyRows(max_rows, vocab_size, torch.float32, device)
 
-    def set_row(self, asked: RowSettings) -> None:
+    def set_row(self, new: RowSettings) -> None:
         """Set up a row for the request that takes it."""
-        row, params = asked.row, asked.params
+        row, params = new.row, new.params
         self._counts.release(row)
         self._bias.release(row)
         wants = 0
@@ -163,25 +164,25 @@ class Sampler:
                 wants |= Wants.MIN_P
         if params.has_penalties:
             wants |= Wants.PENALTIES
-            self._count(asked)
+            self._count(new)
         if params.logit_bias:
             wants |= Wants.BIAS
             ids = self._upload(np.fromiter(params.logit_bias.keys(), np.int64))
             self._bias.claim(row)[ids] = self._upload(np.fromiter(params.logit_bias.values(), np.float32))
         # An id outside the vocabulary would address another request's row.
-        stop_ids = [token for token in sorted(asked.stop_ids) if 0 <= token < self.vocab_size]
+        stop_ids = [token for token in sorted(new.stop_ids) if 0 <= token < self.vocab_size]
         if params.min_tokens > 0 and stop_ids:
             wants |= Wants.MIN_TOKENS
-            self._min_until[row] = asked.prompt_len + params.min_tokens
+            self._min_until[row] = new.prompt_len + params.min_tokens
             self._stop_ids[row] = np.array(stop_ids, dtype=np.int64)
-        if asked.constrained:
+        if new.constrained:
             wants |= Wants.GRAMMAR
         if params.logprobs is not None:
             wants |= Wants.LOGPROBS
             self._logprobs[row] = params.logprobs
         self._wants[row] = wants
         self._top_k[row] = params.top_k if wants & Wants.TOP_K else self.vocab_size
-        self._keys[row] = request_keys(asked.seed, asked.sample_index)
+        self._keys[row] = request_keys(new.seed, new.sample_index)
         settings = self._settings[row]
         settings[TEMPERATURE] = 1.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)
         settings[NOISE] = 0.0 if params.greedy else 1.0
@@ -193,11 +194,11 @@ class Sampler:
         self.version += 1
 
     def asked(self, rows: np.ndarray) -> int:
-        """The operations that at least one of these rows asks for, as bits of Wants."""
+        """Returns the operations that at least one of these rows asks for, as bits of Wants."""
         return int(np.bitwise_or.reduce(self._wants[rows], initial=0))
 
     def host_settings(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Settings fp32 [max_rows, NUM_SETTINGS], keys int32 [max_rows, 2] and top_k [max_rows] of all rows."""
+        """Returns all rows' settings fp32 [max_rows, NUM_SETTINGS], keys int32 [max_rows, 2], top_k [max_rows]."""
         return self._settings, self._keys, self._top_k
 
     def sample(
@@ -214,7 +215,7 @@ class Sampler:
         logits           [s, V], may be overwritten
         rows, positions  [s] on the host: rows of the batch, and the positions of the new tokens
         device_rows, device_positions   the same, int64 on the device
-        grammars         by draw (0 to s - 1), for the rows that have one
+        grammars         by draw (0 to s - 1), for the draws that have one
         """
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
@@ -264,7 +265,7 @@ class Sampler:
         return Drawn(ids, bad, logprob_rows, logprobs)
 
     def logprob_counts(self, rows: np.ndarray) -> list[int]:
-        """The number of most likely tokens that each row asked for."""
+        """Returns how many of the most likely tokens each row asked for."""
         return self._logprobs[rows].tolist()
 
     def _refresh(self) -> None:
@@ -273,9 +274,9 @@ class Sampler:
             self._device_settings, self._device_keys = self._upload(self._settings), self._upload(self._keys)
             self._sent_version = self.version
 
-    def _count(self, asked: RowSettings) -> None:
-        line = self._counts.claim(asked.row)
-        prompt, reply = np.split(asked.counted_ids, [asked.prompt_len])
+    def _count(self, new: RowSettings) -> None:
+        line = self._counts.claim(new.row)
+        prompt, reply = np.split(new.counted_ids, [new.prompt_len])
         line[self._upload(prompt)] = IN_PROMPT
         counted = self._upload(reply)
         line.index_add_(0, counted, torch.ones_like(counted, dtype=torch.int32))
@@ -313,7 +314,7 @@ class Sampler:
         logits.index_copy_(0, where, picked.to(logits.dtype))
 
     def _truncate(self, scores: torch.Tensor, settings: torch.Tensor, rows: np.ndarray, wants: np.ndarray) -> None:
-        """Set tokens that top-k, top-p and min-p exclude to −inf. Ties with the last token kept are kept."""
+        """Set the scores that top-k, top-p and min-p exclude to −inf. Ties with the last kept token are kept."""
         floor = torch.full_like(scores[:, 0], -torch.inf)
         entries = np.flatnonzero(wants & (Wants.TOP_K | Wants.TOP_P))
         if len(entries):
@@ -327,7 +328,7 @@ class Sampler:
                 probabilities = best.masked_fill(best < last, -torch.inf).softmax(-1)
                 before = probabilities.cumsum(-1) - probabilities
                 kept = (before < settings.index_select(0, where)[:, TOP_P, None]).sum(-1, keepdim=True)
-                boundary = best.gather(1, (kept - 1).clamp_min_(0))  # a row of NaN keeps 0
+                boundary = best.gather(1, (kept - 1).clamp_min_(0))  # a row of NaN has kept = 0
                 last = torch.maximum(last, boundary)
             floor.index_copy_(0, where, last[:, 0])
         if (wants & Wants.MIN_P).any():
@@ -336,16 +337,16 @@ class Sampler:
 
 
 def descending(values: torch.Tensor, width: int) -> torch.Tensor:
-    """The `width` largest of each row of values [s, V], largest first (NaN counts as larger than everything)."""
+    """Returns the `width` largest values of each row of values [s, V], largest first. NaN counts as the largest."""
     full = width == values.shape[1]
     if values.device.type == "cpu" and (full or values.shape[1] <= SMALL_VOCABULARY):
-        ascending = np.sort(values.numpy(), axis=-1)  # vectorised: 20 times as fast as torch's on a CPU
+        ascending = np.sort(values.numpy(), axis=-1)  # vectorised: 20 times as fast as torch's sort on a CPU
         return torch.from_numpy(ascending[:, : -width - 1 : -1].copy())
     return values.sort(descending=True).values if full else values.topk(width).values
 
 
 def pick_logprobs(logprobs: torch.Tensor, tokens: torch.Tensor, top: int) -> Logprobs:
-    """From logprobs [l, V] of all tokens: those of `tokens` int64 [l], their ranks, and the `top` most likely."""
+    """Returns, from logprobs [l, V], those of `tokens` int64 [l], with their ranks and the `top` most likely tokens."""
     own = logprobs.gather(1, tokens[:, None])
     rank = (logprobs > own).sum(-1) + 1
     best = logprobs.topk(min(top, logprobs.shape[-1]), -1)

@@ -1,9 +1,11 @@
-"""Sampling as CUDA graphs, by number of draws, in three forms: all greedy | with noise | with noise and truncation.
+"""Sampling as CUDA graphs: for each number of draws, one greedy form, one with noise, one with noise and truncation.
 
-Every captured step writes its logits here, and the rows and positions of its draws. The graph of a form samples from
-them. Where several ranks share the model, each draws from its own piece of the vocabulary and the ranks elect the best
-draw. Truncation needs the whole vocabulary: then the logits are gathered and all ranks draw the same token. In both
-cases every rank has the drawn tokens afterwards, so rank 0 does not broadcast them.
+Every captured step writes its logits, and the rows and positions of its draws, to the buffers of SamplingGraphs. A
+sampling graph then draws from them.
+
+If several ranks share the model, each rank draws from its own piece of the vocabulary, and the ranks choose the best of
+these draws. Truncation needs the whole vocabulary: the logits are then gathered, and all ranks draw the same token. In
+both cases every rank has the drawn tokens afterwards, so rank 0 does not broadcast them.
 """
 
 from __future__ import annotations
@@ -31,17 +33,17 @@ class SamplingGraphs:
     """The buffers between a captured step and its draws, and the graphs that draw."""
 
     def __init__(self, loaded: LoadedModel, most_draws: int) -> None:
-        """`most_draws`: tokens that a captured step may draw."""
+        """`most_draws`: the largest number of draws in a captured step."""
         self._loaded = loaded
         self._batch = batch = loaded.batch
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         rows, device = batch.max_rows, loaded.device
-        # Written by the step, read by the sampling graph; by draw.
+        # Written by the step and read by the sampling graph. The first index is the draw.
         self.rows = torch.zeros(most_draws, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(most_draws, dtype=torch.int32, device=device)  # 0: draws nothing
         self.logits = torch.zeros(most_draws, loaded.shard.vocab_size, dtype=loaded.dtype, device=device)
         self._settings_input = Staging(rows * (NUM_SETTINGS + 3), torch.int32, device)
-        self._settings_version = -1  # of the sampler's settings, as the graphs have them
+        self._settings_version = -1  # Sampler.version of the settings in the graphs' buffer
         cells = rows * NUM_SETTINGS
         at = self._settings_input.target
         self._settings = at[:cells].view(torch.float32).view(rows, NUM_SETTINGS)
@@ -57,9 +59,9 @@ class SamplingGraphs:
         self, plan: StepPlan, asked: int, bucket: int, num_draws: int, draws: np.ndarray | None, entries: np.ndarray,
         begin: Any,
     ) -> LaunchedStep:  # fmt: skip
-        """Replay the smallest form that covers `asked` (Sampler.asked), and start the copy of the draws to the host.
+        """Replay the simplest form that supports `asked` (Sampler.asked), and start the copy of the draws to the host.
 
-        `draws` and `entries`: as in LaunchedStep, of the first `num_draws` draws in the buffers.
+        `draws` and `entries`: as in LaunchedStep, for the first `num_draws` draws in the buffers.
         """
         if asked:
             self._send_settings()
@@ -92,7 +94,7 @@ class SamplingGraphs:
         self._settings_input.send(len(sent))
 
     def work(self, sizes: Iterable[int]) -> list[Work]:
-        """The captures of all forms for these numbers of draws, largest first."""
+        """Returns the captures of all forms for these numbers of draws, largest first."""
         return [
             (f"sample {n}", self._graphs, (n, form), partial(self._run, n, form))
             for n in sorted(sizes, reverse=True)

@@ -1,4 +1,4 @@
-"""The common base of the captured forms of a step (engine/worker/cuda_graphs.py and verify_graphs.py)."""
+"""The base class of the captured forms of a step (in engine/worker/cuda_graphs.py and verify_graphs.py)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StepGraphs:
     def __init__(
         self, loaded: LoadedModel, layers: DecodeLayers, sampling: SamplingGraphs, sizes: Sequence[int]
     ) -> None:
-        """`sizes`: those to capture, ascending."""
+        """`sizes`: the sizes to capture, ascending."""
         self._loaded, self._batch, self._layers, self._sampling = loaded, loaded.batch, layers, sampling
         self._sizes = sizes
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -37,11 +37,11 @@ class StepGraphs:
         raise NotImplementedError
 
     def work(self) -> list[Work]:
-        """The captures, largest first."""
+        """Returns the captures, largest first."""
         return [(f"{self.form} {size}", self.graphs, size, partial(self._run, size)) for size in reversed(self._sizes)]
 
     def _run(self, size: int) -> None:
-        """The work of a step of this size, to be captured."""
+        """Run a step of this size. This call is captured."""
         raise NotImplementedError
 
     def _replay(self, size: int) -> None:
@@ -52,9 +52,9 @@ class StepGraphs:
         self, plan: StepPlan, grammars: Mapping[int, Grammar], entries: np.ndarray, positions: np.ndarray,
         which: slice | torch.Tensor, started: float, begin: Any,
     ) -> LaunchedStep:  # fmt: skip
-        """Draw from the graph's logits with engine/worker/sampler.py: for penalties, masks and logprobs.
+        """Draw from the graph's logits with engine/worker/sampler.py, which supports penalties, masks and logprobs.
 
-        `entries` and `positions`: as in Draws. `which`: the places of the draws in the sampling graphs' buffers.
+        `entries` and `positions`: as in Draws. `which`: the indices of the draws in the sampling graphs' buffers.
         """
         loaded, sampling = self._loaded, self._sampling
         rows, lengths = sampling.rows[which].long(), sampling.lengths[which].long()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-RING = 32  # copies that may be on their way at once
-STAGING_RING = 4  # more than the steps that can be in flight
+RING = 32  # most copies in flight at the same time
+STAGING_RING = 4  # more than the largest number of steps in flight
 
 
 class Uploader:
-    """`upload(array)` returns the same values as a tensor on the device, copied in the order of the compute stream.
+    """Copies arrays to the device: `upload(array)` returns a device tensor, copied in stream order.
 
-    On a CPU the tensor shares the array's memory. On a GPU the copy goes through a ring of pinned buffers, each
-    guarded by an event: a buffer is written again only when the copy out of it is over.
+    On a CPU the tensor shares the array's memory. On a GPU the copy uses a ring of pinned buffers. A
+    buffer is reused only after the copy from it has finished.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class Uploader:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A pinned copy on its way to the host: valid when an event recorded after this call has passed."""
+    """Start a copy to pinned host memory, and return it. It is valid after an event recorded after this call."""
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor, non_blocking=True)
 
@@ -52,7 +52,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 class Staging:
     """Copies host arrays to one fixed device buffer, which CUDA graphs read.
 
-    The copies go through pinned buffers. A buffer is written again only when the copy out of it is over.
+    The copies use pinned buffers. A buffer is reused only after the copy from it has finished.
     """
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class Staging:
         self._next = 0
 
     def array(self) -> np.ndarray:
-        """The next pinned buffer, free to be written. `send` copies it to the device."""
+        """Wait for the next pinned buffer, and return it for writing. `send` copies it to the device."""
         self._copied[self._next].synchronize()
         return self._arrays[self._next]
 

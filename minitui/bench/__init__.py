@@ -1,1 +1,1 @@
-"""`minitui bench`: speed as a share of this machine's limits, both measured in the same run."""
+"""`minitui bench`: measures this machine's limits and, in the same run, speeds as shares of these limits."""

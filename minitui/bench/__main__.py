@@ -1,4 +1,4 @@
-"""`python -m minitui.bench`: `minitui bench` for machines with only the engine's dependencies, rich and typer."""
+"""`python -m minitui.bench` runs `minitui bench` on machines with only the engine's dependencies, rich and typer."""
 
 from minitui.bench.main import run_alone
 

@@ -1,4 +1,4 @@
-"""The rows of a CPU: one stream and eight, with and without a cached prefix, compared with transformers."""
+"""The report's rows for a CPU: one stream, eight streams, and the first token without and with a cached prefix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT, REPLY, STREAMS, PREFIX, REPEATS = 32, 64, 8, 512, 5
 
 
 def cpu_rows(llm: LLM, work: Work, limits: Limits, directory: Path, compare: bool) -> Iterator[Row]:
-    """Yields the rows of this engine. `compare`: if transformers is installed, measure it, too."""
+    """Yields the rows of this engine. `compare`: also measure transformers, if it is installed."""
     vocab = int(llm.info["vocab_size"])
     seeds = iter(range(1, 10_000))
 
@@ -27,30 +27,30 @@ def cpu_rows(llm: LLM, work: Work, limits: Limits, directory: Path, compare: boo
         return random_prompts([length] * count, vocab, next(seeds))
 
     seconds(llm, prompts(STREAMS, PROMPT), greedy(8))
-    other = _transformers(directory, llm.info["dtype"]) if compare else None
+    run_transformers = _transformers(directory, llm.info["dtype"]) if compare else None
     # The engines take turns, so that a slowdown of the machine affects both.
-    single, batched, theirs_single, theirs_batched = [], [], [], []
+    single, batched, other_single, other_batched = [], [], [], []
     for _ in range(REPEATS):
         single.append(seconds(llm, prompts(1, PROMPT), greedy(REPLY)))
         batched.append(seconds(llm, prompts(STREAMS, PROMPT), greedy(REPLY)))
-        if other is not None:
-            theirs_single.append(other(prompts(1, PROMPT), REPLY))
-            theirs_batched.append(other(prompts(STREAMS, PROMPT), REPLY))
+        if run_transformers is not None:
+            other_single.append(run_transformers(prompts(1, PROMPT), REPLY))
+            other_batched.append(run_transformers(prompts(STREAMS, PROMPT), REPLY))
     least = work.replies(limits, [PROMPT], [REPLY])
     per_token = 1e3 / REPLY
-    their = median(theirs_single) * per_token if theirs_single else None
+    other = median(other_single) * per_token if other_single else None
     llm.engine.log.drain()
     seconds(llm, prompts(1, PROMPT), greedy(REPLY))
-    yield Row("one stream", median(single) * per_token, "ms/token", least * per_token, their / 1.7 if their else None,
-              their, _host(llm, 1))  # fmt: skip
+    yield Row("one stream", median(single) * per_token, "ms/token", least * per_token, other / 1.7 if other else None,
+              other, _host(llm, 1))  # fmt: skip
     tokens = STREAMS * REPLY
     least = work.replies(limits, [PROMPT] * STREAMS, [REPLY] * STREAMS)
-    their = tokens / median(theirs_batched) if theirs_batched else None
+    other = tokens / median(other_batched) if other_batched else None
     note = ""
-    if theirs_single:
-        note = f"{median(theirs_single) * STREAMS / median(batched):.1f} x transformers in sequence (goal 8 x)"
-    yield Row(f"{STREAMS} streams", tokens / median(batched), "tok/s", tokens / least, their * 1.6 if their else None,
-              their, note)  # fmt: skip
+    if other_single:
+        note = f"{median(other_single) * STREAMS / median(batched):.1f} x transformers, one stream at a time (goal 8 x)"
+    yield Row(f"{STREAMS} streams", tokens / median(batched), "tok/s", tokens / least, other * 1.6 if other else None,
+              other, note)  # fmt: skip
     cold, cached = [], []
     for _ in range(REPEATS):
         (start,), (rest,) = prompts(1, PREFIX), prompts(1, 16)
@@ -71,8 +71,10 @@ def _host(llm: LLM, rows: int) -> str:
 
 
 def _transformers(directory: Path, dtype: str) -> Callable[[list[list[int]], int], float] | None:
-    """A function that times greedy replies of transformers' generate; None if it is not installed or the checkpoint is
-    not one safetensors file."""
+    """Returns a function that measures greedy replies of transformers' generate, in seconds.
+
+    Returns None if transformers is not installed, or if the checkpoint is not one safetensors file.
+    """
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:

@@ -1,4 +1,4 @@
-"""The rows of a GPU: one request, batches, prefill only, a mix, and the time to the first token."""
+"""The report's rows for a GPU: one request, batches, prefill only, a mix, and the time to the first token."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from minitui.bench.limits import Limits
 from minitui.bench.rows import Row, decode_steps, greedy, random_prompts, seconds
 from minitui.bench.shapes import Work
 
-# Measured on one H200 with random weights: (best other engine, goal). The others: vLLM 0.25.1, mini-sglang, nano-vllm.
-# Their batch figures are read as decode rates without prompts. With prompts, 22,262 tok/s would leave at most 8.9 ms
-# for a step of 256 rows of 8B; on that card its products alone took 6.73 ms in cuBLAS, and reading its keys and values
-# 2.3 ms.
+# (value of the best other engine, goal), on one H200 with random weights. Other engines: vLLM 0.25.1, mini-sglang,
+# nano-vllm. We assume that their batch figures exclude the prompts. Otherwise 22,262 tok/s would leave at most 8.9 ms
+# for a step of 256 rows of the 8B model; on that card the step's matrix products alone took 6.73 ms in cuBLAS, and
+# reading its keys and values took 2.3 ms.
 H200 = {
     "8B": {
         "batch 1": (5.14, 4.60), "batch 64": (10_223, 12_000), "batch 256": (22_262, 24_000),
@@ -55,7 +55,7 @@ class GpuRows:
         yield self.first_token_cached()
 
     def single(self) -> Row:
-        """(Time for 513 tokens - time for 1) / 512, of one request with 128 prompt tokens."""
+        """Returns (time for 513 tokens - time for 1 token) / 512, for one request with 128 prompt tokens."""
         prompts, work = self._prompts, self._work
         one = median(seconds(self._llm, prompts([128]), greedy(1)) for _ in range(3))
         self._llm.engine.log.drain()
@@ -67,8 +67,10 @@ class GpuRows:
         return self._row("batch 1", took, "ms/token", least, self._host(1))
 
     def batch(self, n: int) -> Iterator[Row]:
-        """n requests with 128 prompt tokens and replies of 256. First decoding only: all tokens but the first of each
-        reply / (time for 256 - time for 1). Then all tokens / whole time, prompts included.
+        """Yields two rows for n requests with 128 prompt tokens and replies of 256 tokens.
+
+        The first row is decoding only: 255 tokens of each reply / (time for 256 tokens - time for 1 token). The second
+        row includes the prompts: all tokens of the replies / whole time.
         """
         prompts, work, later = [128] * n, self._work, n * (REPLY - 1)
         one = self._median(lambda: seconds(self._llm, self._prompts(prompts), greedy(1)))
@@ -85,7 +87,7 @@ class GpuRows:
         yield self._row(f"batch {n} with its prompts", n * REPLY / whole, "tok/s", with_prompts)
 
     def prefill(self) -> Row:
-        """16 prompts of 4,096 tokens, replies of one token: prompt tokens / time."""
+        """Returns prompt tokens / time, for 16 prompts of 4,096 tokens with replies of one token."""
         lengths = [4096] * 16
         took = self._median(lambda: seconds(self._llm, self._prompts(lengths), greedy(1)))
 
@@ -95,7 +97,7 @@ class GpuRows:
         return self._row("prefill 16 x 4,096", sum(lengths) / took, "tok/s", most)
 
     def mixed(self) -> Row:
-        """256 requests at once, with prompts and replies of 100 to 1,024 tokens, uniformly distributed."""
+        """Returns reply tokens / time, for 256 requests at once. Prompts and replies: uniformly 100 to 1,024 tokens."""
         rng = np.random.default_rng(0)
         lengths, outputs = (rng.integers(100, 1025, 256).tolist() for _ in range(2))
         params: list[SamplingParams] = [greedy(n) for n in outputs]
@@ -108,14 +110,14 @@ class GpuRows:
         return self._row("mixed 256", sum(outputs) / took, "tok/s", most, self._host(256))
 
     def first_token_cold(self) -> Row:
-        """The time to the first token of a new prompt."""
+        """Returns the time to the first token of a new prompt."""
         took = median(seconds(self._llm, self._prompts([2112]), greedy(1)) for _ in range(5)) * 1e3
         return self._row(
             "first token, 2,112 cold", took, "ms", lambda limits: self._work.prefill(limits, [2112]) * 1e3
         )
 
     def first_token_cached(self) -> Row:
-        """The time to the first token of a prompt with 2,048 cached tokens."""
+        """Returns the time to the first token of a prompt with 2,048 cached tokens."""
         times = []
         for _ in range(5):
             (start,), (rest,) = self._prompts([2048]), self._prompts([64])
@@ -145,7 +147,7 @@ class GpuRows:
         return f"host {steps.host_us:.0f} us per step{per_row}; device {steps.device_ms:.2f} ms"
 
     def _row(self, name: str, value: float, unit: str, limit: Callable[[Limits], float], note: str = "") -> Row:
-        """A row. `limit(limits)`: its value at the given limits of the machine."""
+        """Returns a row. `limit(limits)`: the best value that these limits of the machine allow."""
         other, goal = self._references.get(name, (None, None))
         limits = self._limits
         steady = limit(replace(limits, matmul=limits.sustained)) if limits.sustained else None

@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-NUMBERS, CPU_NUMBERS = 1 << 29, 1 << 26  # many times the size of the caches
+NUMBERS, CPU_NUMBERS = 1 << 29, 1 << 26  # float32 numbers to copy and read: many times the caches
 REPEATS = 10
 SUSTAINED_SECONDS = 1.5
 
@@ -23,7 +23,7 @@ class Limits:
     read: float
     matmul: float
     dtype: str
-    sustained: float | None = None  # on a GPU, over 1.5 s: power and heat limit the clock
+    sustained: float | None = None  # matmul over 1.5 s, on a GPU: power and heat lower its clock
 
     def lines(self) -> list[str]:
         return [
@@ -35,7 +35,7 @@ class Limits:
 
 
 def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
-    """The median of several runs of each, with buffers far larger than the caches."""
+    """Measures each limit as the median of several runs. Memory is measured with buffers far larger than the caches."""
     copy, read = _memory(device, NUMBERS if device.type == "cuda" else CPU_NUMBERS)
     n = 8192 if device.type == "cuda" else 1024
     a, b = (torch.empty(n, n, device=device).normal_().to(dtype) for _ in range(2))
@@ -54,7 +54,7 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
 
 
 def _memory(device: torch.device, count: int) -> tuple[float, float]:
-    """Bytes per second of copying and of reading `count` float32 numbers. Frees their memory on return."""
+    """Returns the bytes per second of copying and of reading `count` float32 numbers. Frees the buffers on return."""
     source = torch.empty(count, device=device).normal_()
     target = torch.empty_like(source)
     rows = source.view(-1, 1 << 20)

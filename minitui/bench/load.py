@@ -26,7 +26,7 @@ WORDS = (
 TEXT_FIELDS = ("content", "reasoning_content", "tool_calls")  # of a chat's delta
 MOONCAKE_BLOCK = 512  # tokens
 PERCENTILES = (50, 90, 99)
-HELP = """Measure a server with OpenAI's endpoints under load.
+HELP = """Measure an OpenAI-compatible server under load.
 
 \b
   minitui bench --url http://127.0.0.1:8000 --rate 8 --requests 200    Poisson arrivals
@@ -36,10 +36,10 @@ HELP = """Measure a server with OpenAI's endpoints under load.
 Each request is sent at its time, even if earlier requests are still running (open loop). So the queue of a slow server
 grows, as it would with real users.
 
-A trace is a JSONL file. A line is an object with "t" (seconds), optionally "max_tokens", and the text: "prompt",
-"messages", or "words" (a number of random words), optionally after a shared "prefix" (its name) of "prefix_words"
-words. Mooncake traces work too: "timestamp" (ms), "input_length", "output_length" and "hash_ids", one for each 512
-tokens; equal ids get equal text.
+A trace is a JSONL file with one request per line. A line is an object with "t" (seconds), optionally "max_tokens", and
+the text: "prompt", "messages" or "words" (a number of random words). Before these words there can be a shared prefix:
+"prefix" is its name, "prefix_words" its length. Mooncake traces work too. Their lines have "timestamp" (ms),
+"input_length", "output_length" and "hash_ids", one id for each 512 tokens; equal ids get equal text.
 """
 
 
@@ -48,26 +48,26 @@ class LoadOptions:
     """The options of `minitui bench --url`."""
 
     url: Annotated[str, typer.Option(help="Address of the server: http://127.0.0.1:8000.")]
-    key: Annotated[str, typer.Option(help="Its API key.", envvar="MINITUI_KEY")] = ""
-    model: Annotated[str, typer.Option(help="Model to ask for. Default: the first that the server lists.")] = ""
+    key: Annotated[str, typer.Option(help="The server's API key.", envvar="MINITUI_KEY")] = ""
+    model: Annotated[str, typer.Option(help="Model to use. Default: the first that the server lists.")] = ""
     rate: Annotated[float, typer.Option(help="Average requests per second; inf: all at once.")] = 4.0
     requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 100
     prompt_words: Annotated[int, typer.Option(help="Random words in each prompt.")] = 40
-    shared_words: Annotated[int, typer.Option(help="Words before them that a group of requests shares.")] = 0
-    groups: Annotated[int, typer.Option(help="Number of groups.")] = 1
+    shared_words: Annotated[int, typer.Option(help="Words before these that a group of requests shares.")] = 0
+    groups: Annotated[int, typer.Option(help="Number of groups of requests.")] = 1
     output_tokens: Annotated[int, typer.Option(help="max_tokens of each request.")] = 64
-    temperature: Annotated[float, typer.Option(help="0: the same answers each time.")] = 0.0
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: the same answers each time.")] = 0.0
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Answers of full length; vLLM and minitui support it.")
+        bool, typer.Option("--ignore-eos", help="Only answers of full length; vLLM and minitui support this.")
     ] = False
     chat: Annotated[
         bool, typer.Option("--chat", help="Use /v1/chat/completions instead of /v1/completions.")
     ] = False
-    trace: Annotated[Path | None, typer.Option(help="Replay this JSONL file instead.")] = None
+    trace: Annotated[Path | None, typer.Option(help="Replay the requests of this JSONL file instead.")] = None
     speed: Annotated[float, typer.Option(help="Replay this many times as fast.")] = 1.0
     seed: Annotated[int, typer.Option(help="Seed of arrival times and random words.")] = 0
-    timeout: Annotated[float, typer.Option(help="Give a request up after this many seconds without data.")] = 600.0
-    ttft_ms: Annotated[float | None, typer.Option(help="Goodput counts requests with a first token in time.")] = None
+    timeout: Annotated[float, typer.Option(help="Abort a request after this many seconds without data.")] = 600.0
+    ttft_ms: Annotated[float | None, typer.Option(help="Goodput: limit of the time to the first token.")] = None
     tpot_ms: Annotated[float | None, typer.Option(help="Goodput: limit of the time per output token.")] = None
     e2e_ms: Annotated[float | None, typer.Option(help="Goodput: limit of the time of the whole answer.")] = None
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
@@ -84,8 +84,10 @@ class Planned:
 
 @dataclass
 class Outcome:
-    """The result of a request. `sent` is in seconds after the start, other times in seconds after `sent`; `error` is
-    empty if it was answered."""
+    """The result of a request.
+
+    `sent`: seconds after the start. `first` and `total`: seconds after `sent`. `error`: empty if it was answered.
+    """
 
     sent: float
     first: float = 0.0
@@ -98,7 +100,7 @@ class Outcome:
 
     @property
     def per_token(self) -> float | None:
-        """Seconds between two tokens; None for answers of one token."""
+        """Average seconds between two tokens; None for answers of one token."""
         return (self.total - self.first) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
@@ -111,7 +113,7 @@ class Limits:
     e2e_ms: float | None = None
 
     def kept(self, outcome: Outcome) -> bool:
-        """True if the request was answered within the limits."""
+        """Returns True if the request was answered within the limits."""
         pairs = ((self.ttft_ms, outcome.first), (self.tpot_ms, outcome.per_token or 0.0), (self.e2e_ms, outcome.total))
         return not outcome.error and all(limit is None or value * 1e3 <= limit for limit, value in pairs)
 
@@ -120,12 +122,12 @@ class Limits:
 
 
 def words(count: int, source: random.Random) -> str:
-    """`count` random words."""
+    """Returns `count` random words."""
     return " ".join(source.choices(WORDS, k=count))
 
 
 def poisson(options: LoadOptions, model: str) -> list[Planned]:
-    """Requests with exponentially distributed gaps."""
+    """Returns random requests. The gaps between their times are exponentially distributed."""
     source = random.Random(options.seed)
     prefixes = [words(options.shared_words, source) for _ in range(max(1, options.groups))]
     at, plan = 0.0, []
@@ -138,7 +140,7 @@ def poisson(options: LoadOptions, model: str) -> list[Planned]:
 
 
 def replay(lines: Iterable[str], options: LoadOptions, model: str) -> list[Planned]:
-    """The requests of a trace. Raises InvalidRequest with the number of a bad line."""
+    """Returns the requests of a trace. Raises InvalidRequest, with the line number, for an invalid line."""
     source = random.Random(options.seed)
     prefixes: dict[str, str] = {}
     plan = []
@@ -161,7 +163,8 @@ def replay(lines: Iterable[str], options: LoadOptions, model: str) -> list[Plann
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidRequest(
                 f"{options.trace}, line {number}: {type(error).__name__} {error}; a line must be a JSON object with t "
-                "and prompt, messages or words, or with timestamp and hash_ids", "trace",
+                "and one of prompt, messages and words; or with timestamp, input_length, output_length and hash_ids",
+                "trace",
             ) from error  # fmt: skip
         plan.append(_planned(at, body, options, model))
     if not plan:
@@ -170,7 +173,7 @@ def replay(lines: Iterable[str], options: LoadOptions, model: str) -> list[Plann
 
 
 def _of_mooncake(entry: dict[str, Any], seed: int) -> dict[str, Any]:
-    """A line of a Mooncake trace in our format: equal ids give equal text, and a word counts as a token."""
+    """Returns a line of a Mooncake trace in our format. Equal ids give equal text; a word counts as a token."""
     blocks = [words(MOONCAKE_BLOCK, random.Random(f"{seed} {block}")) for block in entry["hash_ids"]]
     text = " ".join(" ".join(blocks).split()[: int(entry["input_length"])])
     return {"t": float(entry["timestamp"]) / 1e3, "prompt": text, "max_tokens": int(entry["output_length"])}
@@ -218,7 +221,7 @@ async def send(client: Any, planned: Planned, began: float) -> Outcome:
                     ended = ended or bool(choice.get("finish_reason"))  # some servers send no [DONE] after it
         if not ended:
             outcome.error, outcome.detail = "cut off", "the answer ended without a finish_reason"
-    except (TypeError, AttributeError, ValueError) as error:  # JSON of another form
+    except (TypeError, AttributeError, ValueError) as error:  # JSON with another structure
         outcome.error, outcome.detail = "no answer", f"this is not an OpenAI-compatible server ({error})"
     except EngineDead as error:
         outcome.error, outcome.detail = "not available", str(error)
@@ -284,7 +287,7 @@ async def _report_progress(out: TextIO, plan: Sequence[Planned], done: list[Outc
 
 
 def summarise(outcomes: Sequence[Outcome], limits: Limits) -> dict[str, Any]:
-    """The figures of a run; times in milliseconds."""
+    """Returns the figures of a run; latencies are in milliseconds."""
     answered = [outcome for outcome in outcomes if not outcome.error]
     seconds = max((outcome.sent + outcome.total for outcome in outcomes), default=0.0)
     good = sum(limits.kept(outcome) for outcome in outcomes)
@@ -312,7 +315,7 @@ def summarise(outcomes: Sequence[Outcome], limits: Limits) -> dict[str, Any]:
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Mean, percentiles and maximum in milliseconds; None if there are no values."""
+    """Returns mean, percentiles and maximum in milliseconds; None if there are no values."""
     if not seconds:
         return None
     ordered = sorted(seconds)
@@ -344,14 +347,14 @@ def report(figures: dict[str, Any]) -> list[str]:
 
 
 async def measure(options: LoadOptions) -> dict[str, Any]:
-    """Plans, sends and sums up. Raises EngineError if the run cannot start."""
+    """Plans and sends the requests; returns the figures. Raises EngineError if the run cannot start."""
     from minitui.sources.http import normalise
 
     url = normalise(options.url)
     model = options.model or await first_model(url, options.key)
     if options.trace is not None:
         try:
-            lines = options.trace.read_text(encoding="utf-8").split("\n")  # JSON may hold U+2028
+            lines = options.trace.read_text(encoding="utf-8").split("\n")  # JSON strings may contain U+2028
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"{options.trace} cannot be read: {error}", "trace") from error
         plan = replay(lines, options, model)
@@ -363,7 +366,7 @@ async def measure(options: LoadOptions) -> dict[str, Any]:
 
 
 async def first_model(url: str, key: str) -> str:
-    """The first model that the server lists."""
+    """Returns the first model that the server lists."""
     from minitui.sources.http import check, httpx, load_json, open_client, unreachable
 
     async with open_client(url, key) as client:

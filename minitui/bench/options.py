@@ -1,4 +1,4 @@
-"""Command lines from dataclasses: each field is an option, declared as `Annotated[type, typer.Option(...)]`."""
+"""Makes command lines from dataclasses: each field is an option, declared as `Annotated[type, typer.Option(...)]`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(
 
     hints = get_type_hints(options, include_extras=True)
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [one.replace(annotation=hints[name]) for name, one in inspect.signature(options).parameters.items()]
+        [field.replace(annotation=hints[name]) for name, field in inspect.signature(options).parameters.items()]
     )
     command.__annotations__ = hints
     app = typer.Typer(

@@ -15,7 +15,7 @@ from engine.params import SamplingParams
 
 @dataclass(frozen=True)
 class Row:
-    """A measured value. `limit`: the value if only the machine's limits mattered; `other`: the best other engine."""
+    """A measured value. `limit`: the best value that the machine's limits allow; `other`: the best other engine's."""
 
     name: str
     value: float
@@ -24,11 +24,11 @@ class Row:
     goal: float | None = None
     other: float | None = None
     note: str = ""
-    sustained: float | None = None  # the limit with Limits.sustained
+    sustained: float | None = None  # `limit`, but computed with Limits.sustained
 
     @property
     def share(self) -> float | None:
-        """Share of the limit, 0 to 1."""
+        """The share of the limit that is reached, 0 to 1."""
         return self._share_of(self.limit)
 
     def _share_of(self, limit: float | None) -> float | None:
@@ -57,7 +57,7 @@ def _number(value: float) -> str:
 
 
 def random_prompts(lengths: list[int], vocab_size: int, seed: int) -> list[list[int]]:
-    """Random ids, uniform, without the last few hundred: those are the special tokens."""
+    """Returns prompts of uniformly random ids. The last 600 ids are left out: special tokens are among them."""
     rng = np.random.default_rng(seed)
     high = max(2, vocab_size - 600)
     return [rng.integers(0, high, size=n).tolist() for n in lengths]
@@ -68,7 +68,7 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 def seconds(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> float:
-    """Wall-clock time until every reply is complete."""
+    """Returns the wall-clock seconds until every reply is complete."""
     started = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
     return time.perf_counter() - started
@@ -92,7 +92,7 @@ class StepTimes:
 
 
 def decode_steps(llm: LLM) -> StepTimes | None:
-    """The times of the decode steps since the log was last drained; None if there were too few."""
+    """Returns the times of the decode steps since the log was last drained; None if there were too few steps."""
     found = [r[3:] for r in llm.engine.log.drain() if r[2] == "time" and r[-1] == "decode"][5:]
     if len(found) < 5:
         return None

@@ -1,4 +1,4 @@
-"""Model shapes for measurements without a checkpoint (random weights), and the least work of their steps."""
+"""Model shapes for measurements with random weights, without a checkpoint; and the least work of a model's steps."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SIZES = {
     "8B": (4_096, 12_288, 36, 32, False),
     "30B-A3B": (2_048, 6_144, 48, 32, False),
 }
-MEASURED = ("0.6B", "8B")  # by default
+MEASURED = ("0.6B", "8B")  # the sizes measured by default
 
 
 def write_config(size: str, directory: Path) -> Path:
-    """Writes the config.json of Qwen3 in one of SIZES; returns its directory. Random weights need no more."""
+    """Writes the config.json of a Qwen3 model of this size; returns its directory. Random weights need only this."""
     hidden, inner, layers, heads, tied = SIZES[size]
     config = QWEN3 | {
         "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
@@ -59,8 +59,10 @@ class Work:
 
     @staticmethod
     def of(config: ModelConfig, itemsize: int, weight_itemsize: int | None = None) -> Work:
-        """The work of a model. A number takes `itemsize` bytes in the cache, and `weight_itemsize` (None: the same) in
-        the weights."""
+        """Returns the work of a model.
+
+        `itemsize`: bytes of a number in the KV cache. `weight_itemsize`: bytes of a weight; None: the same.
+        """
         c, d, e = config, config.head_dim, config.experts
         mixed = sum(e.layers) if e else 0
         attention = c.hidden_size * (2 * c.num_heads + 2 * c.num_kv_heads) * d
@@ -75,26 +77,27 @@ class Work:
         )  # fmt: skip
 
     def prefill(self, limits: Limits, lengths: list[int], cached: int = 0) -> float:
-        """Seconds to compute prompts of these lengths, with `cached` tokens of each cached, and to sample one token of
-        each.
+        """Returns the seconds to compute prompts of these lengths, and to draw one token for each prompt.
+
+        `cached`: tokens of each prompt that are in the cache.
         """
         tokens = sum(lengths) - cached * len(lengths)
         pairs = sum((n - cached) * (n + cached + 1) / 2 for n in lengths)
         return self._seconds(limits, tokens, len(lengths), cached * len(lengths), pairs)
 
     def decode(self, limits: Limits, contexts: list[int]) -> float:
-        """Seconds of one step that decodes one token of each sequence."""
+        """Returns the seconds of one step that decodes one token of each sequence."""
         return self._seconds(limits, len(contexts), len(contexts), sum(contexts), sum(contexts))
 
     def replies(self, limits: Limits, prompts: list[int], outputs: list[int]) -> float:
-        """Seconds to serve requests that arrive together: the prefill, then steps of the unfinished requests."""
+        """Returns the seconds to serve requests that arrive together: the prefill, then decode steps."""
         total = self.prefill(limits, prompts)
         for step in range(1, max(outputs)):
             total += self.decode(limits, [p + step for p, o in zip(prompts, outputs, strict=True) if o > step])
         return total
 
     def experts_wanted(self, tokens: int) -> float:
-        """Average number of different experts of a layer for this many tokens, if the router spreads them evenly."""
+        """Returns how many experts of a layer this many tokens use on average, if the router spreads tokens evenly."""
         return self.experts * (1 - (1 - self.experts_per_token / self.experts) ** tokens) if self.experts else 0.0
 
     def _seconds(self, limits: Limits, tokens: int, drawn: int, keys: int, pairs: float) -> float:

@@ -1,10 +1,10 @@
-"""The gain and the cost of speculation: the same replies with and without it.
+"""Measures the gain and the cost of speculation: the same replies with and without it.
 
-Small and random models cannot edit code, so the reply is given: the step runs as usual, but on the host its sampled
-tokens are replaced by those of a text. There are two texts:
+Small models and models with random weights cannot edit code, so the replies are fixed: a step runs as usual, but on the
+host the tokens of a fixed text replace the sampled tokens. There are two texts:
 
-    edited code       the prompt is a file of this package; the reply is the same file with one name changed, and every
-                      few lines a new line
+    edited code       the prompt is the beginning of engine/core/scheduler.py; the reply is the same text with one
+                      name changed and every tenth line replaced
     nothing repeats   prompt and reply are random: there are no drafts, which shows the cost
 """
 
@@ -36,7 +36,7 @@ RENAMED, NEW_NAME = "request", "job"
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt and its given reply."""
+    """A prompt and its fixed reply."""
 
     name: str
     prompt: list[int]
@@ -45,7 +45,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Timed:
-    """The measured replies to one text."""
+    """The measured times and drafts of the replies to one text."""
 
     streams: int
     ms_per_token: float  # of each stream
@@ -55,7 +55,7 @@ class Timed:
 
 
 def texts(vocab_size: int, reply: int, seed: int) -> list[Text]:
-    """Both texts, with replies of `reply` tokens. Another seed gives other ids, which are not cached."""
+    """Returns both texts, with replies of `reply` tokens. Another seed gives other ids, which are not cached."""
     rng = random.Random(seed)
     ids = rng.sample(range(vocab_size), min(vocab_size, 4096))
     known: dict[str, int] = {}
@@ -72,12 +72,12 @@ def texts(vocab_size: int, reply: int, seed: int) -> list[Text]:
     return [Text("edited code", old[:PROMPT], new[:reply]), Text("nothing repeats", noise[:PROMPT], noise[PROMPT:])]
 
 
-class Dictated:
-    """A runner that replaces the draws: a request with seed i replies with the text of number i."""
+class FixedReplies:
+    """A runner that replaces the sampled tokens: a request with seed i gets the reply of text i."""
 
-    def __init__(self, runner: Any, dictated: list[Text]) -> None:
+    def __init__(self, runner: Any, fixed: list[Text]) -> None:
         self._runner = runner
-        self._texts = [text.prompt + text.reply for text in dictated]
+        self._texts = [text.prompt + text.reply for text in fixed]
         self._text_of_row: dict[int, list[int]] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -107,15 +107,15 @@ class _Step:
 
 
 def timed(llm: LLM, streams: int, reply: int) -> dict[str, Timed]:
-    """Runs each text in `streams` requests at once, each with other ids; medians over REPEATS."""
+    """Runs each text as `streams` requests at once, with different ids. Returns medians over REPEATS."""
     vocab = int(llm.info["vocab_size"])
     found: dict[str, list[Timed]] = {}
     for repeat in range(REPEATS + 1):
         sets = [texts(vocab, reply, 1 + stream + streams * repeat) for stream in range(streams)]
-        for dictated in zip(*sets, strict=True):
-            one = _run(llm, list(dictated))
-            if repeat:  # the first warms up
-                found.setdefault(dictated[0].name, []).append(one)
+        for fixed in zip(*sets, strict=True):
+            measured = _run(llm, list(fixed))
+            if repeat:  # the first run only warms up
+                found.setdefault(fixed[0].name, []).append(measured)
     return {
         name: Timed(
             streams, median(run.ms_per_token for run in runs), median(run.tokens_per_step for run in runs),
@@ -126,27 +126,28 @@ def timed(llm: LLM, streams: int, reply: int) -> dict[str, Timed]:
 
 
 def speculation_rows(plain: dict[str, Timed], drafting: dict[str, Timed]) -> Iterator[Row]:
-    """The rows with drafts; their notes compare with the runs without."""
-    for name, one in drafting.items():
+    """Yields the rows with drafts. Their notes compare them with the runs without drafts."""
+    for name, run in drafting.items():
         before = plain[name].ms_per_token
-        right = f", {one.accepted / one.drafted:.0%} of {one.drafted:,} accepted" if one.drafted else ", no drafts"
-        note = f"{before:.2f} without: {before / one.ms_per_token:.2f} x; {one.tokens_per_step:.2f} tokens a step"
-        yield Row(f"{name}, {one.streams} with drafts", one.ms_per_token, "ms/token", note=note + right)
+        right = f", {run.accepted / run.drafted:.0%} of {run.drafted:,} accepted" if run.drafted else ", no drafts"
+        gain = before / run.ms_per_token
+        note = f"{before:.2f} without drafts: {gain:.2f} x; {run.tokens_per_step:.2f} tokens a step"
+        yield Row(f"{name}, {run.streams} with drafts", run.ms_per_token, "ms/token", note=note + right)
 
 
-def _run(llm: LLM, dictated: list[Text]) -> Timed:
-    """Times the replies without the prompts."""
+def _run(llm: LLM, fixed: list[Text]) -> Timed:
+    """Measures the replies without the time of the prompts."""
     engine, runner = llm.engine, llm.engine.runner
 
     def run(tokens: int) -> float:
         params = [
-            SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, seed=i) for i in range(len(dictated))
+            SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, seed=i) for i in range(len(fixed))
         ]
         engine.log.drain()
-        return seconds(llm, [text.prompt for text in dictated], params)
+        return seconds(llm, [text.prompt for text in fixed], params)
 
-    engine.runner = Dictated(runner, dictated)
-    tokens = len(dictated[0].reply)
+    engine.runner = FixedReplies(runner, fixed)
+    tokens = len(fixed[0].reply)
     try:
         run(1)  # caches the prompts
         first = run(1)
@@ -155,8 +156,8 @@ def _run(llm: LLM, dictated: list[Text]) -> Timed:
         engine.runner = runner
     records = engine.log.drain()
     steps = sum(1 for record in records if record[2] == "step")
-    told = [entry for record in records if record[2] == "accept" for entry in record[4]]
+    drafts = [entry for record in records if record[2] == "accept" for entry in record[4]]
     return Timed(
-        len(dictated), took / (tokens - 1) * 1e3, (tokens - 1) / (steps - 1), sum(drafted for _, drafted, _ in told),
-        sum(accepted for *_, accepted in told),
+        len(fixed), took / (tokens - 1) * 1e3, (tokens - 1) / (steps - 1), sum(drafted for _, drafted, _ in drafts),
+        sum(accepted for *_, accepted in drafts),
     )  # fmt: skip

@@ -184,7 +184,7 @@ def test_memory_and_blocks_after_500_requests_are_what_they_were_after_50(checkp
         if n in (49, 499):
             sizes.append(held())
     engine.check()
-    assert not engine.scheduler.requests and not outputs._open
+    assert not engine.scheduler.requests and not outputs._streams
     assert engine.cache.allocator.num_active == 0 and engine.cache.available == 64
     objects, size = (late - early for early, late in zip(*sizes, strict=True))
     assert objects < 100, f"{objects} objects more than after the 50th"

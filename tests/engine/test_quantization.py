@@ -162,10 +162,10 @@ def test_the_bundled_model_answers_as_in_float32() -> None:
     ("kind", "options", "sentence"),
     [
         ("qwen3", {"quantization": "int4"}, "must be none, int8 or fp8"),
-        ("qwen3", {"quantization": "fp8"}, "run on a GPU only, and the device is cpu: use --quantization int8"),
+        ("qwen3", {"quantization": "fp8"}, "run on a GPU only, but the device is cpu: use --quantization int8"),
         ("qwen3", {"quantization": "int8", "dtype": "bfloat16"}, "the dtype is bfloat16: use float32"),
         ("qwen3_moe", {"quantization": "int8"}, "has experts"),
-        ("qwen3", {"quantization": "int8", "tensor_parallel_size": 2}, "for one rank"),
+        ("qwen3", {"quantization": "int8", "tensor_parallel_size": 2}, "support only one rank"),
     ],
 )
 def test_models_that_cannot_have_8_bit_weights_are_refused(
@@ -179,11 +179,11 @@ def test_models_that_cannot_have_8_bit_weights_are_refused(
 @pytest.mark.parametrize(
     ("options", "changes", "sentence"),
     [
-        ({"dtype": "float16"}, {}, "come with bfloat16 activations, and the dtype is float16: use bfloat16"),
-        ({"tensor_parallel_size": 2}, {}, "fp8 weights are for one rank"),
-        ({}, {"intermediate_size": 96}, "need intermediate_size to be a multiple of 128, and it is 96"),
-        ({}, {"vocab_size": 199}, "a vocabulary that is a multiple of 16, and it has 199"),
-        ({"capability": (8, 9)}, {}, "compute capability 9.0, and Some GPU has 8.9"),
+        ({"dtype": "float16"}, {}, "need bfloat16 activations, but the dtype is float16: use bfloat16"),
+        ({"tensor_parallel_size": 2}, {}, "fp8 weights support only one rank"),
+        ({}, {"intermediate_size": 96}, "need intermediate_size to be a multiple of 128, but it is 96"),
+        ({}, {"vocab_size": 199}, "need vocab_size to be a multiple of 16, but it is 199"),
+        ({"capability": (8, 9)}, {}, "compute capability 9.0, but Some GPU has 8.9"),
         ({"triton": None}, {}, "need triton, which is not installed"),
     ],
 )
