@@ -230,5 +230,5 @@ class AppBase(App[int]):
     async def on_event(self, event: events.Event) -> None:
         """Handle an event. A key interrupts the folding of records: its effect is shown first."""
         if isinstance(event, events.Key):
-            self.feed.give_way()
+            self.feed.delay_after_key()
         await super().on_event(event)

@@ -1,6 +1,6 @@
-"""The engine's state, and for each block the time of its last change and the prompt tokens that it saved.
+"""The engine's state; also, for each block, the time of its last change and the prompt tokens that it saved.
 
-Both are folded from records, so folding up to an earlier record gives a past state.
+All of this is folded from records, so folding only the records up to an earlier one gives a past state.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from engine.trace.state import ACTIVE, CACHED, FREE, SHARED, NodeView, RequestVi
 
 STATE_NAMES = {FREE: "free", ACTIVE: "active", SHARED: "shared", CACHED: "cached"}
 LONG_AGO = -1e9
+# Kinds of records: those written while a step is planned, and those that the history does not need.
 _PLANNING = frozenset({"admit", "hold", "match", "alloc", "evict", "preempt", "wait", "draft", "step"})
-_QUIET = frozenset({"alloc", "hold", "insert", "extend", "split", "settle", "withdraw", "order"})
+_NOT_IN_HISTORY = frozenset({"alloc", "hold", "insert", "extend", "split", "settle", "withdraw", "order"})
 _ALLOC, _EXTEND, _INSERT, _SETTLE, _HOLD, _MATCH, _SPLIT, _EVICT, _WITHDRAW = (
     State.CHANGES[kind]
     for kind in ("alloc", "extend", "insert", "settle", "hold", "match", "split", "evict", "withdraw")
 )
 GROUPS_KEPT = 512
 LAST_BLOCKS_KEPT = 4_000_000  # blocks in the last tables of all groups together
-EVICTED_IDS_KEPT = 40  # first token ids of an evicted run, which its event quotes
+EVICTED_IDS_KEPT = 40  # the first evicted token ids of an eviction are kept: its event quotes their text
 
 
 @dataclass(frozen=True, slots=True)
 class LastTable:
-    """The block table of a group's last request, at its finish (record `seq`)."""
+    """The block table of a group's last request when it finished (record `seq`)."""
 
     request: int
     table: list[int]
@@ -38,13 +39,13 @@ class LastTable:
 
 
 class AnnotatedState:
-    """A State and two notes for each block: `changed`, the engine time at which its holders last changed, and `saved`,
-    the prompt tokens not computed because the block was in the tree."""
+    """A State and two values for each block. `changed`: the engine time at which the block's holders last changed.
+    `saved`: the prompt tokens that were not computed because the block was in the tree."""
 
     def __init__(self, state: State) -> None:
         n = state.num_blocks
         self.state = state
-        # Arrays: writing single elements takes numpy three times as long.
+        # `array`, not numpy: writing one element of a numpy array takes three times as long.
         self._changed = array("d", [LONG_AGO]) * n
         self._saved = array("q", [0]) * n
         self._born = array("q", [0]) * n  # seq of each block's last `alloc` record
@@ -76,7 +77,7 @@ class AnnotatedState:
                 fold(self, record)
             elif kind in changes:
                 changes[kind](state, *record[3:])
-            if kind not in _QUIET:
+            if kind not in _NOT_IN_HISTORY:
                 kept.append(record)
         return kept
 
@@ -84,7 +85,7 @@ class AnnotatedState:
         seq, t, _kind, request, blocks = record
         _ALLOC(self.state, request, blocks)
         changed, saved, born = self._changed, self._saved, self._born
-        for block in blocks:  # a new owner: nothing saved yet
+        for block in blocks:  # for its new owner, the block has saved nothing yet
             changed[block] = t
             saved[block] = 0
             born[block] = seq
@@ -92,7 +93,8 @@ class AnnotatedState:
     def _extend(self, record: Record) -> None:
         _seq, _t, _kind, node, request, ids, blocks, step = record
         _EXTEND(self.state, node, request, ids, blocks, step)
-        if step >= 0:  # a growing reply is not highlighted: node_changed stays
+        # The node of a growing reply is not highlighted, so node_changed is not set.
+        if step >= 0:
             self._writers.update(dict.fromkeys(blocks, request))
 
     def _insert(self, record: Record) -> None:
@@ -144,11 +146,11 @@ class AnnotatedState:
         if rest and end > whole:
             saved[request.table[end - whole - 1]] += rest
 
-    def _give_back(self, record: Record) -> None:
+    def _release(self, record: Record) -> None:
         request = self.state.requests[record[3]]
         self._touch(request.table, record[1])
         if record[2] == "finish":
-            self._forget_table(request.group)  # inserted again at the end: the dictionary stays in order of time
+            self._forget_table(request.group)  # the new entry is then the last: entries stay in order of finish
             self.last_tables[request.group] = LastTable(
                 request.id, request.table, self.state.computed(request), record[0]
             )
@@ -188,7 +190,7 @@ class AnnotatedState:
 
     _OWN = {  # noqa: RUF012  a table of methods, never changed
         "alloc": _alloc, "evict": _evict, "extend": _extend, "insert": _insert, "settle": _settle, "time": _time,
-        "hold": _hold, "match": _match, "finish": _give_back, "preempt": _give_back, "requeue": _give_back,
+        "hold": _hold, "match": _match, "finish": _release, "preempt": _release, "requeue": _release,
         "split": _split, "withdraw": _withdraw,
     }  # fmt: skip
 
@@ -257,8 +259,8 @@ class AnnotatedState:
         return found
 
     def fate(self, block: int, since: int) -> str:
-        """Returns the present use of a block that a request gave back with record `since`: "cached" (in the tree, not
-        held), "held" (in the tree, held by a request), "free", or "reused" (it holds other tokens now)."""
+        """Returns the present use of a block that a request released at record `since`: "cached" (in the tree, not
+        held), "held" (in the tree, held by a request), "free", or "reused" (allocated again for other tokens)."""
         if self._born[block] > since:
             return "reused"
         if not self.state.node_of[block]:
@@ -266,7 +268,7 @@ class AnnotatedState:
         return "held" if self.state.holders[block] else "cached"
 
     def holders_of(self, block: int) -> list[RequestView]:
-        """Returns the requests whose block table has this block, by id."""
+        """Returns the requests whose block table contains this block, in order of id."""
         return [r for r in self.state.requests.values() if block in r.table]
 
     def users_of(self, node: int) -> list[RequestView]:

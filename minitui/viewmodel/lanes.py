@@ -58,9 +58,10 @@ class Lane:
                 self.spans[-1][2] = step
 
     def mark(self, code: int, first: int, last: int) -> None:
+        """Add a span, or extend the last span if it has the same code and ended at the step before."""
         spans = self.spans
         if spans and spans[-1][0] == code and spans[-1][2] == first - 1 and last != OPEN:
-            spans[-1][2] = last  # continues the previous chunk
+            spans[-1][2] = last
         else:
             spans.append([code, first, last])
 

@@ -47,7 +47,7 @@ def resolve(
         links.requests.update(chunk[0] for chunk in (steps.chunks(selection.id) if selection.id in steps else []))
         return links
     elif selection.kind == "node" and selection.id in state.nodes:
-        links.nodes.update(view.id for view in state.path(selection.id))
+        links.nodes.update(n.id for n in state.path(selection.id))
         links.blocks.update(state.nodes[selection.id].blocks)
         links.requests.update(request.id for request in shown.users_of(selection.id))
         return links
@@ -56,11 +56,11 @@ def resolve(
         links.requests.update(request.id for request in shown.holders_of(selection.id))
         node = state.node_of[selection.id]
         if node:
-            links.nodes.update(view.id for view in state.path(node))
+            links.nodes.update(n.id for n in state.path(node))
         return links
     for id in links.requests:
         request = state.requests.get(id)
         if request is not None:
             links.blocks.update(request.table)
-            links.nodes.update(view.id for view in state.path(request.node))
+            links.nodes.update(n.id for n in state.path(request.node))
     return links

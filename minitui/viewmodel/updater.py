@@ -82,7 +82,7 @@ class Updater:
         if self._queue and self._next_slice is None:
             self._next_slice = asyncio.get_running_loop().call_later(BETWEEN_SLICES_S, self._continue)
 
-    def give_way(self) -> None:
+    def delay_after_key(self) -> None:
         """Delay the next slice by AFTER_KEY_S, so that the effect of a key press is drawn first."""
         if self._next_slice is not None:
             self._next_slice.cancel()
@@ -132,6 +132,6 @@ class Updater:
         self._newest = -1
 
     def replaced(self) -> None:
-        """Drop everything from the previous engine; call before `sync` with a new one."""
+        """Drop everything from the previous engine; call before `sync` with a new engine."""
         self.source.drain_packets()
         self.restart()

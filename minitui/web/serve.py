@@ -1,7 +1,8 @@
 """`minitui chat --web`: the application in a browser. Each tab has its own application; all use one engine.
 
 A tab's application is a process of `minitui chat --connect` (minitui/web/tabs.py). It has all rights of the user, so
---web listens on the loopback only. With --mirror, all tabs watch one application (minitui/web/mirror_server.py).
+--web listens on the loopback address only. With --mirror, all tabs watch one application
+(minitui/web/mirror_server.py).
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def run_web(settings: WebSettings, config: Any, label: str, log_file: Path) -> i
 
 
 class OwnServer:
-    """`minitui serve` in a thread, on a free port of the loopback.
+    """Runs `minitui serve` in a thread, on a free port of the loopback address.
 
     The server requires a random key, so other users of this machine have no access. The started applications get the
     key in MINITUI_KEY.

@@ -47,10 +47,10 @@ def vitals(view: View, n: int) -> list[Vital]:
     p50 = view.timings.decode.p50 or view.timings.mixed.p50 or view.timings.prefill.p50 or last
     waiting = len(shown.state.queue)
     running = sum(r.state == "running" for r in shown.state.requests.values())
-    each = f"{view.timings.per_row:.1f} per"
-    drafting = (f"tok/s, {each} row and step", f"tok/s, {each} step") if view.timings.drafted else ()
+    per_row = f"{view.timings.per_row:.1f} per row and step"
+    with_drafts = (f"tok/s, {per_row}", f"tok/s, {view.timings.per_row:.1f} per step") if view.timings.drafted else ()
     return [
-        Vital("decode", f"{view.speed('decode'):,.0f}", (*drafting, "tok/s"),
+        Vital("decode", f"{view.speed('decode'):,.0f}", (*with_drafts, "tok/s"),
               rates.series("decode", n, end) / BUCKET, "decode"),
         Vital("prefill", f"{view.speed('prefill'):,.0f}", ("tok/s",),
               rates.series("prefill", n, end) / BUCKET, "prefill"),

@@ -11,7 +11,7 @@ from minitui.viewmodel.model import View
 from minitui.viewmodel.narrate import narrate, notable
 from minitui.viewmodel.predict import Question
 
-LOOK_BACK = 400  # the number of steps searched for the last one that did more than decode
+LOOK_BACK = 400  # number of steps in which to search for the last step that did more than decode
 
 
 class Why(LinePanel, can_focus=False):
