@@ -46,7 +46,7 @@ def demo(
       minitui demo speculation       draft tokens are copied from the text; one step checks several
       minitui demo cache --plain     the same as text
     """
-    from minitui.teaching.demo import DEMOS, tell_plainly
+    from minitui.teaching.demo import DEMOS, print_demo
     from minitui.tui.demo import play_in_app
 
     if name is None:
@@ -64,7 +64,7 @@ def demo(
         await source.reconfigure(engine_config(choice.name, **(options | changes)))
 
     if plain or not has_terminal():
-        playing = tell_plainly(chosen, source, choice.system, sampling, beat=beat or 0.0, restart=restart)
+        playing = print_demo(chosen, source, choice.system, sampling, beat=beat or 0.0, restart=restart)
         raise typer.Exit(report_recording(source, asyncio.run(playing)))
     pauses = 1.0 if beat is None else beat
     settings = settings_file.load()

@@ -33,7 +33,7 @@ from minitui.export.svg import offline
 from minitui.settings import Settings
 from minitui.sources.replay import ReplaySource
 from minitui.sources.replicas import ReplicaSource
-from minitui.teaching.demo import DEMOS, tell_plainly
+from minitui.teaching.demo import DEMOS, print_demo
 from minitui.teaching.lessons import lesson as find_lesson
 from minitui.trace.bundled import bundled
 from minitui.tui.app import MinituiApp
@@ -358,7 +358,7 @@ async def record(name: str, trace: Path) -> None:
     demo, choice = DEMOS[name], choose_model(None)
     source = recorded(live_source(choice, DEFAULTS | demo.options), trace)
     with contextlib.redirect_stdout(io.StringIO()):
-        await tell_plainly(demo, source, choice.system, Sampling(temperature=0.0, max_tokens=demo.max_tokens))
+        await print_demo(demo, source, choice.system, Sampling(temperature=0.0, max_tokens=demo.max_tokens))
 
 
 async def take(name: str, directory: Path) -> Path:

@@ -109,7 +109,7 @@ class Metrics:
         self.request_longest.observe(longest)
 
     def observe(self, record: Record, state: State) -> None:
-        """Count one record; `state` is the state before it."""
+        """Count one record; `state` is the state before the record."""
         _, t, kind, *fields = record
         if kind == "step":
             self.iteration.observe(fields[4])

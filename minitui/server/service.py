@@ -68,7 +68,7 @@ class Service:
         self._starting: asyncio.Task[None] | None = None
         self._launched: EngineClient | None = None  # set before the model is loaded; `_client` is set afterwards
 
-    # ---- life
+    # ---- start and end
 
     async def start(self) -> None:
         """Load the model. Raises EngineError if that fails."""
@@ -199,7 +199,7 @@ class Service:
 
     @property
     def condition(self) -> Condition:
-        """Whether the engine process responds, and which step or command takes long."""
+        """Tells whether the engine process responds, and which step or command takes long."""
         return self._launched.condition if self._launched is not None else Condition()
 
     @property

@@ -227,7 +227,7 @@ def router(service: Service) -> APIRouter:
         elif body.action == "pace":
             arguments = {"factor": body.factor}
         if body.action in ("pause", "step", "run_until", "pace") and service.broadcast.watches(client):
-            service.gate_owner = client  # the server notices a disconnection only of a watcher
+            service.gate_owner = client  # the server can only notice when a watcher disconnects
         value = await service.client.control(body.action, **arguments)
         return JSONResponse({"value": value if isinstance(value, int) else None})
 

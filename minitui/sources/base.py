@@ -39,7 +39,7 @@ class Source(ABC):
         self._on_death: list[Callable[[str], None]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    # ---- life
+    # ---- start and end
 
     @abstractmethod
     async def start(self, on_progress: Progress) -> None:

@@ -19,9 +19,9 @@ CONNECT_S = 5.0
 CLOSE_S = 1.0  # the time that connections get to close
 SILENCE_S = 35.0  # the read timeout; servers send at least a comment more often
 MAX_EVENT = 8 << 20
-QUIET_S = 600.0  # a queued answer may send nothing but comments for this long
+QUIET_S = 600.0  # a request in a queue may get only comments for this long
 MAX_VALUES = 4_000_000  # strings, lists and objects in a JSON document; each takes about 60 bytes of memory
-MAX_CHARACTERS, MAX_PIECES = 16 << 20, 1 << 18  # of an answer
+MAX_CHARACTERS, MAX_PIECES = 16 << 20, 1 << 18  # the limits of one answer
 MAX_MESSAGE = 2_000  # characters of a server's error message
 # Errors after the connection was made.
 LOST = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError, httpx.ReadTimeout)

@@ -116,7 +116,7 @@ class RemoteSource(Source):
         self._cache = cache or data_dir() / "tokenizers"
         self._watching = watching
 
-    # ---- life
+    # ---- start and end
 
     async def start(self, on_progress: Progress) -> None:
         """Connect, and wait while the server loads its model. Raises EngineError with a sentence for the user."""

@@ -55,7 +55,7 @@ class ReplaySource(Source):
         self._seek_to: tuple[int, int] | None = None  # (part, record) of a seek: records before it are due at once
         self._control: list[tuple[Any, ...]] = []  # gate and pace records for the next drain
 
-    # ---- the Source
+    # ---- the methods of Source
 
     async def start(self, on_progress: Progress) -> None:
         """Read the trace. Raises TraceError."""
@@ -198,7 +198,7 @@ class ReplaySource(Source):
             return next((mark for mark in marks if mark[0] > self.step), None)
         return next((mark for mark in reversed(marks) if mark[0] < self.step), None)
 
-    # ---- inside
+    # ---- internal
 
     def _place(self, part: int, at: int) -> None:
         chosen = self.trace.part(part)

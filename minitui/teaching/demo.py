@@ -11,14 +11,17 @@ from minitui.sources.base import Source
 from minitui.teaching.scenarios import DEMOS, Demo
 from minitui.teaching.stage import Restart, plain_stage
 
-__all__ = ["DEMOS", "Demo", "tell_plainly"]
+__all__ = ["DEMOS", "Demo", "print_demo"]
 
 
-async def tell_plainly(
+async def print_demo(
     demo: Demo, source: Source, system: str, sampling: Sampling, load: Any = load_codec, beat: float = 0.0,
     restart: Restart | None = None,
 ) -> int:  # fmt: skip
-    """Plays a demo and prints its texts; returns the exit code."""
+    """Plays a demo and prints its texts; returns the exit code.
+
+    `load` loads the codec of a model. `beat` scales all pauses; 0 skips them. `restart` starts another engine.
+    """
     began = time.monotonic()
 
     def say(text: str) -> None:

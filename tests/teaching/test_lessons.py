@@ -39,9 +39,9 @@ RIGHT = {  # what each experiment must prove, by lesson and page title
     (1, "The cost of reading weights"): "several times as long as one token of the prompt",
     (2, "What a token costs"): "4,096 bytes: 4 KiB",
     (2, "Two tables"): "mixed: each chat took the next free block when it needed one",
-    (2, "Four states"): "the full ones stay cached until room is needed",
+    (2, "Four states"): "the full blocks stay cached until their memory is needed",
     (3, "From position to slot"): "the keys of all tokens so far",
-    (3, "Causal, also after a hit"): "all cached tokens, and itself",
+    (3, "Causal attention after a cache hit"): "all cached tokens, and itself",
     (4, "Random numbers without state"): "the same, token for token",
     (5, "Joining and leaving"): "40: as many as the longest takes",
     (5, "A long prompt"): "61",
@@ -158,7 +158,7 @@ def test_the_radix_lesson_tells_why_a_hit_ended_and_what_an_eviction_was_for(out
 def test_the_figures_in_the_text_are_those_of_the_pool_on_screen(outcome: Callable[[int], Taught]) -> None:
     blocks = lesson(2).options["kv_blocks"]
     text = " ".join(page.text for page in lesson(2).pages)
-    assert f"here {blocks}." in text and f"of these {blocks}, none" in text and f"pool of {16 * blocks}," in text
+    assert f"here {blocks}." in text and f"of these {blocks}, none" in text and f"pool of {16 * blocks} tokens," in text
     assert int(SchedulerConfig().watermark * blocks) == 0 and 16 * blocks == 4 * 192
     assert f"pool of {blocks} blocks" in outcome(2).seen["What a token costs"].text
 

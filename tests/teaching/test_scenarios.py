@@ -17,7 +17,7 @@ from minitui.chat.sessions import Chats
 from minitui.cli.options import engine_config
 from minitui.sources.local import LocalSource
 from minitui.sources.recording import RecordingSource
-from minitui.teaching.demo import tell_plainly
+from minitui.teaching.demo import print_demo
 from minitui.teaching.scenarios import DEMOS, LENGTHS, Demo
 from minitui.teaching.stage import Stage
 from minitui.trace.reader import TraceReader
@@ -197,7 +197,7 @@ async def test_a_demo_is_told_as_plain_lines(capsys: pytest.CaptureFixture[str])
     demo = DEMOS["shared-prefix"]
     source = FakeSource(num_blocks=200)
     system = "You explain inference engines, in blocks of sixteen."
-    assert await tell_plainly(demo, source, system, sampling(24), load=lambda info: ByteCodec()) == 0
+    assert await print_demo(demo, source, system, sampling(24), load=lambda info: ByteCodec()) == 0
     out = capsys.readouterr().out
     assert "The moment:" in out and "\x1b" not in out and re.match(r" +\d+\.\d s  ", out)
     assert source.closed
@@ -217,7 +217,7 @@ async def test_a_recorded_demo_knows_its_chats_in_the_files_of_all_its_engines(t
             await stage.answers([chat])
 
     source = RecordingSource(Changeable(), tmp_path / "demo.trace")
-    await tell_plainly(
+    await print_demo(
         Demo("two engines", twice, 8), source, "Answer.", sampling(8), load=lambda info: ByteCodec(),
         restart=source.reconfigure,
     )  # fmt: skip

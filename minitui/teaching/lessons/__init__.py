@@ -24,8 +24,8 @@ LESSONS: tuple[Lesson, ...] = (
 
 
 def lesson(number: int | str) -> Lesson:
-    """Lesson `number`, also as typed text. Raises EngineError for an unknown one."""
-    for one in LESSONS:
-        if str(number) == str(one.number):
-            return one
+    """Returns the lesson with this number, which may be text. Raises EngineError if there is no such lesson."""
+    for candidate in LESSONS:
+        if str(number) == str(candidate.number):
+            return candidate
     raise EngineError(f"there is no lesson {number}: the lessons are 0 to {len(LESSONS) - 1}")

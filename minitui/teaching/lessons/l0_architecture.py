@@ -19,8 +19,8 @@ async def one_question(stage: Stage) -> Seen:
     answers = {prompt + REPLY: 0, REPLY + 1: 1, REPLY: 2, 1: 3}
     return Seen(
         f"{seen.steps} steps. The first computed all {first.prefill_tokens} prompt tokens and sampled the first token "
-        f"of the reply. Each of the other {seen.steps - 1} computed the token sampled before and sampled the "
-        "next. The last token is never computed: no token follows it.",
+        f"of the reply. Each of the other {seen.steps - 1} computed the token that the step before it "
+        "sampled, and sampled the next one. The last token is never computed: no token follows it.",
         answers.get(seen.steps),
     )
 
@@ -32,7 +32,7 @@ async def write_on(stage: Stage) -> None:
 
 
 def last_step(stage: Stage) -> str:
-    """The tokens of the last step and its requests, in words."""
+    """Returns a sentence about the last step: how many tokens it computed, and for how many requests."""
     row = stage.last_row()
     return f"step {row.step} computed {row.tokens} tokens, one for each of {row.decodes} decoding requests"
 
@@ -45,7 +45,7 @@ def _second(stage: Stage) -> str:
 
 
 def _steps_in(stage: Stage) -> str:
-    """The number of steps of each running request, with the step of its prompt."""
+    """Returns the number of steps of each running request, including the step of its prompt."""
     state = stage.state()
     return ", ".join(f"r{r.id}: {state.computed(r) - r.prompt_tokens + 1}" for r in state.requests.values())
 
@@ -58,7 +58,8 @@ LESSON = Lesson(
         Page(
             "Seven stages",
             """
-            An inference engine turns requests into tokens. Every engine does seven things. Here each has its own place:
+            An inference engine turns requests into tokens. Every engine does seven things. Here each of them has its
+            own place:
 
               1 tokenize     engine/text/tokenizer.py   text becomes token ids
               2 schedule     engine/core/scheduler.py   chooses the requests of a step, and how many tokens of each
@@ -66,10 +67,10 @@ LESSON = Lesson(
               4 forward      engine/model/              the model computes these tokens
               5 sample       engine/worker/sampler.py   one token is sampled from each row of logits
               6 detokenize   engine/text/tokenizer.py   ids become text again
-              7 emit         engine/core/engine.py      ids are appended, ends are found, clients are informed
+              7 emit         engine/core/engine.py      ids are appended, reply ends are found, clients get text
 
             A request passes stage 1 once. Stages 2 to 7 happen in every step, for all running requests. No request
-            waits for another one's whole answer: a step takes a fraction of a second, and a new request can start in
+            waits until another one is finished: a step takes a fraction of a second, and a new request can start in
             any step.
             """,
         ),
@@ -79,13 +80,13 @@ LESSON = Lesson(
             A step has three parts. Plan, on the host: the scheduler chooses requests, the allocator chooses blocks,
             and the result is a few plain arrays. Launch, on the device: forward pass and sampling. Commit, on the
             host: ids are appended, and finished replies release their blocks. Full blocks are published so that other
-            requests can share them: a prompt's in plan, a reply's in commit.
+            requests can share them: blocks of prompts in plan, blocks of replies in commit.
 
-            A plan needs the ids of prompts, but only the length of replies. So with a GPU the host plans step n+1
-            while the device runs step n. If a reply ends with step n, its token of step n+1 is discarded. On a CPU the
-            three parts run one after the other.
+            A plan needs the ids of prompts, but only the lengths of replies. So with a GPU the host plans step n+1
+            while the device runs step n. If a reply ends with step n, its token from step n+1 is discarded. On a CPU
+            the three parts run one after the other.
 
-            Press v to read the step itself: it is about twenty lines.
+            Press v to read the code of a step.
             """,
             panel="timings",
             code="engine.core.engine:Engine.step",
@@ -110,16 +111,16 @@ LESSON = Lesson(
             ),
         ),
         Page(
-            "A process of its own, and a log",
+            "A separate process, and a log",
             """
             The engine runs in its own process, and this application only reads its records. So drawing the screen never
-            delays a step. If the application crashes, the engine ends too.
+            delays a step. If the application crashes, the engine ends, too.
 
             Every change to the scheduler, the blocks or the tree is written to one log, as a record with a number, a
             time and a reason: submitted, admitted, matched, allocated, evicted, finished. Panels, traces and this
-            lesson's figures are counted from these records. A snapshot plus the records after it is exactly the state.
+            lesson's figures are computed from these records. A snapshot plus the records after it is exactly the state.
 
-            So every panel can be stepped, frozen and moved back in time: it is computed from the log alone.
+            Every panel is computed from the log alone. So every panel can be stepped, frozen and moved back in time.
             """,
             panel="events",
             code="engine.trace.records",

@@ -11,7 +11,7 @@ from minitui.teaching.stage import Stage
 
 
 async def two_tables(stage: Stage) -> Seen:
-    """Two chats without a shared prefix write at the same time."""
+    """Runs two chats without a shared prefix at the same time."""
     sessions = await _write(stage, 36)
     tables = [stage.request(session).table for session in sessions]
     size = stage.source.info["block_size"]
@@ -23,8 +23,8 @@ async def two_tables(stage: Stage) -> Seen:
     contiguous = all(b - a == 1 for table in tables for a, b in pairwise(table))
     waste = sum(len(table) * size - n for n, table in zip(computed, tables, strict=True))
     return Seen(
-        "\n".join(lines) + f"\n\nBoth take a free block whenever they pass a multiple of {size} tokens. "
-        f"{waste} token slots are still empty, {waste / 2:.1f} in each chat.",
+        "\n".join(lines) + f"\n\nEach chat takes a free block whenever it passes a multiple of {size} tokens. "
+        f"{waste} token slots are still empty, {waste / 2:.1f} per chat on average.",
         1 if not contiguous else 0,
     )
 
@@ -40,14 +40,14 @@ async def _write(stage: Stage, steps: int) -> list[Session]:
 
 
 async def cost(stage: Stage) -> Seen:
-    """The size of a token, of a block, of the pool and of one chat."""
+    """Computes the memory of a token, of a block, of the pool and of one chat."""
     info = stage.source.info
     size, token = info["block_size"], info["kv_bytes_per_token"]
     session = await stage.write("What is the KV cache?", 4, 1)
     blocks = len(stage.request(session).table)
     return Seen(
-        f"A token needs {token:,} bytes here, a block of {size} tokens {token * size:,}, and the pool of "
-        f"{info['num_blocks']} blocks {token * size * info['num_blocks']:,}. The chat that has just started, with "
+        f"Here a token needs {token:,} bytes, a block of {size} tokens needs {token * size:,} bytes, and the pool of "
+        f"{info['num_blocks']} blocks needs {token * size * info['num_blocks']:,} bytes. The new chat, with "
         f"{stage.request(session).prompt_tokens} prompt tokens, holds {blocks} blocks: "
         f"{blocks * size * token:,} bytes.",
         {512: 0, 4096: 1}.get(token, 2),
@@ -59,12 +59,12 @@ async def give_back(stage: Stage) -> Seen:
     request = stage.request(await stage.write("What is the KV cache?", 20, 10, seconds=0.2))
     await stage.run_until("finish")
     counts, lane, size = stage.state().counts, stage.view.lanes.lanes[request.id], stage.source.info["block_size"]
-    written = lane.prompt_tokens + lane.output_tokens - 1  # the last token sampled has no keys and values
+    written = lane.prompt_tokens + lane.output_tokens - 1  # keys and values of the last sampled token are not computed
     return Seen(
         f"The request had written {written} tokens into {-(-written // size)} blocks. Now no request holds them: "
-        f"{counts[CACHED]} full blocks are cached, because a later prompt may begin the same; the block that was not "
-        f"full is free. In the whole pool {counts[FREE]} are free, {counts[CACHED]} cached, {counts[ACTIVE]} active, "
-        f"{counts[SHARED]} shared.",
+        f"{counts[CACHED]} full blocks are cached, because a later prompt may begin with the same tokens. The block "
+        f"that was not full is free. In the whole pool {counts[FREE]} blocks are free, {counts[CACHED]} cached, "
+        f"{counts[ACTIVE]} active, {counts[SHARED]} shared.",
         2 if counts[CACHED] and not counts[ACTIVE] else 0,
     )
 
@@ -94,17 +94,19 @@ LESSON = Lesson(
         Page(
             "Why a cache, why blocks",
             """
-            To compute the next token, attention needs the keys and values of all earlier tokens. These no longer
-            change, so they are stored in the KV cache. Without it, every step would compute the whole text again.
+            To compute the next token, attention needs the keys and values of all earlier tokens. These do not change
+            any more, so they are stored in the KV cache. Without the cache, every step would compute the whole text
+            again.
 
             The length of a reply is not known in advance. If each request got one piece of memory, large enough for
             the longest reply, most of it would stay empty, and the gaps between the pieces would be too small to use.
             So the memory is divided into blocks of equal size (16 tokens here). A request takes another block whenever
-            its last one is full. It can be any free block of the pool. Only the empty end of each request's last
-            block is wasted, at most 15 tokens. The idea comes from the pages of operating systems; vLLM brought it to
+            its last one is full. This can be any free block of the pool. Only the empty end of each request's last
+            block is wasted: at most 15 tokens. The idea comes from the pages of operating systems; vLLM brought it to
             inference.
 
-            Each request has a block table: for logical block 0, 1, 2 … of its text, the number of the physical block.
+            Each request has a block table. For each logical block 0, 1, 2 … of its text, the table has the number of
+            the physical block.
             """,
             code="engine.attention.kv_pool:KVPool",
         ),
@@ -117,25 +119,25 @@ LESSON = Lesson(
 
             The 2 is for key and value; queries are not stored. For Qwen3-8B in 16 bits: 2 x 36 x 8 x 128 x 2 = 147,456
             bytes, 144 KiB. A chat of 8,192 tokens needs 1.2 GB. A GPU of 24 GB with 16 GB of weights has room for six
-            such chats. So memory, more than computing, limits how many requests run at once.
+            such chats. So memory limits the number of running requests more than computing does.
             """,
             code="engine.model.config:ModelConfig.kv_bytes_per_token",
             run=cost,
             predict=Prediction(
-                "Here, with 4 layers, 2 key heads of 64 and 4 bytes, a token needs …",
+                "Here, with 4 layers, 2 key heads of size 64 and 4 bytes per number, a token needs …",
                 ("512 bytes", "4,096 bytes: 4 KiB", "24,576 bytes: 24 KiB"),
             ),
         ),
         Page(
             "Two tables",
             """
-            Two chats without a system prompt write at the same time. The panel shows the block table of the first:
-            each column is a logical block with its physical number. The last block is still being filled.
+            Two chats without a system prompt write at the same time. The panel shows the block table of the first
+            chat: each column is a logical block with its physical number. The last block is still being filled.
             """,
             panel="table",
             run=two_tables,
             predict=Prediction(
-                "Two chats grow in turns. Where in the pool are the blocks of each?",
+                "Two chats grow in turns. Where in the pool are the blocks of each chat?",
                 ("side by side, in order", "mixed: each chat took the next free block when it needed one"),
             ),
         ),
@@ -159,19 +161,20 @@ LESSON = Lesson(
                 (
                     "they stay reserved for the chat",
                     "all of them become free at once",
-                    "the full ones stay cached until room is needed",
+                    "the full blocks stay cached until their memory is needed",
                 ),
             ),
         ),
         Page(
             "No reservation",
             """
-            A request is admitted if its prompt fits, with a small reserve for running requests (a watermark of one
-            block in a hundred; of these 48, none). Its future reply is not reserved. Four requests that may each write
-            192 tokens would fill this pool of 768, but with replies of 20 tokens they use a tenth of it.
+            A request is admitted if its prompt fits, with a small reserve for running requests (the watermark: 1 % of
+            the blocks, rounded down: of these 48, none). No blocks are reserved for its reply. Four requests that may
+            each write 192 tokens could fill this pool of 768 tokens, but with replies of 20 tokens they use a tenth of
+            it.
 
             The price: all running requests together may outgrow the pool. Then cached blocks are evicted, the least
-            recently used first. If no cached blocks are left, the youngest request is preempted: it releases its
+            recently used first. If no cached block is left, the youngest request is preempted: it releases its
             blocks, waits at the head of the queue, and resumes later. The demos `eviction` and `preemption` show both.
             """,
             panel="occupancy",
@@ -181,7 +184,7 @@ LESSON = Lesson(
     close,
     (
         Check(
-            "How many blocks are free, how many are active?",
+            "How many blocks are free, and how many are active?",
             "map",
             "the bar above the block map: the counts add up to the pool.",
             lambda stage: (
@@ -199,7 +202,7 @@ LESSON = Lesson(
             "How many more tokens fit until that request needs another block?",
             "table",
             "the block table: the empty part of the last block.",
-            lambda stage: f"{_missing(stage)}; the next one needs another block",
+            lambda stage: f"{_missing(stage)}; the next token needs another block",
         ),
     ),
     {"kv_blocks": 48},

@@ -19,8 +19,8 @@ async def find_slots(stage: Stage) -> Seen:
         )
     return Seen(
         "\n".join(lines)
-        + f"\n\nThe last step had one query, for token {n - 1}. In every layer it read {n} keys, of tokens "
-        f"0 to {n - 1} (its own included), through {len(request.table)} entries of the block table.",
+        + f"\n\nThe last step had one query, for token {n - 1}. In every layer this query read the {n} keys "
+        f"of tokens 0 to {n - 1}, including its own, through {len(request.table)} entries of the block table.",
         2,
     )
 
@@ -33,8 +33,8 @@ async def after_a_hit(stage: Stage) -> Seen:
     await stage.step(2, seconds=0.4)
     return Seen(
         f"r{request} had {start + n} prompt tokens, {start} of them cached. The step had {n} queries: tokens {start} "
-        f"to {start + n - 1}. The first query read {start + 1} keys, the last {start + n}: cached tokens count as "
-        "earlier tokens, and no query sees a later token.",
+        f"to {start + n - 1}. The first query read {start + 1} keys, the last query {start + n} keys: cached tokens "
+        "count as earlier tokens, and no query sees a later token.",
         1,
     )
 
@@ -46,14 +46,14 @@ async def close(stage: Stage) -> None:
 
 def _keys(stage: Stage) -> str:
     n = stage.state().computed(stage.youngest())
-    return f"{n + 1}: {n} are written already; the step writes the query's own key before it reads"
+    return f"{n + 1}: {n} keys are already in the cache, and the step writes the query's own key before it reads"
 
 
 def _next_slot(stage: Stage) -> str:
     request, state = stage.youngest(), stage.state()
     n, size = state.computed(request), state.block_size
     if n // size >= len(request.table):
-        return "0 of a block that the next step will allocate"
+        return "0 of the block that the next step will allocate"
     return f"{request.table[n // size] * size + n % size}"
 
 
@@ -66,24 +66,24 @@ LESSON = Lesson(
             "Slots",
             """
             The pool of one layer is two tensors, keys and values, of shape [blocks, 16, key heads, head size]. Its
-            slots are numbered in one long row. Token p of a request is in
+            slots are numbered from block to block. The slot of token p of a request is
 
               slot  =  table[p // 16] * 16  +  p % 16
 
-            A step writes first: every layer stores the keys and values of all tokens of the step in their slots; then
+            Writing comes first: every layer stores the keys and values of all tokens of the step in their slots. Then
             attention reads. So a request can use keys that another request's chunk writes in the same step.
 
-            Reading uses the block table. The readable backend of this engine copies the slots of each sequence
-            together and passes them to torch. A GPU kernel reads block by block through the table, without a copy.
-            Both must pass the same tests; the first is the specification of the second.
+            Reading uses the block table. This engine's simplest backend copies the slots of each sequence into one
+            tensor and passes it to torch. A GPU kernel reads block by block through the table, without a copy. Both
+            must pass the same tests; the first is the specification of the second.
             """,
             code="engine.attention.torch_backend:TorchAttention",
         ),
         Page(
             "From position to slot",
             """
-            One chat writes a reply. Each of its decode steps has one new token, so one query for each head. The keys
-            of all earlier tokens are already in the cache.
+            One chat writes a reply. Each of its decode steps has one new token, and so one query for each head. The
+            keys of all earlier tokens are already in the cache.
             """,
             panel="table",
             run=find_slots,
@@ -93,13 +93,14 @@ LESSON = Lesson(
             ),
         ),
         Page(
-            "Causal, also after a hit",
+            "Causal attention after a cache hit",
             """
-            A token may attend to itself and to earlier tokens, never to later ones. For a prompt in one piece, the mask
-            is a triangle. If the beginning of the prompt is cached, only the rest has queries, and the triangle becomes
-            a wide rectangle with a slanted end: query i of a chunk, counted from 0, sees keys 0 to K - Q + i. Q is the
-            number of queries of the chunk; K is the number of keys, including the keys of the chunk. A common mistake
-            is to forget the offset K - Q: the text then looks nearly right.
+            A token may attend to itself and to earlier tokens, never to later ones. If a prompt is computed in one
+            piece, the mask is a triangle. If the beginning of the prompt is cached, only the rest has queries, and the
+            triangle becomes a wide rectangle with a slanted end.
+
+            A chunk has Q queries and K keys; the K keys include the keys of the chunk. Query i, counted from 0, sees
+            keys 0 to K - Q + i. A common mistake is to forget the offset K - Q. The text then looks almost right.
             """,
             panel="step",
             code="engine.attention.base:ForwardMeta",
@@ -117,12 +118,12 @@ LESSON = Lesson(
             "Padding and the null block",
             """
             The sequences of a batch have different lengths, and block tables of different widths. Padding points to
-            block 0, the null block. It belongs to no request and contains zeros, so reading it is harmless, and a mask
-            gives it no weight. A free block may contain any old data; a test fills free blocks with NaN and checks
-            that no output changes.
+            block 0, the null block. It belongs to no request, and its numbers are always finite, so reading it is
+            harmless; a mask gives it no weight. A free block may contain any old data; a test fills free blocks with
+            NaN and checks that no output changes.
 
             Decode reads much and computes little: it reads every key once, for one query. Prefill computes much: many
-            queries share the keys that they read. So the two use different kernels, though they compute the same sum.
+            queries share the keys that they read. So the two use different kernels for the same formula.
             """,
             code="engine.attention.torch_backend:TorchAttention._plan_decodes",
         ),

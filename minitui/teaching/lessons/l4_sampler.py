@@ -13,7 +13,7 @@ QUESTION = "What is temperature?"
 
 
 async def draw(stage: Stage, **params: Any) -> tuple[str, list[Any]]:
-    """Asks QUESTION with these sampling parameters; returns the text, and each token's logprobs if requested."""
+    """Asks QUESTION with these sampling parameters; returns the reply's text and, if requested, its logprobs."""
     assert stage.chats.codec is not None
     messages = [{"role": "system", "content": stage.system}, {"role": "user", "content": QUESTION}]
     ids = stage.chats.codec.apply_chat_template(messages, add_generation_prompt=True)
@@ -41,12 +41,12 @@ async def look_at_logits(stage: Stage) -> Seen:
     return Seen(
         f"The reply begins with {text!r}. The four most likely first tokens, in the model's own "
         f"distribution:\n\n{stage.bars(rows)}\n\n"
-        "Greedy (temperature 0) always takes the first of them.",
+        "Greedy sampling (temperature 0) always takes the first of these tokens.",
     )
 
 
 async def same_seed(stage: Stage) -> Seen:
-    """Draws with one seed alone and in a batch, then with other seeds."""
+    """Samples a reply with one seed, alone and in a batch, and then with other seeds."""
     hot: dict[str, Any] = {"temperature": 2.5, "max_tokens": 9, "ignore_eos": True}
     alone, _ = await draw(stage, **hot, seed=7)
     crowd = [stage.chat(max_tokens=30, whole=True) for _ in range(3)]
@@ -68,13 +68,14 @@ def _short(text: str) -> str:
 
 
 async def close(stage: Stage) -> None:
-    """Stops the engine in a greedy reply."""
+    """Stops the engine in the middle of a greedy reply."""
     await stage.write(QUESTION, 40, 6)
 
 
 def _first(stage: Stage) -> str:
     item = stage.view.first_tokens.items[-1]
-    return f"{item.prefill_ms + item.sample_ms:.1f} ms: computing the prompt, and sampling from its last token's logits"
+    ms = item.prefill_ms + item.sample_ms
+    return f"{ms:.1f} ms: computing the prompt, and sampling from the logits of its last token"
 
 
 def _drawn(stage: Stage) -> str:
@@ -96,19 +97,19 @@ LESSON = Lesson(
         Page(
             "The order of the stages",
             """
-            The model ends with a score for every token of the vocabulary: the logits. The sampler works in this order:
+            The model computes a score for every token of the vocabulary: the logits. The sampler has these stages:
 
               1 allow and favour   grammar mask, logit_bias
-              2 min_tokens         forbids the end of the reply at first
-              3 penalties          repetition, presence, frequency: lower the scores of tokens that occurred
+              2 min_tokens         forbids the end of a reply below this many tokens
+              3 penalties          repetition, presence, frequency: lower the scores of tokens that already occurred
               4 temperature        divides the scores: below 1 the best tokens become likelier, above 1 less likely
-              5 top_k              keeps the k best
-              6 top_p              keeps the fewest best whose probabilities add up to p
+              5 top_k              keeps the k best tokens
+              6 top_p              keeps the best tokens up to a total probability of p
               7 min_p              keeps tokens at least p times as likely as the best
-              8 draw               samples at random, in proportion to the rest
+              8 draw               samples one of the remaining tokens, by probability
 
-            Temperature 0 is greedy: it takes the largest logit. Stages that no row of the batch uses are not computed:
-            without top_p, nothing is sorted.
+            Temperature 0 is greedy: it takes the largest logit. Stages that no row of the batch uses are skipped:
+            without top_k and top_p, nothing is sorted.
             """,
             code="engine.worker.sampler:Sampler.sample",
         ),
@@ -125,9 +126,9 @@ LESSON = Lesson(
             "Random numbers without state",
             """
             To sample in proportion to probabilities, add noise of a certain distribution (Gumbel) to the logits and
-            take the largest. This is an exact sample, in one pass and without sorting. The noise is a hash of four
-            numbers: the seed, the number of the sample if several are wanted, the position, and the token's id. There
-            is no random generator whose state changes from draw to draw.
+            take the largest. The result is an exact sample, in one pass and without sorting. The noise is a hash of
+            four numbers: the seed, the index of the sample if a request has several, the position, and the token's id.
+            There is no random generator whose state changes from draw to draw.
             """,
             panel="step",
             code="engine.kernels.noise:gumbel",
@@ -135,7 +136,7 @@ LESSON = Lesson(
             predict=Prediction(
                 "A reply is sampled twice at a high temperature with seed 7: alone, then with three others in the "
                 "batch. The second reply is …",
-                ("the same, token for token", "another one: the batch takes random numbers in another order"),
+                ("the same, token for token", "different: the batch uses random numbers in another order"),
             ),
         ),
         Page(
@@ -143,11 +144,11 @@ LESSON = Lesson(
             """
             A draw depends on the position in the text, not on the steps before it. So a request may be chunked,
             preempted, resumed, cached or batched with any others: with the same seed its tokens stay the same. A
-            request without a seed gets one. It is recorded, so that every reply can be drawn again.
+            request without a seed gets one. The seed is recorded, so that every reply can be sampled again.
 
             One thing can still change a reply: arithmetic. A sum of rounded numbers depends on the order of its terms,
-            most of all in half precision, and another batch size may use another order. This can decide between two
-            tokens that are almost equally likely. So the tests of this engine compare tokens in double precision,
+            most of all in half precision, and with another batch size the order may change. This can decide between
+            two tokens that are almost equally likely. So the tests of this engine compare tokens in double precision,
             where they must be equal.
 
             If the logits of a row are not finite numbers, that request ends with an error and the others continue.
@@ -166,8 +167,8 @@ LESSON = Lesson(
         Check(
             "Did the prompt's chunk sample a token, too?",
             "lanes",
-            "the batch lanes: the request decodes from the step after its prefill on, so prefill sampled its first "
-            "token.",
+            "the batch lanes: the request decodes in the step right after its prefill, so the prefill sampled its "
+            "first token.",
             _prompt_drew,
         ),
         Check(
