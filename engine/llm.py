@@ -1,4 +1,4 @@
-"""LLM: the engine in this process, for scripts. The names are those of vLLM.
+"""LLM runs the engine in the process of a script. It uses the names of vLLM.
 
 llm = LLM("Qwen/Qwen3-0.6B")
 for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=20)):
@@ -55,7 +55,7 @@ class LLM:
             raise EngineError(f"LLM: {error}; the options are {known}") from None
         built = build_engine(config)
         self.engine, self.tokenizer, self.info = built.engine, built.tokenizer, built.info
-        self.close = built.close  # ends the processes of other ranks at once
+        self.close = built.close  # also ends the processes of the other ranks
         self._outputs = OutputProcessor(self.tokenizer, self.engine.log)
 
     def generate(
@@ -66,24 +66,27 @@ class LLM:
     ) -> list[RequestOutput]:
         """Reply to each prompt (text or token ids); return the outputs in the order of the prompts.
 
-        `use_tqdm`: show the progress on stderr; None: only if stderr is a terminal. Raises InvalidRequest, before any
-        prompt runs, if a prompt or a parameter cannot be used.
+        `use_tqdm`: show progress on stderr; None: show it only if stderr is a terminal. Raises InvalidRequest, before
+        any prompt runs, if a prompt or a parameter cannot be used.
         """
         batch: list[Any] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
-        params = sampling_params if sampling_params is not None else SamplingParams()
-        each = [params] * len(batch) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(batch):
-            raise InvalidRequest(f"there are {len(batch)} prompts and {len(each)} sampling_params", "sampling_params")
+        given = sampling_params if sampling_params is not None else SamplingParams()
+        each_params = [given] * len(batch) if isinstance(given, SamplingParams) else list(given)
+        if len(each_params) != len(batch):
+            raise InvalidRequest(
+                f"there are {len(batch)} prompts and {len(each_params)} sampling_params", "sampling_params"
+            )
         results: list[RequestOutput] = []
         open_samples: dict[int, tuple[RequestOutput, CompletionOutput]] = {}
         try:
-            for prompt, chosen in zip(batch, each, strict=True):
+            for prompt, params in zip(batch, each_params, strict=True):
                 ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
                 result = RequestOutput(prompt if isinstance(prompt, str) else None, ids, [])
                 results.append(result)
-                chosen.validate(self.engine.runner.vocab_size)  # here too: with n = 0 the loop submits nothing
-                for index in range(chosen.n):
-                    request = self.engine.add_request(ids, chosen, sample_index=index)
+                # add_request validates too, but with n = 0 it is not called.
+                params.validate(self.engine.runner.vocab_size)
+                for index in range(params.n):
+                    request = self.engine.add_request(ids, params, sample_index=index)
                     self._outputs.open(request)
                     result.outputs.append(CompletionOutput(index))
                     open_samples[request.id] = (result, result.outputs[-1])

@@ -1,4 +1,4 @@
-"""SamplingParams: how a reply is drawn and when it ends."""
+"""SamplingParams: how the tokens of a reply are drawn, and when the reply ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
-TYPES: dict[str, tuple[type | UnionType, str]] = {  # field -> its type, and the type in words
+TYPES: dict[str, tuple[type | UnionType, str]] = {  # field -> (its type, the type in words)
     "logit_bias": (dict | None, "a dict of token id to bias"),
     "ignore_eos": (bool, "a bool"),
     "include_stop_str_in_output": (bool, "a bool"),
@@ -23,7 +23,7 @@ TYPES: dict[str, tuple[type | UnionType, str]] = {  # field -> its type, and the
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a reply is drawn. Names, meanings and defaults are those of vLLM.
+    """How a reply is drawn and when it ends. Names, meanings and defaults are those of vLLM.
 
     Logits are processed in this order: grammar mask and `logit_bias`, `min_tokens`, penalties, `temperature`,
     `top_k`, `top_p`, `min_p`, then a draw by Gumbel-max. `temperature=0` is an exact argmax.
@@ -38,23 +38,23 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
-    min_tokens: int = 0  # before so many tokens, no stop token or stop string ends the reply
-    max_tokens: int | None = 16  # None: as many as context and pool allow
-    seed: int | None = None  # None: a random one, drawn at submission
+    min_tokens: int = 0  # before so many tokens, a stop token or stop string cannot end the reply
+    max_tokens: int | None = 16  # None: as many as the context and the pool allow
+    seed: int | None = None  # None: random, drawn when the request is added
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    logprobs: int | None = None  # of the sampled token and the n most likely ones
-    prompt_logprobs: int | None = None
-    # Constraints of the reply, at most one of the three (needs the extra "structured").
+    logprobs: int | None = None  # how many of the most likely tokens to report besides the sampled token
+    prompt_logprobs: int | None = None  # the same for each prompt token
+    # Constraints of the reply; at most one of these three may be set. They need the extra "structured".
     json_schema: dict[str, Any] | str | None = None
     regex: str | None = None
     choice: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        # vLLM accepts lists and single strings; keep tuples.
+        # As in vLLM, lists and single strings are accepted. They are stored as tuples.
         for name in ("stop", "stop_token_ids", "choice"):
             value = getattr(self, name)
             if isinstance(value, str):
@@ -73,7 +73,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Penalties count the tokens of the prompt and of the reply so far."""
+        """True if a penalty is set, so the tokens of the prompt and the reply must be counted."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def validate(self, vocab_size: int) -> None:

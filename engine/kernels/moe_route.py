@@ -1,15 +1,16 @@
 """Chooses the experts of each token and sorts the (token, expert) pairs by expert.
 
-All of it runs on the device, so a CUDA graph can contain it.
+Three kernels do this on the device, so a CUDA graph can contain them:
 
-    router   x · router^T, in fp32 parts over slices of the hidden size
-    choose   softmax and top-k of each token; numbers the pairs of each expert
-    group    from the experts' counts: the place of each pair, and the tiles of the products
+    router   multiplies x · router^T; each slice of the hidden size gives one fp32 part of the sum
+    choose   sums the parts, takes softmax and top-k of each token, and numbers the pairs of each expert
+    group    computes the place of each pair from the experts' counts, and the tiles for the matrix products
 
-T tokens of hidden size H, E experts, K of them for each token; a pair is t · K + k. Atomic counters number the pairs,
-so their order within an expert differs from run to run; the result of a pair does not depend on its place.
+Shapes: T tokens of hidden size H, E experts, K experts for each token. Pair t · K + k is choice k of token t.
+Atomic counters number the pairs, so the order of pairs within an expert differs from run to run. The result of a pair
+does not depend on its place.
 
-All three take 7 us for up to 64 tokens of Qwen3-30B-A3B on an H200 (MEASURED.md).
+The three kernels together take 7 us for up to 64 tokens of Qwen3-30B-A3B on an H200 (MEASURED.md).
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-ROUTER_PROGRAMS = 128
+ROUTER_PROGRAMS = 128  # the hidden size is split to give the router kernel about this many programs
 
 
-@triton.jit(do_not_specialize=["T"])  # one compiled program for any number of tokens
+@triton.jit(do_not_specialize=["T"])  # compiled once for any number of tokens
 def _router_kernel(
     x,
     router,
@@ -65,8 +66,8 @@ def _router_kernel(
 
 
 @triton.jit
-def most_probable(logits, e, E):
-    """logits fp32 [..., BLOCK_E] -> the values for top-k: no NaN, and -inf only where there is no expert."""
+def topk_scores(logits, e, E):
+    """Returns logits fp32 [..., BLOCK_E] as scores for top-k: without NaN, and -inf only past the last expert."""
     low = tl.where(logits > -3.0e38, logits, -3.0e38)
     return tl.where(e < E, low, float("-inf"))
 
@@ -108,14 +109,14 @@ def _choose_kernel(
     logits = tl.where((e < E)[None, :], logits.to(dtype).to(tl.float32), float("-inf"))
     highest = tl.max(logits, 1)
     total = tl.sum(tl.exp(logits - highest[:, None]), 1)
-    left = most_probable(logits, e[None, :], E)
+    remaining = topk_scores(logits, e[None, :], E)
     expert = tl.zeros([BLOCK_T, BLOCK_TOP], tl.int32)
     share = tl.zeros([BLOCK_T, BLOCK_TOP], tl.float32)
     for i in tl.static_range(TOP):
-        value, index = tl.max(left, 1, return_indices=True, return_indices_tie_break_left=True)
+        value, index = tl.max(remaining, 1, return_indices=True, return_indices_tie_break_left=True)
         expert = tl.where(k[None, :] == i, index[:, None], expert)
         share = tl.where(k[None, :] == i, (tl.exp(value - highest) / total)[:, None], share)
-        left = tl.where(e[None, :] == index[:, None], float("-inf"), left)
+        remaining = tl.where(e[None, :] == index[:, None], float("-inf"), remaining)
     if NORMALISED:
         share = share / tl.sum(share, 1)[:, None]
     pair = t[:, None] * TOP + k[None, :]
@@ -160,18 +161,18 @@ def _group_kernel(
     count = tl.load(counts + e, mask=e < E, other=0)
     before = tl.sum(tl.where(e[None, :] < expert[:, None], count[None, :], 0), 1)
     tl.store(order + before + place, pair, mask=valid)
-    # The tiles of this program.
+    # Describe the tiles that this program handles.
     ends = tl.cumsum((count + BLOCK_M - 1) // BLOCK_M, 0)
     j = tl.program_id(0) * BLOCK_TILES + tl.arange(0, BLOCK_TILES)
-    of = tl.sum((ends[None, :] <= j[:, None]).to(tl.int32), 1)  # the tile's expert; E: no tile
-    earlier = e[None, :] < of[:, None]
+    tile_expert = tl.sum((ends[None, :] <= j[:, None]).to(tl.int32), 1)  # E: no tile
+    earlier = e[None, :] < tile_expert[:, None]
     begin = tl.sum(tl.where(earlier, count[None, :], 0), 1)
-    size = tl.sum(tl.where(e[None, :] == of[:, None], count[None, :], 0), 1)
+    size = tl.sum(tl.where(e[None, :] == tile_expert[:, None], count[None, :], 0), 1)
     skipped = (j - tl.max(tl.where(earlier, ends[None, :], 0), 1)) * BLOCK_M
     at = tiles + 4 * j
-    tl.store(at, tl.where(of < E, of, 0), mask=j < TILES)
+    tl.store(at, tl.where(tile_expert < E, tile_expert, 0), mask=j < TILES)
     tl.store(at + 1, begin + skipped, mask=j < TILES)
-    tl.store(at + 2, tl.where(of < E, tl.minimum(size - skipped, BLOCK_M), 0), mask=j < TILES)
+    tl.store(at + 2, tl.where(tile_expert < E, tl.minimum(size - skipped, BLOCK_M), 0), mask=j < TILES)
     if tl.program_id(0) == 0:
         tl.store(tiles + 3, tl.max(ends, 0))
         total = tl.load(load + e, mask=e < E, other=0)
@@ -180,19 +181,19 @@ def _group_kernel(
 
 @dataclass(slots=True)
 class Routes:
-    """The rows of the products.
+    """The pairs of all tokens, sorted by expert and divided into tiles for the matrix products.
 
-    Tile j holds tiles[j, 2] pairs of expert tiles[j, 0], from order[tiles[j, 1]] on. tiles[0, 3] tiles are in use; the
-    others have no rows.
+    Tile j belongs to expert tiles[j, 0] and has tiles[j, 2] pairs; its first pair is order[tiles[j, 1]].
+    tiles[0, 3] is the number of tiles in use; the other tiles have no pairs.
     """
 
     weights: torch.Tensor  # [T, K]   the weight of each pair's output
-    order: torch.Tensor  # int32 [T·K]
+    order: torch.Tensor  # int32 [T·K]  the pairs, sorted by expert
     tiles: torch.Tensor  # int32 [tiles, 4]
 
 
 def most_tiles(pairs: int, experts: int, rows: int) -> int:
-    """The largest number of tiles of `rows` pairs that any routing needs."""
+    """Returns the largest number of tiles of `rows` pairs that a routing can need."""
     used = min(pairs, experts)
     return used + (pairs - used) // rows
 
@@ -200,16 +201,16 @@ def most_tiles(pairs: int, experts: int, rows: int) -> int:
 class Form(NamedTuple):
     """Tile sizes of the three kernels."""
 
-    tokens: int  # in a tile of the router
-    split: int  # slices of the hidden size
-    experts: int  # in a tile of the router
-    choose: int  # tokens in a program of choose
-    pairs: int  # in a program of group
-    tiles: int  # in a program of group
+    tokens: int  # tokens in a tile of `router`
+    split: int  # slices of the hidden size in `router`
+    experts: int  # experts in a tile of `router`
+    choose: int  # tokens in a program of `choose`
+    pairs: int  # pairs in a program of `group`
+    tiles: int  # tiles in a program of `group`
 
 
 def form_for(tokens: int, hidden: int, experts: int, per_token: int, rows: int) -> Form:
-    """The form that was fastest in measurements. `rows`: pairs in a tile of the products."""
+    """Returns the form that was the fastest in measurements. `rows`: pairs in a tile of the matrix products."""
     block_m = 16 if tokens <= 512 else 64
     block_k = _block_k(hidden)
     programs = triton.cdiv(tokens, block_m)
@@ -235,7 +236,7 @@ def route(
     x: torch.Tensor, router: torch.Tensor, per_token: int, normalised: bool, load: torch.Tensor, rows: int,
     live: torch.Tensor | None = None,
 ) -> Routes:  # fmt: skip
-    """x [T, H], router [E, H] -> the pairs in tiles of at most `rows`.
+    """Returns the routes of x [T, H] for router [E, H], in tiles of at most `rows` pairs.
 
     Adds the number of tokens of each expert to load int64 [E]. `live` int32 [1]: only the first `live` tokens are
     routed; the others are padding.

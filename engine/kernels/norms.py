@@ -1,7 +1,7 @@
 """Row-wise kernels around the matrix products: (residual +) RMSNorm, q/k norm + RoPE + KV store, SiLU-and-multiply.
 
-Each reads its input once and writes its output once. engine/model/ops.py specifies shapes and roundings. On an H200
-they run at 3.9 to 4.3 TB/s for 8,192 tokens of Qwen3-8B (MEASURED.md).
+Each kernel reads its input once and writes its output once. engine/model/ops.py specifies shapes and roundings. On an
+H200 they run at 3.9 to 4.3 TB/s for 8,192 tokens of Qwen3-8B (MEASURED.md).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     mask = i < H
-    w = tl.load(weight + i, mask=mask, other=0.0)  # does not depend on the previous kernel
+    w = tl.load(weight + i, mask=mask, other=0.0)  # before gdc_wait: the weight does not depend on the previous kernel
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -52,8 +52,9 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., H] -> rms_norm(x) * weight; with `residual` [T, H]: adds x to it in place and returns its norm.
+    """Returns rms_norm(x) * weight for x [..., H].
 
+    With `residual` [T, H], adds x to the residual in place and returns the norm of the residual instead.
     x may be fp32 [parts, T, H], as engine.kernels.split_linear returns it; its parts are summed first.
     """
     hidden = x.shape[-1]
@@ -104,7 +105,7 @@ def _qk_norm_rope_store_kernel(
     v = tl.load(v_at, mask=inside)
     cell = slot + j[:, None] * D + d[None, :]
     if k_cache.dtype.element_ty == tl.float8e4nv:
-        # The qkv row gets the rounded values of the cache: attention may read this step's keys from either.
+        # The qkv row gets the same rounded values as the cache: attention may read this step's keys from either.
         mask = h < HEADS
         rotated = norm_rope(base, qk_weight, rope, position, h, mask, EPS, HAS_NORM, D)
         k = norm_rope(base, qk_weight, rope, position, HEADS + j, j < KV_HEADS, EPS, HAS_NORM, D)
@@ -112,7 +113,7 @@ def _qk_norm_rope_store_kernel(
         v_scale = tl.load(kv_scales + KV_HEADS + j, mask=j < KV_HEADS, other=1.0)[:, None]
         small_k = (k.to(tl.float32) * tl.div_rn(1.0, k_scale)).to(tl.float8e4nv)
         small_v = (v.to(tl.float32) * tl.div_rn(1.0, v_scale)).to(tl.float8e4nv)
-        tl.debug_barrier()  # the whole row has been read: queries and keys are rotated in place
+        tl.debug_barrier()  # all threads have read the row, which the stores below overwrite
         tl.store(k_cache + cell, small_k, mask=inside)
         tl.store(v_cache + cell, small_v, mask=inside)
         k = (small_k.to(tl.float32) * k_scale).to(k.dtype)
@@ -121,7 +122,7 @@ def _qk_norm_rope_store_kernel(
     else:
         mask = h < HEADS + KV_HEADS
         rotated = norm_rope(base, qk_weight, rope, position, h, mask, EPS, HAS_NORM, D)
-        tl.debug_barrier()  # see above
+        tl.debug_barrier()  # as in the other branch
         key = (mask & (h >= HEADS))[:, None]
         tl.store(k_cache + slot + (h - HEADS)[:, None] * D + d[None, :], rotated, mask=key)
         tl.store(v_cache + cell, v, mask=inside)
@@ -138,7 +139,7 @@ def qk_norm_rope_store(
     slot_mapping: torch.Tensor,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """ops.qk_norm_rope_store in one kernel; rope = (table fp32 [max_positions, D], positions int64 [T]).
+    """Does ops.qk_norm_rope_store in one kernel; rope = (table fp32 [max_positions, D], positions int64 [T]).
 
     Queries and keys are rotated in place.
     """
@@ -186,11 +187,11 @@ def _silu_mul_kernel(gate_up, out, INNER, BLOCKS, BLOCK: tl.constexpr, PDL: tl.c
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [T, 2 I] -> silu(gate) * up [T, I]."""
+    """Returns silu(gate) * up [T, I] for gate_up [T, 2 I], gates before ups."""
     tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, inner, dtype=gate_up.dtype, device=gate_up.device)
     blocks = triton.cdiv(inner, 1024)
-    # One grid axis: the others are limited to 65,535, and a step may have more tokens.
+    # One grid axis for rows and blocks: the other axes are limited to 65,535, and a step may have more tokens.
     _silu_mul_kernel[(tokens * blocks,)](
         gate_up, out, inner, blocks, BLOCK=1024, PDL=True, num_warps=4, launch_pdl=True
     )

@@ -1,16 +1,17 @@
-"""Draws the next token of every row from the logits, in one or two launches and without the host.
+"""Draws the next token of every row from the logits, in one or two kernel launches and without the host.
 
-Order and noise are those of engine/worker/sampler.py. Fused: temperature, the floor of top-k/top-p/min-p, Gumbel noise
-(the integer hash of engine/kernels/noise.py), argmax over the vocabulary, the check for NaN and infinity, and the
-update of last_token. Greedy rows are an exact argmax.
+The order of operations and the noise are the same as in engine/worker/sampler.py. The kernels apply temperature, top-k,
+top-p and min-p, add Gumbel noise (the integer hash of engine/kernels/noise.py), find the argmax over the vocabulary,
+check for NaN and infinity, and update last_token. Greedy rows get the exact argmax.
 
-    floors   one program per row, launched only if a row truncates: the lowest score that is kept, by bisection over
-             the 16-bit patterns of the logits (no sort; ties with the lowest are kept)
-    draw     grid (n, chunks of the vocabulary): the best score of each chunk; the last program of a row to finish
-             compares the chunks
+    floors   one program per row: finds the floor, which is the lowest score that top-k, top-p and min-p keep. It uses
+             bisection over the 16-bit patterns of the logits instead of a sort, and keeps scores equal to the floor.
+             Launched only if a row truncates
+    draw     grid (n, chunks of the vocabulary): each program finds the best score of a chunk; the program of a row that
+             finishes last compares the chunks
 
-Shapes: logits [n, V] in bfloat16 or float16; rows, seq_lens int32 [n]; per row of the batch: settings fp32
-[max_rows, NUM_SETTINGS] and top_k int32 [max_rows] (V: off), keys int32 [max_rows, 2].
+Shapes: logits [n, V] in bfloat16 or float16; rows, seq_lens int32 [n]. The tables have one entry for each row of the
+batch: settings fp32 [max_rows, NUM_SETTINGS], top_k int32 [max_rows] (V: off), keys int32 [max_rows, 2].
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from triton.language.extra import libdevice
 from engine.kernels.noise import GOLDEN, MIX_1, MIX_2, MURMUR, signed
 from engine.kernels.row_settings import LOG_MIN_P, NOISE, NUM_SETTINGS, TEMPERATURE, TOP_P
 
-CHUNK = 4096
-LOWEST, HIGHEST = -(1 << 15), (1 << 15) - 1
+CHUNK = 4096  # tokens of the vocabulary in one program of `draw`
+LOWEST, HIGHEST = -(1 << 15), (1 << 15) - 1  # patterns
 
 
 @triton.jit
 def _mix(x, M1: tl.constexpr, M2: tl.constexpr):
-    """noise.mix on int32."""
+    """Returns noise.mix(x) for int32 x."""
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * M1
     x = x ^ ((x >> 15) & 0x1FFFF)
@@ -39,14 +40,14 @@ def _mix(x, M1: tl.constexpr, M2: tl.constexpr):
 
 @triton.jit
 def _pattern(x):
-    """16-bit floats as integers in the same order."""
+    """Returns 16-bit floats as integers that have the same order."""
     bits = x.to(tl.int16, bitcast=True).to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFF, bits)
 
 
 @triton.jit
 def _value(pattern, dtype: tl.constexpr):
-    """The float with this pattern, as float32."""
+    """Returns the float with this pattern, as float32."""
     bits = tl.where(pattern < 0, pattern ^ 0x7FFF, pattern)
     return bits.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
 
@@ -84,7 +85,7 @@ def _floors_kernel(
         best = tl.maximum(best, tl.load(base + j + b, mask=j + b < V, other=-float("inf")).to(tl.float32))
     top = tl.max(best, 0)
     low = LOW
-    if k < V:  # the highest pattern that at least k logits reach
+    if k < V:  # find the highest pattern that at least k logits reach
         high = HIGH
         while low < high:
             middle = (low + high + 1) >> 1
@@ -96,7 +97,7 @@ def _floors_kernel(
                 low = middle
             else:
                 high = middle - 1
-    if top_p < 1.0:  # the lowest pattern above which there is less than top_p of the mass
+    if top_p < 1.0:  # find the lowest pattern for which the logits above it have less than top_p of the mass
         total = tl.zeros([BLOCK], tl.float32)
         for j in range(0, V, BLOCK):
             x = tl.load(base + j + b, mask=j + b < V, other=-float("inf"))
@@ -147,11 +148,11 @@ def _draw_kernel(
     SETTINGS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    CHUNKS2: tl.constexpr,
-    M1: tl.constexpr,
-    M2: tl.constexpr,
-    G: tl.constexpr,
-    M: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    MIX_1: tl.constexpr,
+    MIX_2: tl.constexpr,
+    GOLDEN: tl.constexpr,
+    MURMUR: tl.constexpr,
 ):
     i = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -172,9 +173,9 @@ def _draw_kernel(
             x = tl.where(x < tl.load(floors + i), -float("inf"), x)
         key0 = tl.load(keys + row * 2)
         key1 = tl.load(keys + row * 2 + 1)
-        start = _mix(key0 + length * G, M1, M2)
-        step = ((start * M) ^ key1) | 1
-        u = (_mix((first + ids) * step + start, M1, M2) & 0x7FFFFFFF).to(tl.float32)
+        start = _mix(key0 + length * GOLDEN, MIX_1, MIX_2)
+        step = ((start * MURMUR) ^ key1) | 1
+        u = (_mix((first + ids) * step + start, MIX_1, MIX_2) & 0x7FFFFFFF).to(tl.float32)
         u = tl.maximum((u + 0.5) * -(2.0**-31), -1.0 + 2.0**-24)
         x += -libdevice.log(-libdevice.log1p(u))
     score, at = tl.max(x, 0, return_indices=True)
@@ -186,7 +187,7 @@ def _draw_kernel(
     if arrived == CHUNKS - 1:
         tl.debug_barrier()
         tl.store(counters + i, 0)
-        c = tl.arange(0, CHUNKS2)
+        c = tl.arange(0, BLOCK_CHUNKS)
         live = c < CHUNKS
         score, at = tl.max(
             tl.load(best_scores + i * CHUNKS + c, mask=live, other=-float("inf"), volatile=True), 0, return_indices=True
@@ -203,7 +204,7 @@ def _draw_kernel(
 
 
 class SampleWorkspace:
-    """Scratch memory of the two kernels, for up to max_rows rows; counters start and end at 0."""
+    """Scratch memory of the two kernels, for up to max_rows rows. `counters` are 0 before and after each launch."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         cells = max_rows * triton.cdiv(vocab_size, CHUNK)
@@ -219,11 +220,12 @@ def draw(
     keys: torch.Tensor, outcome: torch.Tensor, last_token: torch.Tensor, workspace: SampleWorkspace, *, noisy: bool,
     truncated: bool, piece: tuple[int, torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Write the drawn ids to `outcome` int64 [n] (-1 - id where the logits are bad) and to last_token[rows].
+    """Write the drawn ids to `outcome` int64 [n] and to last_token[rows].
 
-    The token drawn for row i has position seq_lens[i]; entries with seq_lens 0 are padding and are not written.
-    `piece` = (first id, scores fp32 [n]): the logits are a piece of the vocabulary. Then the best score is written to
-    `scores`, and last_token is not written, because the pieces must be compared first. Not with truncation.
+    A row whose logits contain NaN or infinity gets -1 - id in `outcome`. The token drawn for row i has position
+    seq_lens[i]; entries with seq_lens 0 are padding and are not written. `piece` = (first id, scores fp32 [n]): the
+    logits are of one piece of the vocabulary. Then the best score is written to `scores`, and last_token is not
+    written, because the pieces must be compared first. `truncated` must then be False.
     """
     n, vocab = logits.shape
     first, scores = piece or (0, workspace.floors)
@@ -239,6 +241,6 @@ def draw(
         workspace.bad, workspace.counters, outcome, last_token, scores, vocab, first, NOISY=noisy, TRUNCATED=truncated,
         PIECE=piece is not None,
         S_TEMPERATURE=TEMPERATURE, S_NOISE=NOISE, SETTINGS=NUM_SETTINGS, BLOCK=CHUNK, CHUNKS=chunks,
-        CHUNKS2=triton.next_power_of_2(chunks), M1=signed(MIX_1), M2=signed(MIX_2), G=signed(GOLDEN), M=signed(MURMUR),
-        num_warps=4,
+        BLOCK_CHUNKS=triton.next_power_of_2(chunks), MIX_1=signed(MIX_1), MIX_2=signed(MIX_2),
+        GOLDEN=signed(GOLDEN), MURMUR=signed(MURMUR), num_warps=4,
     )  # fmt: skip

@@ -1,12 +1,13 @@
-"""A linear layer for 2 to 256 tokens whose input dimension is split over programs; the next norm sums the fp32 parts.
+"""A linear layer for 2 to 256 tokens. Programs share its input dimension K; the next norm sums their fp32 parts.
 
-y = x W^T, with W read once. Narrow layers (the projections back to the hidden size) have too few output tiles to keep
-all multiprocessors reading, so K is split. rms_norm adds the parts as it reads them, so no reduction kernel is needed.
+The kernel computes y = x W^T and reads W once. Narrow layers (the projections back to the hidden size) have too few
+output tiles to keep all multiprocessors reading, so K is split. rms_norm adds the parts as it reads them, so no
+reduction kernel is needed.
 
-On an H200 with 64 tokens and the norm, Qwen3-8B's down projection takes 29.0 us, with cuBLAS 33.0 us (MEASURED.md).
-Where cuBLAS is as fast, `form_for` returns None.
+On an H200 with 64 tokens, Qwen3-8B's down projection with the norm takes 29.0 us; with cuBLAS it takes 33.0 us
+(MEASURED.md). If cuBLAS is as fast, `form_for` returns None.
 
-Shapes: x [M, K], W [N, K] row-major, both read by the bulk tensor copy engine; result fp32 [SPLIT_K, M, N].
+Shapes: x [M, K] and W [N, K], row-major, both read by the tensor memory accelerator (TMA); result fp32 [SPLIT_K, M, N].
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ def _split_linear_kernel(
 
 
 class Form(NamedTuple):
-    """The parts and tile sizes of a product."""
+    """The number of parts and the tile sizes of a product."""
 
-    parts: int  # of K
+    parts: int  # parts of K
     block_n: int
     block_k: int
     stages: int
@@ -63,7 +64,7 @@ class Form(NamedTuple):
 
 
 def form_for(m: int, n: int, k: int) -> Form | None:
-    """The fastest form in measurements for x [m, k] and W [n, k]; None: cuBLAS is as fast."""
+    """Returns the fastest form in measurements for x [m, k] and W [n, k]; None: cuBLAS is as fast."""
     if m < 2 or m > 256:
         return None
     if m <= 64:
@@ -78,7 +79,7 @@ def form_for(m: int, n: int, k: int) -> Form | None:
 
 
 def parts(n: int, k: int, block_k: int = 128) -> int:
-    """The number of parts of K: enough for about 128 programs, at most 4; 0: K does not divide."""
+    """Returns the number of parts of K: enough for about 128 programs, at most 4; 0: block_k does not divide K."""
     split = 1
     while split < 4 and split * triton.cdiv(n, 64) < 128 and k % (2 * split * block_k) == 0:
         split *= 2
@@ -86,7 +87,10 @@ def parts(n: int, k: int, block_k: int = 128) -> int:
 
 
 def split_linear(x: torch.Tensor, w: torch.Tensor, form: Form, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """x [M, K], w [N, K] -> [parts, M, N]; K must be a multiple of block_k times parts, M at most 256."""
+    """Returns parts [parts, M, N] whose sum is x [M, K] · w [N, K]^T.
+
+    K must be a multiple of block_k times parts, and M at most 256.
+    """
     (m, k), n = x.shape, w.shape[0]
     block_m = max(16, triton.next_power_of_2(m))
     split, block_n, block_k, stages, warps = form

@@ -1,8 +1,8 @@
 """One decoder for Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE.
 
-A layer is grouped-query attention and a gated MLP, or a mixture of experts (engine/model/experts.py), each after a
-norm. The architectures differ only in their configuration (engine/model/config.py). Decoder.forward is the model; the
-rest is the parameters and their names in a checkpoint.
+A layer has two parts, each after a norm: grouped-query attention, then a gated MLP or a mixture of experts
+(engine/model/experts.py). The architectures differ only in their configuration (engine/model/config.py).
+Decoder.forward computes the model; the rest of this file defines the parameters and their names in a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from engine.model.linear import ByteWeight, Matrix, linear
 from engine.model.rope import rope_table
 from engine.model.weights import Slot
 
-Quantised = type[ByteWeight] | None  # the class of 8-bit matrices; None: matrices are tensors
+Quantised = type[ByteWeight] | None  # the class of 8-bit matrices; None: matrices are plain tensors
 
 
 def empty_matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.device, quantised: Quantised) -> Matrix:
-    """A parameter [rows, columns], uninitialised."""
+    """Returns an uninitialised parameter [rows, columns]."""
     if quantised is not None:
         return quantised.empty(rows, columns, device)
     return torch.empty(rows, columns, dtype=dtype, device=device)
 
 
 class DenseMLP:
-    """silu(gate(x)) · up(x), projected down. Experts has the same methods."""
+    """Computes down(silu(gate(x)) · up(x)). Experts has the same methods."""
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: Ops,
@@ -48,7 +48,7 @@ class DenseMLP:
             self.down_bias = torch.empty(hidden, dtype=dtype, device=device)
 
     def __call__(self, x: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, H] -> [T, H]. `live` int32 [1], the number of tokens before the padding, is not used."""
+        """x [T, H] -> [T, H]. `live` is not used here; see Experts."""
         inner = self._ops.silu_mul(linear(x, self.gate_up, self.gate_up_bias))
         return linear(inner, self.down, self.down_bias)
 
@@ -123,9 +123,9 @@ class Decoder:
         quantised: Quantised = None,
         group: Group = ALONE,
     ) -> None:
-        """`max_positions`: rows of the table of cos and sin. `ops`: the small operations. `quantised`: the class of the
-        matrices; all other parameters have `dtype`. `group`: the ranks that share the model; then `config` describes
-        this rank's shard (engine/parallel/)."""
+        """`max_positions`: rows of the table of cos and sin. `ops`: the small operations. `quantised`: the class of
+        8-bit matrices; all other parameters have `dtype`. `group`: the ranks that share the model. With several ranks,
+        `config` describes this rank's shard (engine/parallel/)."""
         self.config = config
         self._ops = ops
         self._group = group
@@ -140,9 +140,9 @@ class Decoder:
     def forward(
         self, token_ids: torch.Tensor, meta: ForwardMeta, attention: AttentionBackend, pool: KVPool
     ) -> torch.Tensor:
-        """token_ids int64 [T] -> final hidden states [s, H] of the tokens in meta.logit_rows (all T if None).
+        """Computes token_ids int64 [T] -> final hidden states [s, H] of the tokens in meta.logit_rows (None: all T).
 
-        Writes the keys and values of all T tokens to the pool. `attention.plan(meta)` has been called.
+        Writes the keys and values of all T tokens to the pool. Call `attention.plan(meta)` before.
         """
         ops, eps, group = self._ops, self.config.rms_norm_eps, self._group
         rope = ops.rope_rows(self.rope_table, meta.positions)
@@ -155,7 +155,7 @@ class Decoder:
             q = ops.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, meta.slot_mapping, scales)
             x = attention.run(i, q, keys, values, scales)
             live = meta.live
-            if i == last and meta.logit_rows is not None:  # nothing after this depends on other tokens
+            if i == last and meta.logit_rows is not None:  # the rest of the model needs only these
                 live = meta.live_rows
                 x, residual = x.index_select(0, meta.logit_rows), residual.index_select(0, meta.logit_rows)
             x = linear(x, layer.output, layer.output_bias)
@@ -164,11 +164,11 @@ class Decoder:
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [s, H] -> [s, V]."""
+        """Returns the logits [s, V] of hidden [s, H]."""
         return self._group.gather(linear(hidden, self.head))
 
     def slots(self) -> Iterator[Slot]:
-        """Every tensor in a checkpoint of this model, with the parameter that it fills."""
+        """Yields a slot for every tensor in a checkpoint of this model."""
         yield Slot("model.embed_tokens.weight", self.embedding)
         for i, layer in enumerate(self.layers):
             yield from layer.slots(f"model.layers.{i}.")
@@ -177,9 +177,9 @@ class Decoder:
             yield Slot("lm_head.weight", self.head)
 
     def take_expert_load(self) -> tuple[list[int], torch.Tensor]:
-        """The layers with experts, and the tokens of each expert since the last call, int64 [layers, E].
+        """Returns which layers have experts, and each expert's token count since the last call, int64 [layers, E].
 
-        The model must have such a layer. The last layer counts only tokens whose logits were needed.
+        At least one layer must have experts. The last layer counts only tokens whose logits were needed.
         """
         loads = {i: layer.mlp.load for i, layer in enumerate(self.layers) if isinstance(layer.mlp, Experts)}
         taken = torch.stack(list(loads.values()))
@@ -193,7 +193,7 @@ class Decoder:
 
     @property
     def nbytes_per_token(self) -> int:
-        """Bytes of the weights that one token reads: without the embedding, and only the experts that it is sent to."""
+        """Bytes of the weights read for one token: without the embedding, and with only the experts of the token."""
         experts = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
         idle = sum(mlp.nbytes * (mlp.config.count - mlp.config.per_token) // mlp.config.count for mlp in experts)
         return self.nbytes - self.embedding.nbytes - idle

@@ -1,7 +1,7 @@
 """Mixture of experts: many small MLPs, of which a router chooses a few for each token.
 
-This is the readable form, which specifies engine/kernels/moe.py. Tokens are sorted by expert, so that each expert in
-use is read once. The host waits for the number of tokens of each expert, so a CUDA graph cannot contain this form.
+This readable form is the specification of engine/kernels/moe.py. Tokens are sorted by expert, so each expert in use is
+read once. The host waits for the number of tokens of each expert, so a CUDA graph cannot contain this form.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Ops(Protocol):
 
 
 class Experts:
-    """Replaces a DenseMLP: silu(gate_e(x)) · up_e(x), projected down, summed over the experts e of each token.
+    """Replaces a DenseMLP: the weighted sum of down_e(silu(gate_e(x)) · up_e(x)) over the chosen experts e of a token.
 
-    T tokens of hidden size H; E experts of inner size I, K of them for each token.
+    Shapes: T tokens of hidden size H; E experts of inner size I; K chosen experts for each token.
     """
 
     def __init__(self, config: ExpertsConfig, hidden: int, dtype: torch.dtype, device: torch.device, ops: Ops) -> None:
@@ -49,33 +49,33 @@ class Experts:
         self.router = torch.empty(config.count, hidden, dtype=dtype, device=device)
         self.gate_up = torch.empty(config.count, 2 * config.inner_size, hidden, dtype=dtype, device=device)
         self.down = torch.empty(config.count, hidden, config.inner_size, dtype=dtype, device=device)
-        # The tokens of each expert since the last call of Decoder.take_expert_load.
+        # The number of tokens of each expert since the last call of Decoder.take_expert_load.
         self.load = torch.zeros(config.count, dtype=torch.int64, device=device)
 
     def __call__(self, x: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, H] -> [T, H]. `live` int32 [1]: the number of tokens before the padding, whose rows become zeros."""
+        """x [T, H] -> [T, H]. `live` int32 [1]: the number of tokens before the padding; other rows become zeros."""
         return self._ops.experts(x, self, live)
 
     def one_by_one(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, H] -> [T, H], one expert after another."""
+        """Computes x [T, H] -> [T, H], one expert after another."""
         weights, chosen = self.route(x)
-        each = self.config.per_token
-        got = chosen.view(-1).bincount(minlength=self.config.count)
-        self.load += got
-        order = chosen.view(-1).argsort(stable=True)  # [T·K] places in `chosen`, those of expert 0 first
+        per_token = self.config.per_token
+        counts = chosen.view(-1).bincount(minlength=self.config.count)
+        self.load += counts
+        order = chosen.view(-1).argsort(stable=True)  # [T·K] indices into the flat `chosen`, sorted by expert
         outputs = x.new_empty(len(order), x.shape[1])
-        for expert, places in enumerate(order.split(got.tolist())):
-            if len(places):
-                rows = x.index_select(0, places // each)
+        for expert, pairs in enumerate(order.split(counts.tolist())):
+            if len(pairs):
+                rows = x.index_select(0, pairs // per_token)
                 inner = self._ops.silu_mul(F.linear(rows, self.gate_up[expert]))
-                outputs.index_copy_(0, places, F.linear(inner, self.down[expert]))
-        return torch.bmm(weights[:, None], outputs.view(len(x), each, x.shape[1]))[:, 0]
+                outputs.index_copy_(0, pairs, F.linear(inner, self.down[expert]))
+        return torch.bmm(weights[:, None], outputs.view(len(x), per_token, x.shape[1]))[:, 0]
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [T, H] -> the weights of each token's experts [T, K], and the experts, int64 [T, K].
+        """Returns the weights [T, K] and the indices int64 [T, K] of the experts chosen for each token of x [T, H].
 
-        The weights are probabilities over all experts, in fp32 (float64 in a float64 model). If the model asks for it,
-        the weights of the chosen experts are scaled to sum to 1.
+        The weights are probabilities over all experts, computed in fp32 (float64 in a float64 model). With
+        config.normalised, the weights of the chosen experts are scaled to sum to 1.
         """
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         probabilities = F.linear(x, self.router).softmax(-1, dtype=wide)

@@ -1,7 +1,6 @@
-"""The exchanges between the ranks that share a model; here for one rank, which exchanges nothing.
+"""The exchanges between the ranks that share a model. The group in this file has one rank and exchanges nothing.
 
-The decoder calls these operations without knowing the number of ranks. engine/parallel/group.py has the group of
-several ranks.
+The decoder calls the same operations for any number of ranks. engine/parallel/group.py has the group of several ranks.
 """
 
 from __future__ import annotations
@@ -24,83 +23,86 @@ class Group:
     size = 1
 
     def own_device(self, device: torch.device) -> torch.device:
-        """The device of this rank; `device`: that of the engine."""
+        """Returns the device of this rank. `device`: the device of the engine."""
         return device
 
     def shard(self, config: ModelConfig) -> ModelConfig:
-        """The configuration of this rank's part of the model."""
+        """Returns the configuration of this rank's part of the model."""
         return config
 
     def shard_slots(self, slots: Iterable[Slot], config: ModelConfig) -> Iterable[Slot]:
-        """The slots of a decoder of `shard(config)`, each with the slice of the whole tensor that it takes."""
+        """Returns the slots of this rank, each with its slice of the tensor in the checkpoint.
+
+        `slots`: the slots of a decoder with the configuration shard(config).
+        """
         return slots
 
     def join(self, hidden: int, dtype: torch.dtype) -> str:
-        """Meet the other ranks, after this rank's weights are loaded. Returns a sentence for the user, or ""."""
+        """Connect to the other ranks, after this rank's weights are loaded. Returns a sentence for the user, or ""."""
         return ""
 
     def close(self) -> None:
         """Leave the group."""
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks of x, which may be overwritten."""
+        """Returns the sum of x over all ranks; may overwrite x."""
         return x
 
     def add_norm(
         self, ops: Ops, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """Add the sum over all ranks of x to residual [T, H] in place; return its norm. `ops`: the decoder's."""
+        """Add the sum of x over all ranks to residual [T, H] in place; return the norm of the residual."""
         return ops.add_rms_norm(self.sum(x), residual, weight, eps)
 
     def direct(self, rows: int) -> bool:
-        """True if add_norm over `rows` rows accepts x as fp32 [parts, T, H] too; its `ops` must also accept that."""
+        """Returns True if add_norm over `rows` rows may get x as fp32 [parts, T, H]. Its `ops` must accept that too."""
         return True
 
     def embed(self, token_ids: torch.Tensor, table: Matrix) -> torch.Tensor:
-        """token_ids [T] -> their rows [T, H] of the whole embedding; `table`: this rank's rows."""
+        """Returns the rows [T, H] of token_ids [T] in the whole embedding. `table`: this rank's rows."""
         return embed(token_ids, table)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
-        """This rank's slice [s, V / ranks] of the logits -> all of them [s, V], on every rank."""
+        """Returns all logits [s, V] on every rank. `logits`: this rank's slice [s, V / ranks]."""
         return logits
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """x of rank 0, written to x on every rank."""
+        """Copy x of rank 0 to x on every rank; return x."""
         return x
 
     def least(self, number: int) -> int:
-        """The smallest of the ranks' numbers; waits for the device."""
+        """Returns the smallest `number` of all ranks; waits for the device."""
         return number
 
     @property
     def piece(self) -> tuple[int, int]:
-        """(first id, end) of the piece of the vocabulary from which this rank draws; (0, 0): from all of it."""
+        """(first id, end) of the part of the vocabulary from which this rank draws; (0, 0): the whole vocabulary."""
         return 0, 0
 
     def elect(
         self, scores: torch.Tensor, outcome: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor,
         last_token: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Choose the best draw of all ranks' pieces, on all ranks: see engine.kernels.mailbox.elect."""
+        """Choose the best of the ranks' draws, the same on every rank: see engine.kernels.mailbox.elect."""
 
     def count_step(self, layers: int, rows: int) -> None:
-        """Count the time of the sums in a launched graph: those of `layers` layers, over `rows` rows."""
+        """Add the time of the sums in a launched graph of `layers` layers; each sum has `rows` rows."""
 
     def count_draw(self, rows: int, gathered: bool) -> None:
-        """Count the time of the collectives in a launched sampling graph. `gathered`: it does not draw by piece."""
+        """Add the time of the collectives in a launched sampling graph. `gathered`: it draws from gathered logits."""
 
-    def take(self) -> Spent | None:
-        """The time in collectives since the last call; None: there are none."""
+    def take_time(self) -> CollectiveTime | None:
+        """Returns the time in collectives since the last call; None: this group has no collectives."""
         return None
 
 
 ALONE = Group()
 
 
-class Spent:
-    """Milliseconds that a step spends in collectives, measured by the host or between events of a GPU.
+class CollectiveTime:
+    """The time that a step spends in collectives, measured by the host's clock or between events of a GPU.
 
-    For graphs it is the time that the same collectives took alone when the group was made (engine/parallel/timing.py).
+    For collectives in graphs, it is the time that they took alone at the start (engine/parallel/timing.py).
     """
 
     def __init__(self, ranks: int) -> None:
@@ -116,4 +118,5 @@ class Spent:
 
     @property
     def ms(self) -> float:
+        """The time in milliseconds."""
         return self._host_ms + sum(begin.elapsed_time(end) for begin, end in self._events)

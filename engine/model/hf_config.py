@@ -22,10 +22,10 @@ from engine.model.foreign_keys import neutral_values
 
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 65_536
-MOST_POSITIONS = 1 << 24  # the longest published context is 10 million; a table of all positions is built
-LARGEST_FACTOR = 1e6  # of rope stretching
-LEAST_TURNS, MOST_TURNS = 1e-6, 1e6  # of yarn's bands
-DEFAULT_WINDOW = 4096  # of all families with windows
+MOST_POSITIONS = 1 << 24  # limits the size of the RoPE table; the longest published context is 10 million
+LARGEST_FACTOR = 1e6  # of RoPE scaling
+LEAST_TURNS, MOST_TURNS = 1e-6, 1e6  # limits of the bands of yarn and llama3
+DEFAULT_WINDOW = 4096  # the same in all families with windows
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 ROPE_COMMON = {
@@ -41,7 +41,7 @@ ROPE_KEYS = {
 
 
 class ConfigReader:
-    """Reads the fields of a config.json. A field that changes the computation is used here or must be neutral."""
+    """Reads the fields of a config.json. Every field that changes the computation is either used or must be neutral."""
 
     def __init__(self, fields: Fields) -> None:
         self._fields = fields
@@ -52,12 +52,12 @@ class ConfigReader:
         return CheckpointError(f"{self._path} {fault}")
 
     def model_config(self) -> ModelConfig:
-        """The configuration; CheckpointError names the file and the field."""
+        """Returns the configuration. Raises CheckpointError, which names the file and the field."""
         fields = self._fields
         name = self._architecture()
         arch = ARCHITECTURES[name]
         if self._raw.get("quantization_config"):
-            raise self._error("has a quantization_config: quantised checkpoints are not supported; use the plain one")
+            raise self._error("has a quantization_config: quantised checkpoints are not supported; use the original")
         hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
         layers = fields.count("num_hidden_layers", most=MOST_LAYERS)
         kv_heads = self._kv_heads(arch, heads)
@@ -88,8 +88,8 @@ class ConfigReader:
         )
         if config.max_context > MOST_POSITIONS:
             raise self._error(
-                f"asks for {config.max_context:,} positions, its rope scaling included: at most "
-                f"{MOST_POSITIONS:,} are supported; correct max_position_embeddings, or the factor"
+                f"asks for {config.max_context:,} positions with rope scaling: at most {MOST_POSITIONS:,} are "
+                "supported; correct max_position_embeddings or the rope factor"
             )
         self._refuse_foreign(arch, config)
         return config
@@ -97,7 +97,7 @@ class ConfigReader:
     def _architecture(self) -> str:
         kind = self._raw.get("model_type")
         if kind is not None and not isinstance(kind, str):
-            raise self._fields.refuse("model_type", "the name of a family, as in 'qwen3'")
+            raise self._fields.refuse("model_type", "the name of a family, such as 'qwen3'")
         of_kind = MODEL_TYPES.get(kind or "")
         named = self._raw.get("architectures") or [of_kind]
         if not isinstance(named, list):
@@ -130,7 +130,10 @@ class ConfigReader:
         return value
 
     def _rope(self, head_dim: int) -> RopeConfig:
-        """`rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before); `type` is `rope_type`."""
+        """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (older versions).
+
+        `type` is an older name of `rope_type`.
+        """
         fields, raw = self._fields, self._rope_table()
         rope = Fields(self._path, raw, " in its rope parameters")
         named = [raw[key] for key in ("rope_type", "type") if raw.get(key) is not None]
@@ -157,7 +160,7 @@ class ConfigReader:
                 f"head_dim {head_dim}: the two numbers of positions must be equal, and head_dim above 2"
             )
         low = high = 1.0
-        if kind == "llama3":  # its bands have no defaults
+        if kind == "llama3":  # the bands of llama3 have no defaults
             low, high = (self._turns(rope, key) for key in ("low_freq_factor", "high_freq_factor"))
             if high <= low:
                 raise rope.refuse("high_freq_factor", f"above low_freq_factor, {low:g}")
@@ -179,7 +182,10 @@ class ConfigReader:
         )
 
     def _turns(self, rope: Fields, key: str, default: float | None = None) -> float:
-        """The limit of a band, in turns of a dimension within the original context. 0 means the default, if any."""
+        """Returns the limit of a band, in turns of a dimension within the original context.
+
+        If there is a default, 0 means the default.
+        """
         if default is not None and not rope.number(key, default, most=MOST_TURNS):
             return default
         return rope.number(key, default, LEAST_TURNS, most=MOST_TURNS)
@@ -239,13 +245,13 @@ class ConfigReader:
         )
 
     def _windows(self, arch: Architecture, layers: int) -> tuple[int, ...]:
-        """The window of each layer; () if there are none."""
+        """Returns the window of each layer; () if no layer has a window."""
         fields = self._fields
         if arch.window == "none":
             return ()
         used = arch.window == "always" or fields.flag("use_sliding_window")
-        absent = "sliding_window" in self._raw and self._raw["sliding_window"] is None
-        window = 0 if absent else fields.count("sliding_window", DEFAULT_WINDOW, least=int(used))
+        is_null = "sliding_window" in self._raw and self._raw["sliding_window"] is None
+        window = 0 if is_null else fields.count("sliding_window", DEFAULT_WINDOW, least=int(used))
         window = window if used else 0
         first = fields.count("max_window_layers", 28, least=0) if arch.window == "layers" else 0
         kinds = self._raw.get("layer_types")
@@ -258,7 +264,7 @@ class ConfigReader:
         if SLIDING in kinds and not window:
             raise self._error(
                 f"has {SLIDING} in layer_types, but no sliding_window in use: set sliding_window"
-                + ("" if arch.window == "always" else ", and use_sliding_window to true")
+                + ("" if arch.window == "always" else ", and set use_sliding_window to true")
             )
         if arch.window == "used" and window and FULL in kinds:
             raise self._error(
@@ -269,10 +275,11 @@ class ConfigReader:
 
     def _refuse_foreign(self, arch: Architecture, config: ModelConfig) -> None:
         """Refuse settings of other families that this architecture does not support."""
+        # For architectures that always have biases, loading checks the tensors, not attention_bias.
         supported = {
             "layer_types": arch.window != "none",
             "use_sliding_window": arch.window in ("layers", "used"),
-            "attention_bias": arch.qkv_bias is not False,  # if it is fixed, the tensors are checked
+            "attention_bias": arch.qkv_bias is not False,
             "mlp_bias": arch.mlp_bias,
             "use_qk_norm": arch.qk_norm,
             "qk_norm": arch.qk_norm,
@@ -301,6 +308,6 @@ class ConfigReader:
 
 
 def read_model_config(directory: str | Path) -> ModelConfig:
-    """The model that a checkpoint's config.json describes; CheckpointError if it is not supported."""
+    """Returns the configuration in a checkpoint's config.json. Raises CheckpointError if it is not supported."""
     path = Path(directory) / "config.json"
     return ConfigReader(Fields(path, read_json(path))).model_config()

@@ -1,11 +1,12 @@
-"""The model's matrices, as tensors or as 8-bit numbers with a scale per row, and their product with activations.
+"""The model's matrices, as tensors or as 8-bit numbers with a scale per row, and their products with activations.
 
-Decoding reads every weight for each token, so on a CPU memory limits its speed: an int8 matrix has a quarter of the
-bytes of a float32 one. The product uses integers too, for which processors have special instructions (VNNI): each row
-of activations is rounded to 8 bits (W8A8, dynamic, symmetric). Scales per row on both sides are the scheme of Dettmers
-et al., LLM.int8(), 2022, without its path for outliers.
+Decoding reads every weight for each token, so memory bandwidth limits its speed on a CPU. An int8 matrix has a quarter
+of the bytes of a float32 matrix. Processors have special instructions (VNNI) for products of 8-bit integers, so each
+row of activations is rounded to 8 bits too (W8A8, dynamic, symmetric). The scales per row on both sides are from
+LLM.int8() (Dettmers et al. 2022), without its separate path for outliers.
 
-A matrix of 6,144 x 1,024 takes 0.30 ms for one row of activations, in float32 1.6 ms (engine/kernels/MEASURED.md).
+For one row of activations, a matrix of 6,144 x 1,024 takes 0.30 ms in int8 and 1.6 ms in float32
+(engine/kernels/MEASURED.md).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ INT8_MAX = 127  # the range is symmetric: −128 is not used
 class ByteWeight:
     """A matrix [N, K]: 8-bit numbers [N, K] and a float32 scale per row [N].
 
-    It has the methods of a tensor that loading weights needs.
+    It has those methods of a tensor that are needed to load weights.
     """
 
     __slots__ = ("scale", "values")
@@ -33,21 +34,21 @@ class ByteWeight:
 
     @classmethod
     def empty(cls, rows: int, columns: int, device: torch.device) -> Self:
-        """Uninitialised."""
+        """Returns an uninitialised matrix."""
         values = torch.empty(rows, columns, dtype=cls.dtype, device=device)
         return cls(values, torch.empty(rows, dtype=torch.float32, device=device))
 
     @staticmethod
     def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [n, K] of any floating type -> values [n, K] and scale [n]; values · scale is nearest to x."""
+        """Returns values [n, K] and scale [n] for x [n, K], any float type; values · scale is nearest to x."""
         raise NotImplementedError
 
     def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, K] -> x · weightᵀ [T, N], in `out` if given."""
+        """Returns x · weightᵀ [T, N] for x [T, K], in `out` if given."""
         raise NotImplementedError
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows ids [T] as activations [T, K]."""
+        """Returns the rows `ids` [T] as activations [T, K]."""
         raise NotImplementedError
 
     @property
@@ -63,12 +64,12 @@ class ByteWeight:
         return self.values.nbytes + self.scale.nbytes
 
     def split(self, sizes: list[int]) -> list[Self]:
-        """Views of `sizes` rows each."""
+        """Returns consecutive views; view i has sizes[i] rows."""
         parts = zip(self.values.split(sizes), self.scale.split(sizes), strict=True)
         return [type(self)(values, scale) for values, scale in parts]
 
     def chunk(self, n: int) -> list[Self]:
-        """n views with the same number of rows."""
+        """Returns n views with the same number of rows."""
         return self.split([len(self.values) // n] * n)
 
     def copy_(self, weight: torch.Tensor) -> None:
@@ -77,7 +78,7 @@ class ByteWeight:
         self.values.copy_(values)
 
     def normal_(self, mean: float, std: float, generator: torch.Generator | None = None) -> None:
-        """Fill with the normal numbers that a float32 tensor would draw, rounded."""
+        """Fill with normal numbers: those that a float32 tensor would draw, rounded."""
         self.copy_(torch.empty(self.shape, device=self.device).normal_(mean, std, generator=generator))
 
 
@@ -123,13 +124,13 @@ class Fp8Weight(ByteWeight):
         return fp8_linear(x, self, out)
 
 
-Matrix = Any  # torch.Tensor or ByteWeight; not their union, because GPU kernels take tensors only
+Matrix = Any  # torch.Tensor or ByteWeight. Not a union, because GPU kernels accept tensors only
 
 
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [n, K] of any floating type -> int8 [n, K] and scale float32 [n]; values · scale is nearest to x.
+    """Returns values int8 [n, K] and scale float32 [n] for x [n, K], any float type; values · scale is nearest to x.
 
-    The scale of a row with NaN or infinity is not finite either, so neither are the results.
+    If a row has NaN or infinity, its scale is not finite, and neither are the products.
     """
     scale = torch.linalg.vector_norm(x, torch.inf, 1, dtype=torch.float32) / INT8_MAX
     inverse = 1 / scale.clamp_min(torch.finfo(torch.float32).tiny)
@@ -137,7 +138,7 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, K], weight [N, K], bias [N] -> [T, N]."""
+    """Returns x · weightᵀ + bias [T, N] for x [T, K], weight [N, K], bias [N]."""
     if isinstance(weight, ByteWeight):
         product = weight.product(x)
         return product if bias is None else product + bias
@@ -145,5 +146,5 @@ def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) ->
 
 
 def embed(ids: torch.Tensor, weight: Matrix) -> torch.Tensor:
-    """Rows ids int64 [T] of weight [V, H] -> [T, H]."""
+    """Returns the rows `ids` int64 [T] of weight [V, H] as [T, H]."""
     return weight.rows(ids) if isinstance(weight, ByteWeight) else F.embedding(ids, weight)

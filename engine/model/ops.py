@@ -1,7 +1,7 @@
-"""The decoder's small operations in plain torch: the specification of the fused kernels, and the operations of CPUs.
+"""The decoder's small operations in plain torch. They specify the fused kernels, and CPUs use them directly.
 
-The decoder calls `ops.<name>` for everything except matrix products and attention. So a module with the same six
-functions can replace all of them (Decoder's argument `ops`).
+The decoder calls `ops.<name>` for everything except matrix products and attention. So another module with the same six
+functions can replace this one (Decoder's argument `ops`).
 
 Shapes: T tokens, hidden size H, Hq query heads, Hkv key/value heads, head dimension D, intermediate size I.
 Activations have the model's dtype: float64, float32, bfloat16 or float16. In a float64 model, "fp32" below is float64.
@@ -19,11 +19,12 @@ from engine.model.experts import Experts
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., H], weight [H] -> [..., H]: normalised in fp32, cast back to x.dtype, then multiplied by the weight.
+    """Returns the RMSNorm of x [..., H] with weight [H].
 
-    The cast comes before the multiplication, as in transformers; in bfloat16 the order changes the result.
+    x is normalised in fp32, cast back to x.dtype, then multiplied by the weight. This order is the same as in
+    transformers; in bfloat16 another order would change the result.
     """
-    if x.dtype in (torch.float32, torch.float64):  # without a cast, torch does it in one call
+    if x.dtype in (torch.float32, torch.float64):  # no cast is needed, so one call of torch does it all
         return F.rms_norm(x, weight.shape, weight, eps)
     return weight * F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype)
 
@@ -35,10 +36,11 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 
 
 def rope_rows(table: torch.Tensor, positions: torch.Tensor) -> Any:
-    """The positions in the form that `qk_norm_rope_store` needs; made once per step, used by every layer.
+    """Returns the argument `rope` of `qk_norm_rope_store`, made once per step for all layers.
 
     table [max_positions, D] fp32: row p is cos(p·f_0 … p·f_(D/2−1)) followed by the sines; positions int64 [T].
-    Here: (cos, sin) [T, 1, 2, D/2], with the sine of the first half negated, so rotation is x·cos + swapped(x)·sin.
+    This function returns (cos, sin), each [T, 1, 2, D/2]. The sine of the first half is negated, so the rotation is
+    x·cos + swapped(x)·sin.
     """
     cos, sin = table[positions].view(len(positions), 1, 2, -1).unbind(2)
     return torch.stack((cos, cos), 2), torch.stack((-sin, sin), 2)
@@ -60,10 +62,10 @@ def qk_norm_rope_store(
     qk_weight      [Hq + Hkv, D] RMSNorm weight of each query and key head (before rotation); None: no norm
     rope           what rope_rows returned for this step's positions
     k_cache        [num_blocks, block_size, Hkv, D], contiguous, the model's dtype or FP8; v_cache the same
-    kv_scales      fp32 [2, Hkv] of an 8-bit cache (engine/attention/kv_fp8.py); None: the model's dtype
-    slot_mapping   int64 [T]: token t goes to cache.view(-1, Hkv, D)[slot]. Several tokens may name slot 0 (padding)
+    kv_scales      fp32 [2, Hkv], for an 8-bit cache (engine/attention/kv_fp8.py); None: it has the model's dtype
+    slot_mapping   int64 [T]: token t is written to cache.view(-1, Hkv, D)[slot_mapping[t]]; padding has slot 0
 
-    Rotation is half-split: pairs (x_i, x_(i + D/2)), computed in fp32 and rounded once.
+    The rotation turns the pairs (x_i, x_(i + D/2)) ("half-split"). It is computed in fp32 and rounded once.
     """
     tokens, (kv_heads, dim) = len(qkv), k_cache.shape[2:]
     heads = qkv.view(tokens, -1, dim)
@@ -84,13 +86,13 @@ def qk_norm_rope_store(
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [T, 2·I], gate before up; may be overwritten -> silu(gate) · up [T, I]."""
+    """Returns silu(gate) · up [T, I] for gate_up [T, 2·I], gates before ups; may overwrite gate_up."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate).mul_(up)
 
 
 def experts(x: torch.Tensor, mixture: Experts, live: torch.Tensor | None) -> torch.Tensor:
-    """x [T, H] -> [T, H], as in Experts; counts the tokens of each expert in mixture.load."""
+    """Computes the experts of `mixture`: x [T, H] -> [T, H]. Counts the tokens of each expert in mixture.load."""
     if live is None:
         return mixture.one_by_one(x)
     tokens = min(len(x), int(live))

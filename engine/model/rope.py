@@ -10,9 +10,9 @@ from engine.model.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> torch.Tensor:
-    """The dim/2 angles per position, fp32: θ^(-2i/dim), changed for stretched positions.
+    """Returns the dim/2 angles per position, fp32: θ^(-2i/dim), changed for stretched positions.
 
-    All arithmetic is in float32, so the angles are those of transformers to the bit.
+    All arithmetic is in float32, so every bit of the angles is the same as in transformers.
     """
     plain = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
     if rope.kind == "linear":
@@ -25,7 +25,7 @@ def inverse_frequencies(rope: RopeConfig, dim: int) -> torch.Tensor:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """The factor of cos and sin (YaRN's temperature); 1 for all other kinds."""
+    """Returns the factor for cos and sin: YaRN's temperature; 1 for all other kinds."""
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -40,9 +40,10 @@ def attention_factor(rope: RopeConfig) -> float:
 
 
 def rope_table(rope: RopeConfig, dim: int, length: int, max_position: int) -> torch.Tensor:
-    """[length, dim] fp32: row p is cos(p·f_i) for i < dim/2, then sin(p·f_i); times the attention factor.
+    """Returns the table [length, dim] fp32 of cos and sin.
 
-    `max_position`: the config's max_position_embeddings; "dynamic" stretches later positions.
+    Row p is cos(p·f_i) for i < dim/2, then sin(p·f_i), all times the attention factor. `max_position`: the config's
+    max_position_embeddings; rope kind "dynamic" stretches the positions after it.
     """
     positions = torch.arange(length, dtype=torch.float32)[:, None]
     frequencies = inverse_frequencies(rope, dim)[None, :]
@@ -53,10 +54,10 @@ def rope_table(rope: RopeConfig, dim: int, length: int, max_position: int) -> to
 
 
 def _dynamic(rope: RopeConfig, dim: int, positions: torch.Tensor, max_position: int) -> torch.Tensor:
-    """[length, dim/2]: NTK-aware frequencies, at each position for a sequence that ends there.
+    """Returns NTK-aware frequencies [length, dim/2]; row p has the frequencies for a sequence that ends at position p.
 
-    Each position keeps its base, so a key depends only on its position and can be cached and shared. transformers does
-    the same when it generates token by token; for a long prompt it uses the base of the whole prompt.
+    The base of a position never changes, so a key depends only on its position and can be cached and shared.
+    transformers does the same when it generates token by token; for a long prompt it uses the base of the whole prompt.
     """
     lengths = (positions + 1).clamp_min(max_position).double()
     bases = rope.theta * (rope.factor * lengths / max_position - (rope.factor - 1)) ** (dim / (dim - 2))
@@ -65,7 +66,7 @@ def _dynamic(rope: RopeConfig, dim: int, positions: torch.Tensor, max_position: 
 
 
 def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
-    """Stretches long wavelengths by the factor, keeps short ones, and interpolates between them."""
+    """Stretches long wavelengths by the factor, keeps short wavelengths, and interpolates between them."""
     original, low, high = rope.original_max_position, rope.low_freq_factor, rope.high_freq_factor
     wavelength = 2 * math.pi / plain
     stretched = torch.where(wavelength > original / low, plain / rope.factor, plain)
@@ -76,9 +77,10 @@ def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, dim: int) -> torch.Tensor:
-    """YaRN (Peng et al. 2023): keeps dimensions that turn often in the original context and stretches slow ones.
+    """Returns the frequencies of YaRN (Peng et al. 2023).
 
-    A ramp connects the two groups.
+    Dimensions that turn often in the original context are kept, and slow dimensions are stretched. A ramp connects the
+    two groups.
     """
 
     def dimension_that_turns(times: float) -> float:
@@ -89,7 +91,7 @@ def _yarn(rope: RopeConfig, dim: int) -> torch.Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
-        high += 0.001  # a ramp of no width would divide by zero
+        high += 0.001  # a ramp of width 0 would divide by zero
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     frequencies = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     keep = 1 - ramp

@@ -1,7 +1,7 @@
-"""Loads weights: safetensors, tensor by tensor into the model's fused parameters, or random weights.
+"""Fills the model's fused parameters, tensor by tensor from safetensors files, or with random weights.
 
-The names, shapes and types of all tensors are checked before the first byte is copied. Only one file is mapped and one
-tensor held at a time, so the host needs little memory besides the parameters.
+The names, shapes and types of all tensors are checked before the first byte is copied. Only one file is mapped and only
+one tensor is held at a time, so the host needs little memory besides the parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FLOAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A part of a tensor: equal pieces along `dim`, which has `whole` rows; the pieces begin at `starts`."""
+    """A part of a tensor: equal pieces along `dim` that begin at `starts`. `whole`: the tensor's size in `dim`."""
 
     dim: int
     starts: tuple[int, ...]
@@ -39,8 +39,8 @@ class Slot:
     name: str
     view: Matrix
     repeated: bool = False  # the checkpoint has one row, and every row of the view is a copy of it
-    parts: tuple[Slot, ...] = ()  # tensors that the checkpoint may have instead; together they fill the view
-    cut: Cut | None = None  # the part of the tensor for the view (engine/parallel/shards.py); None: all
+    parts: tuple[Slot, ...] = ()  # the checkpoint may have these tensors instead of `name`
+    cut: Cut | None = None  # the part of the tensor that fills the view (shards.py); None: all of it
 
     @property
     def shape(self) -> list[int]:
@@ -51,7 +51,7 @@ class Slot:
         return shape
 
     def take(self, tensor: Any) -> torch.Tensor:
-        """The part of the tensor for the view. From a safetensors slice object, only that part is read."""
+        """Returns the part of the tensor that fills the view. Only this part of a safetensors slice object is read."""
         if self.cut is None:
             return tensor[:]
         dim, extent = self.cut.dim, self.view.shape[self.cut.dim] // len(self.cut.starts)
@@ -60,14 +60,14 @@ class Slot:
 
     @property
     def scalars(self) -> int:
-        """The number of values in that part."""
+        """The number of values that are read for the view."""
         return (self.view.shape[1:] if self.repeated else self.view.shape).numel()
 
 
 def load_weights(slots: Iterable[Slot], directory: Path, tied: bool, on_progress: Progress | None = None) -> None:
     """Fill the slots from the safetensors files in `directory`; CheckpointError if they do not fit.
 
-    `tied`: the embedding is the output matrix too. If the checkpoint has an output matrix, it must equal the embedding.
+    `tied`: the embedding is also the output matrix. An output matrix in the checkpoint must equal the embedding.
     """
     files = checkpoint_files(directory)
     wanted = _wanted(slots, files)
@@ -89,7 +89,7 @@ def load_weights(slots: Iterable[Slot], directory: Path, tied: bool, on_progress
 
 
 def dummy_weights(slots: Iterable[Slot], seed: int) -> None:
-    """Fill the slots with random weights, for measurements: normal with standard deviation 0.02, and norms of 1.
+    """Fill the slots, for measurements: norms with 1, all others with normal numbers of standard deviation 0.02.
 
     With zeros a GPU would need less power and run faster than with a real model.
     """
@@ -106,7 +106,7 @@ def dummy_weights(slots: Iterable[Slot], seed: int) -> None:
 
 
 def _wanted(slots: Iterable[Slot], files: list[Path]) -> dict[str, Slot]:
-    """The slots by name. A slot whose tensor the files lack is replaced by its parts, if it has any."""
+    """Returns the slots by name. If the files lack the tensor of a slot, the slot's parts replace it."""
     held: set[str] = set()
     for path in files:
         with _opened(path) as file:
@@ -167,7 +167,7 @@ def _check_tied(embedding: Slot, files: list[Path]) -> None:
 
 
 def _equal(tensor: torch.Tensor, parameter: Matrix) -> bool:
-    """True if loading the tensor would not change the parameter."""
+    """Returns True if loading the tensor would not change the parameter."""
     if isinstance(parameter, ByteWeight):
         values = parameter.rounded(tensor.to(parameter.device))[0]
         return torch.equal(values.view(torch.uint8), parameter.values.view(torch.uint8))
@@ -182,7 +182,7 @@ def _opened(path: Path) -> Any:
 
 
 def _read(slot: Slot, file: Any, path: Path) -> torch.Tensor:
-    """The part of the tensor for the slot's view."""
+    """Returns the part of the tensor that fills the slot's view."""
     try:
         return file.get_tensor(slot.name) if slot.cut is None else slot.take(file.get_slice(slot.name))
     except (SafetensorError, OSError, RuntimeError) as error:
@@ -190,5 +190,5 @@ def _read(slot: Slot, file: Any, path: Path) -> torch.Tensor:
 
 
 def _is_derived(name: str) -> bool:
-    """True for the rotary frequencies in older Llama checkpoints, which the configuration determines."""
+    """Returns True for the rotary frequencies in older Llama checkpoints, which follow from the configuration."""
     return name.endswith(".rotary_emb.inv_freq")

@@ -2,15 +2,15 @@
 
     group.py      the ranks, their collectives and the time spent in them
     shards.py     the part of a model that each rank holds: its configuration, its slice of every tensor
-    mailbox.py    memory of one GPU that the others write, for small sums (engine/kernels/mailbox.py)
-    timing.py     the time that the collectives of a captured step take
+    mailbox.py    memory of one GPU that the other GPUs write, for small sums (engine/kernels/mailbox.py)
+    timing.py     measures how long the collectives of a captured step take
     processes.py  the processes of the other ranks, as rank 0 sees them
 
 The runners are in engine/worker/rank_runner.py, and the process of the other ranks is engine/process/rank.py.
-Rank 0 is the process that owns the engine. Its scheduler is the only one: every rank gets its plans unchanged.
+Rank 0 is the process that owns the engine. Only rank 0 has a scheduler; all ranks run the same plans.
 
 Milliseconds of a decode step on H200s joined by NVLink, Qwen3-8B, contexts of 128 to 288 tokens. In brackets: the time
-of its collectives alone. The limit: a rank's weights divided by the bandwidth of its memory.
+of the step's collectives alone. Limit: the bytes of a rank's weights divided by its memory bandwidth.
 
     ranks   1 stream       64 streams     256 streams    limit
     1       4.10           5.24           9.74           3.82
@@ -18,6 +18,7 @@ of its collectives alone. The limit: a rank's weights divided by the bandwidth o
     4       1.79 (0.32)    3.55 (1.04)    5.33 (1.95)    0.96
     4       2.39 (0.70)    3.63 (1.12)    5.60 (2.19)    0.96     with NCCL alone
 
-With 4 ranks and one stream, the kernels without collectives take 1.61 ms: the shards are so narrow that launches, and
-the latency of the first bytes, take two fifths of it. With many streams the sums dominate.
+With 4 ranks and one stream, the kernels without collectives take 1.61 ms. The shards are so narrow that launches and
+the latency of the first bytes take two fifths of this time. With 4 ranks and many streams, the collectives take about a
+third of a step.
 """

@@ -1,11 +1,12 @@
 """The ranks that share one model, and their collectives within a step.
 
 `Ranks` uses torch.distributed: NCCL between GPUs, gloo between CPUs. GPUs that can write each other's memory use our
-own kernels for the small sums of a decode step (engine/kernels/mailbox.py), up to the size at which NCCL measured
-faster. All of it can be captured in CUDA graphs.
+own kernels for the small sums of a decode step (engine/kernels/mailbox.py), up to the size from which NCCL was faster
+in a measurement. CUDA graphs can contain all these collectives.
 
-Ranks wait for each other in collectives, so the time that `take` returns includes the waiting. Inside a replayed graph
-it cannot be measured: there it is the time that the same collectives took alone (engine/parallel/timing.py).
+Ranks wait for each other in collectives, so the time that `take_time` returns includes the waiting. Inside a replayed
+graph this time cannot be measured. There, `take_time` counts the time that the same collectives took alone
+(engine/parallel/timing.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from engine.errors import EngineError
 from engine.model.config import ModelConfig
 from engine.model.experts import Ops
-from engine.model.group import Group, Spent
+from engine.model.group import CollectiveTime, Group
 from engine.model.weights import Slot
 from engine.parallel import mailbox
 from engine.parallel.mailbox import Mailbox
@@ -34,33 +35,34 @@ TIMEOUT_S = 60.0  # for a rank that runs but does not answer; processes.py detec
 
 
 def joined(parts: Sequence[torch.Tensor], vocab_size: int) -> torch.Tensor:
-    """The ranks' slices [s, ceil(V / ranks)] -> [s, V], without the padding of the last slice."""
+    """Returns [s, V], joined from the ranks' slices [s, ceil(V / ranks)] without the padding of the last slices."""
     width = parts[0].shape[1]
     return torch.cat([part[:, : max(0, vocab_size - i * width)] for i, part in enumerate(parts)], 1)
 
 
 def own_rows(token_ids: torch.Tensor, table: torch.Tensor, rank: int) -> torch.Tensor:
-    """The rows [T, H] of the tokens in this rank's slice of the table, zeros for other tokens."""
+    """Returns [T, H]: rows of the table for tokens in this rank's slice of the vocabulary, zeros for other tokens."""
     local = token_ids - rank * len(table)
     elsewhere = (local < 0) | (local >= len(table))
     return F.embedding(local.masked_fill_(elsewhere, 0), table).masked_fill_(elsewhere[:, None], 0)
 
 
 class Ranks(Group):
-    """`size` processes, of which this is number `rank`. Call `join` before the first collective, and `close` last.
+    """A group of `size` processes; this process has number `rank`.
 
-    Every rank must call the same collectives with the same shapes in the same order. When a rank has ended, they raise
-    on the others (gloo) or time out (NCCL), and the group cannot be used any more.
+    Call `join` before the first collective, and `close` last. Every rank must call the same collectives with the same
+    shapes in the same order. After a rank has ended, collectives of the other ranks raise (gloo) or time out (NCCL),
+    and the group can no longer be used.
     """
 
     def __init__(self, rank: int, size: int, vocab_size: int, device: torch.device, meet: Callable[[], Any]) -> None:
-        """`meet`: returns the torch.distributed store where the ranks gather, when they have loaded their weights."""
+        """`meet`: called after this rank has loaded its weights; returns the ranks' torch.distributed store."""
         self._meet = meet
         self.rank = rank
         self.size = size
         self.vocab_size = vocab_size
         self.device = device
-        self._spent = Spent(size)
+        self._spent = CollectiveTime(size)
         self._connected = False
         self.box: Mailbox | None = None
         self._direct_rows = 0  # sums of up to this many rows use the mailbox
@@ -84,20 +86,20 @@ class Ranks(Group):
         return self.open_mailbox(hidden, dtype)
 
     def connect(self, store: Any) -> None:
-        """Meet the other ranks at a torch.distributed store."""
+        """Connect to the other ranks through a torch.distributed store."""
         import torch.distributed as dist
 
         self._store = store
         if dist.is_initialized():
             raise EngineError(
-                "torch.distributed is in use in this process already: a process can have only one engine with "
-                "tensor_parallel_size above 1; close the other"
+                "torch.distributed is already in use in this process: a process can have only one engine with "
+                "tensor_parallel_size above 1; close the other engine"
             )
         if self.backend == "nccl":
             torch.cuda.set_device(self.device)
             os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast is not available everywhere
-            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # else every capture exchanges handles of its buffers
-        else:  # all ranks are on this machine, whose name may not resolve
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # otherwise captures exchange buffer handles
+        else:  # all ranks are on this machine; gloo may fail to resolve its name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=TIMEOUT_S),
@@ -106,10 +108,13 @@ class Ranks(Group):
         self._connected = True
 
     def open_mailbox(self, hidden: int, dtype: torch.dtype) -> str:
-        """Between GPUs: measure how to sum [T, hidden] fastest. Returns a sentence about it; "" on a CPU."""
+        """On GPUs: connect the mailbox and measure how to sum [T, hidden] fastest.
+
+        Returns a sentence about the result; "" on a CPU.
+        """
         if self.device.type != "cuda":
             return ""
-        why_not = f"they carry half precision, and this is {str(dtype).removeprefix('torch.')}"
+        why_not = f"they need half precision, and the dtype is {str(dtype).removeprefix('torch.')}"
         if dtype.itemsize == 2:
             try:
                 import engine.kernels.mailbox  # noqa: F401
@@ -117,7 +122,7 @@ class Ranks(Group):
                 self.box = mailbox.connect(self._store, self.rank, self.size, hidden, self.device)
             except (ImportError, AttributeError, TypeError, RuntimeError) as error:
                 why_not = str(error).partition("\n")[0] or type(error).__name__
-        if not self.least(int(self.box is not None)):  # all or none
+        if not self.least(int(self.box is not None)):  # all ranks must use the same path
             self.box = None
         self.timings = measure(self, hidden, dtype)
         self._direct_rows = self.timings.direct_rows
@@ -151,9 +156,9 @@ class Ranks(Group):
             self._spent.add(self.timings.draw_us(rows, gathered or self.piece == (0, 0)) / 1e3)
 
     def abort(self) -> None:
-        """End all waiting for other ranks on this device, because one of them is gone. From any thread."""
+        """End all waits for other ranks on this device, because a rank has ended. Any thread may call this."""
         if self.box is not None:
-            with torch.inference_mode():  # the tensor was made in it
+            with torch.inference_mode():  # the tensor was made in inference mode
                 self.box.abort.fill_(1)
         if self._connected and self.backend == "nccl":
             from torch.distributed.distributed_c10d import _abort_process_group
@@ -162,20 +167,20 @@ class Ranks(Group):
             _abort_process_group()
 
     def close(self) -> None:
-        """Leave the group. Graphs with its collectives must be freed before: NCCL would wait for that."""
+        """Leave the group. Free all graphs with its collectives before: NCCL waits until they are freed."""
         if not self._connected:
             return
         import torch.distributed as dist
 
         if self.backend == "nccl":
-            self.abort()  # destroying the group would wait for the others
+            self.abort()  # destroying the group would wait for the other ranks
         else:
             self._connected = False
             dist.destroy_process_group()
         self.box = None
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        if not x.numel():  # a step without draws
+        if not x.numel():  # a step that draws no token
             return x
         begin = self._begin()
         if self.box is not None and self.direct(len(x)) and self.box.holds(x):
@@ -202,7 +207,7 @@ class Ranks(Group):
         return x
 
     def embed(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """Exact: each row is one rank's row plus zeros from the others."""
+        """Returns exact rows: each is the sum of one rank's row and zeros from the other ranks."""
         if self.box is None or not self.direct(len(token_ids)) or table.dtype.itemsize != 2:
             return self.sum(own_rows(token_ids, table, self.rank))
         from engine.kernels.mailbox import embed_ranks
@@ -219,8 +224,9 @@ class Ranks(Group):
             return logits.new_empty(0, self.vocab_size)
         gathered = logits.new_empty(self.size, *logits.shape)
         begin = self._begin()
-        into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its newer name first
-        into(gathered.view(-1, logits.shape[1]), logits.contiguous())
+        # all_gather_single is the newer name of the same function.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(gathered.view(-1, logits.shape[1]), logits.contiguous())
         self._end(begin)
         return joined(list(gathered), self.vocab_size)
 
@@ -241,8 +247,8 @@ class Ranks(Group):
         dist.all_reduce(numbers, dist.ReduceOp.MIN)
         return int(numbers.item())
 
-    def take(self) -> Spent | None:
-        spent, self._spent = self._spent, Spent(self.size)
+    def take_time(self) -> CollectiveTime | None:
+        spent, self._spent = self._spent, CollectiveTime(self.size)
         return spent
 
     def _begin(self) -> Any:
@@ -255,7 +261,7 @@ class Ranks(Group):
             self._spent.between(begin, self._event())
 
     def _event(self) -> Any:
-        """A mark in the stream; None while a graph is captured, because its time comes at the replay."""
+        """Returns an event recorded in the stream; None while a graph is captured, because nothing runs then."""
         if torch.cuda.is_current_stream_capturing():
             return None
         event = torch.cuda.Event(enable_timing=True)

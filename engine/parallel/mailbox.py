@@ -1,7 +1,8 @@
-"""Memory of one rank that the others can write: the kernels of engine/kernels/mailbox.py exchange words through it.
+"""Memory of one rank that the other ranks can write, for the kernels of engine/kernels/mailbox.py.
 
-It is torch's symmetric memory: every rank allocates the same number of bytes, and maps the others' memory into its own
-address space, over NVLink or PCIe. Multicast, which lets a switch sum, is not used: it is not available everywhere.
+It is torch's symmetric memory: every rank allocates the same number of bytes, and maps the memory of the other ranks
+into its own address space, over NVLink or PCIe. Multicast (sums in the NVLink switch) is not available everywhere and
+not used.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from typing import Any
 
 import torch
 
-LANES = 256  # rows summed at once, at most
-SMALLEST_WORDS = 512
+LANES = 256  # the most rows that are summed at once
+SMALLEST_WORDS = 512  # words of each rank in a lane; engine.kernels.mailbox.elect needs so many
 
 
 @dataclass(slots=True)
 class Mailbox:
-    """See engine.kernels.mailbox.Box. `memory` keeps the memory at the addresses alive."""
+    """One rank's mailbox; engine.kernels.mailbox.Box describes the fields. `memory` keeps its memory allocated."""
 
     rank: int
     size: int
@@ -31,18 +32,18 @@ class Mailbox:
     memory: Any
 
     def holds(self, x: torch.Tensor) -> bool:
-        """The mailbox is large enough to sum x [rows, hidden]."""
+        """Returns True if the mailbox can sum x [rows, hidden]."""
         rows, hidden = x.shape
         return x.dtype.itemsize == 2 and rows <= self.lanes and hidden % 2 == 0 and hidden // 2 <= self.words
 
 
 def cells(lanes: int, size: int, words: int) -> int:
-    """The number of 64-bit words in a mailbox."""
+    """Returns the number of 64-bit words in a mailbox."""
     return 2 * lanes * size * words
 
 
 def connect(store: Any, rank: int, size: int, hidden: int, device: torch.device, lanes: int = LANES) -> Mailbox:
-    """This rank's mailbox. Every rank of the default group calls it, with a store that only they use.
+    """Returns this rank's mailbox. Every rank of the default group must call this, with a store that only they use.
 
     Raises ImportError, AttributeError, TypeError or RuntimeError if symmetric memory does not work here. No rank may
     use its mailbox before all ranks have returned.
@@ -53,7 +54,7 @@ def connect(store: Any, rank: int, size: int, hidden: int, device: torch.device,
 
     if rank == 0:
         store.set("mailboxes", secrets.token_hex(8))
-    # A new name each time: torch keeps groups by name until the process ends.
+    # The name is new each time, because torch remembers group names until the process ends.
     name: Any = f"mailboxes {store.get('mailboxes').decode()}"
     _register_process_group(name, dist.distributed_c10d._get_default_group())
     _SymmetricMemory.set_group_info(name, rank, size, store)
@@ -63,8 +64,8 @@ def connect(store: Any, rank: int, size: int, hidden: int, device: torch.device,
     handle = _SymmetricMemory.rendezvous(memory, name)
     addresses = [handle.get_buffer(peer, (count,), torch.int64).data_ptr() for peer in range(size)]
     if addresses[rank] != memory.data_ptr():
-        raise RuntimeError("symmetric memory has another address than torch reports")
-    memory.zero_()  # no call has the number 0
+        raise RuntimeError("torch reports a wrong address for the symmetric memory")
+    memory.zero_()  # calls are numbered from 1, so 0 is a word of no call
     torch.cuda.synchronize(device)
     return Mailbox(
         rank, size, lanes, words, torch.tensor(addresses, dtype=torch.int64, device=device),

@@ -1,8 +1,8 @@
-"""The processes of the other ranks, as rank 0 sees them: it starts them, sends them plans, and detects their end.
+"""Rank 0 starts the processes of the other ranks, sends them plans, and detects their end.
 
 Each rank gets its plans over a socket and not in a collective. An idle rank blocks on its socket, at no cost and
-without a timeout, and a closed socket tells each side at once that the other has ended. So a rank exits when rank 0
-does, for any reason, and rank 0 knows of a dead rank within moments.
+without a timeout. When a process ends, its socket closes, and the other side notices at once. So a rank exits whenever
+rank 0 ends, and rank 0 detects a dead rank within moments.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from engine.errors import DeviceLost, EngineError
 from engine.model.config import ModelConfig
 
 CLOSE_S = 3.0  # a rank that takes longer to end is killed
-CAUSE_S = 2.0  # after a failed collective, the wait for a rank's failure that explains it
-DEATH_S = 0.3  # after a rank reports an error, the wait for the death of another rank that explains it
+CAUSE_S = 2.0  # after a failed collective: how long to wait for the rank's failure that explains it
+DEATH_S = 0.3  # after a rank's error: how long to wait for the end of another rank that explains the error
 
 
 def device_of(device: torch.device, rank: int, size: int) -> torch.device:
-    """The device of a rank: the CPU, or a GPU of its own, counted from `device`."""
+    """Returns the device of a rank: the CPU, or a separate GPU for each rank, counted from `device`."""
     if device.type != "cuda":
         return device
-    first, there = device.index or 0, torch.cuda.device_count()
-    if first + size > there:
+    first, gpus = device.index or 0, torch.cuda.device_count()
+    if first + size > gpus:
         raise EngineError(
-            f"tensor_parallel_size is {size}, from cuda:{first} on, but this machine has {there} GPU"
-            f"{'' if there == 1 else 's'}: lower it"
+            f"tensor_parallel_size is {size}, from cuda:{first} on, but this machine has {gpus} GPU"
+            f"{'' if gpus == 1 else 's'}: lower it"
         )
     return torch.device("cuda", first + rank)
 
 
 class Workers:
-    """The processes of ranks 1 and on."""
+    """The processes of all ranks except rank 0."""
 
     def __init__(
         self, model: ModelConfig, config: EngineConfig, directory: Path | None, on_lost: Callable[[str], None] | None
@@ -58,7 +58,7 @@ class Workers:
         if not dist.is_available():
             raise EngineError(
                 f"tensor_parallel_size is {config.tensor_parallel_size}, but torch {torch.__version__} here was built "
-                "without torch.distributed: install another build of it, or use one rank"
+                "without torch.distributed: install a build of torch with it, or use one rank"
             )
         self.size = config.tensor_parallel_size
         self._on_lost = on_lost
@@ -94,7 +94,7 @@ class Workers:
         return [process.pid for process in self._processes]
 
     def meet(self) -> Any:
-        """Wait until every rank has loaded its weights, and return the group's store. EngineError if a rank fails."""
+        """Wait until all ranks have loaded their weights; return the group's store. Raises EngineError if one fails."""
         self._await("loaded")
         return self._store
 
@@ -103,15 +103,15 @@ class Workers:
         self._await("ready")
 
     def _await(self, what: str) -> None:
-        waited_for = self.size - 1
-        while waited_for:
+        missing = self.size - 1
+        while missing:
             news = self._news.get()
             if self.failure:
                 raise EngineError(self.failure)
-            waited_for -= news == what
+            missing -= news == what
 
     def send(self, plan: StepPlan) -> None:
-        """Send a plan to every rank. DeviceLost if a rank has ended."""
+        """Send a plan to every rank. Raises DeviceLost if a rank has ended."""
         if self.failure:
             raise DeviceLost(self.failure)
         message = pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)
@@ -119,17 +119,17 @@ class Workers:
             for connection in self._connections:
                 connection.send_bytes(message)
         except OSError as error:
-            raise DeviceLost(self.cause() or f"a rank does not accept plans any more ({error})") from error
+            raise DeviceLost(self.cause() or f"a rank no longer accepts plans ({error})") from error
 
     def cause(self) -> str:
-        """The failure of a rank, as a sentence; waits a moment for it. Empty if no rank has failed."""
+        """Wait up to CAUSE_S for the failure of a rank; return it as a sentence, empty if no rank has failed."""
         self._failed.wait(CAUSE_S)
         return self.failure
 
     def close(self) -> None:
-        """End all of them, and kill those that do not end within CLOSE_S.
+        """End all processes; kill a process that does not end within CLOSE_S.
 
-        After a failure they are killed at once: they may be waiting for the failed rank.
+        After a failure, all are killed at once, because they may be waiting for the failed rank.
         """
         self._closing = True
         for connection in self._connections:

@@ -1,13 +1,13 @@
-"""The part of a model that each rank holds, after Megatron-LM (Shoeybi et al. 2019).
+"""The part of a model that each rank holds, split as in Megatron-LM (Shoeybi et al. 2019).
 
 Split by rows: every rank computes some of the outputs    q, k, v (whole heads), gate and up, each expert's gate and up,
                                                           embedding and output matrix (by vocabulary)
-Split by columns: the sum of the ranks is the output      the attention's output, down, each expert's down
+Split by columns: the output is the sum over the ranks    the attention's output, down, each expert's down
 Whole on every rank                                       norms, the router of the experts
 
-So a block needs two sums over the ranks. With more ranks than key/value heads, several ranks hold the same head. The
-inner size of an MLP may divide unevenly. The vocabulary is split into equal pieces; the last is shorter if it does not
-divide. A bias added after a sum is rank 0's, and zero on the others.
+So a layer needs two sums over the ranks. With more ranks than key/value heads, several ranks hold the same head. The
+ranks' parts of an MLP's inner size may differ in size. The vocabulary is split into equal pieces; the last pieces may
+be padded. The bias of a matrix that is split by columns is on rank 0; other ranks have zeros.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check(config: ModelConfig, size: int) -> None:
     if not _fits(heads, kv_heads, size):
         raise EngineError(
             f"tensor_parallel_size is {size}, but {config.architecture} here has {heads} query heads and {kv_heads} "
-            f"key/value heads, which do not divide evenly: use 1{_or(fitting)}"
+            f"key/value heads, which {size} ranks cannot share evenly: use 1{_alternatives(fitting)}"
         )
     for what, extent in _inner_sizes(config).items():
         if extent < size:
@@ -35,7 +35,7 @@ def check(config: ModelConfig, size: int) -> None:
 
 
 def shard_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
-    """The configuration of one rank's shard: fewer heads, a narrower MLP, a slice of the vocabulary."""
+    """Returns the configuration of one rank's shard: fewer heads, a narrower MLP, a slice of the vocabulary."""
     experts = config.experts
     if experts is not None:
         begin, end = _span(experts.inner_size, rank, size)
@@ -52,7 +52,10 @@ def shard_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
 
 
 def shard_slots(slots: Iterable[Slot], config: ModelConfig, rank: int, size: int) -> Iterator[Slot]:
-    """The slots of a decoder of `shard_config`, each with the slice of the whole tensor that it takes."""
+    """Returns the slots of one rank, each with its slice of the tensor in the checkpoint.
+
+    `slots`: the slots of a decoder with the configuration that `shard_config` returns. `config`: the whole model's.
+    """
     kv_rank = rank * config.num_kv_heads // size if size > config.num_kv_heads else rank
     dim, pieces = config.head_dim, min(size, config.num_kv_heads)
     q_width, kv_width = config.num_heads * dim, config.num_kv_heads * dim
@@ -72,7 +75,7 @@ def shard_slots(slots: Iterable[Slot], config: ModelConfig, rank: int, size: int
             return replace(slot, parts=tuple(map(cut, slot.parts)), cut=Cut(2, (start,), whole))
         if owner in ("embed_tokens", "lm_head"):
             begin = min(rank * len(slot.view), config.vocab_size)
-            slot.view.zero_()  # the last piece may be padded
+            slot.view.zero_()  # the last pieces may be padded
             return replace(slot, view=slot.view[: config.vocab_size - begin], cut=Cut(0, (begin,), config.vocab_size))
         if owner == "q_proj":
             return replace(slot, cut=Cut(0, (queries,), q_width))
@@ -90,7 +93,7 @@ def shard_slots(slots: Iterable[Slot], config: ModelConfig, rank: int, size: int
 
 
 def _nothing(slot: Slot) -> Slot:
-    """A slot that reads nothing from the checkpoint; the tensor is zero."""
+    """Returns a slot that reads nothing from the checkpoint; its parameter becomes zero."""
     slot.view.zero_()
     return replace(slot, view=slot.view[:0], cut=Cut(0, (0,), len(slot.view)))
 
@@ -110,7 +113,7 @@ def _inner_sizes(config: ModelConfig) -> dict[str, int]:
     return sizes
 
 
-def _or(numbers: list[int]) -> str:
+def _alternatives(numbers: list[int]) -> str:
     if not numbers:
         return ""
     listed = [str(n) for n in numbers]

@@ -1,1 +1,1 @@
-"""The engine in its own process: the server in it, the client outside, and the processes of other ranks."""
+"""The engine in its own process: the server inside it, the client outside it, and the processes of other ranks."""

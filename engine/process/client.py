@@ -5,8 +5,9 @@
         print(delta.text, end="")
     await client.close()
 
-The client loads neither torch nor a model: the process of a user interface stays small, and no step delays it. If the
-engine process ends, every open stream and call raises EngineDead at once, and `restart()` starts a new process.
+The client loads neither torch nor a model, so the process of a user interface stays small. Steps of the engine do not
+delay this process. If the engine process ends, every open stream and call raises EngineDead at once. Then `restart()`
+starts a new process.
 `condition` reports a hang or a long task (engine/process/heartbeat.py).
 """
 
@@ -39,8 +40,8 @@ from engine.progress import Progress
 from engine.text.output import Delta
 from engine.trace.records import Packet, Record, packets
 
-MAX_RECORDS = 200_000  # kept if the reader does not drain them
-CLOSE_S = 4.0
+MAX_RECORDS = 200_000  # the most records that wait for the reader
+CLOSE_S = 4.0  # a process that takes longer to end is killed
 
 
 class EngineStream(Stream):
@@ -51,7 +52,7 @@ class EngineStream(Stream):
         self._client, self._tag = client, tag
 
     def cancel(self) -> None:
-        """Ask the engine to end this request; its last delta says "abort"."""
+        """Ask the engine to end this request. Its last delta has finish_reason "abort"."""
         self._client._send("abort", self._tag)
 
 
@@ -59,11 +60,11 @@ class EngineClient:
     """One engine process. Use it from the event loop in which it was made."""
 
     def __init__(self, config: EngineConfig, log_file: Path | None = None, on_progress: Progress | None = None) -> None:
-        """`log_file`: of the process; None: a file in the temporary directory. `launch` starts the process."""
+        """`log_file`: the log of the process; None: a file in the temporary directory. `launch` starts the process."""
         self.config = config
         self.log_file = log_file or Path(tempfile.gettempdir()) / f"minitui-engine-{os.getpid()}.log"
         self.info: dict[str, Any] = {}
-        self.error: str | None = None  # why the engine has ended, as a sentence; None: it has not
+        self.error: str | None = None  # why the engine has ended, as a sentence; None: it has not ended
         self._loop = asyncio.get_running_loop()
         # The next fields belong to the process that was started last; `_generation` counts the starts.
         self._process: subprocess.Popen[bytes] | None = None
@@ -76,7 +77,7 @@ class EngineClient:
         self._closing = False
         self._generation = 0
         self._packets: deque[Packet] = deque()
-        self._waiting = 0  # records in the packets
+        self._waiting = 0  # records in _packets
         self._lock = threading.Lock()  # guards _packets, _waiting and _generation
         self._tag = 0
         self._on_progress = on_progress
@@ -109,7 +110,7 @@ class EngineClient:
         self._on_death.append(callback)
 
     async def launch(self) -> None:
-        """Start the process and wait until its model is loaded; kill a running one first. Raises EngineError."""
+        """Start the process and wait until its model is loaded; kill a running process first. Raises EngineError."""
         self.kill()
         self._disconnect()
         self._fail_waiting(EngineDead("the engine was started again"))
@@ -130,7 +131,7 @@ class EngineClient:
                 )  # fmt: skip
         except OSError as error:
             ours.close()
-            self.error = f"the engine's process, which logs to {self.log_file}, could not be started: {error}"
+            self.error = f"the engine process could not be started with the log file {self.log_file}: {error}"
             raise EngineError(self.error) from error
         connection = Connection(ours.detach())
         self._process, self._outbox, self._watch = process, Outbox(connection), Watch(process.pid)
@@ -179,10 +180,10 @@ class EngineClient:
         except (EOFError, OSError):
             pass
         except Exception as error:  # later messages cannot be read either
-            reason = f"its message could not be read ({type(error).__name__}: {error})"
+            reason = f"a message from it could not be read ({type(error).__name__}: {error})"
             process.kill()
         status = process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        with contextlib.suppress(RuntimeError):  # the loop may be closed
             self._loop.call_soon_threadsafe(self._ended, status, reason, generation)
 
     def _keep(self, new: list[Packet], generation: int) -> None:
@@ -250,7 +251,7 @@ class EngineClient:
                 callback(self.error)
 
     def _disconnect(self) -> None:
-        """Stop sending to the process and watching it. Its two threads close the connection."""
+        """Stop sending to the process and watching it. The reader thread and the outbox close the connection."""
         if self._outbox is not None:
             self._outbox.close()
             self._outbox = None
@@ -262,7 +263,7 @@ class EngineClient:
         """Raise `error` in `launch` and in every open stream and call."""
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(error)
-            self._ready.exception()  # read it once: the waiting task may have been cancelled
+            self._ready.exception()  # mark it as seen: the waiting task may have been cancelled
         self._end_streams(error)
         calls, self._calls = list(self._calls.values()), {}
         for future in calls:
@@ -275,14 +276,14 @@ class EngineClient:
             stream.put(error)
 
     def _send(self, kind: str, tag: int, *arguments: Any) -> None:
-        """Queue a command; returns at once. InvalidRequest if it cannot be packed or the queue is too long."""
+        """Queue a command without waiting. Raises InvalidRequest if it cannot be packed or the queue is too long."""
         if self._outbox is None:
             raise EngineDead(self.error or "the engine is not running")
         try:
             packed = Command(kind, tag, arguments).packed()
         except Exception as error:
             raise InvalidRequest(
-                f"this cannot be sent to the engine ({type(error).__name__}: {error}): use plain values", kind
+                f"these values cannot be sent to the engine ({type(error).__name__}: {error}): use built-in types", kind
             ) from error
         if not self._outbox.put(packed):
             raise InvalidRequest(
@@ -292,7 +293,7 @@ class EngineClient:
     # ---- requests and control
 
     def submit(self, ids: list[int], params: SamplingParams, group: str = "", sample_index: int = 0) -> Stream:
-        """Queue a prompt; returns at once. A refusal (InvalidRequest) is raised by the stream's iteration."""
+        """Queue a prompt without waiting. If the engine refuses it, the stream's iteration raises InvalidRequest."""
         self._tag += 1
         stream = EngineStream(self, self._tag)
         self._send("submit", self._tag, list(ids), params, group, sample_index)
@@ -303,8 +304,8 @@ class EngineClient:
         """Let the engine perform `action` between two steps; return its answer.
 
         The actions: pause, resume, step n=, run_until predicate={"event", "ms"}, pace factor=, clear_cache, snapshot,
-        check, and records enabled=. Records that are switched off leave a gap in the sequence numbers; take a snapshot
-        after the gap.
+        check, and records enabled=. While records are disabled, their sequence numbers are skipped. Take a
+        snapshot after such a gap.
         """
         self._tag += 1
         self._send("call", self._tag, action, arguments)
@@ -312,15 +313,15 @@ class EngineClient:
         return await future
 
     async def snapshot(self) -> dict[str, Any]:
-        """The engine's state at record `seq`. The next drain may return some records that are older."""
+        """Returns the engine's state; `seq` is its newest record. The next drain may also return older records."""
         return await self.control("snapshot")
 
     def drain_records(self) -> list[Record]:
-        """The records since the last drain, without waiting."""
+        """Returns the records since the last drain, without waiting."""
         return [record for packet in self.drain_packets() for record in packet.records()]
 
     def drain_packets(self) -> list[Packet]:
-        """The same as packets, for a reader that unpacks them later."""
+        """Returns the records since the last drain as packets, for a reader that unpacks them later."""
         with self._lock:
             drained, self._waiting = list(self._packets), 0
             self._packets.clear()
@@ -345,7 +346,7 @@ class EngineClient:
         self.drain_packets()  # drop the records of the previous engine
 
     async def close(self) -> None:
-        """End the process. It is killed after a few seconds, or at once if it hangs."""
+        """End the process. Kill it if it has not ended after CLOSE_S, or at once if it hangs."""
         process = self._process
         if process is None:
             return

@@ -12,7 +12,7 @@ MAX_UNSENT = 256 << 20  # bytes
 
 
 class Command(NamedTuple):
-    """A command of the client: submit, abort, call, start or close. The engine process itself makes "lost"."""
+    """A command of the client: submit, abort, call, start or close. Only the engine process itself makes "lost"."""
 
     kind: str
     tag: int  # the client's number for the stream or the call
@@ -20,12 +20,12 @@ class Command(NamedTuple):
     problem: BaseException | None = None  # why the arguments could not be read
 
     def packed(self) -> bytes:
-        """The command as bytes. The arguments are packed separately, so kind and tag are readable in any case."""
+        """Returns the command as bytes. Kind and tag can be read without the arguments, which are packed separately."""
         return pickle.dumps((self.kind, self.tag, pickle.dumps(self.arguments, pickle.HIGHEST_PROTOCOL)))
 
     @classmethod
     def read(cls, data: bytes) -> Command:
-        """The command in `data`, with a `problem` if its arguments are unreadable."""
+        """Returns the command in `data`, with a `problem` if its arguments are unreadable."""
         kind, tag = "unreadable", 0
         try:
             kind, tag, arguments = pickle.loads(data)
@@ -37,7 +37,7 @@ class Command(NamedTuple):
 
 
 class Outbox:
-    """Sends byte strings in order, from a thread: a peer that does not read cannot block the event loop."""
+    """Sends byte strings in order, from its own thread, so a peer that does not read cannot block the event loop."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -47,7 +47,10 @@ class Outbox:
         threading.Thread(target=self._run, name="engine outbox", daemon=True).start()
 
     def put(self, message: bytes) -> bool:
-        """Queue a message; returns at once. False, with nothing queued, if more than MAX_UNSENT bytes would wait."""
+        """Queue a message without waiting.
+
+        Returns False and does not queue the message if more than MAX_UNSENT bytes would wait.
+        """
         with self._lock:
             if self._unsent and self._unsent + len(message) > MAX_UNSENT:
                 return False

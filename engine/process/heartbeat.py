@@ -4,9 +4,9 @@ Heartbeats alone do not distinguish a hang from a long call: a C function that h
 the compilation of a kernel) stops the heartbeat thread, as SIGSTOP does. But such a call uses the processor or waits
 for the disk, and the operating system reports both to the client. There are three cases:
 
-    heartbeats, and a task that lasts                 a long task: the client names it, as information
-    no heartbeat, but the process uses the processor  a long call: the same
-    no heartbeat and no sign of life for SILENCE_S    a hang: the client reports it, and the engine can be restarted
+    heartbeats, but the same task for LONG_S              a long task: the client shows its name
+    no heartbeat, but use of the processor or the disk    a long call: the client shows the name of its task
+    neither heartbeat nor such use for SILENCE_S          a hang: the client reports it; the engine can be restarted
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-BEAT_S = 1.0
+BEAT_S = 1.0  # between two heartbeats
 TICK_S = 0.5  # how often the client checks
 LONG_S = 5.0  # longer tasks are reported
-SILENCE_S = 5.0
-WORKING_S = 0.1  # so much processor time is a sign of life; threads that wait for Python's lock use a tenth of it
+SILENCE_S = 5.0  # without any sign of life for so long, a process seems to hang
+WORKING_S = 0.1  # so much processor time is a sign of life; threads that wait for Python's lock use a tenth of this
 STOPPED, ON_DISK = "Tt", "D"  # states of a process in /proc/PID/stat and in ps
-IDLE = ""
+IDLE = ""  # the task while the main thread waits for a command
 
 
 class Heart:
@@ -39,7 +39,7 @@ class Heart:
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def begin(self, task: str) -> None:
-        """Note that the main thread begins `task`, or IDLE."""
+        """Record that the main thread begins `task`, which may be IDLE."""
         self._task = (task, time.monotonic())
 
     def _run(self) -> None:
@@ -51,7 +51,7 @@ class Heart:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """The condition of the engine process. `hung`: why it seems to hang, as a sentence; empty while it is alive."""
+    """The condition of the engine process. `hung`: why it seems to hang, as a sentence; empty if it does not."""
 
     task: str = IDLE  # load | step | start | the kind of a command
     task_s: float = 0.0  # duration of the task so far
@@ -76,18 +76,18 @@ class Watch:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._messages = 0  # counted by the reader thread, compared by `tick`
-        self._seen = 0
+        self._seen = 0  # messages at the last tick
         self._task, self._task_s, self._task_at = "load", 0.0, time.monotonic()
         self._silent = 0  # ticks
         self._cpu_s = 0.0
         self._hung = ""
 
     def heard(self) -> None:
-        """Note a message (called by the reader thread)."""
+        """Count a message (called by the reader thread)."""
         self._messages += 1
 
     def beat(self, task: str, seconds: float) -> None:
-        """Note a heartbeat (called by the reader thread)."""
+        """Store a heartbeat (called by the reader thread)."""
         self._task, self._task_s, self._task_at = task, seconds, time.monotonic()
 
     def tick(self) -> None:
@@ -108,17 +108,17 @@ class Watch:
 
     @property
     def condition(self) -> Condition:
-        lasts = self._task_s + time.monotonic() - self._task_at if self._task else 0.0
-        return Condition(self._task, lasts, self._silent * TICK_S, self._hung)
+        task_s = self._task_s + time.monotonic() - self._task_at if self._task else 0.0
+        return Condition(self._task, task_s, self._silent * TICK_S, self._hung)
 
 
 class Usage(NamedTuple):
     state: str  # the first letter of the state in ps; empty if there is no such process
-    cpu_s: float  # of all threads
+    cpu_s: float  # processor time of all threads
 
 
 def look_at(pid: int) -> Usage:
-    """The state and the processor time of a process, from /proc, or from ps where /proc does not exist."""
+    """Returns the state and the processor time of a process, from /proc, or from ps if there is no /proc."""
     with contextlib.suppress(OSError, ValueError, IndexError, subprocess.SubprocessError):
         if Path("/proc/self/stat").exists():
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

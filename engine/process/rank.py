@@ -1,7 +1,7 @@
 """The process of a rank other than 0: loads its shard, then runs every plan that rank 0 sends.
 
-reader thread   queues the plans; ends the process when rank 0 is gone, even in a step
-main thread     owns the runner
+reader thread   queues the plans; ends the process when rank 0 has ended, even during a step
+main thread     owns the runner and runs the plans
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ logger = logging.getLogger("engine")
 
 
 def main(fd: int) -> int:
-    """Serve rank 0 at the other end of socket `fd`. The first message names what to load. Returns the exit status."""
+    """Serve rank 0 at the other end of socket `fd`; return the exit status.
+
+    The first message contains the model, the configuration and the number of this rank.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl+C and ends this process
     log_to_stderr()
     connection = Connection(fd)
@@ -55,13 +58,13 @@ def main(fd: int) -> int:
         tell("ready")
         ready = True
         while (plan := plans.get()) is not None:
-            runner.launch(plan, {})  # rank 0 alone applies grammars
+            runner.launch(plan, {})  # only rank 0 applies grammars
         if runner.loaded.device.type == "cpu":  # a GPU's group ends with the process
             runner.close()
     except Exception as error:
         logger.exception("rank %d failed", rank)
-        here = f"rank {rank} of {config.tensor_parallel_size} failed: {type(error).__name__}: {error}"
-        tell("failed", here if ready else str(as_engine_error(error)))
+        sentence = f"rank {rank} of {config.tensor_parallel_size} failed: {type(error).__name__}: {error}"
+        tell("failed", sentence if ready else str(as_engine_error(error)))
         return 1
     return 0
 

@@ -1,14 +1,15 @@
 """The engine process: it receives commands, runs steps, and sends text, records and answers.
 
 The engine has its own process: in the process of a user interface, garbage collections would delay steps, and steps
-would delay the interface. The client has the other end of a socket; when it closes, this process ends.
+would delay the interface. A socket connects this process to the client. When the client closes the socket, this process
+ends.
 
-    reader thread   blocks on the socket and queues commands; ends the process when the client is gone
-    main thread     owns the engine: runs commands and steps, and detokenizes. A command that raises is refused with a
-                    sentence; only a lost device ends the engine
+    reader thread   blocks on the socket and queues commands; ends the process when the client has ended
+    main thread     owns the engine: runs commands and steps, and detokenizes. If a command raises, it is refused with
+                    a sentence. Only a lost device ends the engine
     heartbeat       sends the main thread's task and its duration every second (engine/process/heartbeat.py)
-    writer thread   packs and sends. If the client reads too slowly, records are dropped, which leaves a gap in their
-                    numbers. Text is never dropped, and steps are never delayed
+    writer thread   packs and sends messages. If the client reads too slowly, records are dropped, which leaves a gap in
+                    their sequence numbers. Text is never dropped, and steps are never delayed
 
 Without work the main thread blocks on its queue, so an idle engine uses no processor time.
 """
@@ -37,13 +38,13 @@ from engine.trace.records import Record, packets
 logger = logging.getLogger("engine")
 
 FLUSH_S = 0.004  # the longest delay of text and records
-FEW = 12  # up to so many records are sent unpacked; the client packs them
+FEW = 12  # up to so many records are sent as they are; the client packs them
 MAX_UNSENT_RECORDS = 100_000
-MAX_WAITING = 4096  # requests in the queue; further ones are refused
-EXIT_GRACE_S = 2.0  # time for a step to end after the client is gone
+MAX_WAITING = 4096  # requests in the queue; more requests are refused
+EXIT_GRACE_S = 2.0  # time for a step to end after the client has ended
 MAX_SENTENCE = 1000  # characters of a refusal
 
-Message = tuple[Any, ...]  # to the client
+Message = tuple[Any, ...]  # a message to the client: its kind, then its contents
 
 
 class Writer:
@@ -75,13 +76,13 @@ class Writer:
             self._queue.put(("news", deltas, records))
 
     def close(self) -> None:
-        """Send what is queued, then stop."""
+        """Send the queued messages, then stop."""
         self._queue.put(None)
         self._thread.join(timeout=EXIT_GRACE_S)
 
     def _run(self) -> None:
         while (message := self._queue.get()) is not None:
-            with contextlib.suppress(OSError):  # the client is gone: the reader ends this process
+            with contextlib.suppress(OSError):  # the client has ended: the reader ends this process
                 self._connection.send_bytes(_packed(message))
             if message[0] == "news":
                 with self._lock:
@@ -89,7 +90,7 @@ class Writer:
 
 
 def _packed(message: Message) -> bytes:
-    """A message as bytes. If it cannot be packed, a message without the part that failed."""
+    """Returns a message as bytes. If it cannot be packed: news without records, or the error as an answer."""
     try:
         return on_the_wire(message)
     except Exception as error:
@@ -101,14 +102,17 @@ def _packed(message: Message) -> bytes:
 
 
 def on_the_wire(message: Message) -> bytes:
-    """A message as bytes. Many records become packets, which the client keeps packed. A few are faster to pickle."""
+    """Returns a message as bytes.
+
+    Many records are sent as packets, which the client keeps packed. For a few records, pickling is faster.
+    """
     if message[0] == "news" and len(message[2]) > FEW:
         message = ("packed", message[1], packets(message[2]))
     return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
 
 class EngineServer:
-    """The main thread's loop: commands, steps, text."""
+    """The loop of the main thread: runs commands and steps, and sends text."""
 
     def __init__(self, built: Any, commands: queue.SimpleQueue[Command], writer: Writer, heart: Heart) -> None:
         self.engine = built.engine
@@ -128,25 +132,25 @@ class EngineServer:
         while True:
             may_step = engine.has_work and engine.gate.allows()
             if not may_step:
-                self._take(engine.drain())
+                self._queue_text(engine.drain())
                 self._flush()
             if not self._run_commands(block=not may_step):
                 return self._successor
             if may_step:
                 self.heart.begin("step")
-                self._take(engine.step())
+                self._queue_text(engine.step())
                 if engine.gate.stretch_s > 0.0:
-                    self._take(engine.drain())
+                    self._queue_text(engine.drain())
                     self._flush()
-                    if not self._wait_slowly(engine.gate.stretch_s):
+                    if not self._wait_for_slow_motion(engine.gate.stretch_s):
                         return self._successor
                 elif time.perf_counter() >= self._next_flush:
                     self._flush()
 
-    def _wait_slowly(self, seconds: float) -> bool:
+    def _wait_for_slow_motion(self, seconds: float) -> bool:
         """Wait for slow motion, and run commands meanwhile. A change of pace or gate ends the wait.
 
-        False if the engine must end.
+        Returns False if the engine must end.
         """
         gate = self.engine.gate
         until, pace, state = time.perf_counter() + seconds, gate.pace, gate.state
@@ -158,21 +162,21 @@ class EngineServer:
         return True
 
     def _run_commands(self, block: bool) -> bool:
-        """Run all waiting commands, or block for one. False if the engine must end."""
-        taken = block
+        """Run all waiting commands; with `block`, wait for the first. Returns False if the engine must end."""
+        ran_any = block
         if block and not self._run_command(self._next_command(None)):
             return False
         try:
             while self._run_command(self.commands.get(block=False)):
-                taken = True
+                ran_any = True
             return False
         except queue.Empty:
-            if taken:
+            if ran_any:
                 self._flush()  # the next step may take long
             return True
 
     def _next_command(self, timeout: float | None) -> Command:
-        """The next command; the wait does not count as work. Raises queue.Empty after `timeout`."""
+        """Returns the next command. The wait is not counted as work. Raises queue.Empty after `timeout`."""
         began = time.perf_counter()
         self.heart.begin(IDLE)
         try:
@@ -182,7 +186,7 @@ class EngineServer:
                 self.engine.log.held += time.perf_counter() - began
 
     def _run_command(self, command: Command) -> bool:
-        """Run one command; False if the engine must end. A command that raises is refused."""
+        """Run one command; refuse it if it raises. Returns False if the engine must end."""
         kind, tag, arguments, problem = command
         if kind == "lost":
             raise DeviceLost(arguments[0])
@@ -207,7 +211,7 @@ class EngineServer:
             self.engine.gate.settle()
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic in a library's Rust is not an Exception
+        except BaseException as error:  # a panic in a Rust library is not an Exception
             if loses_device(error):
                 raise
             self._refuse(kind, tag, error)
@@ -257,17 +261,17 @@ class EngineServer:
             return engine.snapshot()
         if action == "pause":
             gate.pause()
-            self._take(engine.drain())
+            self._queue_text(engine.drain())
         elif action == "resume":
             gate.resume()
         elif action == "step":
-            self._take(engine.drain())  # a step in flight does not count
+            self._queue_text(engine.drain())  # a step in flight does not count
             gate.step(arguments.get("n", 1))
         elif action == "run_until":
             predicate = arguments.get("predicate")
             if not isinstance(predicate, dict) or "event" not in predicate:
                 raise InvalidRequest('run_until needs predicate={"event": name}', "predicate")
-            self._take(engine.drain())  # a step in flight must not fulfil it
+            self._queue_text(engine.drain())  # a step in flight must not fulfil the predicate
             gate.run_until(predicate["event"], predicate.get("ms", 0.0))
         elif action == "pace":
             gate.set_pace(arguments.get("factor", 1.0))
@@ -285,8 +289,8 @@ class EngineServer:
 
     # ---- news
 
-    def _take(self, emitted: list[Any]) -> None:
-        """Turn the tokens of a commit into deltas. With overlap the next step is already on the device."""
+    def _queue_text(self, emitted: list[Any]) -> None:
+        """Turn the tokens of a commit into deltas. If steps overlap, the next step already runs on the device."""
         if not emitted:
             return
         deltas, stopped = self.outputs.process(emitted)
@@ -321,12 +325,12 @@ def _text(error: BaseException) -> str:
 
 
 def _read(connection: Connection, commands: queue.SimpleQueue[Command]) -> None:
-    """The reader thread. When the client is gone, it asks the main thread to end, then ends the process."""
+    """Queue commands in the reader thread. When the client has ended, ask the main thread to end, then exit."""
     try:
         while True:
             commands.put(Command.read(connection.recv_bytes()))
     except (EOFError, OSError):
-        logger.info("the client is gone")
+        logger.info("the client has ended")
     except BaseException:  # the beginning of the next message is unknown
         logger.exception("the client's messages can no longer be read")
     commands.put(Command("close", 0))
@@ -335,7 +339,7 @@ def _read(connection: Connection, commands: queue.SimpleQueue[Command]) -> None:
 
 
 def main(fd: int) -> int:
-    """Serve the client at the other end of socket `fd`; its first command is "start" with an EngineConfig."""
+    """Serve the client at the other end of socket `fd`; its first command is "start". Returns the exit status."""
     log_to_stderr()
     connection = Connection(fd)
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -385,7 +389,7 @@ def _serve(
 
 
 def _lost(sentence: str, commands: queue.SimpleQueue[Command], writer: Writer) -> None:
-    """End the engine, because a rank is gone. The main thread does it; this thread, if the main thread hangs."""
+    """End the engine, because a rank has ended. The main thread does this. If it hangs, this thread does it."""
     commands.put(Command("lost", 0, (sentence,)))
     time.sleep(EXIT_GRACE_S)
     writer.send("failed", sentence)

@@ -1,4 +1,4 @@
-"""The start of an engine process: its log, and a faster import of torch, which takes most of the time."""
+"""Starts an engine process: sets up its log, and imports torch faster. This import takes most of the start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def log_to_stderr() -> None:
 def import_torch() -> None:
     """Import torch without garbage collections, and exclude its objects from later collections.
 
-    Each full collection would visit every object of torch, during the import and later between steps.
+    Otherwise each full collection would visit every object of torch, during the import and later between steps.
     """
     if "torch" in sys.modules:
         return

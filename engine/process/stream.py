@@ -12,9 +12,10 @@ from engine.text.output import Delta
 
 
 class Stream:
-    """One request's deltas, as an async iterator. `text`, `ids`, `finish_reason` and `metrics` collect the deltas read.
+    """One request's deltas, as an async iterator.
 
-    The writer calls `accept` once and `put` for every delta. The iteration raises an error that is put, and ends.
+    `text`, `ids`, `finish_reason` and `metrics` collect the contents of the deltas that were read. The writer calls
+    `accept` once and `put` for every delta. If the writer puts an error, the iteration raises it and ends.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,7 @@ class Stream:
         self.metrics: dict[str, Any] = {}
         self._unread: deque[Delta | EngineError] = deque()
         self._wake = asyncio.Event()
-        self._decided = asyncio.Event()  # the request was accepted, or it failed
+        self._decided = asyncio.Event()  # set when the request is accepted or has failed
 
     # ---- for the reader
 
@@ -41,7 +42,7 @@ class Stream:
             yield self._next()
 
     def drain(self) -> list[Delta]:
-        """Returns the unread deltas without waiting. Raises like the iteration."""
+        """Returns the unread deltas without waiting. Raises the same errors as the iteration."""
         deltas: list[Delta] = []
         while self._unread and not (deltas and isinstance(self._unread[0], EngineError)):
             deltas.append(self._next())
@@ -59,7 +60,7 @@ class Stream:
         return item
 
     async def started(self) -> int:
-        """Waits until the request is accepted and returns its id. Raises like the iteration if it is refused."""
+        """Waits until the request is accepted; returns its id. Raises the same errors as the iteration."""
         await self._decided.wait()
         if self.request_id is None:
             raise next((item for item in self._unread if isinstance(item, EngineError)),
@@ -67,13 +68,13 @@ class Stream:
         return self.request_id
 
     def cancel(self) -> None:
-        """Ask for the end of this request; its last delta says "abort". Does nothing after the end."""
+        """Ask to end this request. Its last delta has finish_reason "abort". Does nothing after the end."""
         raise NotImplementedError
 
     # ---- for the writer
 
     def accept(self, request_id: int, seed: int | None = None) -> None:
-        """Note that the engine has accepted the request."""
+        """Record that the engine has accepted the request."""
         self.request_id, self.seed = request_id, seed
         self._decided.set()
 

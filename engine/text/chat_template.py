@@ -1,8 +1,8 @@
 """Renders a checkpoint's chat template in a separate process with limits of time, memory and output.
 
 The process (`engine/text/template_process.py`) starts with `start` or with the first rendering, and serves all later
-renderings. One takes about 0.1 ms longer than in this process. The process is killed when it exceeds a limit, and it
-ends with its parent.
+renderings. A rendering takes about 0.1 ms longer there than in this process. The process is killed when it exceeds a
+limit, and it ends with its parent.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any
 
 from engine.errors import CheckpointError, EngineError, InvalidRequest
 
-SECONDS = 5.0  # for one rendering; the first includes the compilation
+SECONDS = 5.0  # for one rendering; the first rendering includes the compilation
 MEMORY = 1 << 30  # bytes of address space
 LONGEST = 16 << 20  # bytes of a rendering
-LONGEST_VALUES = 64 << 20  # bytes of messages, tools and the rest, as JSON
+LONGEST_VALUES = 64 << 20  # bytes of the values (messages, tools, ...) as JSON
 LONGEST_SOURCE = 1 << 20  # characters of a template; the longest in use have about 30,000
 START_SECONDS = 60.0  # for the interpreter to start, on a busy machine
 
@@ -85,7 +85,7 @@ class ChatTemplate:
 
     def _failure(self, kind: str, name: str, sentence: str) -> EngineError:
         if name == "MemoryError":
-            self._end()  # Python may keep the memory that it has
+            self._end()  # Python may not return the memory to the system
             return _refusal(f"needs more than {MEMORY >> 20:,} MiB of memory")
         if name == "TooLong":
             return _refusal(f"writes more than {LONGEST >> 20} MiB")
@@ -187,7 +187,7 @@ class _Process:
         return bytes(parts)
 
     def _left(self) -> float:
-        # Never 0: after a pause of this process (ctrl+z) an answer may have come, although the time is over.
+        # Not 0: if this process was paused (Ctrl+Z), the answer may have arrived although the time is over.
         return max(0.01, self._until - time.monotonic())
 
 

@@ -1,12 +1,13 @@
-"""Stage 6: turns ids into text as they are drawn, for every decoder that a tokenizer.json can name.
+"""Stage 6: turns token ids into text as they are drawn, for every decoder that a tokenizer.json can name.
 
     byte-level BPE (GPT-2, Qwen, Llama 3)           the bytes of the tokens are joined and decoded as UTF-8
-    all others (SentencePiece, Unigram, WordPiece)  the library decodes the last token alone, then with the new token;
+    all others (SentencePiece, Unigram, WordPiece)  the library decodes the last token without and with the new token;
                                                     the difference is the new text
 
-Tokens of one byte (<0xE2>, the fallback of SentencePiece) are first joined to characters. A byte that is not part of
-a character becomes one replacement character, as in SentencePiece. The library `tokenizers` cannot be used for them:
-it replaces all bytes of a run if one of them is wrong, so no text could be shown before the end of the run.
+One-byte tokens (such as <0xE2>, SentencePiece's byte fallback) are first joined to characters. A byte that is not part
+of a character becomes one replacement character, as in SentencePiece. The library `tokenizers` cannot decode these
+tokens one by one: if one byte of a run is wrong, it replaces all bytes of the run, so no text could be shown before the
+end of the run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ codecs.register_error(_EACH_BYTE, lambda error: ("\ufffd" * (error.end - error.s
 
 
 class Detokenizer(Protocol):
-    """Turns a reply's ids into text as they come. All pieces and the text of `flush` together are decode(all ids).
+    """Turns a reply's ids into text as they come. The texts of `push` and then `flush` together equal decode(ids).
 
     An incomplete character is held back, so a replacement character appears only if the bytes are not UTF-8. The cost
     of a token does not depend on the number of tokens before it.
@@ -37,7 +38,7 @@ class Detokenizer(Protocol):
         """Add ids; return the text that they complete, which may be empty."""
 
     def flush(self) -> str:
-        """The text held back, at the end of a reply."""
+        """Returns the text that was held back; called at the end of a reply."""
 
 
 class Decoding:
@@ -58,12 +59,12 @@ class Decoding:
         self._bytes: dict[int, bytes] = {}
 
     def start(self, skip_special_tokens: bool) -> Detokenizer:
-        """A detokenizer for one reply."""
+        """Returns a detokenizer for one reply."""
         skip = self._special_ids if skip_special_tokens else frozenset()
         return _ByteDetokenizer(self, skip) if self.byte_level else _WindowDetokenizer(self, skip)
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        """Ids to text, all at once."""
+        """Returns the text of `ids`, decoded all at once."""
         text = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         if not self.byte_fallback or "\ufffd" not in text:
             return text
@@ -71,11 +72,11 @@ class Decoding:
         return self.join([token for part in (*stream.parts(ids), *stream.rest()) for token in part])
 
     def token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it; None for an unknown id (models pad their vocabulary)."""
+        """Returns the token as the vocabulary spells it; None for an unknown id (models pad their vocabulary)."""
         return self._tokenizer.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token that follows another token; empty for an unknown id."""
+        """Returns the bytes of a token that follows another token; empty for an unknown id."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._to_bytes(self.token(token_id) or "")
@@ -117,8 +118,9 @@ class _WindowDetokenizer:
         self._decoding = decoding
         self._skip = skip
         self._utf8 = codecs.getincrementaldecoder("utf-8")(_EACH_BYTE)
-        self._token: list[str] = []  # the last token that is not a byte; the space before the next depends on it
-        self._before: list[str] = []  # `_token`, and the last character made of bytes after it, if any
+        # The last token that is not a one-byte token. A space before the next token depends on it.
+        self._token: list[str] = []
+        self._before: list[str] = []  # `_token`, and after it the last character of one-byte tokens, if any
         self._known = 0  # characters in the text of `_before`
 
     def push(self, ids: list[int]) -> str:
@@ -128,7 +130,7 @@ class _WindowDetokenizer:
         return "".join([self._emit(part) for part in self.rest()])
 
     def parts(self, ids: Iterable[int]) -> Iterator[list[str]]:
-        """The parts that these ids complete."""
+        """Yields the parts that these ids complete."""
         fallback = self._decoding.byte_fallback
         for token_id in ids:
             token = self._decoding.token(token_id)
@@ -141,7 +143,7 @@ class _WindowDetokenizer:
                 yield [token]
 
     def rest(self) -> Iterator[list[str]]:
-        """The bytes held back, as replacement characters: no further byte completes their character."""
+        """Yields the bytes held back, as replacement characters: no further byte completes their character."""
         yield from map(_spelled, self._utf8.decode(b"", final=True))
 
     def _emit(self, part: list[str]) -> str:
@@ -157,12 +159,12 @@ class _WindowDetokenizer:
 
 @lru_cache(4096)
 def _spelled(character: str) -> list[str]:
-    """The byte tokens of a character. Callers must not change the list."""
+    """Returns the byte tokens of a character. Callers must not change the list."""
     return [f"<0x{byte:02X}>" for byte in character.encode()]
 
 
 def _kinds(decoder: dict[str, Any]) -> Iterator[str]:
-    """The types of a decoder and of its parts."""
+    """Yields the types of a decoder and of its parts."""
     if decoder["type"] == "Sequence":
         for part in decoder["decoders"]:
             yield from _kinds(part)
@@ -171,7 +173,7 @@ def _kinds(decoder: dict[str, Any]) -> Iterator[str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for each byte: character -> byte."""
+    """Returns a dict from GPT-2's printable characters to the bytes that they represent."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in printable)

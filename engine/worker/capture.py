@@ -35,7 +35,7 @@ def capture_all(loaded: LoadedModel, work: list[Work], on_progress: Progress | N
             text = f"capturing CUDA graphs: {name}"
             on_progress({"stage": "graphs", "done": done, "total": len(work), "text": text})
         graphs[key] = _capture(run, pool, stream, mode)
-    loaded.group.take()  # discards the time measured in collectives so far: it belongs to no step
+    loaded.group.take_time()  # discards the time measured in collectives so far: it belongs to no step
     torch.cuda.synchronize(device)
     seconds, nbytes = time.perf_counter() - started, torch.cuda.memory_reserved(device) - before
     note = f"{len(work)} CUDA graphs captured in {seconds:.1f} s, {nbytes / 1e6:,.0f} MB"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from engine.core.step import StepResult
-from engine.model.group import Spent
+from engine.model.group import CollectiveTime
 from engine.worker.sampler import Logprobs
 
 
@@ -46,7 +46,7 @@ class LaunchedStep:
     events: tuple[Any, Any] | None = None  # CUDA: begin and end of the step; None: the step is complete
     logprobs: DrawnLogprobs | None = None
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)  # by entry
-    spent: Spent | None = None  # time in collectives
+    spent: CollectiveTime | None = None  # time in collectives
     # (indices of the layers, tokens of each of their experts as int64 [layers, E] on the host)
     expert_load: tuple[list[int], torch.Tensor] | None = None
     check: Callable[[], None] | None = None  # called at the end of `wait`; raises if the outcome is invalid

@@ -174,7 +174,7 @@ class LoadedModel:
             events = (begin, self.mark())
         return LaunchedStep(
             len(plan.rows), outcome, None, draws.entries, range(plan.num_decodes, plan.num_decoding), device_ms,
-            events, logprobs, prompt_logprobs, self.group.take(), load,
+            events, logprobs, prompt_logprobs, self.group.take_time(), load,
         )  # fmt: skip
 
     def take_expert_load(self) -> tuple[list[int], torch.Tensor] | None:

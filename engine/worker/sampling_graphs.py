@@ -75,7 +75,7 @@ class SamplingGraphs:
         load = loaded.take_expert_load()
         return LaunchedStep(
             len(plan.rows), self._outcome_arrays[slot][:num_draws], draws, entries,
-            range(plan.num_decodes, plan.num_decoding), events=(begin, loaded.mark()), spent=loaded.group.take(),
+            range(plan.num_decodes, plan.num_decoding), events=(begin, loaded.mark()), spent=loaded.group.take_time(),
             expert_load=load,
         )  # fmt: skip
 

@@ -339,5 +339,5 @@ async def test_another_engine_takes_the_place_of_the_first_in_the_same_process(c
 
 async def test_a_log_that_cannot_be_written_is_told_and_no_process_is_left(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(EngineError, match=r"file.engine\.log, could not be started: .*exists"):
+    with pytest.raises(EngineError, match=r"could not be started with the log file .*file.engine\.log: .*exists"):
         await EngineClient.start(config(), log_file=tmp_path / "file" / "engine.log")

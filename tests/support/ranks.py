@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.core.step import StepPlan
 from engine.errors import DeviceLost, EngineError
 from engine.model.config import ModelConfig
-from engine.model.group import Spent
+from engine.model.group import CollectiveTime
 from engine.parallel.group import Ranks, joined, own_rows
 from engine.worker import rank_runner as parallel_runner
 from engine.worker.runner import Runner
@@ -73,8 +73,8 @@ class ThreadRanks(Ranks):
     def least(self, number: int) -> int:
         return min(self._exchange(number))
 
-    def take(self) -> Spent | None:
-        return Spent(self.size)
+    def take_time(self) -> CollectiveTime | None:
+        return CollectiveTime(self.size)
 
 
 class ThreadWorkers:
