@@ -1,12 +1,12 @@
-"""Figures as text: counts, lists, durations, ordinals; and why a prefix match ended."""
+"""Formats counts, lists, durations, ordinals, and the reason why a prefix match ended."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-MATCH_REASONS = {  # the `stop` of a match record: (its words, an explanation); {at} is a token or a step
+MATCH_REASONS = {  # `stop` of a match record -> (text, explanation); {at} is the index of a token or of a step
     "whole": ("all full blocks were cached", "the last token is always computed"),
-    "differs": ("differs at token {at}", "no cached text is the same from there on"),
+    "differs": ("differs at token {at}", "no cached text has the same next tokens"),
     "ends": ("nothing is cached after token {at}", "only full blocks are cached"),
     "short": ("too short to share", "the prompt has at most one block"),
     "empty": ("the beginning is not cached", "no cached text has the same first token"),
@@ -52,7 +52,7 @@ def ordinal(n: int) -> str:
 
 
 def match_reason(stop: str, at: object) -> str:
-    """Returns why a prefix match ended: "differs at token 1,112". An unknown `stop` is returned as it is."""
+    """Returns why a prefix match ended: "differs at token 1,112". An unknown `stop` is returned unchanged."""
     words, _ = MATCH_REASONS.get(stop, (stop, ""))
     return words.replace("{at}", f"{at:,}" if isinstance(at, int) else "?")
 

@@ -91,7 +91,7 @@ def lesson(
     """
     from minitui.teaching.lessons import LESSONS
     from minitui.teaching.lessons import lesson as find_lesson
-    from minitui.teaching.lessons.plain import tell_alone
+    from minitui.teaching.lessons.plain import print_with_own_engine
 
     if number is None:
         print(_columns([(f"minitui lesson {one.number}   {one.title}", one.question) for one in LESSONS]))
@@ -100,7 +100,7 @@ def lesson(
     choice, source, restart = lesson_source(chosen.number)
     sampling = Sampling(temperature=0.0, max_tokens=60)
     if plain or not has_terminal():
-        raise typer.Exit(asyncio.run(tell_alone(chosen, source, choice.system, sampling, print)))
+        raise typer.Exit(asyncio.run(print_with_own_engine(chosen, source, choice.system, sampling, print)))
     from minitui.tui.lesson_app import LessonApp
 
     def make(*arguments: Any, **options: Any) -> LessonApp:

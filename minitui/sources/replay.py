@@ -172,11 +172,11 @@ class ReplaySource(Source):
         are due at once.
         """
         trace = self.trace
-        step = max(trace.first_step, min(step, trace.last_step))
+        step = max(trace.step_before, min(step, trace.last_step))
         target = trace.locate(step)
-        begin = trace.part_of_step(max(trace.first_step, step - STEPS_BEFORE))
+        begin = trace.part_of_step(max(trace.step_before, step - STEPS_BEFORE))
         self._place(begin, 0)
-        self._seek_to = target if step > trace.first_step else (0, 0)
+        self._seek_to = target if step > trace.step_before else (0, 0)
         self._until, self._allowed = None, 0
         # These records need an open gate and normal pace. `_arrive` restores the viewer's gate and pace.
         assert self._state is not None

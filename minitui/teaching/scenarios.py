@@ -1,7 +1,7 @@
-"""The scenarios of the demos, each in a small engine of its own.
+"""The scenarios of the demos. Each demo has its own small engine.
 
 A scenario is a coroutine over a Stage. Replies are greedy and requests arrive in a fixed order, so every run is the
-same. Every figure is counted from the records of this run.
+same. All figures are counted from the records of the run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minitui.text import match_reason
 
 @dataclass(frozen=True)
 class Demo:
-    """A demo: its scenario and the engine's options."""
+    """A demo: its scenario, the limit of its answers in tokens, and the engine's options."""
 
     title: str
     play: Callable[[Stage], Awaitable[None]]
@@ -32,7 +32,7 @@ QUESTIONS = (
     "What is the KV cache?", "What is paged attention?", "What is a radix cache?", "What is continuous batching?",
     "What is prefill?", "What is a block table?",
 )  # fmt: skip
-VOICES = (  # system prompts that differ from the first word on and fill at least a block
+VOICES = (  # system prompts: their first words differ, and each fills at least one block
     "Alpha is the name you answer to. You explain inference engines to people who have never seen one, in short words.",
     "Bravo is the name you answer to. You explain inference engines to people who build them, with exact numbers.",
     "Charlie is the name you answer to. You explain inference engines to students, and you always give an example.",
@@ -41,13 +41,13 @@ VOICES = (  # system prompts that differ from the first word on and fill at leas
 
 
 def paste(lines: int) -> str:
-    """A long prompt, as a user might paste it."""
+    """Returns a long prompt, as a user might paste it."""
     notes = (f"Note {i}: block {i} holds the tokens {16 * i} to {16 * i + 15}." for i in range(lines))
     return "What is the KV cache? Here are my notes. " + " ".join(notes)
 
 
 def paste_of(stage: Stage, system: str, blocks: int) -> str:
-    """A pasted prompt that fills just over `blocks` blocks."""
+    """Returns a long prompt that, with its system prompt, fills just over `blocks` blocks."""
     assert stage.chats.codec is not None
     size = stage.source.info["block_size"]
     for lines in range(1, 1000):
@@ -76,8 +76,8 @@ async def shared_prefix(stage: Stage) -> None:
     one = stage.request(first)
     stage.tell(
         f"One step computed its {one.prompt_tokens} prompt tokens. They fill {one.prompt_tokens // size} blocks of "
-        f"{size} tokens, which are now in the radix tree. The remaining {one.prompt_tokens % size} tokens are in a "
-        "block of their own. Chat 1 writes its answer, one token in each step."
+        f"{size} tokens, which are now in the radix tree. The remaining {one.prompt_tokens % size} tokens are in "
+        "another block, which is not shared. Chat 1 writes its answer, one token in each step."
     )
     stage.look("inspect")
     await stage.step(6, seconds=0.4)
@@ -91,16 +91,16 @@ async def shared_prefix(stage: Stage) -> None:
     cached = stage.view.lanes.lanes[two.id].cached_tokens
     shared = stage.state().counts[SHARED]
     stage.tell(
-        f"The moment: chat 2 found {cached} of its {two.prompt_tokens} prompt tokens in the tree and computed only "
-        f"{two.prompt_tokens - cached}. Several requests hold {shared} blocks together: the same memory, no copies."
+        f"Chat 2 found {cached} of its {two.prompt_tokens} prompt tokens in the tree and computed only "
+        f"{two.prompt_tokens - cached}. {shared} blocks are now shared by several requests: the same memory, no copies."
     )
     await stage.pause(4)
     await stage.slow(0.12)
     metrics = await stage.answers([first, *others])
     total, hit = sum(m["prompt_tokens"] for m in metrics), sum(m["cached_tokens"] for m in metrics)
     stage.tell(
-        f"The four prompts have {total} tokens together: {hit} came from the cache, {total - hit} were computed, "
-        f"{hit / total:.0%} saved. The answers are the same as without the cache."
+        f"The four prompts have {total} tokens in total: {hit} came from the cache and {total - hit} were computed. "
+        f"The cache saved {hit / total:.0%}. The answers are the same as without the cache."
     )
 
 
@@ -134,10 +134,10 @@ async def cache_on_off(stage: Stage) -> None:
         ("cache on", with_cache.computed, f"{with_cache.computed:,} computed, {with_cache.cached:,} shared"),
     ]
     stage.tell(
-        f"The same prompts, {with_cache.prompt_tokens:,} tokens, and the same answers; {with_cache.share_cached:.0%} "
-        f"of the prefill saved.\n{stage.bars(rows)}\n"
+        f"The prompts ({with_cache.prompt_tokens:,} tokens) and the answers were the same; "
+        f"{with_cache.share_cached:.0%} of the prefill saved.\n{stage.bars(rows)}\n"
         f"The prompts took {without.prefill_ms:,.0f} ms without the cache and {with_cache.prefill_ms:,.0f} ms with it. "
-        "The other five shared the blocks of the first in the same step that computed them."
+        "One step computed the blocks of the first request, and the other five requests shared them in that step."
     )
 
 
@@ -147,8 +147,8 @@ WRITERS = 3
 
 
 async def _long_paste(stage: Stage) -> tuple[float, int, int, float]:
-    """Pastes a long prompt while chats write. Returns the longest wait of a writer for a token (ms), the tokens of
-    the prompt, the number of steps that computed it, and their time (ms)."""
+    """Pastes a long prompt while chats write. Returns (longest wait of a writing chat for a token in ms, tokens of the
+    prompt, number of steps that computed the prompt, time of these steps in ms)."""
     await stage.gate()
     writers = await stage.write_all(QUESTIONS[:WRITERS], [60] * WRITERS, system="")
     stage.look("inspect")
@@ -190,7 +190,7 @@ async def chunked_prefill(stage: Stage) -> None:
     stage.tell(
         f"The longest wait of a writing chat for its next token, while {tokens:,} prompt tokens were computed:\n"
         f"{stage.bars(rows)}\n"
-        f"The long prompt itself gets its first token later, after {in_chunks:,.0f} ms instead of {whole:,.0f}: its "
+        f"The long prompt itself gets its first token later, after {in_chunks:,.0f} ms instead of {whole:,.0f} ms: its "
         "chunks share steps with decoding requests."
     )
 
@@ -203,21 +203,21 @@ def _blocks(stage: Stage) -> int:
 
 
 def leaves(state: State) -> list[NodeView]:
-    """The nodes that may be evicted now, in the order of eviction."""
+    """Returns the nodes that can be evicted now, in the order of eviction."""
     free = [node for node in state.nodes.values() if node.id and not node.children and not node.users]
     return sorted(free, key=lambda node: (node.last_used, node.id))
 
 
 async def eviction(stage: Stage) -> None:
-    """A pool full of cached prefixes: which one is evicted?"""
+    """A pool full of cached prefixes: the least recently used one is evicted."""
     await stage.gate()
     names = ("Alpha", "Bravo", "Charlie")
     chats = [stage.chat(voice, name) for voice, name in zip(VOICES, names, strict=False)]
     stage.show(chats[0])
     stage.look("inspect")
     stage.tell(
-        f"A pool of {_blocks(stage)} blocks. Three chats with different system prompts, Alpha, Bravo and Charlie, are "
-        "answered."
+        f"The pool has {_blocks(stage)} blocks. Three chats with different system prompts, Alpha, Bravo and Charlie, "
+        "ask a question."
     )
     for session in chats:
         await stage.ask(session, QUESTIONS[0])
@@ -225,8 +225,8 @@ async def eviction(stage: Stage) -> None:
         await stage.pause(0.5)
     cached = stage.state().counts[CACHED]
     stage.tell(
-        f"All three have ended, and no request holds their blocks. {cached} blocks stay in the tree, cached; "
-        f"{stage.state().counts[FREE]} are free. Then Alpha asks again: now its blocks are the most recently used."
+        f"All three answers have ended, and no request holds their blocks. {cached} blocks stay cached in the tree; "
+        f"{stage.state().counts[FREE]} are free. Now Alpha asks again. This makes its blocks the most recently used."
     )
     await stage.pause(2)
     await stage.ask(chats[0], QUESTIONS[4])
@@ -239,9 +239,9 @@ async def eviction(stage: Stage) -> None:
     before = {node.id: node for node in stage.state().copy().nodes.values()}
     await stage.run_until("eviction")
     records = [event.record for event in stage.events("evict")]
-    gone = " and then ".join(f"{record[4]} of {owner(before[record[3]])}" for record in records)
+    evicted = " and then ".join(f"{record[4]} of {owner(before[record[3]])}" for record in records)
     stage.tell(
-        f"{stage.verdict(names.index(order[0]))}Evicted: {gone}, because {records[0][5]}. "
+        f"{stage.verdict(names.index(order[0]))}Evicted blocks: {evicted}, because {records[0][5]}. "
         "Of the blocks that no request holds, the least recently used are evicted first: the order was "
         f"{', '.join(order)}. Alpha asked last, so its blocks are evicted last."
     )
@@ -260,7 +260,7 @@ async def eviction(stage: Stage) -> None:
 
 
 def _owners(stage: Stage, chats: list[Session]) -> Callable[[NodeView], str]:
-    """Returns a function that finds the chat of a node by its tokens."""
+    """Returns a function from a node to the title of the chat that contains the node's text."""
 
     def owner(node: NodeView) -> str:
         for session in chats:
@@ -282,7 +282,7 @@ async def preemption(stage: Stage) -> None:
     await stage.gate()
     stage.look("inspect")
     stage.tell(
-        f"A pool of {_blocks(stage)} blocks. Four chats write long answers. Together they will need more blocks."
+        f"The pool has {_blocks(stage)} blocks. Four chats write long answers. Together they will need more blocks."
     )
     ids = [await stage.ask(session, question) for session, question in zip(chats, QUESTIONS, strict=False)]
     await stage.step(4, seconds=0.4)
@@ -300,13 +300,13 @@ async def preemption(stage: Stage) -> None:
     lengths = ", ".join(f"r{r.id} holds {len(r.table)}" for r in state.requests.values())
     stage.tell(f"The pool is full, no block is cached, and a request needs one more. {lengths}.")
     await stage.pause(1.5)
-    await stage.predict("which request is preempted and releases its blocks?", [f"r{id}" for id in ids])
+    await stage.predict("Which request is preempted and releases its blocks?", [f"r{id}" for id in ids])
     await stage.run_until("preemption")
     record = stage.events("preempt")[-1].record
     stage.tell(
         f"{stage.verdict(ids.index(record[3]))}r{record[3]}, the youngest, releases its {record[5]} blocks and waits "
         f"at the head of the queue: {record[4]}. "
-        "Its text is not lost, and its full blocks stay in the tree until they are needed."
+        "Its text is not lost, and its full blocks stay in the tree until other requests need the memory."
     )
     await stage.pause(4)
     await stage.slow(0.03)
@@ -314,8 +314,8 @@ async def preemption(stage: Stage) -> None:
     times = {id: metric["preemptions"] for id, metric in zip(ids, metrics, strict=True)}
     preempted = " and ".join(f"r{id} {_times(times[id])}" for id in sorted(ids, reverse=True) if times[id])
     stage.tell(
-        f"All four answers have {metrics[0]['output_tokens']} tokens. Preempted: {preempted}. A preempted request "
-        "computes its evicted blocks again and continues at the next token."
+        f"Each of the four answers has {metrics[0]['output_tokens']} tokens. Preempted: {preempted}. A preempted "
+        "request computes its evicted blocks again and continues with the next token."
     )
 
 
@@ -331,14 +331,14 @@ async def fork(stage: Stage) -> None:
     trunk = stage.chat(title="trunk", max_tokens=40)
     stage.show(trunk)
     await stage.gate()
-    stage.tell("One chat asks a question and is answered.")
+    stage.tell("One chat asks a question and gets an answer.")
     await stage.ask(trunk, QUESTIONS[1])
     stage.look("inspect")
     await stage.step(5, seconds=0.3)
     await stage.answers([trunk])
     await stage.gate()
     forks = [stage.chats.fork(trunk) for _ in range(4)]
-    stage.tell("Four chats are forked from it. Each asks another question, at the same moment.")
+    stage.tell("Four chats are forked from this chat. Each fork asks a different question, at the same moment.")
     await stage.pause(2)
     for session, question in zip(forks, (QUESTIONS[0], QUESTIONS[2], QUESTIONS[3], QUESTIONS[5]), strict=True):
         await stage.ask(session, question)
@@ -351,8 +351,9 @@ async def fork(stage: Stage) -> None:
         f"{' '.join(str(b) for b in r.table[same:])}" for r in requests
     ]  # fmt: skip
     stage.tell(
-        f"The moment: four block tables. Their first {same} blocks, {same * size} tokens, are the same physical "
-        "blocks. The blocks after the bar belong to one request each; the last is being written:\n" + "\n".join(rows)
+        f"These are the four block tables. Their first {same} blocks, {same * size} tokens, are the same physical "
+        "blocks. A block after the bar belongs to one request only. The last block of each request is being written:\n"
+        + "\n".join(rows)
     )
     await stage.pause(5)
     held = sum(len(r.table) for r in requests)
@@ -361,8 +362,8 @@ async def fork(stage: Stage) -> None:
     cached = sum(m["cached_tokens"] for m in metrics)
     total = sum(m["prompt_tokens"] for m in metrics)
     stage.tell(
-        f"The four tables had {held} entries but used only {distinct} blocks; without sharing they would use {held}. "
-        f"Of {total} prompt tokens {cached} were not computed again ({cached / total:.0%})."
+        f"The four tables had {held} entries but used only {distinct} blocks. Without sharing they would use {held}. "
+        f"{cached} of {total} prompt tokens were not computed again ({cached / total:.0%})."
     )
 
 
@@ -418,7 +419,7 @@ async def batching(stage: Stage) -> None:
 
 
 async def _asked_again(stage: Stage) -> Session:
-    """Asks the same question twice in a chat; stops the engine before the second prompt's step. Returns the chat."""
+    """Asks a question twice in a new chat, and pauses the engine before the second prompt's step. Returns the chat."""
     session = stage.chat("", max_tokens=70)
     stage.show(session)
     await stage.gate()
@@ -434,7 +435,7 @@ async def _asked_again(stage: Stage) -> Session:
 
 
 async def speculation(stage: Stage) -> None:
-    """The same answer without and with speculation: tokens are guessed from the text and checked."""
+    """The same answer without and with speculation, which guesses tokens from the text and checks them."""
     stage.tell(
         "A chat asks a question, and then the same question again. The second answer repeats the first, token for "
         "token. Without speculation each token still takes its own step."
@@ -449,21 +450,23 @@ async def speculation(stage: Stage) -> None:
     await stage.other_engine(speculation="prompt-lookup")
     session = await _asked_again(stage)
     stage.tell(
-        "Prompt lookup searches the earlier text for the last three tokens. The tokens that followed there are the "
-        "guess. The step computes them together with the last token, and samples at each position as usual. A guess "
-        "counts only if it equals the sampled token. So the answer stays the same; only the number of steps changes."
+        "Prompt lookup searches the earlier text for the last three tokens. The tokens that followed them there are "
+        "the guesses. The next step computes the guesses together with the last token, and samples at each position as "
+        "usual. A guess is accepted only if it equals the sampled token. So the answer stays the same; only the number "
+        "of steps changes."
     )
     await stage.pause(4)
     await stage.predict(
-        f"how many steps does the same answer of {tokens} tokens take now?",
-        [f"{without.steps}, as before", f"{without.steps // 2}, half of them", f"under {without.steps // 4}"],
+        f"How many steps does the same answer of {tokens} tokens take now?",
+        [f"{without.steps}, as before", f"{without.steps // 2}, half of them", f"fewer than {without.steps // 4}"],
     )
     await stage.step_until("a right guess", lambda: stage.last_row().accepted > 0, seconds=0.5)
     row = stage.last_row()
     request, drafted, accepted = row.drafts[0]
     stage.tell(
-        f"The moment: step {row.step} computed {row.tokens} tokens for r{request}: its last and {drafted} guesses. "
-        f"{accepted} guesses were right, and the sample after them counts too: {accepted + 1} tokens in one step."
+        f"Step {row.step} computed {row.tokens} tokens for r{request}: its last token and {drafted} guesses. "
+        f"{accepted} guesses were right, and the token sampled after them is used too: {accepted + 1} tokens in one "
+        "step."
     )
     await stage.pause(4)
     await stage.slow(0.25)
@@ -477,8 +480,8 @@ async def speculation(stage: Stage) -> None:
     stage.tell(
         f"{stage.verdict(right)}The same {tokens} tokens:\n{stage.bars(rows)}\n"
         f"{drafting.accepted} of {drafting.drafted} guessed tokens were right. A step that checks several tokens takes "
-        "not much longer than a step for one: it reads all weights either way. Text without repetition gains nothing; "
-        "a request with wrong guesses gets fewer."
+        "not much longer than a step for one: it reads all weights either way. Text without repetition gains nothing. "
+        "After wrong guesses, a request gets fewer guesses."
     )
 
 

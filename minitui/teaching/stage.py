@@ -1,7 +1,7 @@
-"""The stage of demos and lessons: an engine with its chats, and methods to drive it and to read its records.
+"""The stage of demos and lessons: an engine with its chats, and methods to run the engine and to read its records.
 
-Scenarios stop the engine at events, not at times: "stop at the first hit" is the same step on every machine. `beat`
-only scales the pauses for reading.
+Scenarios pause the engine at events, not at times: the first cache hit is in the same step on every machine. `beat`
+scales only the pauses in which the user reads.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ from minitui.sources.base import Source
 from minitui.viewmodel.model import Event, StepRow, View
 from minitui.viewmodel.updater import Updater
 
-PATIENCE = 30.0  # seconds until a wait fails
-PACES = (1, 2, 5, 10, 20, 50, 100, 200)
-BAR = 28  # width of a full bar, in cells
+WAIT_SECONDS = 30.0  # a longer wait fails
+MAX_STEPS = 2000  # of `step_until`
+PACES = (1, 2, 5, 10, 20, 50, 100, 200)  # factors of slow motion
+BAR_WIDTH = 28  # of a full bar, in cells
 HELD_TICK = 0.05  # seconds between two checks of `held`
-THINK_SECONDS = 6.0  # for a prediction
-LETTERS = "abcd"  # for the choices of a prediction
+THINK_SECONDS = 6.0  # the user's time for a prediction
+LETTERS = "abcd"  # of the choices of a prediction
 
 Restart = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of some steps, counted from their records. Prompt tokens are computed or cached."""
+    """Totals over several steps, counted from their records. A prompt token is either computed or cached."""
 
     steps: int
     computed: int
     cached: int
     slowest_ms: float
-    prefill_ms: float  # of the steps that computed prompts
-    decode_ms: float  # of the others
+    prefill_ms: float  # time of the steps that computed prompt tokens
+    decode_ms: float  # time of the other steps
     drafted: int
     accepted: int
 
@@ -68,15 +69,15 @@ class Stage:
     say: Callable[[str], None]
     show: Callable[[Session], None] = lambda session: None
     look: Callable[[str], Any] = lambda screen: None
-    restart: Restart | None = None  # the same model in an engine with other options
-    beat: float = 1.0
+    restart: Restart | None = None  # starts the same model in an engine with other options
+    beat: float = 1.0  # factor of the length of pauses
     bar: str = "█"
-    held: Callable[[], bool] = lambda: False  # true while the user freezes the picture: pauses last longer
-    keys: bool = False  # the user can press keys; `guess` receives them
-    said: list[str] = field(default_factory=list)
+    held: Callable[[], bool] = lambda: False  # True while the user freezes the view: pauses and waits do not end
+    keys: bool = False  # True if the user can answer a prediction with a key, which calls `guess`
+    said: list[str] = field(default_factory=list)  # the texts shown so far
     _choices: Sequence[str] = ()  # of the open prediction
     _guessed: int | None = None
-    _began: tuple[int, int] = (-1, 0)  # the last step and the last record before the figures
+    _began: tuple[int, int] = (-1, 0)  # the last step and the last record before `begin_count`
 
     # ---- reading
 
@@ -97,19 +98,19 @@ class Stage:
         return request
 
     def youngest(self) -> RequestView:
-        """The request that was submitted last, of those that run or wait."""
+        """Returns the newest request that is running or waiting."""
         requests = self.state().requests
         return requests[max(requests)]
 
     def last_row(self) -> StepRow:
-        """The last step."""
+        """Returns the last step."""
         self.state()
         row = self.view.steps.get(self.view.steps.last)
         assert row is not None
         return row
 
     def begin_count(self) -> None:
-        """Starts the count of `figures` and `events`."""
+        """Makes `figures` and `events` count from now on."""
         self._began = (self.state().step, self.state().seq)
 
     def events(self, kind: str) -> list[Event]:
@@ -142,7 +143,7 @@ class Stage:
         self.say(text)
 
     async def pause(self, seconds: float, done: Callable[[], bool] = lambda: False) -> None:
-        """Waits so that the user can read, or until `done()`. Freezing the picture (space) makes it longer."""
+        """Waits for the user to read, or until `done()`. The wait does not end while the view is frozen (space)."""
         left = seconds * self.beat
         await asyncio.sleep(0)
         while (left > 0 or self.held()) and not done():
@@ -152,7 +153,7 @@ class Stage:
                 left -= time.monotonic() - began
 
     async def predict(self, question: str, choices: Sequence[str]) -> None:
-        """Asks for a prediction, and waits for a guess or THINK_SECONDS."""
+        """Asks for a prediction; returns after a guess or THINK_SECONDS."""
         lines = "\n".join(f"   {LETTERS[i]}) {choice}" for i, choice in enumerate(choices))
         how = f"\nPress {' '.join(LETTERS[: len(choices)])}; space gives more time." if self.keys else ""
         self.tell(f"Predict: {question}\n{lines}{how}")
@@ -161,29 +162,29 @@ class Stage:
         self._choices = ()
 
     @property
-    def asks(self) -> int:
+    def open_choices(self) -> int:
         """The number of choices of the open prediction; 0 if there is none."""
         return len(self._choices)
 
     def guess(self, choice: int) -> None:
-        """The user has chosen choice number `choice`."""
+        """Takes the user's choice, an index into the choices."""
         self._guessed = choice
 
     def verdict(self, right: int) -> str:
-        """A sentence about the guess, given the right choice; empty if there was no guess."""
+        """Returns a sentence about the guess, given the index of the right choice; empty if there was no guess."""
         if self._guessed is None:
             return ""
         verdict = "correct" if self._guessed == right else f"the answer is {LETTERS[right]}"
         return f"You said {LETTERS[self._guessed]}: {verdict}. "
 
     def bars(self, rows: Sequence[tuple[str, float, str]]) -> str:
-        """Lines of (label, amount, text), each with a bar in proportion to the largest amount."""
+        """Returns a line for each (label, amount, text), with a bar in proportion to the largest amount."""
         most = max((amount for _, amount, _ in rows), default=0.0) or 1.0
         label_width = max(len(label) for label, _, _ in rows)
         lines = []
         for label, amount, text in rows:
-            cells = max(1 if amount else 0, round(amount / most * BAR))
-            lines.append(f"   {label:<{label_width}}  {self.bar * cells:<{BAR}}  {text}")
+            cells = max(1 if amount else 0, round(amount / most * BAR_WIDTH))
+            lines.append(f"   {label:<{label_width}}  {self.bar * cells:<{BAR_WIDTH}}  {text}")
         return "\n".join(lines)
 
     # ---- driving
@@ -191,7 +192,7 @@ class Stage:
     def chat(
         self, system: str | None = None, title: str = "", max_tokens: int | None = None, whole: bool = False
     ) -> Session:
-        """A new chat. `whole`: its answer has exactly `max_tokens` tokens, whatever the model writes."""
+        """Opens a new chat. `whole`: its answer has exactly `max_tokens` tokens; end tokens do not end it."""
         session = self.chats.new(self.system if system is None else system, title)
         if max_tokens is not None:
             session.sampling = replace(session.sampling, max_tokens=max_tokens, ignore_eos=whole)
@@ -215,22 +216,22 @@ class Stage:
             await self.ask(session, question)
         return sessions
 
-    async def until(self, what: str, true: Callable[[], Any]) -> None:
-        """Waits until `true()`. Raises EngineError, with `what`, after PATIENCE."""
-        end = time.monotonic() + PATIENCE
-        look_again = 0.001
-        while not true():
+    async def until(self, what: str, condition: Callable[[], Any]) -> None:
+        """Waits until `condition()` is true. Raises EngineError, which names `what`, after WAIT_SECONDS."""
+        end = time.monotonic() + WAIT_SECONDS
+        interval = 0.001  # seconds: most waits are for a step of a few milliseconds
+        while not condition():
             if self.source.error:
                 raise EngineError(self.source.error)
-            if self.held():  # frozen: no records are shown
-                end = time.monotonic() + PATIENCE
+            if self.held():  # a frozen view folds no records
+                end = time.monotonic() + WAIT_SECONDS
             if time.monotonic() > end:
-                raise EngineError(f"waited {PATIENCE:.0f} s for {what}, which did not happen")
-            await asyncio.sleep(look_again)
-            look_again = min(1.5 * look_again, 0.01)  # seconds: most waits are for a step of a few milliseconds
+                raise EngineError(f"gave up after waiting {WAIT_SECONDS:.0f} s for {what}")
+            await asyncio.sleep(interval)
+            interval = min(1.5 * interval, 0.01)
 
     async def ask(self, session: Session, text: str) -> int:
-        """Asks in a chat; returns the request's id when the engine has queued it. So requests keep their order."""
+        """Asks in a chat, and returns the request's id after the engine has queued it: so requests keep their order."""
         before = session.request
         await self.pause(0)
         self.chats.send(session, text)
@@ -245,17 +246,17 @@ class Stage:
         return session.request != before and session.request in self.view.lanes.lanes
 
     async def gate(self) -> None:
-        """Stops the engine between two steps."""
+        """Pauses the engine between two steps."""
         await self.source.control("pause")
         await self.until("the engine to stop", lambda: self.state().gate == "closed")
 
     async def open(self) -> None:
-        """Lets the engine run."""
+        """Lets the engine run again."""
         await self.pause(0)
         await self.source.control("resume")
 
     async def step(self, n: int = 1, seconds: float = 0.0) -> None:
-        """Runs `n` steps, with a pause of `seconds` after each; fewer if all requests end before."""
+        """Runs `n` steps, with a pause of `seconds` after each. Stops earlier if no request is left."""
         for _ in range(n):
             state = self.state()
             if not state.requests:
@@ -271,19 +272,19 @@ class Stage:
         row = self.view.steps.get(state.step) if state.step > last else None
         return row is not None and row.end_seq > 0
 
-    async def step_until(self, what: str, true: Callable[[], Any], most: int = 2000, seconds: float = 0.0) -> None:
-        """Runs step by step until `true()`. Raises EngineError if that never happens."""
-        for _ in range(most):
-            if true():
+    async def step_until(self, what: str, condition: Callable[[], Any], seconds: float = 0.0) -> None:
+        """Runs single steps until `condition()` is true. Raises EngineError, which names `what`, if it stays false."""
+        for _ in range(MAX_STEPS):
+            if condition():
                 return
             if not self.state().requests:
                 break
             await self.step(1, seconds)
-        if not true():
+        if not condition():
             raise EngineError(f"{what} did not happen")
 
     async def run_until(self, event: str) -> str:
-        """Runs until the step of an event (a key of engine.core.gate.EVENTS); returns the engine's reason."""
+        """Runs until an event (a key of engine.core.gate.EVENTS) happens; returns the reason of the engine's pause."""
         seen = len(self._stops())
         await self.pause(0)
         await self.source.control("run_until", predicate={"event": event})
@@ -299,7 +300,7 @@ class Stage:
         ]  # fmt: skip
 
     async def answers(self, sessions: Sequence[Session]) -> list[dict[str, Any]]:
-        """Lets the engine run until these chats are answered, then sets real time; returns the answers' metrics."""
+        """Runs the engine until these chats are answered, and ends slow motion. Returns the answers' metrics."""
         await self.open()
         await self.until("the answers", lambda: not any(session.busy for session in sessions))
         if self.state().pace != 1:
@@ -310,7 +311,7 @@ class Stage:
         return [session.messages[-1].metrics for session in sessions]
 
     async def slow(self, seconds: float) -> None:
-        """Slows the engine so that a step like the last ones takes about `seconds`; real time if `beat` is 0."""
+        """Sets slow motion so that a step like the last ones takes about `seconds`; real time if `beat` is 0."""
         last = self.view.steps.last
         rows = [self.view.steps.get(step) for step in range(max(0, last - 8), last + 1)]
         recent = [row.wall_ms for row in rows if row is not None and row.wall_ms]
@@ -320,7 +321,7 @@ class Stage:
         await self.source.control("pace", factor=factor)
 
     async def other_engine(self, **options: Any) -> None:
-        """Replaces the engine by one with other options, same model. `said` stays."""
+        """Replaces the engine by one with the same model and other options. `said` is kept."""
         if self.restart is None:
             raise EngineError("this engine cannot be started with other options")
         self.feed.restart()
@@ -336,7 +337,7 @@ class Stage:
 async def plain_stage(
     source: Source, sampling: Sampling, load: Callable[[dict[str, Any]], Codec], **fields: Any
 ) -> AsyncIterator[Stage]:
-    """A stage without the application: starts the engine and closes it at the end. `fields`: of Stage."""
+    """Yields a stage without the application: starts the engine, and closes it at the end. `fields`: see Stage."""
     try:
         await source.start(lambda progress: None)
         chats = Chats(source, sampling=sampling)

@@ -1,1 +1,1 @@
-"""Traces: the file format, reading and checking it, writing it, and the bundled recordings."""
+"""Traces: their file format, reading, checking and writing them, and the bundled recordings."""

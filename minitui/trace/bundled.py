@@ -1,6 +1,6 @@
 """The bundled recordings: `minitui replay` lists them, `minitui replay NAME` plays one.
 
-Each is a file NAME.trace in this directory. Descriptions are computed from the file.
+Each recording is a file NAME.trace in this directory. Its description is computed from the file.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from minitui.text import count
 from minitui.trace.reader import TraceError, TraceReader
 
 HERE = Path(__file__).resolve().parent
-WATCH_S = 60.0  # bundled recordings are slowed down to last about this long
+WATCH_S = 60.0  # seconds that a replay of a bundled recording lasts at least, if SPEEDS allow it
 SPEEDS = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005)
 
 
 def bundled() -> dict[str, Path]:
-    """Returns the name and file of each, in alphabetical order."""
+    """Returns {name: file} of all bundled recordings, in alphabetical order."""
     return {path.stem: path for path in sorted(HERE.glob("*.trace"))}
 
 
 def is_bundled(path: Path) -> bool:
-    """True for a bundled recording: nothing is written to it or beside it."""
+    """Returns True for a bundled recording. Nothing is written to it or beside it."""
     return path.resolve().parent == HERE
 
 
 def find_trace(text: str) -> Path:
-    """Returns the file of that name, else the bundled recording; a TraceError lists the bundled ones."""
+    """Returns the file named `text`, else the bundled recording of that name. Raises TraceError if neither exists."""
     path, known = Path(text), bundled()
     if path.exists():
         if not path.is_file() and not path.is_dir():
@@ -35,17 +35,17 @@ def find_trace(text: str) -> Path:
         return path
     if text not in known and len(path.parts) == 1 and not path.suffix:
         names = ", ".join(known) or "none"
-        raise TraceError(f"there is no file {text!r} and no bundled recording of that name; the bundled ones: {names}")
+        raise TraceError(f"there is no file {text!r} and no bundled recording of that name; bundled are: {names}")
     return known.get(text, path)
 
 
 def watching_speed(reader: TraceReader) -> float:
-    """Returns the speed at which the recording lasts at least WATCH_S: real time is too fast to follow."""
+    """Returns the highest speed at which the recording lasts at least WATCH_S; real time is too fast to follow."""
     return next((speed for speed in SPEEDS if reader.seconds / speed >= WATCH_S), SPEEDS[-1])
 
 
 def describe(reader: TraceReader) -> str:
-    """Returns one sentence: model, device, requests, steps, and whether the text is random."""
+    """Returns a description of the recording: model, device, requests, steps, and whether the text is random."""
     info = reader.info
     kinds = Counter(record[2] for record in reader.records())
     asked = kinds["submit"] + len(reader.part(0).snapshot["requests"])

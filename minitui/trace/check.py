@@ -1,7 +1,7 @@
 """Checks the lines of a trace: types and ranges, and that a keyframe's requests, tree and pool agree.
 
-Each fault is a ValueError with a short reason. Views and exports trust a trace that passes these checks and those of
-minitui/trace/follow.py.
+Each fault raises a ValueError with a short reason. Views and exports trust a trace that passes these checks and the
+checks of minitui/trace/follow.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from minitui.trace.lines import MOST_VALUES
 
 MOST = (1 << 31) - 1  # largest count or id
 MOST_NUMBER = 1e12  # largest duration, in its unit
-MOST_RECORDS = 1 << 53  # integers up to here are exact in every JSON reader
-MOST_BLOCKS = 1 << 21  # a view keeps several copies of a pool, at 32 bytes per block
+MOST_RECORDS = 1 << 53  # largest record number; every JSON reader reads integers up to here exactly
+MOST_BLOCKS = 1 << 21  # blocks in a pool; a view keeps several copies of a pool, at 32 bytes per block
 MOST_HELD = MOST_VALUES  # blocks in the tables of all requests
 
 Check = Callable[[Any], bool]
@@ -48,7 +48,7 @@ def _list(check: Check) -> Check:
 
 
 def _counts(value: Any) -> bool:
-    """True for a list of counts. It may be as long as a prompt, so no function is called for each item."""
+    """Returns True for a list of counts. The list may be long (a prompt), so no function is called for each item."""
     if type(value) is not list or not value:
         return value == []
     return set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= MOST
@@ -71,7 +71,7 @@ def _rows(*checks: Check) -> Check:
 
 
 def _load(value: Any) -> bool:
-    """True for [(layer, tokens of each expert)] with the same number of experts in each layer."""
+    """Returns True for [(layer, [tokens of each expert])] with the same number of experts in each layer."""
     return _rows(_count, _counts)(value) and len({len(tokens) for _, tokens in value} - {0}) == 1 and all(
         tokens for _, tokens in value
     )  # fmt: skip
@@ -95,7 +95,7 @@ FIELD: dict[str, Check] = {
     "work": _one_of("decode", "prefill", "mixed"), "ranks": _positive, "ms": _signed, "load": _load,
     "queue_ms": _signed, "prefill_ms": _signed, "sample_ms": _signed,
 }  # fmt: skip
-SPECIAL: dict[tuple[str, str], Check] = {
+SPECIAL: dict[tuple[str, str], Check] = {  # (kind of record, field) -> check, where FIELD does not apply
     ("preempt", "blocks"): _count, ("split", "blocks"): _positive, ("evict", "blocks"): _positive,
     ("draft", "drafts"): _rows(_count, _count),
 }  # fmt: skip
@@ -121,9 +121,9 @@ INFO: dict[str, Check] = {
 UNKNOWN = {"model": "a model", "device": "a device", "dtype": "unknown precision"}
 
 
-def _need(holds: object, text: str) -> None:
-    if not holds:
-        raise ValueError(text)
+def _need(condition: object, fault: str) -> None:
+    if not condition:
+        raise ValueError(fault)
 
 
 def _fields(what: str, value: Any, checks: dict[str, Check]) -> None:
@@ -141,7 +141,7 @@ def _short(value: Any) -> str:
 
 
 def header(value: Any) -> dict[str, Any]:
-    """Returns the header with its optional fields filled in."""
+    """Checks the header, and returns it with its optional fields filled in."""
     _fields("the header", value, {"recorded": _text, "random_text": _bool})
     _need(type(value.get("info")) is dict, "the header has no 'info'")
     value["info"] = UNKNOWN | value["info"]
@@ -149,8 +149,8 @@ def header(value: Any) -> dict[str, Any]:
     return value
 
 
-def small(line: Any) -> list[Any]:
-    """Checks and returns a line of words, names, a bookmark, or the end."""
+def short_line(line: Any) -> list[Any]:
+    """Checks and returns a short line: words, names, a bookmark, or the end."""
     _need(type(line) is list and len(line) > 1, "not a list of a letter and values")
     kind, *rest = line
     if kind == "w":
@@ -165,7 +165,7 @@ def small(line: Any) -> list[Any]:
 
 
 def record(seq: int, row: Any) -> Record:
-    """Returns the record of a row `[t, kind, *fields]`; its chunks, nodes and drafts become tuples."""
+    """Checks a row `[t, kind, *fields]`, and returns it as a record; its chunks, nodes and drafts become tuples."""
     if type(row) is not list or len(row) < 2 or type(row[1]) is not str:
         raise ValueError(f"record {seq:,} is not a list of a time and a kind")
     t, kind, *fields = row
@@ -187,16 +187,19 @@ def record(seq: int, row: Any) -> Record:
 
 
 def snapshot(value: Any) -> dict[str, Any]:
-    """Checks and returns a snapshot: types, and that requests, tree and pool agree. JSON keys become numbers again."""
+    """Checks the types of a snapshot, and that requests, tree and pool agree. Returns it with JSON keys as numbers."""
     _fields("the snapshot", value, SNAPSHOT)
     blocks = value["num_blocks"]
-    _need(1 < blocks <= MOST_BLOCKS, f"its pool has {blocks - 1:,} blocks; a trace has 1 to {MOST_BLOCKS - 1:,}")
+    _need(1 < blocks <= MOST_BLOCKS, f"its pool has {blocks - 1:,} blocks; a trace may have 1 to {MOST_BLOCKS - 1:,}")
     for name in ("requests", "nodes", "pending"):
         table = value.get(name)
         _need(type(table) is dict, f"the snapshot has no {name!r}")
         _need(all(re.fullmatch(r"\d{1,10}", key) for key in table), f"a key of {name!r} is not a number")
         value[name] = {int(key): item for key, item in table.items()}
-        _need(len(value[name]) == len(table) and max(value[name], default=0) <= MOST, f"a key of {name!r} is wrong")
+        _need(
+            len(value[name]) == len(table) and max(value[name], default=0) <= MOST,
+            f"a key of {name!r} is repeated or too large",
+        )
     _tree(value)
     _requests(value)
     return value
@@ -211,19 +214,19 @@ def _tree(value: dict[str, Any]) -> None:
         _need(node["blocks"], f"node {id} has no block")
         tokens = len(node["blocks"]) * value["block_size"]
         _need(len(node["ids"]) == tokens, f"the ids of node {id} do not fill its blocks")
-        _take(node["blocks"], seen, f"node {id}")
+        _mark_used(node["blocks"], seen, f"node {id}")
     children: dict[int, list[int]] = {}
     for id, node in nodes.items():
         children.setdefault(node["parent"], []).append(id)
     reached = children.get(0, [])
-    for id in reached:  # grows while it is walked
+    for id in reached:  # the loop appends to this list
         reached.extend(children.get(id, ()))
     _need(len(reached) == len(nodes), "a node is its own ancestor")
     for block, step in value["pending"].items():
         _need(0 < block < len(seen) and seen[block] and _step(step), f"block {block} is pending but not in the tree")
 
 
-def _take(blocks: list[int], seen: bytearray, where: str) -> None:
+def _mark_used(blocks: list[int], seen: bytearray, where: str) -> None:
     for block in blocks:
         _need(block < len(seen), f"block {block:,} of {where} is not in the pool")
         _need(not seen[block], f"block {block:,} of {where} is also used elsewhere")
@@ -241,7 +244,7 @@ def _requests(value: dict[str, Any]) -> None:
         _need(request["node"] == 0 or request["node"] in nodes, f"the node of r{id} is missing")
         table, shared = request["table"], request["shared_blocks"]
         held += len(table)
-        _need(held <= MOST_HELD, f"the tables of its requests have more than {MOST_HELD:,} blocks")
+        _need(held <= MOST_HELD, f"the block tables of its requests have more than {MOST_HELD:,} entries")
         node, end = request["node"], shared
         while node and end > 0:
             blocks = nodes[node]["blocks"]
@@ -250,7 +253,7 @@ def _requests(value: dict[str, Any]) -> None:
             node, end = nodes[node]["parent"], end - len(blocks)
         _need(not node and not end, f"r{id} does not hold the path of its node")
         _need(request["state"] == "running" or not table, f"r{id} is waiting but holds blocks")
-        _take(table[shared:], seen, f"r{id}")
+        _mark_used(table[shared:], seen, f"r{id}")
     for id, node in nodes.items():
         _need(node["users"] == users.get(id, 0), f"node {id} has {users.get(id, 0)} users, not {node['users']}")
     waiting = sorted(id for id, request in value["requests"].items() if request["state"] != "running")

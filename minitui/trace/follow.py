@@ -14,7 +14,7 @@ from minitui.trace.check import MOST_HELD
 
 
 class Follower:
-    """Folds records into a state and checks each one first."""
+    """Folds records into a state, and checks each record first."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -22,7 +22,7 @@ class Follower:
         self._held = sum(len(request.table) for request in state.requests.values())
 
     def take(self, record: Record) -> None:
-        """Fold a record from `check.record`. ValueError with the reason if it is impossible."""
+        """Fold a record that `check.record` returned. Raises ValueError, with the reason, if it is impossible."""
         kind = record[2]
         check = self._CHECKS.get(kind)
         if check is not None:
@@ -31,7 +31,7 @@ class Follower:
                 raise ValueError(f"record {record[0]:,} ({kind}) is impossible: {reason}")
         self.state.apply(record)
         if self._held > MOST_HELD:
-            raise ValueError(f"the tables of its requests have more than {MOST_HELD:,} blocks")
+            raise ValueError(f"the block tables of its requests have more than {MOST_HELD:,} entries")
 
     def _known(self, id: int) -> Iterator[str]:
         if id not in self.state.requests:
@@ -44,7 +44,7 @@ class Follower:
 
     def _order(self, queue: list[int]) -> Iterator[str]:
         if sorted(queue) != sorted(self.state.queue[: len(queue)]):
-            yield "these are not the first requests of the queue"
+            yield "its requests are not the first requests of the queue"
 
     def _admit(self, id: int, row: int, _reason: str) -> Iterator[str]:
         yield from self._known(id)
@@ -54,7 +54,7 @@ class Follower:
     def _match(self, id: int, tokens: int, *_: Any) -> Iterator[str]:
         yield from self._running(id)
         if tokens > len(self.state.requests[id].table) * self.state.block_size:
-            yield f"r{id} holds fewer blocks"
+            yield f"r{id} holds too few blocks for {tokens:,} tokens"
 
     def _running(self, id: int) -> Iterator[str]:
         yield from self._known(id)
@@ -80,7 +80,7 @@ class Follower:
         if node not in state.nodes:
             yield f"there is no node {node}"
         if dropped > len(request.table) - request.shared_blocks:
-            yield f"r{id} has fewer private blocks"
+            yield f"r{id} has fewer than {dropped:,} private blocks"
         above, new = node, 0
         while above and above != request.node:
             new += len(state.nodes[above].blocks)
@@ -96,7 +96,7 @@ class Follower:
         if not blocks or len(ids) != len(blocks) * self.state.block_size:
             yield f"{len(ids):,} ids do not fill {len(blocks):,} blocks"
         if holder.table[start : start + len(blocks)] != blocks:
-            yield f"these are not the next blocks of r{request}"
+            yield f"its blocks are not the next private blocks of r{request}"
 
     def _insert(self, id: int, parent: int, request: int, ids: list[int], blocks: list[int], _: int) -> Iterator[str]:
         yield from self._grown(request, ids, blocks)
@@ -112,14 +112,14 @@ class Follower:
 
     def _split(self, id: int, upper: int, n: int) -> Iterator[str]:
         if not id or id not in self.state.nodes or n >= len(self.state.nodes[id].blocks):
-            yield f"node {id} has no more than {n:,} blocks"
+            yield f"node {id} does not exist or has no more than {n:,} blocks"
         if upper in self.state.nodes:
             yield f"node {upper} exists already"
 
     def _evict(self, id: int, n: int, _reason: str) -> Iterator[str]:
         node = self.state.nodes.get(id)
         if node is None or not id or node.children or n > len(node.blocks):
-            yield f"node {id} is not a leaf of {n:,} or more blocks"
+            yield f"node {id} is not a leaf with at least {n:,} blocks"
         elif node.users > 0:
             yield f"node {id} is in use"
 
@@ -145,21 +145,21 @@ class Follower:
         for id in (*(chunk[0] for chunk in prefills), *joined, *left):
             yield from self._known(id)
         if any(state.requests[id].joined_at < 0 for id in left):
-            yield "a request that is not decoding leaves"
+            yield "a request leaves the decoding set but was not in it"
         if sum(chunk[2] for chunk in prefills) > tokens:
-            yield "its prefills have more tokens than the step"
+            yield "its prompt chunks have more tokens than the step"
 
     def _drafted(self, _step: int, drafts: list[tuple[int, ...]]) -> Iterator[str]:
         for id, drafted, *accepted in drafts:
             yield from self._known(id)
             if accepted and accepted[0] > drafted:
-                yield f"more drafts of r{id} are accepted than there are"
+                yield f"r{id} has more accepted drafts than drafts"
 
     def _timed(self, step: int, *_: Any) -> Iterator[str]:
         if step > self.state.step:
             yield f"step {step:,} has not been planned"
 
-    def _given_back(self, id: int, *_: Any) -> Iterator[str]:
+    def _released(self, id: int, *_: Any) -> Iterator[str]:
         yield from self._running(id)
         self._held -= len(self.state.requests[id].table)
 
@@ -174,5 +174,5 @@ class Follower:
         "submit": _submit, "order": _order, "admit": _admit, "match": _match, "alloc": _alloc, "hold": _hold,
         "insert": _insert, "extend": _extend, "split": _split, "evict": _evict, "withdraw": _withdraw, "step": _step,
         "draft": _drafted, "accept": _drafted, "time": _timed, "comm": _timed, "fail": _timed, "experts": _timed,
-        "preempt": _given_back, "requeue": _given_back, "finish": _finish, "wait": _one_request,
+        "preempt": _released, "requeue": _released, "finish": _finish, "wait": _one_request,
     }  # fmt: skip

@@ -1,7 +1,8 @@
-"""The lines of a trace file, read one at a time and within limits of memory.
+"""Reads the lines of a trace file one at a time, within limits of memory.
 
-A gzip member can unpack to a thousand times its size, and JSON objects take ten times the size of their text. So the
-unpacked text is limited: its ratio to the file's size, the length of a line, and the values in a part (a gzip member).
+A gzip member can unpack to a thousand times its size, and JSON objects take ten times the size of their text. So three
+numbers are limited: the size of the unpacked text relative to the file, the length of a line, and the number of values
+in a part (a gzip member).
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from engine.errors import EngineError
 
 GZIP = 31  # zlib's window bits for a gzip member
 CHUNK = 1 << 16
-MOST_RATIO = 100  # unpacked text to file; traces of engines have 2 to 15
+MOST_RATIO = 100  # bytes of unpacked text per byte of the file; traces of engines have 2 to 15
 LEAST_TEXT = 16 << 20  # bytes of unpacked text allowed for a file of any size
-LONGEST_LINE = 32 << 20  # bytes: a keyframe with four million cached tokens
-MOST_VALUES = 16_000_000  # in a part; each takes up to 60 bytes of memory
+LONGEST_LINE = 32 << 20  # bytes: enough for a keyframe with four million cached tokens
+MOST_VALUES = 16_000_000  # JSON values in a part; each takes up to 60 bytes of memory
 
 
 class TraceError(EngineError):
@@ -28,13 +29,13 @@ class TraceError(EngineError):
 
 
 class Member:
-    """A gzip member of a file. Iterate over its lines once; afterwards `whole` is True if it was undamaged, and `end`
-    is the offset of the next member. A damaged member yields the lines before the damage, perhaps some damaged ones."""
+    """A gzip member of a file. Iterate over its lines once. Then `whole` is True if the member is undamaged, and `end`
+    is the offset of the next member. A damaged member yields the lines before the damage, and perhaps damaged lines."""
 
     def __init__(self, file: LineFile, offset: int) -> None:
         self.offset = self.end = offset
         self.whole = False
-        self.values = 0  # so far
+        self.values = 0  # JSON values in the lines read so far
         self._file = file
 
     def __iter__(self) -> Iterator[bytes]:
@@ -52,7 +53,7 @@ class Member:
                 return
             packed = unpack.unused_data if unpack.eof else unpack.unconsumed_tail
             self.end += before - len(packed)
-            file.took(len(text))
+            file.count_unpacked(len(text))
             self.values += text.count(b",") + text.count(b"[")
             if self.values > MOST_VALUES:
                 file.fail(f"a part of it has more than {MOST_VALUES:,} values")
@@ -68,7 +69,7 @@ class Member:
 
 
 class LineFile:
-    """A trace file, open for reading. `line` is the number of lines read; the caller gives its first value."""
+    """A trace file, open for reading. `line` counts the lines read, beginning at the number that the caller gives."""
 
     def __init__(self, path: Path, line: int = 0) -> None:
         self.path = path
@@ -88,12 +89,12 @@ class LineFile:
         self._raw.close()
 
     def is_gzip(self) -> bool:
-        """True if the file begins like a gzip file."""
+        """Returns True if the file begins with the two bytes of a gzip file."""
         self.seek(0)
         return self.read(2) == b"\x1f\x8b"
 
     def seek(self, offset: int) -> None:
-        """Read from `offset` on."""
+        """Continue reading at `offset`."""
         self._raw.seek(offset)
 
     def read(self, size: int) -> bytes:
@@ -104,7 +105,7 @@ class LineFile:
             self.fail(error.strerror or str(error))
 
     def members(self, offset: int = 0) -> Iterator[Member]:
-        """Yields the members from `offset` on. Each must be read to its end before the next."""
+        """Yields the members from `offset` on. The caller must read each member to its end before the next."""
         while offset < self._size:
             member = Member(self, offset)
             yield member
@@ -112,11 +113,11 @@ class LineFile:
                 return
             offset = member.end
 
-    def took(self, size: int) -> None:
-        """Count unpacked text; raises TraceError beyond the limit."""
+    def count_unpacked(self, size: int) -> None:
+        """Count `size` bytes of unpacked text. Raises TraceError beyond the limit."""
         self._taken += size
         if self._taken > self._most:
-            self.fail(f"a file of its size unpacks to at most {self._most >> 20:,} MiB")
+            self.fail(f"it unpacks to more than {self._most >> 20:,} MiB, the limit for a file of its size")
 
     def fail(self, reason: str) -> NoReturn:
         """Raise a TraceError with the line number and the reason."""
@@ -124,7 +125,7 @@ class LineFile:
 
 
 def parse(line: bytes) -> Any:
-    """Returns the value of a line of JSON; ValueError for anything else, NaN and infinity included."""
+    """Returns the value of a line of JSON. Raises ValueError for any other text, and for NaN and infinity."""
     try:
         return json.loads(line, parse_constant=_refuse)
     except RecursionError:
@@ -136,11 +137,11 @@ def parse(line: bytes) -> Any:
 
 
 def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def snapshot_json(snapshot: dict[str, Any]) -> Iterator[str]:
-    """Yields a snapshot as JSON in pieces, one for each node of the tree: encoding a large tree at once takes long."""
+    """Yields a snapshot as JSON in pieces, one for each node of the tree. Other threads can run between two pieces."""
     head = {name: value for name, value in snapshot.items() if name != "nodes"}
     yield json.dumps(head, separators=(",", ":"))[:-1] + ',"nodes":{'
     separator = ""

@@ -4,8 +4,8 @@ A trace is gzipped lines of JSON. The first line is the header, an object; the o
 letter:
 
     {"minitui_trace": 1, "info": {...}, "recorded": "2026-01-31T12:00:00Z", "random_text": false}
-    ["k", seq, step, played, snapshot]      a keyframe: the state at record `seq` (Engine.snapshot()), the last planned
-                                            step, and the play time
+    ["k", seq, step, played, snapshot]      a keyframe: the state after record `seq` (Engine.snapshot()), the last
+                                            planned step, and the play time
     ["r", seq, [[t, kind, ...], ...]]       records from number `seq` on, without gaps; engine/trace/records.py names
                                             their fields
     ["w", [[id, "bytes"], ...]]             token ids and their bytes, written as Latin-1
@@ -17,10 +17,10 @@ Every keyframe begins a new gzip member: a reader can start at any of them. A fi
 writer was killed) is read up to the line before. Lines with other letters are skipped.
 
 Files are untrusted: unpacking is limited (lines.py), each line is checked (check.py), and each record must be possible
-in the state before it (follow.py). Every fault is a TraceError with the line number.
+in the state before it (follow.py). Every fault raises a TraceError with the line number.
 
-Play time is the engine's time without the delay of slow motion, and with pauses cut to a second: the recording of a
-lecture replays at the speed of the engine, not of the lecturer.
+Play time is the engine's time without the delay of slow motion, and with pauses shortened to a second. So the recording
+of a lecture replays at the engine's speed, without the lecturer's slow motion and breaks.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from minitui.trace.lines import GZIP, MOST_VALUES, LineFile, Member, TraceError,
 __all__ = ["GZIP", "VERSION", "Keyframe", "Part", "PlayClock", "TraceError", "TraceReader"]
 
 VERSION = 1
-LONGEST_PAUSE = 1.0  # seconds of play
-RANDOM = "random text, not shown"  # shown instead of random text
+LONGEST_PAUSE = 1.0  # seconds of play time
+RANDOM = "random text, not shown"  # shown in place of random text
 
 
 class PlayClock:
-    """The play time in seconds: engine time without slow motion, pauses cut to LONGEST_PAUSE."""
+    """Computes the play time in seconds: engine time without slow motion, with pauses shortened to LONGEST_PAUSE."""
 
     def __init__(self, t: float, played: float, state: State) -> None:
         self.now = played
@@ -55,16 +55,16 @@ class PlayClock:
         self._pace = state.pace
         self._closed = state.gate == "closed"
         self._live = len(state.requests)
-        self._stretched = 0.0
+        self._stretched = 0.0  # seconds of slow motion still to be skipped
 
     def advance(self, record: Record) -> float:
         """Advances to a record and returns its play time. Records must come in order."""
         elapsed = max(0.0, record[1] - self._t)
         self._t = max(self._t, record[1])
         if self._stretched:
-            left_out = min(elapsed, self._stretched)
-            self._stretched -= left_out
-            elapsed -= left_out
+            skipped = min(elapsed, self._stretched)
+            self._stretched -= skipped
+            elapsed -= skipped
         if self._closed or not self._live:
             elapsed = min(elapsed, LONGEST_PAUSE)
         self.now += elapsed
@@ -90,7 +90,7 @@ class Keyframe:
     seq: int
     step: int
     played: float
-    offset: int  # of its gzip member in the file
+    offset: int  # of the keyframe's gzip member in the file
     line: int  # number of lines before that member
 
 
@@ -102,26 +102,26 @@ class Part:
     snapshot: dict[str, Any]
     records: list[Record] = field(default_factory=list)
     due: list[float] = field(default_factory=list)
-    values: int = 0  # number of JSON values: a measure of its memory
+    values: int = 0  # number of JSON values: a measure of the memory that the part takes
 
     @property
     def state(self) -> State:
-        """The state at its beginning, as a new object."""
+        """The state at the beginning of the part, as a new object."""
         return State.from_snapshot(self.snapshot)
 
     def ends_of_steps(self) -> Iterator[tuple[int, int]]:
-        """Yields (step, index after its last record); a `time` or `fail` record ends a step."""
+        """Yields (step, index after the step's last record); a `time` or `fail` record ends a step."""
         for i, record in enumerate(self.records):
             if record[2] in ("time", "fail"):
                 yield record[3], i + 1
 
 
 class TraceReader:
-    """A trace, read part by part. `complete` is False if its end is missing; the rest can be used."""
+    """A trace, read part by part. `complete` is False if the end of the file is missing; the beginning can be used."""
 
     def __init__(self, path: str | Path) -> None:
-        """Scans the file once and reads the first and the last part. TraceError if it is no trace, or has an unknown
-        version. Faults in other parts are found when they are read."""
+        """Scans the file once, and reads the first and the last part. Raises TraceError if the file is not a trace, or
+        has an unknown version. Faults in other parts are found when these parts are read."""
         self.path = Path(path)
         self.header: dict[str, Any] = {}
         self.keyframes: list[Keyframe] = []
@@ -144,12 +144,12 @@ class TraceReader:
         return self.header["info"]
 
     @property
-    def first_step(self) -> int:
-        """The last step before the recording; -1 if it begins with the engine."""
+    def step_before(self) -> int:
+        """The last step before the recording; -1 if the recording begins at the engine's start."""
         return self.keyframes[0].step
 
     def part(self, index: int) -> Part:
-        """Returns the part from keyframe `index` to the next; keeps the last few. TraceError if it cannot be read."""
+        """Returns the part that begins at keyframe `index`; caches a few. Raises TraceError if it is unreadable."""
         part = self._parts.get(index)
         if part is None:
             part = self._read_part(self.keyframes[index])
@@ -165,7 +165,7 @@ class TraceReader:
             yield from self.part(index).records
 
     def check(self) -> None:
-        """Read every part; TraceError if one cannot be read."""
+        """Read every part. Raises TraceError if a part cannot be read."""
         for index in range(len(self.keyframes)):
             self.part(index)
 
@@ -178,9 +178,9 @@ class TraceReader:
         return index
 
     def locate(self, step: int) -> tuple[int, int]:
-        """Returns (part, number of its records) up to the point that shows `step`: the last end of a step at which
-        `step` is the newest planned one. With overlapping steps that is the end of the step before. For a later step:
-        the end of the trace."""
+        """Returns the point of the trace that shows `step`, as (index of a part, number of its records up to there).
+        This point is the last end of a step at which `step` is the newest planned step. If steps overlap, it is the
+        end of the step before `step`. If `step` is beyond the trace, it is the end of the trace."""
         found: tuple[int, int] | None = None
         for index in range(self.part_of_step(step), len(self.keyframes)):
             part = self.part(index)
@@ -199,12 +199,12 @@ class TraceReader:
 
     @property
     def end_t(self) -> float:
-        """The engine's time of the last record, in seconds."""
+        """The time of the last record on the engine's clock, in seconds."""
         last = self.part(len(self.keyframes) - 1)
         return last.records[-1][1] if last.records else last.snapshot["t"]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of token ids; the ids if the trace has no texts, and a remark if its text is random."""
+        """Returns the text of token ids; the ids if the trace has no texts, or RANDOM if its text is random."""
         ids = list(ids)
         if self.header["random_text"]:
             return RANDOM if ids else ""
@@ -229,10 +229,10 @@ class TraceReader:
     # ---- the file
 
     def _scan(self) -> None:
-        """Read the header, the places of keyframes, words, names and bookmarks in one pass."""
+        """Read the header, the positions of keyframes, the words, names and bookmarks in one pass."""
         with LineFile(self.path) as file:
             if not file.is_gzip():
-                raise TraceError(f"{self.path} is no minitui trace: it is not a gzip file")
+                raise TraceError(f"{self.path} is not a minitui trace: it is not a gzip file")
             for member in file.members():
                 self._scan_member(file, member)
         if not self.header or not self.keyframes:
@@ -240,7 +240,7 @@ class TraceReader:
         self.bookmarks.sort()
 
     def _scan_member(self, file: LineFile, member: Member) -> None:
-        before, keyframe = file.line, None
+        lines_before, keyframe = file.line, None
         lines = iter(member)
         try:
             for line in lines:
@@ -249,18 +249,18 @@ class TraceReader:
                 elif line.startswith(b'["k"'):
                     if keyframe is not None:
                         raise ValueError("a second keyframe in a gzip member")
-                    keyframe = self._keyframe(line, member.offset, before)
-                elif line[:3] in _SMALL:
-                    self._small(check.small(parse(line)))
+                    keyframe = self._keyframe(line, member.offset, lines_before)
+                elif line[:3] in _SHORT:
+                    self._take_short(check.short_line(parse(line)))
         except ValueError as error:
-            _damaged(file, member, lines, error)
+            _wrong_line(file, member, lines, error)
         if keyframe is None:
             return
         if not member.whole:
             try:
                 self._read_part(keyframe)
             except TraceError:
-                return  # it belongs to the damaged end
+                return  # the keyframe belongs to the damaged end of the file
         self.keyframes.append(keyframe)
 
     def _check_header(self, line: bytes) -> dict[str, Any]:
@@ -268,7 +268,7 @@ class TraceReader:
             header = parse(line)
             version = header["minitui_trace"]
         except (ValueError, TypeError, KeyError):
-            raise TraceError(f"{self.path} is no minitui trace: its first line is not a header") from None
+            raise TraceError(f"{self.path} is not a minitui trace: its first line is not a header") from None
         if version != VERSION:
             raise TraceError(
                 f"{self.path} is a trace of version {str(version)[:20]}; this minitui reads version {VERSION}: record "
@@ -276,17 +276,17 @@ class TraceReader:
             )
         return check.header(header)
 
-    def _keyframe(self, line: bytes, offset: int, before: int) -> Keyframe:
+    def _keyframe(self, line: bytes, offset: int, lines_before: int) -> Keyframe:
         found = _KEYFRAME.match(line)
         if found is None:
-            raise ValueError("not a keyframe: a number, a step and the play time are missing")
+            raise ValueError("not a keyframe: it must have a record number, a step and a play time")
         seq, step, played = int(found[1]), int(found[2]), float(found[3])
         last = self.keyframes[-1] if self.keyframes else Keyframe(0, -1, 0.0, 0, 0)
         if seq < last.seq or step < last.step or played < last.played:
-            raise ValueError(f"its keyframe at record {seq:,}, step {step:,} does not follow the one before it")
-        return Keyframe(seq, step, played, offset, before)
+            raise ValueError(f"its keyframe (record {seq:,}, step {step:,}) does not follow the keyframe before it")
+        return Keyframe(seq, step, played, offset, lines_before)
 
-    def _small(self, line: list[Any]) -> None:
+    def _take_short(self, line: list[Any]) -> None:
         kind = line[0]
         if kind == "w":
             self.words.update((token, text.encode("latin-1")) for token, text in line[1])
@@ -298,7 +298,7 @@ class TraceReader:
             self.complete = True
 
     def _read_part(self, keyframe: Keyframe) -> Part:
-        """Returns the part; checks its lines, and that each record is possible in the state before it."""
+        """Returns the part. Checks its lines, and that each record is possible in the state before it."""
         with LineFile(self.path, keyframe.line) as file:
             member = next(file.members(keyframe.offset))
             lines = iter(member)
@@ -316,7 +316,7 @@ class TraceReader:
                             part.due.append(clock.advance(record))
                             part.records.append(record)
             except ValueError as error:
-                _damaged(file, member, lines, error)
+                _wrong_line(file, member, lines, error)
             if part is None:
                 file.fail("its keyframe is missing")
             part.values = member.values
@@ -324,7 +324,7 @@ class TraceReader:
             return part
 
     def _check_end(self, keyframe: Keyframe, state: State) -> None:
-        """Check that the next keyframe equals the state after this part's records, if there is no gap between."""
+        """Check that the next keyframe equals the state after this part's records, if no record is missing between."""
         following = next((k for k in self.keyframes if k.offset > keyframe.offset), None)
         if following is None or following.seq != state.seq:
             return
@@ -341,11 +341,11 @@ class TraceReader:
 
 
 _KEYFRAME = re.compile(rb'\["k",(\d{1,16}),(-1|\d{1,9}),(\d{1,12}(?:\.\d{1,9})?|\d(?:\.\d+)?e-\d\d?),')
-_SMALL = frozenset((b'["w', b'["n', b'["b', b'["e'))
+_SHORT = frozenset((b'["w', b'["n', b'["b', b'["e'))
 
 
-def _damaged(file: LineFile, member: Member, lines: Iterator[bytes], error: ValueError) -> None:
-    """Fail if the gzip member is undamaged. In a damaged one a wrong line is expected: the trace ends before it."""
+def _wrong_line(file: LineFile, member: Member, lines: Iterator[bytes], error: ValueError) -> None:
+    """Raise TraceError if the gzip member is undamaged. A damaged one may have a wrong line: the trace ends there."""
     at = file.line
     for _ in lines:
         pass
@@ -362,7 +362,7 @@ def _begin(keyframe: Keyframe, line: Any) -> Part:
 
 
 def _timeless(snapshot: dict[str, Any]) -> dict[str, Any]:
-    """Returns the snapshot without times, which are rounded in the file."""
+    """Returns the snapshot without its times: the file has rounded times."""
     requests = {
         id: {name: value for name, value in request.items() if name not in ("submitted", "admitted")}
         for id, request in snapshot["requests"].items()
@@ -372,10 +372,10 @@ def _timeless(snapshot: dict[str, Any]) -> dict[str, Any]:
 
 def _records(part: Part, line: Any) -> Iterator[Record]:
     if len(line) != 3 or type(line[2]) is not list:
-        raise ValueError("not a line of records: a number and a list are missing")
+        raise ValueError("not a line of records: it must have a record number and a list")
     _, seq, rows = line
-    follows = part.keyframe.seq + 1 + len(part.records)
-    if type(seq) is not int or seq != follows:
-        raise ValueError(f"its records do not continue: the next number must be {follows:,}")
+    expected = part.keyframe.seq + 1 + len(part.records)
+    if type(seq) is not int or seq != expected:
+        raise ValueError(f"its records leave a gap or repeat: the next record number must be {expected:,}")
     for i, row in enumerate(rows):
         yield check.record(seq + i, row)

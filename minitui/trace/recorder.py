@@ -27,20 +27,20 @@ logger = logging.getLogger("minitui")
 KEYFRAME_EVERY = 12_000  # records
 MOST_IDS = MOST_VALUES // 4  # token ids between two keyframes: readers limit the values in a part
 BATCH = 512  # records in a line
-FLUSH_S = 1.0  # a killed writer loses at most this much
-LEVEL = 2  # compression level: a third of the default's time for a fifth more bytes
-LAST_RECORDS_S = 2.0  # wait for the engine's last records when a recording ends
-MAX_WAITING = 4000  # items queued for the writer
+FLUSH_S = 1.0  # seconds between two flushes: a killed writer loses no more than that
+LEVEL = 2  # compression level: takes a third of the default level's time, and a fifth more bytes
+LAST_RECORDS_S = 2.0  # longest wait for the engine's last records when a recording ends
+MAX_WAITING = 4000  # items queued for the writer thread
 PRIVATE = ("model_dir", "log_file")  # local paths: left out of the header
 Decode = Callable[[int], bytes]
 
 
 class Recorder:
-    """Writes a trace: `begin` with the engine's info and a snapshot, `feed` records as they come, `close`.
+    """Writes a trace. Call `begin` with the engine's info and a snapshot, `feed` with the records, and then `close`.
 
-    Records up to the snapshot are skipped. After a gap nothing is written until `begin` or `resume` gives a new
-    snapshot. `decode` returns a token's bytes; None leaves the texts out. A thread compresses and writes; if it fails,
-    the next call raises a TraceError.
+    Records up to the snapshot are skipped. After a gap nothing is written until `begin` or `resume` gets a new
+    snapshot. `decode` returns a token's bytes; without it, the trace has no texts. A thread compresses and writes; if
+    it fails, the next call raises a TraceError.
     """
 
     def __init__(self, path: str | Path, decode: Decode | None = None, keyframe_every: int = KEYFRAME_EVERY) -> None:
@@ -53,11 +53,11 @@ class Recorder:
         self._state: State | None = None
         self._clock: PlayClock | None = None
         self._since_keyframe = 0
-        self._until_keyframe = keyframe_every
+        self._until_keyframe = keyframe_every  # records until the next keyframe
         self._ids_since_keyframe = 0
         self._played = 0.0
-        self._known: set[int] = set()
-        self._unknown: set[int] = set()
+        self._known: set[int] = set()  # token ids whose bytes are in the file
+        self._unknown: set[int] = set()  # token ids whose bytes must still be written
         self._bookmarked: set[str] = set()  # kinds of event that have a bookmark
         self._flushed = 0.0
         self._writer = _Writer(self.path)
@@ -74,7 +74,7 @@ class Recorder:
         self.resume(snapshot, t)
 
     def resume(self, snapshot: dict[str, Any], t: float = 0.0) -> None:
-        """Continue from a snapshot, after a gap."""
+        """Continue from a snapshot after a gap."""
         self._played = self._clock.now if self._clock is not None else 0.0
         self._state = State.from_snapshot(snapshot)
         self._state.t = t = t or self._state.t
@@ -95,7 +95,7 @@ class Recorder:
             if record[0] != state.seq + 1:
                 self.waits_for_snapshot = True
                 break
-            if self._clock is None:  # the clock starts at the first record
+            if self._clock is None:  # the snapshot had no time: the clock starts at the first record
                 self._clock = PlayClock(record[1], self._played, state)
             self._clock.advance(record)
             if record[2] in _NOTICED:
@@ -122,12 +122,12 @@ class Recorder:
             self._writer.put(json.dumps(["n", names]))
 
     def bookmark(self, text: str, step: int | None = None) -> None:
-        """Mark a step; by default the last one."""
+        """Write a bookmark for a step, by default for the last step."""
         if self._state is not None:
             self._writer.put(json.dumps(["b", self._state.step if step is None else step, text]))
 
     def close(self) -> None:
-        """Write the end; returns when everything is in the file. Idempotent."""
+        """Write the end. Returns when everything is in the file. A second call does nothing."""
         if self._state is not None and not self._writer.closed:
             self._put_words()
             self._writer.put(json.dumps(["e", {"records": self.records, "steps": self.steps}]))
@@ -143,19 +143,20 @@ class Recorder:
             self._unknown.update(ids)
             self._ids_since_keyframe += len(ids)
         elif kind == "evict" and record[5] != CLEARED:
-            self._first("eviction", f"first eviction: {count(record[4], 'block')}")
+            self._bookmark_first("eviction", f"first eviction: {count(record[4], 'block')}")
         elif kind == "preempt":
-            self._first("preemption", f"first preemption: r{record[3]} releases {count(record[5], 'block')}")
+            self._bookmark_first("preemption", f"first preemption: r{record[3]} releases {count(record[5], 'block')}")
         elif kind == "match" and record[4] > 0:
-            self._first("hit", f"first hit: r{record[3]} takes {record[4]} tokens from the tree")
+            self._bookmark_first("hit", f"first hit: r{record[3]} takes {record[4]} tokens from the tree")
         elif kind == "fail":
-            self._first("failure", f"step {record[3]} failed")
+            self._bookmark_first("failure", f"step {record[3]} failed")
 
-    def _first(self, moment: str, text: str) -> None:
+    def _bookmark_first(self, kind: str, text: str) -> None:
+        """Write a bookmark for the first event of a kind."""
         assert self._state is not None
-        if moment not in self._bookmarked:
-            self._bookmarked.add(moment)
-            # Decisions are recorded while their step is planned, before its `step` record.
+        if kind not in self._bookmarked:
+            self._bookmarked.add(kind)
+            # These records come before the `step` record of their step, so `state.step` is still the step before.
             self._writer.put(json.dumps(["b", self._state.step + 1, text]))
 
     def _put_records(self, batch: list[Record]) -> None:
@@ -171,7 +172,7 @@ class Recorder:
         played = self._clock.now if self._clock is not None else self._played
         self._writer.put((played, state))
         self._since_keyframe = self._ids_since_keyframe = 0
-        # A keyframe of a large tree is as long as many records: write it less often.
+        # A keyframe of a large tree is as long as many records: write keyframes less often.
         self._until_keyframe = max(self._every, sum(len(node.ids) for node in state.nodes.values()) // 4)
 
     def _put_words(self) -> None:
@@ -186,13 +187,13 @@ _FLUSH, _CLOSE = object(), object()
 
 
 class _Writer:
-    """A thread that writes queued items: a line, records, (played, state), or (decode, ids)."""
+    """A thread that writes queued items: a line, a list of records, (played, state), or (decode, ids)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.closed = False
         try:
-            # Without O_NONBLOCK, opening a FIFO without a reader would wait.
+            # Without O_NONBLOCK, `open` of a FIFO would wait for a reader.
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666)
             os.set_blocking(descriptor, True)
             self._file = os.fdopen(descriptor, "wb")
@@ -205,7 +206,7 @@ class _Writer:
         self._thread.start()
 
     def put(self, item: Any) -> None:
-        """Queue an item; raises TraceError if an earlier one could not be written."""
+        """Queue an item. Raises TraceError if an earlier item could not be written."""
         self._check()
         if self._queue.qsize() > MAX_WAITING:
             raise TraceError(f"{self.path} cannot be written as fast as the engine runs: the recording ends here")
@@ -229,7 +230,7 @@ class _Writer:
             while (item := self._queue.get()) is not _CLOSE:
                 self._take(item)
             self._end_member()
-            self._file.close()  # may fail: it writes the buffered rest
+            self._file.close()  # writes the buffered rest, which may fail
         except OSError as error:
             self._failure = error
             with contextlib.suppress(OSError):
@@ -254,7 +255,7 @@ class _Writer:
     def _keyframe(self, played: float, state: State) -> None:
         """Start a new gzip member with a keyframe."""
         self._end_member()
-        snapshot = "".join(snapshot_json(state.snapshot()))  # node by node: other threads run in between
+        snapshot = "".join(snapshot_json(state.snapshot()))  # piece by piece, so that other threads can run
         self._line(f'["k",{state.seq},{state.step},{round(played, 6)},{snapshot}]')
 
     def _line(self, line: str) -> None:
@@ -273,8 +274,8 @@ class _Writer:
 
 
 class Recording:
-    """Records an engine. After a restart of the engine a new file begins ("run.trace", "run.2.trace", …). If the disk
-    fails, recording stops and `error` has the reason; the engine continues.
+    """Records an engine. Each restart of the engine begins a new file ("run.trace", "run.2.trace", …). If writing
+    fails, the recording stops and `error` has the reason; the engine continues.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -310,22 +311,23 @@ class Recording:
         self._guard(lambda recorder: recorder.feed(records))
 
     def resume(self, snapshot: dict[str, Any]) -> None:
-        """Continue from a snapshot, after a gap."""
+        """Continue from a snapshot after a gap."""
         self._guard(lambda recorder: recorder.resume(snapshot))
 
     def name(self, names: dict[str, str]) -> None:
         """Write the names of chats that are new or have changed."""
-        news = {group: name for group, name in names.items() if self._names.get(group) != name}
-        if news:
-            self._names |= news
-            self._guard(lambda recorder: recorder.name(news))
+        changed = {group: name for group, name in names.items() if self._names.get(group) != name}
+        if changed:
+            self._names |= changed
+            self._guard(lambda recorder: recorder.name(changed))
 
     def close(self) -> None:
-        """Write the end. Idempotent."""
+        """Write the end. A second call does nothing."""
         self._guard(lambda recorder: recorder.close())
         self._recorder = None
 
     def _guard(self, write: Callable[[Recorder], None]) -> None:
+        """Call `write` with the recorder, if there is one. If it fails, stop the recording."""
         if self._recorder is None:
             return
         try:
@@ -338,7 +340,7 @@ class Recording:
 
     def _failed(self, error: TraceError) -> None:
         self.error = str(error)
-        # Not a warning: without a log Python prints warnings on stderr, and the command reports the error itself.
+        # Not a warning: without a log file Python prints warnings on stderr, and the command reports the error already.
         logger.info("%s", error)
 
 

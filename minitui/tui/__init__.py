@@ -1,1 +1,1 @@
-"""The application: everything that needs Textual."""
+"""The terminal application: all modules that need Textual."""

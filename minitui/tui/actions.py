@@ -1,7 +1,7 @@
 """Every action of the application: its key outside the prompt, its slash command, and one sentence about it.
 
-Bindings, slash commands, the palette and the help are made from ACTIONS. The table [keys] of settings.toml gives an
-action, named by its `id`, another key.
+Bindings, slash commands, the palette and the help are made from ACTIONS. The table [keys] of settings.toml can change
+the key of an action: it names the action by its `id`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Action:
-    """`key` has Textual's names, separated by commas. `slash` is the slash command without its slash; `takes` names its
-    argument in the help. `footer` is the word in the status bar; an action without it is not shown there.
+    """An action. `key` holds Textual's names of its keys, separated by commas. `slash` is the slash command without its
+    slash, and `takes` its argument in the help. `footer` is the word in the status bar; without it, the action is not
+    shown there.
     """
 
     id: str
@@ -31,18 +32,18 @@ _TABLE = {
         Action("write", "Write", key="i,enter", footer="write", help="Go to the prompt."),
         Action("keys", "Leave the prompt", key="ctrl+g", slash="keys",
             help="Leave the prompt, so that letters are keys. The answer continues (esc would cancel it). This key "
-                 "acts in the prompt."),
+                 "works only in the prompt."),
         Action("new", "New chat", key="o", slash="new", takes="[title]", footer="new",
             help="Open an empty chat with the default system prompt."),
         Action("fork", "Fork this chat", key="f", slash="fork", footer="fork",
-            help="Open a copy of this chat. Send one prompt to both (A): they share KV blocks up to the first token "
-                 "that differs."),
+            help="Open a copy of this chat. Both chats share KV blocks up to the first token that differs. Key A "
+                 "sends one prompt to all chats."),
         Action("replay", "Replay the system prompt", key="r", slash="replay", footer="replay",
             help="Ask the first question again in a new chat with the same system prompt, and show how much of the "
                  "prompt came from the cache."),
         Action("all", "Send to all", key="A", slash="all", takes="text", help="Send one prompt to every chat at once."),
         Action("cancel", "Cancel the answer", slash="cancel",
-            help="End the answer that is being written; its text stays."),
+            help="End the answer that is being written; the text so far stays."),
         Action("retry", "Ask again", key="R", slash="retry", help="Ask the last question again."),
         Action("edit", "Edit and ask again", key="E", slash="edit", takes="[text]",
             help="Change the last question of this chat and ask it again; the new answer replaces the old one."),
@@ -53,8 +54,8 @@ _TABLE = {
         Action("rename", "Rename this chat", key="e", slash="rename", takes="[title]", help="Give this chat a title."),
         Action("close", "Close this chat", key="x", slash="close", help="Close this chat; it stays in the chat file."),
         Action("system", "System prompt", key="s", slash="system", takes="[text]",
-            help="Show or change the system prompt of this chat. A changed prompt differs from its first tokens on, "
-                 "so the next turn finds nothing in the cache."),
+            help="Show or change the system prompt of this chat. A change affects the first tokens of the prompt, so "
+                 "the next turn finds nothing in the cache."),
         Action("ask", "Known questions", key="a", slash="ask", takes="[word]",
             help="List the questions that the bundled model answers correctly."),
         Action("set", "Sampling", slash="set", takes="name value",
@@ -71,19 +72,19 @@ _TABLE = {
         Action("attach", "Attach a text file", slash="attach", takes="file",
             help="Put the text of a file into the prompt."),
         Action("search", "Search the chats", key="F", slash="search", takes="[words]",
-            help="Find a kept chat by its words, and open it. A chat open in another minitui opens here as a copy."),
+            help="Find a saved chat by words in it, and open it. A chat open in another minitui opens here as a copy."),
     ),
     "Replicas": (
         Action("replicas", "Replicas", key="4", slash="replicas", footer="replicas",
-            help="The servers behind the chats: which are up, how busy they are, and their cache hits."),
+            help="Show the servers of the chats: which of them are up, how busy they are, and their cache hits."),
         Action("pin", "Pin to a replica", key="P", slash="pin", takes="[N|URL]",
             help="Let only one replica answer this chat."),
         Action("unpin", "Unpin", key="U", slash="unpin",
-            help="Let every replica answer this chat. Replicas whose cache holds its beginning are preferred."),
+            help="Let every replica answer this chat. Replicas that have its beginning in their cache are preferred."),
     ),
     "Engine": (
         Action("freeze", "Freeze the view", key="space", slash="freeze", footer="freeze",
-            help="Stop the picture. The engine keeps running; the top bar says how far behind the picture is."),
+            help="Freeze the picture. The engine keeps running; the top bar says how far the picture is behind it."),
         Action("gate", "Pause the engine", key="p", slash="pause", footer="pause",
             help="Pause the engine between two steps, or let it run again."),
         Action("step", "One step", key="n", slash="step", takes="[count]", footer="step",
@@ -92,7 +93,7 @@ _TABLE = {
         Action("until", "Run until…", key="u", slash="until", takes="[event]", footer="until",
             help="Run until an admission, a hit, an eviction, a preemption, …, then pause."),
         Action("slower", "Slower", key="less_than_sign", footer="slow motion",
-            help="Slow motion: stretch every step in proportion to its real duration. The figures stay real."),
+            help="Slow motion: stretch every step in proportion to its real duration. Figures show the real times."),
         Action("faster", "Faster", key="greater_than_sign", help="Reduce the slow motion, down to real time."),
         Action("slow", "Slow motion", slash="slow", takes="factor",
             help="Stretch every step by a factor from 1 (real time) to 200."),
@@ -100,7 +101,7 @@ _TABLE = {
         Action("forward", "Forward in time", key="full_stop",
             help="Show the engine one step later, up to now (inspect)."),
         Action("now", "Back to now", key="end", slash="now",
-            help="Return from the past to the present. A new question, or a key that runs the engine, does the same."),
+            help="Return from the past to the present. A new question, or a key that runs the engine, also returns."),
         Action("clear", "Clear the cache", slash="clear-cache",
             help="Empty the radix tree; the next prompt is computed from its first token."),
         Action("reset", "Start over", key="X", slash="reset",
@@ -114,7 +115,7 @@ _TABLE = {
         Action("inspect", "Inspect", key="2", slash="inspect", footer="inspect",
             help="Show the engine: step, blocks, tree, batches, timings, events."),
         Action("lecture", "Lecture", key="3", slash="lecture",
-            help="Show one sentence for each step: what it did and why."),
+            help="Show one sentence for each step: what the step did, and why."),
         Action("theme", "Theme", key="T", slash="theme", takes="[name]",
             help="Change the theme: dark, light or projector."),
         Action("help", "Help", key="question_mark", slash="help", footer="help",
@@ -122,7 +123,7 @@ _TABLE = {
         Action("palette", "Commands", key="colon", slash="commands", footer="commands", help="Search all commands."),
         Action("slash", "Slash command", key="slash", help="Begin a slash command in the prompt."),
         Action("quit", "Quit", key="q", slash="quit",
-            help="Quit; unfinished answers are kept with the text they have."),
+            help="Quit; unfinished answers are kept with their text so far."),
     ),
 }  # fmt: skip
 
@@ -137,13 +138,13 @@ KEY_NAMES = {
 
 
 def key_label(key: str) -> str:
-    """The first key of a binding, as printed on the keyboard."""
+    """Returns the first key of a binding, as printed on the keyboard."""
     first = key.split(",")[0]
     return KEY_NAMES.get(first, first)
 
 
 def complete_slash(text: str, actions: Sequence[Action]) -> list[Action]:
-    """The slash commands of `actions` that begin with `text` ("/fo"), in their order."""
+    """Returns the `actions` whose slash command begins with `text` ("/fo"), in their order."""
     if not text.startswith("/") or " " in text or "\n" in text:
         return []
     return [action for action in actions if action.slash.startswith(text[1:]) and action.slash]

@@ -1,4 +1,4 @@
-"""The application: its screens, start and end, the drawing timer, the engine's health. Its state is in app_base.py."""
+"""The application: its screens, start, end, frames, and the engine's health. app_base.py has the shared state."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from minitui.tui.screens.lecture import LectureScreen
 from minitui.tui.terminal import TerminalGuard
 
 Script = Callable[["MinituiApp"], Coroutine[Any, Any, None]]
-QUIT_WITHIN_S = 2.0  # between two presses of ctrl+c
+QUIT_WITHIN_S = 2.0  # longest time between the two presses of ctrl+c that quit
 
 
 class MinituiApp(AppBase):
-    """`load_codec` makes the tokenizer from the source's info, in a thread. `script` runs after the engine's start.
+    """The application over one source. `load_codec` makes the tokenizer from the source's info, in a thread.
 
-    `guard` restores the terminal at the end; None if there is no terminal to restore.
+    `script` runs after the engine's start. `guard` restores the terminal at the end; None if there is no terminal.
     """
 
     HELP_FIRST: ClassVar[tuple[tuple[str, str], ...]] = ()  # (title, text) pairs before the help of the screen
@@ -62,7 +62,7 @@ class MinituiApp(AppBase):
         Binding("ctrl+z", "suspend_process", "Suspend", id="suspend", show=False, priority=True,
                 tooltip="Return to the shell; fg continues"),
         Binding("ctrl+c", "interrupt", "Copy or quit", id="interrupt", show=False, priority=True,
-                tooltip="Copy the selection; pressed twice, quit"),
+                tooltip="Copy the selection; a second press quits"),
         *(Binding(a, f"guess({i})", f"Guess {a}", id=f"guess.{a}", show=False, priority=True, system=True,
                   tooltip="While a demo asks for a prediction") for i, a in enumerate(LETTERS)),
     ]  # fmt: skip
@@ -78,13 +78,13 @@ class MinituiApp(AppBase):
         script: Script | None = None,
         **shown: Any,
     ) -> None:
-        """`shown`: as in AppBase."""
+        """`shown`: the keyword arguments of AppBase."""
         super().__init__(source, chats, settings, **shown)
         self.commands = Commands(self)
         self.play_again: Callable[[], Coroutine[Any, Any, None]] | None = None  # set by a demo
         self._load_codec, self._guard, self._script = load_codec, guard, script
         self._last_pace = 1.0
-        self._interrupted = 0.0  # when ctrl+c was pressed last
+        self._interrupted = 0.0  # time of the last ctrl+c
         self._frames = 0
         self._hang_reported = False
         self._names: dict[str, str] = {}
@@ -199,7 +199,7 @@ class MinituiApp(AppBase):
             screen.transcript.focus()
 
     def open_mode(self, mode: str) -> None:
-        self.leave_prompt()  # so that letters are keys when the reader returns to the chats
+        self.leave_prompt()  # so that letters are keys when the user returns to the chats
         self.switch_mode(mode)
 
     def ask_text(self, title: str, text: str, then: Callable[[str], None], lines: bool = False) -> None:
@@ -270,7 +270,7 @@ class MinituiApp(AppBase):
         elif choice == "quit":
             self.exit(return_code=1)
         elif choice is None:
-            self.call_later(self.leave_prompt)  # so that q quits, as the dialog has said
+            self.call_later(self.leave_prompt)  # outside the prompt q quits, as the dialog says
 
     def _answered(self, session: Session) -> None:
         """Called when a chat's answer ends. A replay reports its cache hit."""
@@ -283,8 +283,8 @@ class MinituiApp(AppBase):
                 session.note = "replayed; this server does not report how much of the prompt came from its cache"
                 return
             session.note = (
-                f"replayed: {cached:,} of {total:,} prompt tokens came from the cache: {cached // size} blocks of "
-                f"{size} were reused, {total - cached:,} tokens computed"
+                f"replayed: {cached:,} of {total:,} prompt tokens came from the cache ({cached // size} blocks "
+                f"of {size}); {total - cached:,} tokens were computed"
             )
 
     # ---- actions of the bindings
@@ -294,7 +294,7 @@ class MinituiApp(AppBase):
         if action != "guess":
             return super().check_action(action, parameters)
         free = len(self.screen_stack) == 1 and not isinstance(self.focused, TextArea)
-        choices = self.asking.asks if self.asking is not None else 0
+        choices = self.asking.open_choices if self.asking is not None else 0
         return free and choices > int(str(parameters[0]))
 
     def action_guess(self, choice: int) -> None:
@@ -303,7 +303,7 @@ class MinituiApp(AppBase):
             self.asking.guess(choice)
 
     def action_do(self, action: str) -> None:
-        """Run one of ACTIONS. In a dialog do nothing: the first press of a key pressed twice may have opened it."""
+        """Run one of ACTIONS. In a dialog do nothing: if a key is pressed twice, the first press may open it."""
         if not isinstance(self.screen, ModalScreen):
             self.commands.run(action)
 
@@ -313,11 +313,11 @@ class MinituiApp(AppBase):
             self.say("the answer is cancelled")
 
     def action_interrupt(self) -> None:
-        """Copy the selection; without one, quit at the second press."""
+        """Copy the selection. Without a selection, quit at the second press."""
         selected = self.screen.get_selected_text()
         if selected:
             self.copy_to_clipboard(selected)
-            self.say("copied")
+            self.say("the selection is copied")
             return
         if time.monotonic() - self._interrupted < QUIT_WITHIN_S:
             self.exit()

@@ -1,6 +1,6 @@
 """The part of the application that screens, widgets and commands use.
 
-They import this file, and the application (app.py) imports them: there is no import circle.
+Screens, widgets and commands import this file, and app.py imports them. So there is no import cycle.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class AppBase(App[int]):
     """The state that all screens share. MinituiApp implements the methods that raise NotImplementedError."""
 
     TITLE = "minitui"
-    ENABLE_COMMAND_PALETTE = False  # the palette is a list of our own actions
-    GROUPS: ClassVar[tuple[str, ...]] = ("Chats", "Engine", "Application")  # of actions; others are not offered
+    ENABLE_COMMAND_PALETTE = False  # Commands.do_palette replaces Textual's palette
+    GROUPS: ClassVar[tuple[str, ...]] = ("Chats", "Engine", "Application")  # groups of ACTIONS on offer
     TABS: ClassVar[tuple[tuple[str, str], ...]] = (
         ("chat", "1 Chat"), ("inspect", "2 Inspect"), ("lecture", "3 Lecture"),
     )  # fmt: skip
@@ -63,9 +63,9 @@ class AppBase(App[int]):
         self.frame_limiter = FrameLimiter()
         self.session: Session = chats.sessions[-1] if chats.sessions else chats.new(system)
         self.session.note = chats.left_out or self.session.note
-        self.progress: dict[str, Any] | None = {"text": "starting the engine"}  # None: the engine has started
+        self.progress: dict[str, Any] | None = {"text": "starting the engine"}  # None: the engine is not starting
         self.replays: list[str] = []  # ids of the chats that report their cache hit when their answer ends
-        self.asking: Stage | None = None  # of the running demo, which drives the engine and asks for predictions
+        self.asking: Stage | None = None  # the running demo, which controls the engine and asks for predictions
         self.story = ""  # text of a demo or a recording, shown under the top bar
         for theme in THEMES:
             self.register_theme(theme)
@@ -88,7 +88,7 @@ class AppBase(App[int]):
         return "Chats" in self.GROUPS
 
     def key_of(self, action: str) -> str:
-        """The key of an action as printed on the keyboard; settings.toml may have changed it."""
+        """Returns the key of an action, as printed on the keyboard. The table [keys] of settings.toml can change it."""
         return key_label(self.settings.keys.get(action, BY_ID[action].key))
 
     def run_command(self, action: str, argument: str = "") -> None:
@@ -108,7 +108,7 @@ class AppBase(App[int]):
         return self.view.live.state.pace
 
     def pace_of(self, session: Session) -> float:
-        """The factor by which slow motion stretches the steps of this chat's engine."""
+        """Returns the factor by which slow motion stretches the steps of this chat's engine."""
         return self.pace
 
     @property
@@ -138,11 +138,11 @@ class AppBase(App[int]):
         return [known[len(known) * i // 3] for i in range(3)] if len(known) >= 3 else known
 
     def group_names(self) -> dict[str, str]:
-        """The panels' name for each group of requests."""
+        """Returns the name that the panels show for each group of requests."""
         return self.chats.names
 
     def queue_place(self, session: Session) -> int | None:
-        """The chat's place in the waiting queue, from 1; 0 if it does not wait, None if unknown."""
+        """Returns the chat's place in the waiting queue, from 1; 0 if the chat does not wait, None if unknown."""
         state = self.view.live.state
         groups = [state.requests[request].group for request in state.queue]
         return groups.index(session.id) + 1 if session.id in groups else 0
@@ -190,11 +190,11 @@ class AppBase(App[int]):
         raise NotImplementedError
 
     def ask_text(self, title: str, text: str, then: Callable[[str], None], lines: bool = False) -> None:
-        """Ask for a text, with `lines` of several lines. After Escape, `then` is not called."""
+        """Ask for a text, and call `then` with it. `lines` allows several lines. After Escape, `then` is not called."""
         raise NotImplementedError
 
     def choose(self, title: str, choices: list[tuple[str, str]], then: Callable[[str], None]) -> None:
-        """Show (choice, explanation) pairs, and call `then` with the choice. After Escape, it is not called."""
+        """Show (choice, explanation) pairs, and call `then` with the choice. After Escape, `then` is not called."""
         raise NotImplementedError
 
     def show_help(self) -> None:
@@ -205,7 +205,7 @@ class AppBase(App[int]):
         """Show a sentence for a few seconds."""
         text = visible(text)
         if len(text) > MAX_NOTICE:
-            text = text[:MAX_NOTICE] + "…"  # for example a long text pasted in place of a name
+            text = text[:MAX_NOTICE] + "…"  # an error may quote a long text that was pasted in place of a name
         seconds = max(8.0 if error else 2.0, len(text) / 25)  # the time to read it
         self.notify(text, severity="error" if error else "information", timeout=seconds, markup=False)
 
@@ -224,11 +224,11 @@ class AppBase(App[int]):
             self.say(f"the theme could not be saved: {error}", error=True)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Textual's filters, then those of line_filters.py."""
+        """Returns Textual's filters, then the filters of line_filters.py."""
         return [*super().get_line_filters(), *self._line_filters]
 
     async def on_event(self, event: events.Event) -> None:
-        """Handle an event. A key interrupts the folding of records: its effect is shown first."""
+        """Handle an event. A key interrupts the folding of records, so that the key's effect is shown first."""
         if isinstance(event, events.Key):
             self.feed.delay_after_key()
         await super().on_event(event)

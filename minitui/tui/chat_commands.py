@@ -16,12 +16,12 @@ MAX_DIGITS = 12
 
 
 def whole_number(text: str) -> int | None:
-    """A whole number of at most MAX_DIGITS digits; None for any other text."""
+    """Returns a whole number of at most MAX_DIGITS digits; None for any other text."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS else None
 
 
 class ChatCommands:
-    """One method per action, as in Commands."""
+    """One method per action, named `do_<id>` as in Commands."""
 
     def __init__(self, app: AppBase) -> None:
         self.app = app
@@ -54,7 +54,7 @@ class ChatCommands:
         self.to_now()
         source = self.session
         asked = next((m.text for m in source.messages if m.role == "user"), None)
-        if asked is None:  # nothing is cached yet: this chat computes the system prompt, the new one reuses it
+        if asked is None:  # nothing is cached yet: this chat computes the system prompt, and the new chat reuses it
             asked = FIRST_QUESTION
             self.app.chats.send(source, asked)
         replay = self.app.chats.new(source.system, f"replay of {self.app.chats.number(source)}", source)
@@ -75,7 +75,7 @@ class ChatCommands:
         asked = self.app.chats.send_all(text)
         left = len(self.app.chats.sessions) - len(asked)
         sent = f"sent to {len(asked)} chat{'s' if len(asked) != 1 else ''}"
-        self.app.say(sent + (f"; {left} still answering" if left else ""))
+        self.app.say(sent + (f"; {left} {'is' if left == 1 else 'are'} still answering" if left else ""))
 
     def do_cancel(self, _: str) -> None:
         if not self.app.chats.cancel(self.session):
@@ -107,10 +107,10 @@ class ChatCommands:
     def do_search(self, words: str) -> None:
         store = self.app.chats.store
         if store is None:
-            raise EngineError("the chats of this run are not kept, so there is nothing to search")
+            raise EngineError("the chats of this run are not saved, so there is nothing to search")
         found = store.search(words)
         if not found:
-            raise EngineError(f"no chat contains {words!r}" if words else "no chat is kept yet")
+            raise EngineError(f"no chat contains {words!r}" if words else "no chat is saved yet")
         rows, ids = [], {}
         for chat in found:
             name = f"{chat.title[:28]:<28} {time.strftime('%d %b %H:%M', time.localtime(chat.created))}"
@@ -118,7 +118,7 @@ class ChatCommands:
                 name += " "
             ids[name] = chat.id
             rows.append((name, textwrap.shorten(chat.line, 80, placeholder="…")))
-        self.app.choose("Kept chats", rows, lambda name: self._open(ids[name]))
+        self.app.choose("Saved chats", rows, lambda name: self._open(ids[name]))
 
     def _open(self, id: str) -> None:
         self.app.select_session(self.app.chats.reopen(id))
@@ -166,7 +166,9 @@ class ChatCommands:
 
     def _set_system(self, session: Session, text: str) -> None:
         self.app.chats.set_system(session, text)
-        self.app.say("the next turn uses the new system prompt: its first tokens differ, so nothing is cached")
+        self.app.say(
+            "the next turn uses the new system prompt. Its first tokens differ, so the turn finds nothing in the cache"
+        )
 
     def do_ask(self, word: str) -> None:
         fits = [q for q in self.app.known_questions if word.lower() in q.lower()]
@@ -204,7 +206,7 @@ class ChatCommands:
                 raise EngineError("there is no code block in this chat")
             self._copy("the last code block", blocks[0])
         elif what:
-            raise EngineError(f"/copy takes no word, code or chat, not {what!r}; Y lets you choose")
+            raise EngineError(f"/copy takes `code`, `chat` or nothing, not {what!r}; Y shows a list to choose from")
         elif not answer:
             raise EngineError("there is no answer to copy yet")
         else:

@@ -21,12 +21,12 @@ UNTIL = {
     "finish": "an answer ends",
     "slow": "a step takes longer than 20 ms",
 }
-NOT_OFFERED = {  # group of actions -> why an application may lack it
+NOT_OFFERED = {  # group of actions -> error of an application that does not offer the group
     "Chats": "this is a recording: it has no chats; `minitui chat` starts an engine",
-    "Replicas": "there is one engine here; minitui chat --connect URL --connect URL has several",
+    "Replicas": "there is only one engine here; minitui chat --connect URL --connect URL uses several",
 }
-MODES = {"chat", "inspect", "lecture", "replicas"}  # actions that show the screen of this name
-DRIVING = {"step", "step10", "until", "slow", "slower", "faster"}  # refused while a demo drives the engine
+MODES = {"chat", "inspect", "lecture", "replicas"}  # actions that show the screen of the same name
+CONTROLS = {"step", "step10", "until", "slow", "slower", "faster"}  # refused while a demo controls the engine
 NOT_IN_PALETTE = {"palette", "slash", "write", "go"}
 
 
@@ -34,7 +34,7 @@ class Commands(ChatCommands):
     """One method per action, named `do_<id>`; its argument is the text after the slash command."""
 
     def run(self, action: str, argument: str = "") -> None:
-        """Run an action; an error becomes a sentence on the screen."""
+        """Run an action; an error is shown on the screen."""
         try:
             self._check(action)
             if action in MODES:
@@ -48,11 +48,11 @@ class Commands(ChatCommands):
         group = BY_ID[action].group
         if group not in self.app.GROUPS:
             raise EngineError(NOT_OFFERED[group])
-        if action in DRIVING and self.app.asking is not None:
-            raise EngineError("the demo drives the engine: space pauses it; when it ends, these keys work")
+        if action in CONTROLS and self.app.asking is not None:
+            raise EngineError("the demo controls the engine: space pauses it; this key works after the demo")
 
     def run_slash(self, text: str) -> None:
-        """Run "/fork" or "/rename paging". A command can be shortened as long as only one begins like it."""
+        """Run "/fork" or "/rename paging". A command can be shortened if no other begins like it."""
         name, _, argument = text[1:].partition(" ")
         if whole_number(name) is not None:
             self.run("go", name)
@@ -65,7 +65,7 @@ class Commands(ChatCommands):
         elif fits:
             self.app.say(f"/{name} is ambiguous: " + ", ".join(f"/{a.slash}" for a in fits), error=True)
         else:
-            self.app.say(f"There is no command /{name}: / and a letter lists them, ? explains them.", error=True)
+            self.app.say(f"there is no command /{name}: type / for a list of commands", error=True)
 
     # --- several servers
 
@@ -81,7 +81,7 @@ class Commands(ChatCommands):
         self.app.feed.frozen = not self.app.feed.frozen
 
     def do_gate(self, _: str) -> None:
-        if self.app.asking is not None:  # the demo drives the engine, and waits while the view is frozen
+        if self.app.asking is not None:  # the demo controls the engine, and waits while the view is frozen
             self.do_freeze("")
             return
         if self.app.gated:
@@ -166,7 +166,7 @@ class Commands(ChatCommands):
             except EngineError as error:
                 self.app.say(str(error), error=True)
             finally:
-                call.close()  # it was never awaited if the engine did not start
+                call.close()  # `call` was never awaited if the engine did not start
 
         self.app.run_worker(guarded(), group="control")
 
@@ -186,9 +186,9 @@ class Commands(ChatCommands):
         rows: list[tuple[str, str]] = []
         calls: dict[str, Callable[[], Any]] = {}
 
-        def add(title: str, id: str, key: str, slash: str, words: str, call: Callable[[], Any]) -> None:
-            ways = (key_label(self.app.settings.keys.get(id, key)), slash and f"/{slash}")
-            rows.append((title, f"{' '.join(way for way in ways if way):<18} {words}"))
+        def add(title: str, id: str, key: str, slash: str, help: str, call: Callable[[], Any]) -> None:
+            shortcuts = (key_label(self.app.settings.keys.get(id, key)), slash and f"/{slash}")
+            rows.append((title, f"{' '.join(filter(None, shortcuts)):<18} {help}"))
             calls[title] = call
 
         for a in self.app.actions:

@@ -10,13 +10,13 @@ from minitui.tui.glyphs import glyphs
 
 
 async def play_in_app(demo: Demo, app: MinituiApp, restart: Restart | None, beat: float = 1.0) -> None:
-    """Play the demo; its pauses are `beat` times as long as written."""
+    """Play the demo. `beat` scales its pauses."""
 
     def say(text: str) -> None:
         app.story = text
 
     async def again() -> None:
-        """Play the demo again, with one empty chat and an engine with its first options."""
+        """Play the demo again, with one empty chat and an engine with the original options."""
         say("The demo starts again.")
         app.chats.sessions.clear()
         app.select_session(app.chats.new(app.system))
@@ -37,7 +37,7 @@ async def play_in_app(demo: Demo, app: MinituiApp, restart: Restart | None, beat
     app.set_focus(None)
     try:
         await demo.play(stage)
-        app.story += "\nPress 1 for the chats, 2 to inspect, X to play it again (space pauses it), q to quit."
+        app.story += "\nPress 1 for the chats, 2 to inspect, X to play the demo again (space pauses it), q to quit."
     except EngineError as error:
         app.story = f"The demo stopped: {error}"
     finally:

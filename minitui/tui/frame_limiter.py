@@ -1,7 +1,7 @@
 """Skips every second frame while the application uses too much of a core, because the engine needs the cores.
 
-With half the frames the application uses a third less: 16 % of a core instead of 24 % (Inspect over 64 decoding
-requests, 160 × 48). The difference is hardly visible. Keys echo as fast as before, because the prompt draws itself.
+With half the frames the application uses a third less: 16 % of a core instead of 24 % (Inspect screen, 64 decoding
+requests, 160 × 48 cells). The difference is hardly visible. Keys echo as fast as before: the prompt draws itself.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable
 
 HIGH = 0.18  # share of a core above which frames are skipped
-LOW = 0.08  # share of a core below which, with half the frames, all are drawn again
-WINDOW_S = 1.0  # over which the share is measured
+LOW = 0.08  # share of a core, at half the frames, below which all frames are drawn again
+WINDOW_S = 1.0  # the share is measured over this time
 
 
 class FrameLimiter:
-    """Ask `draws` once a frame. `clock` and `spent` return seconds: wall time, and processor time used so far."""
+    """Decides which frames are drawn: call `draws` once a frame. `clock` returns the wall time, `spent` the processor
+    time used so far; both in seconds."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, spent: Callable[[], float] = time.process_time

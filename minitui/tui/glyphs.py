@@ -12,7 +12,7 @@ def _glyph(unicode: str, ascii: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
-    """One glyph for each meaning. The ASCII set is for terminals and fonts that lack the others."""
+    """One glyph for each meaning. The ASCII set is for terminals and fonts that lack the Unicode glyphs."""
 
     free: str = _glyph("·", ".")
     cached: str = _glyph("░", "o")
@@ -23,7 +23,7 @@ class Glyphs:
     spark: str = _glyph("▁▂▃▄▅▆▇█", "_.:-=+*#")
     rule: str = _glyph("─", "-")
     decode: str = _glyph("─", "-")
-    gaining: str = _glyph("═", "=")  # decoding, several tokens in a step
+    gaining: str = _glyph("═", "=")  # decoding several tokens in a step, because drafts are accepted
     prefill: str = _glyph("█", "#")
     queued: str = _glyph("·", ".")
     preempted: str = _glyph("×", "x")
@@ -54,17 +54,17 @@ _ascii = False
 
 
 def use_ascii(on: bool) -> None:
-    """Draw with ASCII only from now on, or with all glyphs."""
+    """Switch all drawing to ASCII, or back to Unicode."""
     global _ascii
     _ascii = on
 
 
 def glyphs() -> Glyphs:
-    """The glyphs in use: ASCII or UNICODE."""
+    """Returns the glyphs in use: ASCII or UNICODE."""
     return ASCII if _ascii else UNICODE
 
 
-# Typography and frames that are not in Glyphs: in the help, in titles, in Textual's widgets.
+# Characters outside Glyphs: typography and frames in the help, in titles and in Textual's widgets.
 # Each character becomes one character, so lines keep their width.
 _TO_ASCII = str.maketrans({
     "·": "|", "…": "~", "×": "x", "÷": "/", "–": "-", "—": "-", "−": "-", "“": '"', "”": '"', "‘": "'", "’": "'",

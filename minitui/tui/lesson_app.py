@@ -37,7 +37,7 @@ class LessonApp(MinituiApp):
             self.source, self.chats, self.feed, self.system, lambda text: None, self.select_session, lambda mode: None,
             self.restart, bar=glyphs().active, held=lambda: self.feed.frozen,
         )  # fmt: skip
-        # The screen begins the lesson at its next paint. Not `_open`: the reader may have turned pages meanwhile.
+        # The screen begins the lesson at its next paint. `_open` would turn back to the first page.
 
     async def _open(self, lesson: Lesson) -> None:
         assert self.stage is not None
@@ -49,7 +49,7 @@ class LessonApp(MinituiApp):
         screen.begin(lesson, self.stage)
 
     def choose_lesson(self) -> None:
-        """Offer the lessons; the engine restarts with the options of the chosen one."""
+        """Offer a list of the lessons. The engine restarts with the options of the chosen lesson."""
         by_name = {lesson.name: lesson for lesson in LESSONS}
         rows = [(lesson.name, lesson.question) for lesson in LESSONS]
 

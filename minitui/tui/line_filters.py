@@ -1,4 +1,4 @@
-"""Filters over every line that Textual draws: only visible characters, and with `--ascii` only ASCII."""
+"""Filters for every line that Textual draws: they leave only visible characters, and with `--ascii` only ASCII."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class VisibleLines(LineFilter):
     """Replaces characters that control a terminal by visible signs (minitui/visible.py); the line keeps its width."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        """Returns the line with signs; a sign that is wider than its character covers the cells behind it."""
+        """Returns the line with signs. If signs are wider than their characters, the end of the line is cut off."""
         if all(text.isprintable() for text, _, _ in segments):
             return segments
         width = sum(cell_len(text) for text, _, _ in segments)

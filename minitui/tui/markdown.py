@@ -3,7 +3,7 @@
 `render(text, width)` returns lines; a line is a list of spans `(text, tone)`. The tone is the kind of the span (TONES);
 the transcript gives it a colour. Raw HTML and unknown markup are shown as written.
 
-It makes lines, not widgets: with a widget for each block, every append lays out all blocks (300 ms for 30 of them).
+This module makes lines, not widgets: with a widget for each block, every append lays out all blocks (300 ms for 30).
 `Streamed` keeps the lines of complete blocks, so an append costs a few milliseconds.
 """
 
@@ -29,7 +29,7 @@ TONES = ("text", "strong", "em", "code", "link", "heading", "bullet", "quote", "
 BULLETS = "•◦▪"
 LONG_BLOCK = 1_500  # characters; an unfinished block beyond this is shown as plain text
 _RUNS = re.compile(r"\s+|\S+").findall
-_LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+$").findall  # the parser's line ends; str.splitlines knows more
+_LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+$").findall  # line ends of the parser; str.splitlines has more
 
 
 @lru_cache(maxsize=1)
@@ -40,7 +40,7 @@ def _parser() -> MarkdownIt:
 
 
 def render(text: str, width: int) -> list[Line]:
-    """The lines of the document, wrapped to `width` cells."""
+    """Returns the lines of the Markdown document, wrapped to `width` cells."""
     text = visible(text)
     if not text.strip():
         return []
@@ -51,7 +51,7 @@ def render(text: str, width: int) -> list[Line]:
 
 
 def plain(text: str, width: int, tone: str = "text") -> list[Line]:
-    """The lines of the text without Markdown, wrapped to `width` cells."""
+    """Returns the lines of a text that is not Markdown, wrapped to `width` cells."""
     lines: list[Line] = []
     for row in visible(text).expandtabs(4).split("\n"):
         lines += wrap([(row, tone)], max(width, 8))
@@ -62,8 +62,8 @@ class Streamed:
     """The lines of a text that grows at its end; the cost of an update does not grow with the text.
 
     Complete blocks keep their lines; only the last block is rendered again, as plain text if it is longer than
-    LONG_BLOCK. `finish` renders the whole text as one document: the final lines do not depend on the pieces in which
-    the text arrived.
+    LONG_BLOCK. `finish` renders the whole text as one document, so the final lines do not depend on how the text was
+    split into updates.
     """
 
     def __init__(self, width: int) -> None:
@@ -73,7 +73,7 @@ class Streamed:
         self._lines: list[Line] = []  # of complete blocks
 
     def update(self, text: str) -> list[Line]:
-        """The lines of `text`. If it does not begin with the previous text, everything is rendered again."""
+        """Returns the lines of `text`. If it does not begin with the previous text, everything is rendered again."""
         if not text.startswith(self._text):
             self._done, self._lines = 0, []
         self._text = text
@@ -87,11 +87,11 @@ class Streamed:
         return self._lines + ([[], *tail] if self._lines and tail else tail)
 
     def finish(self, text: str) -> list[Line]:
-        """The lines of the whole text."""
+        """Returns the lines of the whole text."""
         return render(text, self.width)
 
     def _next_block(self) -> int | None:
-        """The end of the first block that is not done, if another block has begun after it; else None."""
+        """Returns the end of the first block after the `_done` characters if another block follows it; else None."""
         rest = self._text[self._done :]
         if "\n" not in rest or (len(rest) > LONG_BLOCK and "\n\n" not in rest):
             return None
@@ -103,7 +103,7 @@ class Streamed:
 
 
 def wrap(spans: Sequence[Span], width: int) -> list[Line]:
-    """Break spans into lines of at most `width` cells, at spaces if possible."""
+    """Breaks spans into lines of at most `width` cells, at spaces if possible."""
     lines: list[Line] = []
     line: Line = []
     used = 0
@@ -125,7 +125,7 @@ def wrap(spans: Sequence[Span], width: int) -> list[Line]:
             line.extend(word)
             used += size
             return
-        for text, tone in word:  # longer than a line: break anywhere
+        for text, tone in word:  # the word is longer than a line: break it anywhere
             for piece in chop_cells(text, width):
                 cells = cell_len(piece)
                 if used and used + cells > width:
@@ -224,7 +224,7 @@ def _list(tokens: list[Token], i: int, width: int, source: str, depth: int) -> t
 
 
 def _fence(code: str, width: int) -> list[Line]:
-    """The lines of a code block. A long line is broken anywhere: a terminal cannot scroll part of a text."""
+    """Returns the lines of a code block. A long line is broken anywhere: a terminal cannot scroll part of a text."""
     lines: list[Line] = []
     for row in code.rstrip("\n").expandtabs(4).split("\n"):
         lines += [[("  " + piece, "fence")] for piece in (chop_cells(row, max(width - 4, 4)) or [""])]
@@ -260,7 +260,7 @@ def _table(tokens: list[Token], i: int, width: int) -> tuple[list[Line], int]:
 
 
 def _inline(token: Token) -> list[Span]:
-    """The spans of a paragraph; a hard break is a span "\\n"."""
+    """Returns the spans of a paragraph; a hard break is a span "\\n"."""
     spans: list[Span] = []
     tones = ["text"]
     link = ""
@@ -285,12 +285,12 @@ def _inline(token: Token) -> list[Span]:
             spans.append((f"[{child.content}]", "link"))
         else:
             spans.append((child.content, tones[-1]))
-    # Entities such as "&#8238;" are characters by now. A tab would move the cursor.
+    # The parser has replaced entities such as "&#8238;" by characters. A tab would move the cursor.
     return [(visible(text).replace("\t", " "), tone) for text, tone in spans]
 
 
 def wrap_breaks(spans: list[Span], width: int) -> list[Line]:
-    """`wrap`, beginning a new line at every span "\\n"."""
+    """Wraps spans as `wrap` does, and begins a new line at every span "\\n"."""
     lines: list[Line] = []
     row: list[Span] = []
     for span in [*spans, ("\n", "break")]:

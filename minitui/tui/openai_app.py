@@ -1,4 +1,4 @@
-"""The application over an OpenAI-compatible server that is not minitui's: chats beside the server's metrics."""
+"""The application for a foreign OpenAI-compatible server: chats, and the server's metrics beside them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from minitui.tui.screens.chat import RAIL_FROM, ChatScreen
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.server_vitals import ServerVitals
 
-EVERY_S = 0.5
+EVERY_S = 0.5  # seconds between two updates of the line of figures
 
 
 class ForeignChatScreen(ChatScreen):
-    """The engine is not visible: the rail shows the figures of the server's metrics page."""
+    """The chats of a foreign server. Its engine is not visible: the rail shows the figures of its metrics page."""
 
     RAIL: ClassVar[tuple[type[LinePanel], ...]] = (ServerVitals,)
     HEADLINE = "Several chats, one server."
@@ -28,7 +28,7 @@ class ForeignChatScreen(ChatScreen):
 
 
 class ForeignApp(MinituiApp):
-    """The figures of the server are in the rail; on a narrow terminal, in a line under the top bar."""
+    """The application. The rail shows the server's figures; on a narrow terminal, a line under the top bar does."""
 
     TABS = (("chat", "1 Chat"),)
     MODES: ClassVar[dict[str, Any]] = {**MinituiApp.MODES, "chat": ForeignChatScreen}
@@ -46,11 +46,11 @@ class ForeignApp(MinituiApp):
             self.story = self._foreign.metrics.describe() if self.size.width < RAIL_FROM else ""
 
     def current_server(self) -> tuple[str, MetricsPoller | None]:
-        """See HasServer."""
+        """Returns the server's name and its metrics, as HasServer requires."""
         return self._foreign.url, self._foreign.poller
 
     def switch_mode(self, mode: str) -> Any:
-        """Refuse all screens but the chats: there is no engine to inspect."""
+        """Refuse all screens except the chats: there is no engine to inspect."""
         if mode != "chat":
             self.say("only a minitui server reports what its engine does; this server does not", error=True)
             mode = "chat"

@@ -98,10 +98,10 @@ class ReplayBar(Bar):
         trace = source.trace
         if room < 8:
             return []
-        span = max(1, trace.last_step - trace.first_step)
+        span = max(1, trace.last_step - trace.step_before)
 
         def column(step: int) -> int:
-            return max(0, min(room - 1, (step - trace.first_step) * room // (span + 1)))
+            return max(0, min(room - 1, (step - trace.step_before) * room // (span + 1)))
 
         marks = {column(step) for step, _ in trace.bookmarks}
         head = column(source.step)
@@ -140,7 +140,7 @@ class PlayheadScreen(BaseScreen[None]):
     async def action_jump(self, direction: int) -> None:
         """Jump a twentieth of the recording back or forward."""
         source = self._replay.replay
-        span = max(1, round((source.trace.last_step - source.trace.first_step) * JUMP))
+        span = max(1, round((source.trace.last_step - source.trace.step_before) * JUMP))
         await self._replay.seek(source.step + direction * span)
 
     async def action_mark(self, direction: int) -> None:
@@ -254,7 +254,7 @@ class ReplayApp(MinituiApp):
     async def start_over(self) -> None:
         """Go back to the first step."""
         await self.replay.control("resume")
-        await self.seek(self.replay.trace.first_step)
+        await self.seek(self.replay.trace.step_before)
 
     async def seek(self, step: int) -> None:
         """Show the recording at the end of `step`."""

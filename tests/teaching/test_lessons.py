@@ -22,7 +22,7 @@ from minitui.settings import Settings
 from minitui.sources.local import LocalSource
 from minitui.teaching.lessons import LESSONS, lesson
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, find_code, fresh, paragraphs
-from minitui.teaching.lessons.plain import tell_alone
+from minitui.teaching.lessons.plain import print_with_own_engine
 from minitui.teaching.stage import Stage
 from minitui.tui.lesson_app import LessonApp
 from minitui.tui.screens.code import CodePanel, CodeScreen, broken
@@ -43,16 +43,16 @@ RIGHT = {  # what each experiment must prove, by lesson and page title
     (3, "From position to slot"): "the keys of all tokens so far",
     (3, "Causal attention after a cache hit"): "all cached tokens, and itself",
     (4, "Random numbers without state"): "the same, token for token",
-    (5, "Joining and leaving"): "40: as many as the longest takes",
+    (5, "Joining and leaving"): "40: as many as the longest reply takes",
     (5, "A long prompt"): "61",
-    (5, "Waiting, with a reason"): "in the step after one of the others has ended",
+    (5, "Waiting, with a reason"): "in the step after another request has ended",
     (6, "Byte by byte"): "nothing yet",
     (6, "Stop strings"): "no, the reply ends before it, unless the request asks for it",
     (7, "A client disconnects"): "at once, or after one",
     (8, "The same beginning, another question"): "everything after the last whole block that both have in common",
     (8, "All at the same time"): "once",
     (8, "What is evicted, and when"): "B's: it is the least recently used",
-    (9, "A ladder of sizes"): "the graph of 8",
+    (9, "A ladder of sizes"): "the graph for 8 rows",
 }
 
 
@@ -395,13 +395,13 @@ async def test_leaving_a_page_stops_its_experiment() -> None:
 async def test_a_lesson_is_told_as_lines() -> None:
     lines: list[str] = []
     assert (
-        await tell_alone(
+        await print_with_own_engine(
             SMALL_WITHOUT_FAILURE, FakeSource(), "short", sampling(20), lines.append, lambda i: ByteCodec()
         )
         == 0
     )
     text = "\n".join(lines)
-    assert "Predict: What?" in text and "It was b) that" in text and "Answer: 1 request" in text
+    assert "Predict: What?" in text and "The answer is b) that" in text and "Answer: 1 request" in text
     assert "engine/core/engine.py" in text and "\x1b" not in text
 
 

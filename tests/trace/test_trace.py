@@ -114,7 +114,7 @@ def test_what_is_no_trace_is_refused_with_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="cannot be read"):
         TraceReader(path)
     path.write_text("hello")
-    with pytest.raises(TraceError, match="no minitui trace"):
+    with pytest.raises(TraceError, match="not a minitui trace"):
         TraceReader(path)
     path.write_bytes(gzip.compress(b'{"a": 1}\n'))
     with pytest.raises(TraceError, match="not a header"):

@@ -433,11 +433,11 @@ async def test_letters_answer_a_demos_prediction_and_are_keys_again_afterwards()
         await press(pilot, "escape")
         app.asking = stage = Stage(app.source, app.chats, app.feed, "", lambda text: None, keys=True)
         asked = asyncio.create_task(stage.predict("Whose blocks go first?", ["Alpha", "Bravo"]))
-        await until(pilot, lambda: stage.asks == 2)
+        await until(pilot, lambda: stage.open_choices == 2)
         assert "Press a b; space gives more time." in stage.said[-1]
         await press(pilot, "u")
-        await _said(app, pilot, "the demo drives the engine")
-        assert not app.gated and stage.asks == 2, "nothing has been shown"
+        await _said(app, pilot, "the demo controls the engine")
+        assert not app.gated and stage.open_choices == 2, "nothing has been shown"
         await press(pilot, "b")
         await asyncio.wait_for(asked, 3)
         assert stage.verdict(1) == "You said b: correct. " and stage.verdict(0) == "You said b: the answer is a. "

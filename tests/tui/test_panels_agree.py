@@ -102,7 +102,7 @@ def test_a_selected_block_is_never_left_out_of_a_long_table() -> None:
 @pytest.mark.parametrize("path", [GOLDEN, *bundled().values()], ids=lambda path: path.stem)
 def test_a_step_that_is_gone_to_is_the_step_that_is_shown(path: Path) -> None:
     reader = TraceReader(path)
-    for step in range(reader.first_step + 2, reader.last_step + 1, 7):
+    for step in range(reader.step_before + 2, reader.last_step + 1, 7):
         assert state_at(reader, step).step == step
     assert reader.locate(reader.last_step)[0] == len(reader.keyframes) - 1
 

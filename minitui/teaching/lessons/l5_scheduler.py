@@ -7,7 +7,7 @@ from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.scenarios import paste
 from minitui.teaching.stage import Stage
 
-LENGTHS = (5, 10, 20, 40, 15, 15)  # of replies, in tokens
+LENGTHS = (5, 10, 20, 40, 15, 15)  # of the replies, in tokens
 WRITERS = ("What is prefill?", "What is decode?", "What is a token budget?")
 
 
@@ -33,10 +33,10 @@ async def long_paste(stage: Stage) -> Seen:
         chunks.append((row.decodes, mine[0]))
     decodes, first = chunks[0]
     return Seen(
-        f"Its {sum(n for _, n in chunks)} tokens were computed in {len(chunks)} steps: "
+        f"The {sum(n for _, n in chunks)} tokens of the pasted prompt were computed in {len(chunks)} steps: "
         f"{' + '.join(str(n) for _, n in chunks)}. The first of these steps computed {decodes} tokens of decoding "
-        f"requests and {first} of the prompt: {decodes + first} of {budget}. The three writers got a token in each "
-        "of these steps.",
+        f"requests and {first} of the prompt: {decodes + first} tokens of a budget of {budget}. The three decoding "
+        "requests got a token in each of these steps.",
         {budget: 0, budget - 3: 1, 0: 3}.get(first, 2),
     )
 
@@ -59,10 +59,10 @@ async def join_and_leave(stage: Stage) -> Seen:
     late = " and ".join(f"r{id} in step {began[id] - first + 1}" for id in ids[4:])
     static = static_steps(rows)
     return Seen(
-        f"{figures.steps} steps. The two waiting requests took rows as they became free: {late}, counted from the "
+        f"{figures.steps} steps. Each of the two waiting requests took the next free row: {late}, counted from the "
         f"first step. {tokens} tokens in {figures.steps} steps of {rows} rows: {tokens / figures.steps / rows:.0%} of "
-        f"the rows were used. Static batches would take {static} steps ({tokens / static / rows:.0%}). That figure is "
-        "calculated; the demo `batching` measures it.",
+        f"the rows were used. Static batches would take {static} steps ({tokens / static / rows:.0%}). This number is "
+        "calculated; the demo `batching` runs static batches.",
         0 if figures.steps < static else 1,
     )
 
@@ -80,15 +80,15 @@ async def fifth_waits(stage: Stage) -> Seen:
     await stage.step(1)
     admitted = next(e for e in stage.view.events.items if e.kind == "admit" and e.request == ids[1])
     return Seen(
-        f"r{ids[0]} got the fourth row. r{event.request} waited in step {waited_for}; the record says why: "
-        f"“{event.record[4]}”. It was admitted in step {admitted.step}, the first step after a writer had ended in "
-        f"step {ended.step}.",
+        f"r{ids[0]} got the fourth row. r{event.request} waited in step {waited_for}; the record gives the reason: "
+        f"“{event.record[4]}”. A running request finished in step {ended.step}, and r{ids[1]} was admitted in step "
+        f"{admitted.step}.",
         0 if admitted.step <= waited_for else 1 if admitted.step == ended.step + 1 else 2,
     )
 
 
 async def close(stage: Stage) -> None:
-    """Stops the engine while three requests write, one prompt is half computed and one request waits."""
+    """Stops the engine while three requests decode, one prompt is partly computed and one request waits."""
     await _writers(stage)
     for name, text in (("paste", paste(12)), ("late", "What is decode?")):
         session = stage.chat("", name, max_tokens=20, whole=True)
@@ -99,7 +99,10 @@ async def close(stage: Stage) -> None:
 def _last(stage: Stage) -> str:
     row = stage.last_row()
     budget = stage.state().budget
-    return f"{row.decodes} for decoding requests, {row.prefill_tokens} for a prompt: {row.tokens} of {budget}"
+    return (
+        f"{row.decodes} tokens for decoding requests, {row.prefill_tokens} for a prompt: {row.tokens} of a budget of "
+        f"{budget}"
+    )
 
 
 def _waits(stage: Stage) -> str:
@@ -115,40 +118,41 @@ LESSON = Lesson(
         Page(
             "A budget of tokens",
             """
-            A step may compute only a limited number of tokens: its budget. It limits the time of a step, and so the
-            waiting time for each token. The scheduler spends the budget in this order:
+            A step may compute only a limited number of tokens: its budget. The budget limits the duration of a step,
+            and so the waiting time for each token. The scheduler spends the budget in this order:
 
               1 decoding requests   one token each, the oldest first
               2 started prompts     the next chunk of each
-              3 the queue           first come, first served; preempted requests before new ones
+              3 the queue           first come, first served; preempted requests first
 
-            All of it is one forward pass. A prompt that is longer than the rest of the budget is computed in chunks,
-            over several steps. So it never blocks the requests that are writing.
+            One forward pass computes all these tokens. A prompt that is longer than the rest of the budget is computed
+            in chunks, over several steps. So a long prompt never blocks the decoding requests.
 
-            For a reply (without grammar or speculation) the scheduler needs only its length. So it can plan a step
-            before the tokens of the last one are known. A token for a reply that has ended is discarded.
+            For a reply without grammar or speculation, the scheduler needs only the length of the reply, not its
+            tokens. So it can plan a step before the tokens of the previous step are known. If a reply turns out to
+            have ended, its extra token is discarded.
             """,
             code="engine.core.scheduler:Scheduler.plan",
         ),
         Page(
             "Joining and leaving",
             f"""
-            Static batching fills a batch, computes it until its longest reply has ended, then takes the next. The row
-            of a short reply stays empty, and a late request waits for the whole batch. Continuous batching decides
-            anew in every step: a finished reply leaves its row at once, and the next request in the queue takes the
-            row in the following step. The other rows continue.
+            Static batching fills a batch, computes it until its longest reply has ended, and then starts the next
+            batch. After a short reply its row stays empty, and a new request waits for the whole batch. Continuous
+            batching fills the rows again in every step: a finished reply frees its row at once, and the next request
+            in the queue takes the row in the following step. The other rows continue.
 
-            This engine has four rows. Replies of {", ".join(map(str, LENGTHS[:4]))} tokens start; two more, of
-            {LENGTHS[4]} tokens each, wait.
+            This engine has four rows. Four replies of {", ".join(map(str, LENGTHS[:4]))} tokens start. Two more
+            replies, of {LENGTHS[4]} tokens each, wait. A reply of n tokens takes n steps.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._admit",
             run=join_and_leave,
             predict=Prediction(
-                "After how many steps have all six ended? (A reply of n tokens takes n steps.)",
+                "After how many steps have all six replies ended?",
                 (
-                    f"{max(LENGTHS)}: as many as the longest takes",
-                    f"{static_steps(4)}: the two start when the first four have ended",
+                    f"{max(LENGTHS)}: as many as the longest reply takes",
+                    f"{static_steps(4)}: the last two start when the first four have ended",
                     f"{sum(LENGTHS)}: one reply after the other",
                 ),
             ),
@@ -157,31 +161,32 @@ LESSON = Lesson(
             "A long prompt",
             """
             Three requests decode. A user pastes a long text. The budget of this engine is 64 tokens a step. A prompt
-            may be split into chunks: the part that does not fit waits for the next step.
+            may be split into chunks: a part that does not fit into the budget waits for the next step.
             """,
             panel="step",
             code="engine.core.scheduler:Scheduler._chunk",
             run=long_paste,
             predict=Prediction(
                 "How many tokens of the pasted prompt does its first step compute?",
-                ("64", "61", "all of them", "none: it waits until the others have ended"),
+                ("64", "61", "all of them", "none: it waits until the other requests have ended"),
             ),
         ),
         Page(
             "Waiting, with a reason",
             """
             This engine has four rows: four requests can run at once. A request that is not admitted stays in the
-            queue. A record gives the reason, again only when the reason changes. If there are several, it gives the
-            first in this order: budget, rows, its own last step not yet committed (after a preemption), blocks.
+            queue. A record gives the reason. Another record follows only when the reason changes. The engine checks
+            in this order and records the first reason that it finds: the budget is used up, no row is free, the
+            request's own last step has not committed (after a preemption), too few blocks are available.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._obstacle",
             run=fifth_waits,
             predict=Prediction(
-                "Three requests run, two more arrive. When does the last one start?",
+                "Three requests run, and two more arrive. When does the last of them start?",
                 (
                     "at once: the batch grows",
-                    "in the step after one of the others has ended",
+                    "in the step after another request has ended",
                     "when all four have ended",
                 ),
             ),
@@ -191,13 +196,14 @@ LESSON = Lesson(
             """
             A decode step may need a new block. If no block is free, cached blocks are evicted. If no cached blocks are
             left, the youngest running request is preempted: it releases its row and its blocks and moves to the head
-            of the queue. Its full blocks stay in the tree. The other requests need a block for every 16 tokens that
-            they write, so these blocks are evicted one by one, from the end, until a request finishes. Then the
-            preempted request resumes with the blocks that are left. The rest is computed again, prompt and reply so far
-            in one piece, like a prompt. The text continues where it stopped.
+            of the queue. Its full blocks stay in the tree as cached blocks. The other requests need a new block for
+            every 16 tokens that they write. So these cached blocks are evicted one by one, the last block first, until
+            a request finishes. Then the preempted request resumes with the blocks that are left. The engine computes
+            its other tokens again, prompt and reply together, like one prompt. The reply continues where it stopped.
 
-            A prompt that can never fit is refused at submission, with its length and the limit; so it never blocks the
-            queue. A reply that would outgrow the whole pool ends with the reason `length`.
+            A prompt that can never fit is refused at submission, so it never blocks the queue. The error names the
+            prompt's length and the limit. A reply that needs more blocks than the whole pool has ends with the reason
+            `length`.
             """,
             panel="events",
             code="engine.core.scheduler:Scheduler._plan_decodes",
@@ -205,11 +211,11 @@ LESSON = Lesson(
     ),
     close,
     (
-        Check("How was the budget of the last step divided?", "step", "the step bar, and the line under it.", _last),
+        Check("How was the budget of the last step divided?", "step", "the step bar and the line under it.", _last),
         Check(
             "Which request waits, and for what?",
             "events",
-            "the events: the line with `waits`; if there are several reasons, it gives the first.",
+            "the events: the line with `waits` gives the request and the first reason.",
             _waits,
         ),
         Check(

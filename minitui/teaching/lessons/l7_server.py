@@ -8,24 +8,25 @@ from minitui.teaching.stage import Stage
 
 
 async def disconnect(stage: Stage) -> Seen:
-    """Cancels a request in the middle of its answer."""
+    """Cancels one of two requests in the middle of its answer."""
     sessions = await stage.write_all(("What is the KV cache?", "What is prefill?"), [80] * 2)
     await stage.step(12, seconds=0.15)
-    other, gone = (stage.request(session) for session in sessions)
-    held, step = len(gone.table), stage.state().step
-    shared = len(set(gone.table) & set(other.table))
-    before = stage.state().counts[FREE]
+    other, cancelled = (stage.request(session) for session in sessions)
+    held, step = len(cancelled.table), stage.state().step
+    shared = len(set(cancelled.table) & set(other.table))
+    free_before = stage.state().counts[FREE]
     await stage.pause(1)
     stage.chats.cancel(sessions[1])
-    await stage.until("the end of the request", lambda: gone.id not in stage.state().requests)
+    await stage.until("the end of the request", lambda: cancelled.id not in stage.state().requests)
     state = stage.state()
     later = state.step - step
     return Seen(
-        f"r{gone.id} held {held} blocks when its client disconnected. {shared} of them, with the system "
-        f"prompt, were shared with r{other.id}. {f'{later} step later' if later else 'Before the next step'} it had "
-        f"ended (reason “abort”) and its row was free. Of its other {held - shared} blocks "
-        f"{state.counts[FREE] - before} became free; {state.counts[CACHED]} were full and stay cached. "
-        f"Now only r{other.id} holds the shared blocks; it continues unchanged.",
+        f"r{cancelled.id} held {held} blocks when its client disconnected. {shared} of these blocks contain the "
+        f"system prompt and were shared with r{other.id}. "
+        f"{f'{later} step later' if later else 'Before the next step'} r{cancelled.id} had ended (reason “abort”) "
+        f"and its row was free. Of its other {held - shared} blocks {state.counts[FREE] - free_before} became free; "
+        f"{state.counts[CACHED]} were full and stay cached. Now only r{other.id} holds the shared blocks; "
+        f"r{other.id} continues unchanged.",
         0 if later <= 1 else 1,
     )
 
@@ -40,9 +41,9 @@ async def crowd(stage: Stage) -> Seen:
     await stage.gate()
     figures = stage.figures()
     return Seen(
-        f"After one step {running} ran and {waiting} waited. All {len(metrics)} replies had ended after "
-        f"{figures.steps} steps. Their prompts had {figures.prompt_tokens:,} tokens together; {figures.computed:,} "
-        "were computed, the others came from the tree.",
+        f"After one step {running} requests ran and {waiting} waited. All {len(metrics)} replies had ended after "
+        f"{figures.steps} steps. Their prompts had {figures.prompt_tokens:,} tokens in total: {figures.computed:,} "
+        "were computed, and the others came from the cache.",
     )
 
 
@@ -62,9 +63,9 @@ LESSON = Lesson(
         Page(
             "Client, server, engine",
             """
-            `minitui serve` puts HTTP in front of the same engine. The engine is a process of its own, as it is here.
-            The server is another process and talks to the engine over a socket: it sends requests and receives text
-            with ids. Its endpoints:
+            `minitui serve` offers the same engine over HTTP. The engine runs in its own process, as it does here.
+            The server is another process. It sends requests to the engine over a socket, and receives text and token
+            ids. The server has these endpoints:
 
               /v1/chat/completions, /v1/completions   the API of OpenAI
               /generate, /tokenize, /detokenize       simpler endpoints
@@ -72,8 +73,8 @@ LESSON = Lesson(
               /minitui/...                            records and control, for minitui chat --connect
 
             The server tokenizes and checks requests; the engine does not. An invalid request (a negative temperature,
-            an unknown field that could change the answer, a prompt that can never fit) is refused with a sentence that
-            names the field. It never reaches the engine.
+            an unknown field that could change the answer, a prompt that can never fit) is refused with an error that
+            names the field. Such a request never reaches the engine.
             """,
             code="minitui.server.service:Service",
         ),
@@ -81,7 +82,7 @@ LESSON = Lesson(
             "One queue for all",
             """
             Clients are independent. Their requests wait in the engine's queue, first come, first served.
-            Here eight requests arrive at once, for an engine with four rows, all with the same system prompt.
+            Here eight requests with the same system prompt arrive at once. The engine has four rows.
             """,
             panel="lanes",
             run=crowd,
@@ -97,7 +98,7 @@ LESSON = Lesson(
             code="engine.core.engine:Engine.abort",
             run=disconnect,
             predict=Prediction(
-                "After how many steps are its blocks released?",
+                "After how many steps are the blocks of the request released?",
                 ("at once, or after one", "when its answer would have ended", "when another request needs them"),
             ),
         ),
@@ -105,15 +106,16 @@ LESSON = Lesson(
             "Limits and failures",
             """
             Every queue has a limit. If too many requests wait, the server answers 429 and says when to try again
-            (Retry-After); while the model loads, 503. The memory for a client that reads slowly is limited.
+            (Retry-After). While the model loads, the server answers 503. The output that the server keeps for a client
+            that reads slowly is limited too.
 
             If a step raises an exception, the requests of that step end with an error and the engine continues. If the
-            GPU itself fails, the engine's process must be replaced: /health reports it, the server starts a new one,
-            and answers 503 until that is ready.
+            GPU itself fails, the engine's process must be replaced: /health reports the failure, and the server starts
+            a new process. Until the new process is ready, the server answers 503.
 
             Two figures describe a server's speed: the time to the first token (queue + prefill), and the time per
             token (the length of a step). A larger batch shortens the queue, but makes each step longer. `/metrics` has
-            both as histograms.
+            a histogram of each figure.
             """,
             code="minitui.server.errors",
         ),
@@ -132,7 +134,7 @@ LESSON = Lesson(
         Check(
             "Which request is next?",
             "events",
-            "the events: `waits` names the request and the reason.",
+            "the events: the line with `waits` names the request and the reason.",
             lambda stage: f"r{stage.state().queue[0]}" if stage.state().queue else "none",
         ),
         Check(

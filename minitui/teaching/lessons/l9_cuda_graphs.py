@@ -4,36 +4,40 @@ from __future__ import annotations
 
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.stage import Stage
+from minitui.text import count
 
-MORE = 5
+LARGEST_BATCH = 5  # requests
 SIZES = (1, 2, 4, 8)  # the smallest graphs
 
 
 async def host_share(stage: Stage) -> Seen:
-    """Measures the host's part of a decode step."""
+    """Measures how much of a decode step the host takes."""
     await stage.write("What is a CUDA graph?", 30, 24, seconds=0.05)
     rows = [stage.view.steps.get(s) for s in range(stage.view.steps.last - 20, stage.view.steps.last + 1)]
     decodes = [row for row in rows if row is not None and not row.chunks and row.wall_ms]
     wall = sorted(row.wall_ms or 0.0 for row in decodes)[len(decodes) // 2]
     plan = sorted((row.plan_ms or 0.0) + (row.commit_ms or 0.0) for row in decodes)[len(decodes) // 2]
     gpu = "cpu" not in str(stage.source.info["device"]).lower()
-    about = (
+    device_note = (
         "This engine runs on a GPU: a step launches a graph." if gpu
         else "This engine runs on a CPU: the host itself computes, so there are no launches and no graphs."
     )  # fmt: skip
     return Seen(
-        f"In this run a decode step took {wall:.1f} ms (median), {plan:.2f} ms of it for plan and commit. {about}"
+        f"In this run a decode step took {wall:.1f} ms (median). Plan and commit took {plan:.2f} ms of it. "
+        f"{device_note}"
     )
 
 
 async def batch_sizes(stage: Stage) -> Seen:
-    """Grows a decode batch, and names the graph for each size."""
+    """Grows a decode batch to LARGEST_BATCH requests, and names the graph for each batch size."""
     served = []
-    for n in range(1, MORE + 1):
+    for n in range(1, LARGEST_BATCH + 1):
         await stage.write("What is decode?", 40, 2, seconds=0.4, system="")
         assert stage.last_row().decodes == n
         served.append((n, next(size for size in SIZES if size >= n)))
-    lines = [f"   {n} decode   graph of {size}, {size - n} padding rows" for n, size in served]
+    lines = [
+        f"   {count(n, 'request'):<10}   graph for {count(size, 'row')}, {size - n} of padding" for n, size in served
+    ]
     return Seen("\n".join(lines), {4: 0, 5: 1, 8: 2}[served[-1][1]])
 
 
@@ -47,7 +51,8 @@ async def close(stage: Stage) -> None:
 
 def _padding(stage: Stage) -> str:
     n = stage.last_row().decodes
-    return f"{next(size for size in SIZES if size >= n) - n} (n is {n})"
+    size = next(size for size in SIZES if size >= n)
+    return f"{size - n}: {count(n, 'request')} and a graph for {count(size, 'row')}"
 
 
 def _prefills(stage: Stage) -> int:
@@ -68,13 +73,13 @@ LESSON = Lesson(
             "The cost of a launch",
             """
             On a GPU the host does not compute. It launches kernels: small programs, several for each layer. A launch
-            costs the host some microseconds. A large prompt keeps the GPU busy far longer than that. But a decode step
-            of a few tokens is so short that the GPU would wait for the host: hundreds of launches, each with little
-            work.
+            costs the host some microseconds. The kernels of a large prompt keep the GPU busy for much longer than that.
+            A decode step of a few tokens has hundreds of launches too, but each kernel has little work. So the GPU
+            would wait for the host.
 
             A CUDA graph is a recording of such a sequence of launches. It is captured once, with all arguments, and
-            then replayed with a single call. It always reads and writes the same addresses. So the inputs of a step
-            are copied into fixed buffers, and the KV pool never moves.
+            then replayed with a single call. A replay always reads and writes the same addresses. So the inputs of a
+            step are copied into fixed buffers, and the KV pool never moves.
             """,
             code="engine.worker.cuda_graphs",
         ),
@@ -90,35 +95,35 @@ LESSON = Lesson(
         Page(
             "A ladder of sizes",
             """
-            A graph is captured for a fixed number of rows, but a batch may have any number. Capturing a graph for each
-            number would need much time and memory. So there is a ladder of sizes: 1, 2, 4, 8, 16, then 32, 48 and so
-            on by 16, and above 128 by 32. A batch uses the next size that is large enough. The extra rows are padding:
-            they belong to no request and point to the null block.
+            A graph is captured for a fixed number of rows, but a batch may have any number of rows. Capturing a graph
+            for each number would need much time and memory. So there is a ladder of sizes: 1, 2, 4, 8, 16, then in
+            steps of 16 up to 128, and then in steps of 32. A batch uses the smallest size that is large enough. The
+            extra rows are padding: they belong to no request and point to the null block.
             """,
             panel="step",
             code="engine.worker.cuda_graphs:ladder",
             run=batch_sizes,
             predict=Prediction(
-                f"{MORE} requests decode. Which graph is replayed?",
-                ("the graph of 4, twice", f"a graph of exactly {MORE}", "the graph of 8"),
+                f"{LARGEST_BATCH} requests decode. Which graph is replayed?",
+                ("the graph for 4 rows, twice", f"a graph for exactly {LARGEST_BATCH} rows", "the graph for 8 rows"),
             ),
         ),
         Page(
             "What is captured",
             """
-            There are three kinds of graphs, each with its own ladder:
+            There are three kinds of graphs. The brackets show what their sizes count:
 
-              decode   one token for each request; sizes count requests
-              extend   short chunks of few requests; sizes count tokens. The rest of a cached prompt uses them
-              sample   the sampling; sizes count rows. Greedy, with noise, or with noise and top-k or top-p
+              decode (requests)  one token for each request
+              extend (tokens)    few short chunks, such as the uncached ends of prompts
+              sample (rows)      greedy, with noise, or with noise and top-k or top-p
 
-            Long prompts need no graph: they are launched kernel by kernel. Sampling has its own graphs because its
+            Long prompts need no graph: their kernels are launched one by one. Sampling has its own graphs because its
             settings differ from step to step. Lengths, block numbers and settings are data in the buffers, not part of
             the recording.
 
             Graphs and overlap together hide the host's time. The limit that remains is the speed of the memory: a
             decode step must read all weights, and all keys and values of the batch, once. `minitui bench` prints the
-            share of this limit that it reaches.
+            share of this limit that the engine reaches.
             """,
             code="engine.worker.cuda_graphs:DecodeGraphs.launch",
         ),
@@ -128,14 +133,14 @@ LESSON = Lesson(
         Check(
             "How many rows would be padding in the next decode step on a GPU?",
             "step",
-            "the step bar: D×n; the ladder has 1, 2, 4, 8.",
+            "the step bar: D×n means n decoding requests. The ladder has the sizes 1, 2, 4 and 8.",
             _padding,
         ),
         Check(
-            "Which of these steps could not use a decode graph?",
+            "Which of these steps could not use a decode graph on a GPU?",
             "lanes",
             "the batch lanes: columns with prefill.",
-            lambda stage: f"those with prefill: {_prefills(stage)} of {stage.figures().steps}",
+            lambda stage: f"the steps with prefill: {_prefills(stage)} of {stage.figures().steps}",
         ),
         Check(
             "How long do plan, launch and commit take on the host?",

@@ -1,4 +1,5 @@
-"""The parts of a lesson. A page has text, an experiment on a live engine, a prediction and code; questions close it.
+"""The parts of a lesson. A page can have text, code, a prediction and an experiment on a live engine. Three questions
+close the lesson.
 
 minitui/tui/screens/lesson.py shows a lesson; minitui/teaching/lessons/plain.py prints it.
 """
@@ -28,7 +29,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A question before an experiment, which finds the right choice."""
+    """A question asked before an experiment. The experiment shows which choice is right."""
 
     question: str
     choices: tuple[str, ...]
@@ -38,7 +39,8 @@ class Prediction:
 class Page:
     """A page. Empty lines separate paragraphs of `text`; lines that begin with a space keep their form.
 
-    `panel`: a key of minitui.tui.screens.lesson.PANELS, shown beside it. `code`: "package.module:Class.function".
+    `panel`: a key of minitui.tui.screens.lesson.PANELS; that panel is shown beside the text. `code`: the source to
+    show, as "package.module:Class.function". `run`: the experiment.
     """
 
     title: str
@@ -61,7 +63,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Lesson:
-    """A lesson. `options` are the engine's; `close` is the experiment before the closing questions."""
+    """A lesson. `options` are options of its engine; `close` is the experiment before the closing questions."""
 
     number: int
     title: str
@@ -77,7 +79,7 @@ class Lesson:
 
 
 def paragraphs(text: str, width: int) -> list[str]:
-    """A text in lines of at most `width` cells. A text that begins with a line break is dedented first."""
+    """Returns the text in lines of at most `width` cells. A text that begins with a line break is dedented first."""
     lines: list[str] = []
     source = textwrap.dedent(text) if text.startswith("\n") else text
     for part in source.strip("\n").split("\n\n"):
@@ -88,15 +90,15 @@ def paragraphs(text: str, width: int) -> list[str]:
             if line.startswith(" "):
                 lines += textwrap.wrap(" ".join(run), width) if run else []
                 run = []
-                lines += _hanging(line, width)
+                lines += _wrap_last_column(line, width)
             else:
                 run.append(line)
         lines += textwrap.wrap(" ".join(run), width) if run else []
     return lines
 
 
-def _hanging(line: str, width: int) -> list[str]:
-    """The line; if it is too long, its last column is wrapped."""
+def _wrap_last_column(line: str, width: int) -> list[str]:
+    """Returns the line; if it is too long, its last column is wrapped."""
     if len(line) <= width:
         return [line]
     columns = [found.end() for found in re.finditer(r"\s{2,}", line)]
@@ -107,18 +109,18 @@ def _hanging(line: str, width: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Code:
-    """Part of a source file, from line `first` on."""
+    """Part of a source file. `first` is the number of its first line."""
 
     reference: str
-    path: str  # inside the package, as "engine/core/radix.py"
+    path: str  # such as "engine/core/radix.py"
     first: int
     lines: list[str]
 
 
 def find_code(reference: str) -> Code:
-    """The source of "package.module:Class.function", or of a whole module, from the installed package.
+    """Returns the source of "package.module:Class.function", or of a whole module, from the installed package.
 
-    Does not import the module: much of the engine needs torch, and the process that draws has none.
+    Does not import the module: many modules of the engine import torch, which the user interface's process never loads.
     """
     module, _, name = reference.partition(":")
     package, *rest = module.split(".")
@@ -148,7 +150,7 @@ def find_code(reference: str) -> Code:
 
 
 async def fresh(stage: Stage) -> None:
-    """Stops the engine and empties it: no chats, an empty cache, figures from zero, no slow motion."""
+    """Pauses the engine and resets it: no chats, an empty cache, figures from zero, no slow motion."""
     await stage.gate()
     await stage.source.control("pace", factor=1)
     for session in list(stage.chats.sessions):

@@ -1,4 +1,4 @@
-"""A lesson as lines of text, for pipes and screen readers: runs every experiment and gives every answer."""
+"""Prints a lesson as lines of text, for pipes and screen readers: runs every experiment and gives every answer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from minitui.teaching.stage import LETTERS, Stage, plain_stage
 WIDTH = 88
 
 
-async def tell_lesson(lesson: Lesson, stage: Stage, out: Callable[[str], None]) -> None:
-    """Prints the lesson from first page to last question. The engine must have the lesson's options."""
+async def print_lesson(lesson: Lesson, stage: Stage, out: Callable[[str], None]) -> None:
+    """Prints the lesson, from its first page to its last question. The engine must have the lesson's options."""
     out(f"{lesson.name}: {lesson.question}")
     for number, page in enumerate(lesson.pages, 1):
         out(f"\n-- {number} of {len(lesson.pages) + 1}: {page.title}\n")
-        await _tell_page(page, stage, out)
+        await _print_page(page, stage, out)
     out(f"\n-- {len(lesson.pages) + 1} of {len(lesson.pages) + 1}: Three questions\n")
     await fresh(stage)
     await lesson.close(stage)
@@ -33,7 +33,7 @@ async def tell_lesson(lesson: Lesson, stage: Stage, out: Callable[[str], None]) 
                 out(line)
 
 
-async def _tell_page(page: Page, stage: Stage, out: Callable[[str], None]) -> None:
+async def _print_page(page: Page, stage: Stage, out: Callable[[str], None]) -> None:
     for line in paragraphs(page.text, WIDTH):
         out(line)
     if page.code:
@@ -47,18 +47,18 @@ async def _tell_page(page: Page, stage: Stage, out: Callable[[str], None]) -> No
         await fresh(stage)
         seen = await page.run(stage)
         if page.predict is not None and seen.answer is not None:
-            out(f"\nIt was {LETTERS[seen.answer]}) {page.predict.choices[seen.answer]}")
+            out(f"\nThe answer is {LETTERS[seen.answer]}) {page.predict.choices[seen.answer]}")
         out("")
         for line in paragraphs(seen.text, WIDTH):
             out(line)
 
 
-async def tell_alone(
+async def print_with_own_engine(
     lesson: Lesson, source: Source, system: str, sampling: Sampling, out: Callable[[str], None], load: Any = load_codec
 ) -> int:
     """Starts the engine, prints the lesson and closes the engine; returns the exit code."""
     async with plain_stage(source, sampling, load, system=system, say=lambda text: None, beat=0.0) as stage:
         assert stage.chats.codec is not None
         stage.view.ids_to_text = stage.chats.codec.decode
-        await tell_lesson(lesson, stage, out)
+        await print_lesson(lesson, stage, out)
     return 0

@@ -46,7 +46,7 @@ cache, and why not more:
 The chips on the right are this chat's block table. Each chip is one block of 16 positions; its number is the block in
 the pool. Two chats with the same number share that memory.
 
-A chat is kept as soon as it has a question. F searches all kept chats; minitui chat --resume opens the last ones again.
+A chat is saved as soon as it has a question. F searches all saved chats; minitui chat --resume opens the last ones.
 A chat that is open in another minitui opens here as a copy, so neither overwrites the other.
 
 Try: ask a question, press esc, then r: the same question in a new chat uses the cached blocks.""",
