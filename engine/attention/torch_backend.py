@@ -231,5 +231,6 @@ class TorchAttention:
         return _Gather(slots.reshape(-1), buffers, buffers.numpy() if by_numpy else None, keys, values)
 
     def _additive(self, seen: np.ndarray) -> torch.Tensor:
+        """Return the mask that is added to the scores: 0 where `seen`, else −inf."""
         mask = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(torch.from_numpy(~seen).to(self._device), -torch.inf)

@@ -113,7 +113,7 @@ class KVCache:
             changes[row, column] = table[column]
 
     def take_table_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rows, columns and blocks (int32) of the changes since the last call."""
+        """Return the rows, columns and blocks (int32) of the changes since the last call."""
         changes = self._table_changes
         if not changes:
             return NO_CHANGES

@@ -5,8 +5,8 @@
     3 allocate     plan:   take the blocks for the KV of these tokens (engine/core/cache.py)
     4 forward      launch: the model computes these tokens (engine/worker/runner.py)
     5 sample       launch: a token is drawn from the logits (engine/worker/sampler.py)
-    7 emit         commit: append ids, detect ends, publish and free blocks, write records
     6 detokenize   after:  ids become text (engine/text/output.py), outside the step's critical path
+    7 emit         commit: append ids, detect ends, publish and free blocks, write records
 
 The host plans and commits, and the device computes. With `overlap`, the engine commits step n-1 and plans step n+1
 while step n runs. Only the order of the calls differs. With speculation there is no overlap, because the lengths in a

@@ -106,7 +106,7 @@ class Gate:
             self._cause, self._log.watch = cause, None
 
     def _set(self, state: str, reason: str, always: bool = False) -> None:
-        """Set the state and cancel all allowed steps. A record is written for a change, or `always`."""
+        """Set the state and cancel all allowed steps. Writes a record if something changed, or if `always`."""
         changed = always or state != self.state or self._until is not None
         self._allowed, self._until, self._cause, self._log.watch = 0, None, "", None
         if changed:

@@ -48,7 +48,7 @@ class Lookup:
         return (run * (most // len(run) + 1))[:most]  # if `ids` ends first, assume that the text repeats
 
     def learn(self, accepted: int, length: int) -> None:
-        """Note that `accepted` tokens of a draft were accepted; the text now has `length` tokens."""
+        """Record that `accepted` tokens of a draft were accepted. The text then has `length` tokens."""
         self._failures = 0 if accepted else self._failures + 1
         if self._failures:
             self._resume = length + min(2**self._failures, LONGEST_PAUSE)

@@ -58,7 +58,7 @@ class Node:
         return self.users == 0 and not self.children and self.parent is not None
 
     def path(self) -> Iterator[Node]:
-        """This node and its ancestors, without the root."""
+        """Yield this node and its ancestors, without the root."""
         node: Node = self
         while node.parent is not None:
             yield node
@@ -278,12 +278,11 @@ class RadixTree:
                 del self._pending[block]
         self.log.append("settle", step)
 
-    def doomed_by(self, step: int) -> tuple[list[tuple[Node, int]], set[int]]:
+    def invalidated_by(self, step: int) -> tuple[list[tuple[Node, int]], set[int]]:
         """Return the nodes that a failed step makes invalid, and the blocks to remove.
 
-        The nodes are a list of (node, number of blocks that stay valid), the deepest first.
-
-        Blocks of later steps are included: the failed step may have written their first tokens.
+        The nodes are a list of (node, number of blocks that stay valid), the deepest first. Blocks of later steps are
+        included, because the failed step may have written their first tokens.
         """
         kept: dict[Node, int] = {}
         for block, written_by in self._pending.items():
@@ -297,14 +296,14 @@ class RadixTree:
                 if kept.get(child) != 0:
                     kept[child] = 0  # a node below an invalid node is removed as a whole
                     stack.append(child)
-        doomed = sorted(kept.items(), key=lambda item: -sum(1 for _ in item[0].path()))
-        return doomed, {block for node, keep in doomed for block in node.blocks[keep:]}
+        invalid = sorted(kept.items(), key=lambda item: -sum(1 for _ in item[0].path()))
+        return invalid, {block for node, keep in invalid for block in node.blocks[keep:]}
 
-    def withdraw(self, step: int, doomed: list[tuple[Node, int]]) -> None:
-        """Remove the invalid blocks of the nodes that `doomed_by(step)` returned. No request may hold these blocks."""
+    def withdraw(self, step: int, invalid: list[tuple[Node, int]]) -> None:
+        """Remove the invalid blocks that `invalidated_by(step)` found. No request may hold these blocks."""
         self._pending_of.pop(step, None)
-        self.log.append("withdraw", step, [(node.id, keep) for node, keep in doomed])
-        for node, keep in doomed:
+        self.log.append("withdraw", step, [(node.id, keep) for node, keep in invalid])
+        for node, keep in invalid:
             self._cut(node, keep)
             if keep and node.evictable:
                 self._push(node)

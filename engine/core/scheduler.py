@@ -399,7 +399,7 @@ class Scheduler:
         plan = scheduled.plan
         self.log.append("fail", plan.step, error)
         emitted = []
-        doomed, blocks = self.cache.tree.doomed_by(plan.step)
+        invalid, blocks = self.cache.tree.invalidated_by(plan.step)
         for request, epoch in zip(scheduled.requests, scheduled.epochs, strict=True):
             if request.epoch == epoch:
                 emitted.append(Emitted(request, None, f"error: {error}"))
@@ -410,7 +410,7 @@ class Scheduler:
             request.last_step = -1
             clock = self.log.append("requeue", request.id, f"step {plan.step} failed, and its blocks may depend on it")
             self._requeue(request, clock)
-        self.cache.tree.withdraw(plan.step, doomed)
+        self.cache.tree.withdraw(plan.step, invalid)
         for request in self.running:
             self.cache.resend_table(request)  # the table changes of the failed plan may not have reached the device
         return emitted

@@ -52,6 +52,7 @@ def _name_of(folder: Path) -> str:
 
 
 def missing_files(directory: Path) -> list[str]:
+    """Return the names of the missing weight files, or the name of the index if it cannot be read."""
     try:
         return missing_weights(directory)
     except CheckpointError:  # the index cannot be read

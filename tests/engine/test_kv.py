@@ -173,11 +173,11 @@ def test_a_failed_step_takes_what_was_built_on_it_along() -> None:
     written.planned = 7
     cache.publish_committed(written, 7)
     cache.check([leader, follower, written])
-    doomed, blocks = cache.tree.doomed_by(5)
+    invalid, blocks = cache.tree.invalidated_by(5)
     assert blocks == set(leader.table[:3]) | set(follower.table[:3]) | set(written.table[:3])
     for request in (written, follower, leader):
         cache.release(request, cache.log.append("finish", request.id, "error", 0))
-    cache.tree.withdraw(5, doomed)
+    cache.tree.withdraw(5, invalid)
     cache.check([])
     assert len(cache.tree.nodes) == 1 and cache.allocator.num_free == 12
 
