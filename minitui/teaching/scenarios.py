@@ -119,7 +119,7 @@ async def _six_chats(stage: Stage) -> Figures:
 
 
 async def cache_on_off(stage: Stage) -> None:
-    """The same six requests, without the cache and with it."""
+    """Runs the same six requests without the prefix cache, and then with it."""
     stage.tell("The prefix cache is off. Six chats with the same system prompt ask at once. Every prompt is computed.")
     await stage.pause(1.5)
     without = await _six_chats(stage)
@@ -170,7 +170,7 @@ async def _long_paste(stage: Stage) -> tuple[float, int, int, float]:
 
 
 async def chunked_prefill(stage: Stage) -> None:
-    """A long prompt arrives while three chats write: computed at once, and in chunks."""
+    """Computes a long prompt at once, and then in chunks, while three chats write."""
     stage.tell(
         f"Chunked prefill is off. {WRITERS} chats write, each one token in a step. Then a user pastes a long text."
     )
@@ -209,7 +209,7 @@ def leaves(state: State) -> list[NodeView]:
 
 
 async def eviction(stage: Stage) -> None:
-    """A pool full of cached prefixes: the least recently used one is evicted."""
+    """Fills the pool with cached prefixes, and shows that the least recently used one is evicted."""
     await stage.gate()
     names = ("Alpha", "Bravo", "Charlie")
     chats = [stage.chat(voice, name) for voice, name in zip(VOICES, names, strict=False)]
@@ -276,7 +276,7 @@ def _owners(stage: Stage, chats: list[Session]) -> Callable[[NodeView], str]:
 
 
 async def preemption(stage: Stage) -> None:
-    """A pool full of running requests: one is preempted and resumes."""
+    """Fills the pool with running requests, until one is preempted; later it resumes."""
     chats = [stage.chat("", max_tokens=120, whole=True) for _ in range(4)]
     stage.show(chats[0])
     await stage.gate()
@@ -435,7 +435,7 @@ async def _asked_again(stage: Stage) -> Session:
 
 
 async def speculation(stage: Stage) -> None:
-    """The same answer without and with speculation, which guesses tokens from the text and checks them."""
+    """Writes the same answer without and with speculation, which guesses tokens from the text and checks them."""
     stage.tell(
         "A chat asks a question, and then the same question again. The second answer repeats the first, token for "
         "token. Without speculation each token still takes its own step."

@@ -25,12 +25,12 @@ from minitui.viewmodel.model import Event, StepRow, View
 from minitui.viewmodel.updater import Updater
 
 WAIT_SECONDS = 30.0  # a longer wait fails
-MAX_STEPS = 2000  # of `step_until`
+MAX_STEPS = 2000  # limit of `step_until`
 PACES = (1, 2, 5, 10, 20, 50, 100, 200)  # factors of slow motion
-BAR_WIDTH = 28  # of a full bar, in cells
+BAR_WIDTH = 28  # cells of a full bar
 HELD_TICK = 0.05  # seconds between two checks of `held`
 THINK_SECONDS = 6.0  # the user's time for a prediction
-LETTERS = "abcd"  # of the choices of a prediction
+LETTERS = "abcd"  # names of the choices of a prediction
 
 Restart = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -75,7 +75,7 @@ class Stage:
     held: Callable[[], bool] = lambda: False  # True while the user freezes the view: pauses and waits do not end
     keys: bool = False  # True if the user can answer a prediction with a key, which calls `guess`
     said: list[str] = field(default_factory=list)  # the texts shown so far
-    _choices: Sequence[str] = ()  # of the open prediction
+    _choices: Sequence[str] = ()  # choices of the open prediction
     _guessed: int | None = None
     _began: tuple[int, int] = (-1, 0)  # the last step and the last record before `begin_count`
 
@@ -86,12 +86,12 @@ class Stage:
         return self.feed.view
 
     def state(self) -> State:
-        """The engine's state, from the records received so far."""
+        """Returns the engine's state, computed from the records received so far."""
         self.feed.pump()
         return self.view.live.state
 
     def request(self, session: Session) -> RequestView:
-        """The running request of `session`. Raises EngineError if it has ended."""
+        """Returns the request of `session`. Raises EngineError if the request has ended."""
         request = self.state().requests.get(session.request or -1)
         if request is None:
             raise EngineError(f"chat {self.chats.number(session)} is no longer being answered")
@@ -114,12 +114,12 @@ class Stage:
         self._began = (self.state().step, self.state().seq)
 
     def events(self, kind: str) -> list[Event]:
-        """The events of one kind (minitui.viewmodel.events.KINDS) since `begin_count`, oldest first."""
+        """Returns the events of one kind (minitui.viewmodel.events.KINDS) since `begin_count`, oldest first."""
         self.state()
         return [event for event in self.view.events.items if event.kind == kind and event.seq > self._began[1]]
 
     def figures(self) -> Figures:
-        """The figures of the steps since `begin_count`."""
+        """Returns the figures of the steps since `begin_count`."""
         self.state()
         view = self.view
         rows = [view.steps.get(step) for step in range(self._began[0] + 1, view.steps.last + 1)]

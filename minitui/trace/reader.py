@@ -90,7 +90,7 @@ class Keyframe:
     seq: int
     step: int
     played: float
-    offset: int  # of the keyframe's gzip member in the file
+    offset: int  # position of the keyframe's gzip member in the file
     line: int  # number of lines before that member
 
 

@@ -288,7 +288,7 @@ class Recording:
 
     @property
     def waits_for_snapshot(self) -> bool:
-        """True after a gap, until `resume`."""
+        """True after a gap in the records, until `resume`."""
         return self._recorder is not None and self._recorder.waits_for_snapshot
 
     def begin(self, info: dict[str, Any], snapshot: dict[str, Any], texts: bool = True) -> None:

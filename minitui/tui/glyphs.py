@@ -41,7 +41,7 @@ class Glyphs:
     times: str = _glyph("×", "x")
     middot: str = _glyph("·", "|")
     busy: str = _glyph("█", "#")
-    prompt: str = _glyph("▒", "=")  # in a bar that also has `busy`
+    prompt: str = _glyph("▒", "=")  # prefill, in a bar that also has `busy`
     edge: str = _glyph("▌", "|")  # between two steps that follow each other
     folded: str = _glyph("▸", ">")
     unfolded: str = _glyph("▾", "v")

@@ -70,7 +70,7 @@ class Streamed:
         self.width = width
         self._text = ""
         self._done = 0  # characters of complete blocks
-        self._lines: list[Line] = []  # of complete blocks
+        self._lines: list[Line] = []  # lines of complete blocks
 
     def update(self, text: str) -> list[Line]:
         """Returns the lines of `text`. If it does not begin with the previous text, everything is rendered again."""
@@ -107,7 +107,7 @@ def wrap(spans: Sequence[Span], width: int) -> list[Line]:
     lines: list[Line] = []
     line: Line = []
     used = 0
-    space: Span | None = None  # before the next word; dropped at the end of a line
+    space: Span | None = None  # the space before the next word; dropped at the end of a line
     word: list[Span] = []  # one word can have several spans
     size = 0
 

@@ -476,7 +476,7 @@ async def test_keys_of_panel_and_screen_are_in_the_help_and_in_the_palette():
         for binding in [*RadixTree.BINDINGS, *InspectScreen.BINDINGS]:
             assert re.search(rf"{re.escape(binding.id)} +\S+ +{re.escape(binding.description)}", text), binding.id
         await press(pilot, "escape", "colon")
-        await type_text(pilot, "another meaning")
+        await type_text(pilot, "another property")
         await press(pilot, "enter")
         await until(pilot, lambda: app.screen.query_one(BlockMap).mode == "owner")
 

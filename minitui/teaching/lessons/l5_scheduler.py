@@ -7,7 +7,7 @@ from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.scenarios import paste
 from minitui.teaching.stage import Stage
 
-LENGTHS = (5, 10, 20, 40, 15, 15)  # of the replies, in tokens
+LENGTHS = (5, 10, 20, 40, 15, 15)  # lengths of the replies in tokens
 WRITERS = ("What is prefill?", "What is decode?", "What is a token budget?")
 
 
@@ -42,7 +42,7 @@ async def long_paste(stage: Stage) -> Seen:
 
 
 def static_steps(rows: int) -> int:
-    """The number of steps that LENGTHS would take in static batches of `rows`."""
+    """Returns the number of steps that LENGTHS would take in static batches of `rows`."""
     return sum(max(LENGTHS[i : i + rows]) for i in range(0, len(LENGTHS), rows))
 
 
