@@ -69,7 +69,7 @@ def longest_match(ids: list[int], most: int) -> list[int]:
 
 
 def follow(lookup: Lookup, ids: list[int], most: int) -> list[int]:
-    lookup.take_in(ids, len(ids))
+    lookup.index(ids, len(ids))
     return lookup.follow(ids, most)
 
 
@@ -134,9 +134,9 @@ def test_a_text_indexed_in_pieces_gives_the_same_drafts(pieces: int) -> None:
     r = random.Random(pieces)
     ids = [r.randrange(3) for _ in range(300)]
     whole, parts, taken = Lookup(), Lookup(), []
-    whole.take_in(ids, len(ids))
+    whole.index(ids, len(ids))
     while not taken or taken[-1]:
-        taken.append(parts.take_in(ids, pieces))
+        taken.append(parts.index(ids, pieces))
     assert sum(taken) == len(ids) - NGRAM and max(taken) <= pieces
     assert parts.follow(ids, 5) == whole.follow(ids, 5) != []
 
@@ -146,14 +146,14 @@ def test_a_step_indexes_so_many_tokens_and_no_more_however_many_prompts_are_new(
 ) -> None:
     """Two prompts of 1,600 tokens decode from the same step on; that their ends were there before is found in time."""
     monkeypatch.setattr(speculation, "INDEXED_TOKENS", 100)
-    counted, take_in = [0], Lookup.take_in
+    counted, index = [0], Lookup.index
 
     def counting(self: Lookup, ids: list[int], most: int) -> int:
-        taken = take_in(self, ids, most)
+        taken = index(self, ids, most)
         counted[-1] += taken
         return taken
 
-    monkeypatch.setattr(Lookup, "take_in", counting)
+    monkeypatch.setattr(Lookup, "index", counting)
     engine = make_engine(blocks=1000, budget=4000)
     text = [i % 40 for i in range(800)]
     requests = [engine.add_request(text * 2, SamplingParams(max_tokens=100, ignore_eos=True)) for _ in range(2)]
