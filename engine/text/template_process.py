@@ -2,7 +2,7 @@
 
 A template is a program that comes with a checkpoint. No check in Python can interrupt a long call into C (`'a' *
 10**10`, a sort), so the kernel enforces the limits. RLIMIT_AS limits memory (macOS ignores this limit). A timer limits
-time: its signal ends this process. A pipe to the parent also causes such a signal, when the parent has ended.
+time: its signal ends this process. When the parent ends, its pipe causes such a signal too.
 
     stdin, a socket    in: a frame with the template, then a frame with the values of each rendering, as JSON
                        out: READY, then a frame for each rendering

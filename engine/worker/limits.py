@@ -27,7 +27,10 @@ class Limits:
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
-    """Choose a value for every "auto" of `config`. Raises EngineError if device or model do not support `config`."""
+    """Choose a value for every "auto" of `config`.
+
+    Raises EngineError if the device or the model does not support `config`.
+    """
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -227,12 +227,12 @@ class LoadedModel:
         return max(1, self._measure_blocks(per_block) - -(-self._reserved_bytes // per_block))
 
     def _measure_blocks(self, per_block: int) -> int:
-        """Returns the number of blocks that fit beside weights, other processes and the largest step."""
+        """Returns how many blocks `gpu_memory_utilization` leaves beside weights, other processes and activations."""
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         logits = self.warm_up(self.max_num_batched_tokens)
-        logits.float().sort(descending=True).values.softmax(-1).cumsum(-1)  # top-p: it needs the most memory
+        logits.float().sort(descending=True).values.softmax(-1).cumsum(-1)  # top-p needs the most memory
         del logits
         torch.cuda.synchronize(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
@@ -250,7 +250,10 @@ class LoadedModel:
         return room // per_block
 
     def warm_up(self, tokens: int) -> torch.Tensor:
-        """Run a step of `tokens` prompt tokens on a separate null block. Returns the logits of the most draws."""
+        """Run a step of `tokens` prompt tokens on a separate null block.
+
+        Returns the logits of as many draws as a step can have.
+        """
         pool, n = self._make_pool(1), min(self.batch.max_rows, tokens)
         lengths = np.full(n, tokens // n)
         lengths[0] += tokens - int(lengths.sum())

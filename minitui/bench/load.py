@@ -53,23 +53,23 @@ class LoadOptions:
     rate: Annotated[float, typer.Option(help="Average requests per second; inf: all at once.")] = 4.0
     requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 100
     prompt_words: Annotated[int, typer.Option(help="Random words in each prompt.")] = 40
-    shared_words: Annotated[int, typer.Option(help="Words before these that a group of requests shares.")] = 0
+    shared_words: Annotated[
+        int, typer.Option(help="Words before the random words; all requests of a group share them.")
+    ] = 0
     groups: Annotated[int, typer.Option(help="Number of groups of requests.")] = 1
     output_tokens: Annotated[int, typer.Option(help="max_tokens of each request.")] = 64
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: the same answers each time.")] = 0.0
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Only answers of full length; vLLM and minitui support this.")
     ] = False
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Use /v1/chat/completions instead of /v1/completions.")
-    ] = False
+    chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions instead of /v1/completions.")] = False
     trace: Annotated[Path | None, typer.Option(help="Replay the requests of this JSONL file instead.")] = None
     speed: Annotated[float, typer.Option(help="Replay this many times as fast.")] = 1.0
     seed: Annotated[int, typer.Option(help="Seed of arrival times and random words.")] = 0
     timeout: Annotated[float, typer.Option(help="Abort a request after this many seconds without data.")] = 600.0
-    ttft_ms: Annotated[float | None, typer.Option(help="Goodput: limit of the time to the first token.")] = None
-    tpot_ms: Annotated[float | None, typer.Option(help="Goodput: limit of the time per output token.")] = None
-    e2e_ms: Annotated[float | None, typer.Option(help="Goodput: limit of the time of the whole answer.")] = None
+    ttft_ms: Annotated[float | None, typer.Option(help="Goodput: limit of the time to the first token, in ms.")] = None
+    tpot_ms: Annotated[float | None, typer.Option(help="Goodput: limit of the time per output token, in ms.")] = None
+    e2e_ms: Annotated[float | None, typer.Option(help="Goodput: limit of the time of the whole answer, in ms.")] = None
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 
 

@@ -15,7 +15,10 @@ from engine.params import SamplingParams
 
 @dataclass(frozen=True)
 class Row:
-    """A measured value. `limit`: the best value that the machine's limits allow; `other`: the best other engine's."""
+    """A measured value.
+
+    `limit`: the best value that the machine's limits allow. `other`: the value of the best other engine.
+    """
 
     name: str
     value: float
@@ -96,7 +99,5 @@ def decode_steps(llm: LLM) -> StepTimes | None:
     found = [r[3:] for r in llm.engine.log.drain() if r[2] == "time" and r[-1] == "decode"][5:]
     if len(found) < 5:
         return None
-    plan, launch, commit, wall, device = (
-        median(float(record[i] or 0.0) for record in found) for i in range(1, 6)
-    )
+    plan, launch, commit, wall, device = (median(float(record[i] or 0.0) for record in found) for i in range(1, 6))
     return StepTimes(len(found), plan, launch, commit, wall, device)
