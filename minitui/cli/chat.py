@@ -122,7 +122,7 @@ def connect_to(
         return RemoteSource(url, key), served_choice(info, system), None
     if record:
         raise EngineError("--record records one engine: connect to one address, or use minitui serve --record")
-    from minitui.tui.replica_app import BlindReplicaApp, ReplicaApp
+    from minitui.tui.replica_app import ForeignReplicaApp, ReplicaApp
 
     found = probe_all(urls, key)
     minitui_servers = [info for info in found if info is not None and not isinstance(info, EngineError)]
@@ -130,7 +130,7 @@ def connect_to(
         raise EngineError("; ".join(str(error) for error in found))
     source = ReplicaSource(urls, key, model or "", None not in found)
     choice = served_choice(next((info for info in minitui_servers if info), {}), system)
-    return source, choice, ReplicaApp if minitui_servers else BlindReplicaApp
+    return source, choice, ReplicaApp if minitui_servers else ForeignReplicaApp
 
 
 def run_in_browser(

@@ -113,7 +113,10 @@ class ReplayBar(Bar):
 
 
 class PlayheadScreen(BaseScreen[None]):
-    """Keys that move the playhead. List it last among base classes: the CSS of the first one has priority."""
+    """Keys that move the playhead.
+
+    A subclass lists this class as its last base class, because the CSS of the first base class has priority.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("less_than_sign", "speed(-1)", "slower", show=False, id="replay.slower"),

@@ -20,7 +20,7 @@ from minitui.tui.screens.chat import ChatScreen
 from minitui.tui.screens.replicas import ReplicaScreen
 from minitui.tui.widgets.replicas import Replicas
 
-EVERY_S = 0.5
+CHECK_EVERY_S = 0.5
 TAB = ("replicas", "4 Replicas")
 HEADLINE = "Several chats, several servers."
 REPLICAS_KEY = ("4", "the servers, and the server of each chat")
@@ -34,7 +34,7 @@ class ReplicaChatScreen(ChatScreen):
     WELCOME_KEYS = (*ChatScreen.WELCOME_KEYS, REPLICAS_KEY)
 
 
-class BlindChatScreen(ForeignChatScreen):
+class ForeignReplicaChatScreen(ForeignChatScreen):
     """The chats of several servers that do not report what their engines do."""
 
     HEADLINE = HEADLINE
@@ -63,7 +63,7 @@ class ReplicaApp(MinituiApp):
         self._switching = asyncio.Lock()  # held while the panels change to another replica
 
     def on_mount(self) -> None:
-        self.set_interval(EVERY_S, self._check_replicas)  # Textual calls the parent's handler too
+        self.set_interval(CHECK_EVERY_S, self._check_replicas)  # Textual calls the parent's handler too
 
     def _opening(self, group: str) -> Opening:
         session = next((s for s in self.chats.sessions if s.id == group), None)
@@ -82,20 +82,22 @@ class ReplicaApp(MinituiApp):
         return replica.number, "by its prefix"
 
     def current_replica(self) -> Replica | None:
-        """Returns the replica that is writing the current chat's answer; if none is, the replica of the chat's last
-        answer or of its next one."""
+        """Returns the replica that is writing the current chat's answer.
+
+        If none is, returns the replica to which the chat is pinned, or of its last answer, or of its next answer.
+        """
         session, source = self.session, self.replicas
         writing = getattr(session._stream, "replica", None)
         if writing is not None or not source.info:  # without info, no replica has answered yet
             return writing
         url = source.pins.get(session.id, "") or opening_of(session).last
-        last = next((replica for replica in source.replicas if replica.url == url), None)
-        if last is not None and not source.reason_against(last):
-            return last
+        pinned_or_last = next((replica for replica in source.replicas if replica.url == url), None)
+        if pinned_or_last is not None and not source.reason_against(pinned_or_last):
+            return pinned_or_last
         try:
             return source.place(session.id)
         except EngineDead:
-            return last
+            return pinned_or_last
 
     def _elsewhere(self, session: Session) -> bool:
         """Returns True if a replica that the panels do not show is writing this chat's answer."""
@@ -218,11 +220,11 @@ class ReplicaApp(MinituiApp):
         return "   ".join(parts)
 
 
-class BlindReplicaApp(ReplicaApp):
+class ForeignReplicaApp(ReplicaApp):
     """The application for servers that do not report what their engines do: it has no inspect and lecture screens."""
 
     TABS: ClassVar[tuple[tuple[str, str], ...]] = (MinituiApp.TABS[0], TAB)
-    MODES: ClassVar[dict[str, Any]] = {**ReplicaApp.MODES, "chat": BlindChatScreen}
+    MODES: ClassVar[dict[str, Any]] = {**ReplicaApp.MODES, "chat": ForeignReplicaChatScreen}
 
     def current_server(self) -> tuple[str, MetricsPoller | None]:
         """Returns (name, metrics) of the current chat's replica: see HasServer."""

@@ -115,7 +115,7 @@ class TerminalGuard:
         self._app: App[int] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._suspended = False  # application mode is off: the shell has the terminal
-        self._stopped = False  # a SIGCONT has arrived and is not handled yet
+        self._continued = False  # a SIGCONT has arrived and is not handled yet
         self._attributes: list[Any] | None = None
         with contextlib.suppress(termios.error, OSError, ValueError):
             self._attributes = termios.tcgetattr(sys.__stdin__.fileno())  # type: ignore[union-attr]
@@ -141,12 +141,12 @@ class TerminalGuard:
         self._take_signals()  # again: Textual's driver for browsers has replaced our handlers
         if app._driver is not None and app._driver.can_suspend:  # our handlers replace Textual's
             signal.signal(signal.SIGTSTP, lambda *_: self._in_loop(self._suspend))
-            signal.signal(signal.SIGCONT, self._woken)
+            signal.signal(signal.SIGCONT, self._on_continue)
 
     def _take_signals(self) -> dict[signal.Signals, Any]:
         """Install our signal handlers. Returns the previous handlers."""
-        before = {number: signal.signal(number, self._die) for number in DUMP}
-        return before | {number: signal.signal(number, self._end) for number in CLOSE}
+        before = {number: signal.signal(number, self._dump) for number in DUMP}
+        return before | {number: signal.signal(number, self._close) for number in CLOSE}
 
     def _in_loop(self, call: Callable[[], object]) -> None:
         # Not directly: a signal handler can interrupt code that holds a lock of Textual's queues.
@@ -155,7 +155,7 @@ class TerminalGuard:
 
     # ---- end of the application
 
-    def _end(self, number: int, frame: FrameType | None) -> None:
+    def _close(self, number: int, frame: FrameType | None) -> None:
         """Close the application normally. At a second signal, or before the event loop runs, call `force`."""
         app = self._app
         if self.signal is not None or app is None:
@@ -167,7 +167,7 @@ class TerminalGuard:
         timer.start()
         self._in_loop(partial(app.exit, return_code=128 + number))
 
-    def _die(self, number: int, frame: FrameType | None) -> None:
+    def _dump(self, number: int, frame: FrameType | None) -> None:
         """Restore the terminal, then let the signal end the process with its core dump."""
         self.restore()
         signal.signal(number, signal.SIG_DFL)
@@ -190,8 +190,8 @@ class TerminalGuard:
 
     # ---- stop and continue
 
-    def _woken(self, number: int, frame: FrameType | None) -> None:
-        self._stopped = True
+    def _on_continue(self, number: int, frame: FrameType | None) -> None:
+        self._continued = True
         self._in_loop(self._continue)
 
     def _suspend(self) -> None:
@@ -209,9 +209,9 @@ class TerminalGuard:
         thread would read keys, and would not end with the application.
         """
         driver = self._driver()
-        if driver is None or not self._stopped:
+        if driver is None or not self._continued:
             return
-        self._stopped = False
+        self._continued = False
         if not self._suspended:
             driver.suspend_application_mode()
         for _ in range(ATTEMPTS):  # in the background, each attempt stops the process until the next SIGCONT

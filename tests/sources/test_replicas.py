@@ -459,12 +459,12 @@ async def test_the_application_shows_its_replicas_and_survives_one(server: Runni
 
 async def test_servers_without_metrics_have_dashes_and_no_panels() -> None:
     from minitui.sources.replicas import ReplicaSource
-    from minitui.tui.replica_app import BlindReplicaApp
+    from minitui.tui.replica_app import ForeignReplicaApp
     from minitui.tui.widgets.replicas import Replicas
 
     servers = (await FakeServer().start(), await FakeServer(page=VLLM).start())
     source = ReplicaSource([server.url for server in servers], exact=False)
-    app = BlindReplicaApp(source, Chats(source), Settings(), system="S", speaker="model", load_codec=None)
+    app = ForeignReplicaApp(source, Chats(source), Settings(), system="S", speaker="model", load_codec=None)
     async with app.run_test(size=(120, 36)) as pilot:
         await until(lambda: source.replicas[1].metrics.running is not None)
         app.action_do("replicas")
@@ -496,13 +496,13 @@ async def test_servers_without_metrics_have_dashes_and_no_panels() -> None:
 
 async def test_a_server_that_answers_before_the_model_is_known_is_up() -> None:
     from minitui.sources.replicas import ReplicaSource
-    from minitui.tui.replica_app import BlindReplicaApp
+    from minitui.tui.replica_app import ForeignReplicaApp
     from minitui.tui.widgets.replicas import Replicas
 
     servers = (await FakeServer().start(), await FakeServer(page=VLLM).start())
     servers[0].silent.set()
     source = ReplicaSource([server.url for server in servers], exact=False)
-    app = BlindReplicaApp(source, Chats(source), Settings(), system="S", speaker="model", load_codec=None)
+    app = ForeignReplicaApp(source, Chats(source), Settings(), system="S", speaker="model", load_codec=None)
     async with app.run_test(size=(120, 36)):
 
         def states() -> list[str]:

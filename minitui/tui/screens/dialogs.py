@@ -169,7 +169,6 @@ class EngineDownDialog(Overlay[str | None]):
             frame.border_title = Content(self._title)
             yield Static(Content(visible(self._error)), classes="error")
             if self._log not in self._error:
-                yield Static(Content(f"Its log: {self._log}"), classes="hint")
-            yield Static(
-                "Chats are kept. r restarts the engine · q quits · esc closes this (then /restart)", classes="hint"
-            )
+                yield Static(Content(f"The engine's log: {self._log}"), classes="hint")
+            keys = "r restarts the engine · q quits · esc closes this dialog (/restart still works)"
+            yield Static(f"The chats are kept. {keys}", classes="hint", markup=False)

@@ -106,7 +106,7 @@ class LectureScreen(BaseScreen[None]):
         """Show the view; called once a frame while this screen is visible."""
         if not hasattr(self, "_panels"):
             return
-        self._hold_back(view)
+        self._ask_prediction(view)
         for bar in self._bars:
             bar.paint(view)
         for panel in self._panels:
@@ -115,7 +115,7 @@ class LectureScreen(BaseScreen[None]):
         if self._details.display:
             self._details.paint(view)
 
-    def _hold_back(self, view: View) -> None:
+    def _ask_prediction(self, view: View) -> None:
         """When the step to predict has ended, show the picture of the step before it and ask for the prediction."""
         if view.steps.last < max(self._stepping_from, self._asked_from):  # the history was cleared
             self._stepping_from = self._asked_from = -1

@@ -94,7 +94,7 @@ class LinePanel(Widget, can_focus=True):
         return [(f" · {keys}", "dim")] if self.has_focus else []
 
     def clicked(self, view: View, column: int, row: int) -> None:
-        """Handle a click on the body, in body coordinates."""
+        """Handle a click on the cell (column, row) of the body."""
 
     # ---- painting
 

@@ -93,20 +93,20 @@ names that request.""")
         if self._placed_for != layout:
             self._placed_for, self.slots, self._seen = layout, [[] for _ in range(room)], -1
             ended = sorted(view.lanes.ended_since(start)[: 8 * room], key=lambda lane: lane.id)
-            coming = [lane for lane in ended if lane.submitted_step <= end + 1]
-            coming += [lane for lane in view.lanes.active.values() if lane.submitted_step <= end + 1]
-            coming.sort(key=lambda lane: lane.id)
+            new_lanes = [lane for lane in ended if lane.submitted_step <= end + 1]
+            new_lanes += [lane for lane in view.lanes.active.values() if lane.submitted_step <= end + 1]
+            new_lanes.sort(key=lambda lane: lane.id)
         else:
             for slot in self.slots:
                 slot[:] = [id for id in slot if id in lanes and lanes[id].finish_step >= start]
-            coming = [lanes[id] for id in range(self._seen + 1, view.lanes.newest + 1) if id in lanes]
-        for lane in coming:
-            free = next((slot for slot in self.slots if not slot), None)
-            if free is None:
+            new_lanes = [lanes[id] for id in range(self._seen + 1, view.lanes.newest + 1) if id in lanes]
+        for lane in new_lanes:
+            target = next((slot for slot in self.slots if not slot), None)
+            if target is None:
                 idle = [s for s in self.slots if lanes[s[-1]].finish_step < lane.submitted_step]
-                free = min(idle, key=lambda s: lanes[s[-1]].finish_step) if idle else None
-            if free is not None:
-                free.append(lane.id)
+                target = min(idle, key=lambda s: lanes[s[-1]].finish_step) if idle else None
+            if target is not None:
+                target.append(lane.id)
             self._seen = max(self._seen, lane.id)
         chosen = selected(view, "request")
         placed = any(chosen in slot for slot in self.slots)
@@ -119,9 +119,9 @@ names that request.""")
         if any(lane.gains for lane in view.lanes.active.values()):
             entries.append((glyphs().gaining, "hit", "drafts accepted"))
         if any(len(slot) > 1 for slot in self.slots):
-            several = legend(("+2", "ink", "and 2 finished before"), *entries)
-            if runs_width(several) <= width - 4:
-                return several
+            with_note = legend(("+2", "ink", "2 finished before"), *entries)
+            if runs_width(with_note) <= width - 4:
+                return with_note
         return legend(*entries)
 
     def _choose_k(self, view: View, horizon: int) -> None:
@@ -135,10 +135,10 @@ names that request.""")
         if last is None:
             return
         steps = last.step - view.steps.since(last.t - SPAN_SECONDS, last.step) + 1
-        need = next((k for k in STEPS_PER_COLUMN if k * self.columns >= steps), STEPS_PER_COLUMN[-1])
+        needed_k = next((k for k in STEPS_PER_COLUMN if k * self.columns >= steps), STEPS_PER_COLUMN[-1])
         # A smaller k only if all steps clearly fit: the scale must not change back and forth.
-        if need > self.k or (2.5 * need < self.k and steps < 0.8 * need * self.columns):
-            self.k = need
+        if needed_k > self.k or (2.5 * needed_k < self.k and steps < 0.8 * needed_k * self.columns):
+            self.k = needed_k
 
     def _scale(self, view: View, width: int, horizon: int) -> Runs:
         """Returns the time scale: how many seconds ago the steps of some columns ended."""
@@ -203,28 +203,28 @@ names that request.""")
             x = (view.links.step - self.first_step) // self.k
             if 0 <= x < self.columns:
                 cells[x] = (cells[x][0], True)
-        words = self._names(cells, [lane for lane in seen if lane is not owner and lane.finish_step <= horizon])
+        names = self._names(cells, [lane for lane in seen if lane is not owner and lane.finish_step <= horizon])
         marks = _marks()
         start = 0
         for x in range(1, self.columns + 1):
-            if x < self.columns and cells[x] == cells[start] and x not in words and start not in words:
+            if x < self.columns and cells[x] == cells[start] and x not in names and start not in names:
                 continue
-            if x < self.columns and start in words and x - start < len(words[start]):
+            if x < self.columns and start in names and x - start < len(names[start]):
                 continue
             code, lit = cells[start]
-            text = words.get(start) or marks[code] * (x - start)
-            row.add(text, ("dim" if start in words else STYLES[code]) + (" on select" if lit else ""))
+            text = names.get(start) or marks[code] * (x - start)
+            row.add(text, ("dim" if start in names else STYLES[code]) + (" on select" if lit else ""))
             start = x
         return row.done(width)
 
     def _names(self, cells: list[tuple[int, bool]], ended: list[Lane]) -> dict[int, str]:
         """Returns {column after the request's end: name of the request} for requests that are not in the label."""
-        words = {}
+        names = {}
         for lane in ended:
             at, name = (lane.finish_step - self.first_step) // self.k + 1, f"r{lane.id}"
             if at > 0 and at + len(name) < self.columns and {*cells[at : at + len(name) + 1]} == {(NOTHING, False)}:
-                words[at] = name
-        return words
+                names[at] = name
+        return names
 
     def _rest(self, view: View, width: int, end: int) -> Runs:
         """Returns the last row: the number of requests without a row, by phase."""

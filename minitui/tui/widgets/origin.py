@@ -12,7 +12,7 @@ from minitui.viewmodel.model import View
 class PromptOrigin(LinePanel, can_focus=False):
     """Shows the prompt of the selected request, or of the newest running one."""
 
-    TITLE = "Where the prompt came from"
+    TITLE = "Prompt: cached or computed"
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         id = view.subject()

@@ -34,7 +34,7 @@ FIGURES: tuple[Figure, ...] = (
 
 
 class HasServer(Protocol):
-    """The part of the application (ForeignApp, BlindReplicaApp) that this panel uses."""
+    """The part of the application (ForeignApp, ForeignReplicaApp) that this panel uses."""
 
     def current_server(self) -> tuple[str, MetricsPoller | None]:
         """Returns (name, poller of the metrics) of the server that answers the current chat."""
@@ -64,4 +64,4 @@ class ServerVitals(LinePanel, can_focus=False):
             rows.append(row.done(width))
             if tall:
                 rows.append(Row(spark([getattr(then, field) or 0.0 for then in history], top), style).done(width))
-        return Picture(rows, note=[(f"1 bar = {POLL_S:g} s", "dim")], legend=[("from its /metrics", "dim")])
+        return Picture(rows, note=[(f"1 bar = {POLL_S:g} s", "dim")], legend=[("from the server's /metrics", "dim")])
