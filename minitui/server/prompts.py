@@ -26,7 +26,7 @@ def too_long(field: str, tokens: int, most: int, more: str = "") -> ApiError:
     """
     return ApiError(
         400,
-        f"{field} has {more}{tokens:,} tokens; the limit for prompt and reply together is {most:,}: shorten the prompt",
+        f"{field} has {more}{tokens:,} tokens; the context for prompt and reply is {most:,}: shorten the prompt",
         field, "context_length_exceeded",
     )  # fmt: skip
 

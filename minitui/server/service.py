@@ -248,8 +248,8 @@ class Service:
     def admit(self, sequences: int) -> Iterator[None]:
         """Reserve places for this many sequences while the `with` block runs.
 
-        Raises ApiError 429 if too few places are free, ApiError 400 if there are too few places at all, and the errors
-        of `check_ready`.
+        Raises ApiError 429 if too few places are free, ApiError 400 if the server never has that many places, and the
+        errors of `check_ready`.
         """
         self.check_ready()
         if sequences > self.capacity:

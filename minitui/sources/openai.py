@@ -186,7 +186,7 @@ class OpenAISource(Source):
         self._answers = 0
 
     async def start(self, on_progress: Progress) -> None:
-        """Ask for the list of models. Raises EngineError with a sentence."""
+        """Get the list of models and choose one. Raises EngineError with a sentence for the user."""
         on_progress({"stage": "connect", "done": 0, "total": 0, "text": f"connecting to {self.url}"})
         with self._starting():
             self.models = names = await self.list_models()
@@ -199,7 +199,7 @@ class OpenAISource(Source):
             self.keep(self.poller.run())
 
     async def list_models(self) -> list[str]:
-        """Returns the names of the server's models. Raises EngineError with a sentence.
+        """Returns the names of the server's models. Raises EngineError with a sentence for the user.
 
         If the user named a model, the result may be empty: some servers do not list their models.
         """

@@ -158,7 +158,7 @@ class RemoteSource(Source):
     async def watch(self) -> None:
         """Follow the server's records; returns when the stream begins.
 
-        Raises EngineDead if it does not begin in time. The source then keeps trying.
+        Raises EngineDead if the stream does not begin in time. A task then keeps trying.
         """
         await self.records.follow()
 

@@ -68,7 +68,7 @@ class RemoteRecords:
     async def follow(self) -> None:
         """Follow the stream; returns when it begins.
 
-        Raises EngineDead if it does not begin within CONNECTED_S, and keeps trying.
+        Raises EngineDead if the stream does not begin within CONNECTED_S. A task then keeps trying.
         """
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
