@@ -15,12 +15,12 @@ PLAIN_SYSTEM_PROMPT = "You are a helpful assistant. Answer clearly and briefly."
 
 @dataclass(frozen=True)
 class Choice:
-    """A model, its system prompt, and how the application shows it."""
+    """A model, its system prompt, and its names in the application."""
 
     name: str  # a directory or repository; the engine resolves it
     label: str  # the name that the application shows; empty: the engine's name for the model
     system: str
-    speaker: str
+    speaker: str  # the name shown beside its answers
     known_questions: list[str] = field(default_factory=list)
 
 

@@ -93,7 +93,7 @@ class Chats:
 
     def close(self, session: Session) -> None:
         """Cancels the chat's answer and removes the chat from the list, but not from the store."""
-        self._stop(session)  # first, because its save would reopen a closed chat in the store
+        self._stop(session)  # before close_chat: a save of the answer would reopen the chat in the store
         self.sessions.remove(session)
         self.saver.close_chat(session)
 

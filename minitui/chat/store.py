@@ -215,7 +215,7 @@ class Store:
         self._run("UPDATE chats SET closed = ? WHERE id = ?", (time.time(), chat))
 
     def take_over(self, most: int) -> Reopened:
-        """Claims up to `most` chats that the minitui used last left open; returns them oldest first."""
+        """Claims the open chats of the last used minitui process, at most `most`; returns them oldest first."""
         with self.together():
             own = self._own_lock
             rows = self._run(

@@ -1,1 +1,1 @@
-"""What a user types: one module for each command, or for a few that belong together."""
+"""The commands of the command line: one module for each command, or for several related commands."""

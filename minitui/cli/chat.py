@@ -55,7 +55,7 @@ def chat(
     \b
       minitui chat
       minitui chat --model ./Qwen3-8B --device cuda
-      minitui chat --model Qwen/Qwen3-8B --dummy-weights   the model's shape with random weights; no download
+      minitui chat --model Qwen/Qwen3-8B --dummy-weights   the model's shape with random weights
       minitui chat --kv-blocks 64                          a small pool: see evictions and preemptions
       minitui chat --connect http://desk:8000              a server (minitui serve)
       minitui chat --connect http://a:8000,http://b:8000   replicas; /pin keeps a chat on one of them

@@ -61,10 +61,10 @@ def _list(store: Store, words: str) -> None:
     found = store.search(words, most=1000)
     if not found:
         raise EngineError(f"no chat contains {words!r}" if words else "no chats are stored yet")
-    titles = {one.id: one.title for one in store.search(most=100_000)} if any(one.parent for one in found) else {}
-    for one in found:
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.created))
-        fork = f", fork of {titles.get(one.parent, one.parent)}" if one.parent else ""
-        title = f"{one.title} ({one.messages} messages{', closed' if one.closed else ''}{fork})"
-        print(f"{one.id}  {when}  {visible_line(title)}")
-        print(f"          {visible_line(one.line[:100])}")
+    titles = {chat.id: chat.title for chat in store.search(most=100_000)} if any(chat.parent for chat in found) else {}
+    for chat in found:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(chat.created))
+        fork = f", fork of {titles.get(chat.parent, chat.parent)}" if chat.parent else ""
+        title = f"{chat.title} ({chat.messages} messages{', closed' if chat.closed else ''}{fork})"
+        print(f"{chat.id}  {when}  {visible_line(title)}")
+        print(f"          {visible_line(chat.line[:100])}")

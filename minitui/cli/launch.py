@@ -62,7 +62,7 @@ def make_sampling(options: dict[str, Any], defaults: settings_file.ChatSettings)
 
 
 def apply_looks(settings: settings_file.Settings, looks: dict[str, Any]) -> None:
-    """Replaces theme, fps and ascii in `settings` by the values from the command line; the settings file stays."""
+    """Replaces theme, fps and ascii in `settings` by the values of the command line. Does not save them."""
     if looks["theme"] is not None:
         settings.theme = theme_name(looks["theme"])
     for name in ("fps", "ascii"):
@@ -136,7 +136,7 @@ def run_app(
 
 
 def show(app: MinituiApp, guard: TerminalGuard) -> int:
-    """Runs the application, restores the terminal and returns the exit code. Raises the exception that ended it."""
+    """Runs the application, restores the terminal and returns the exit code. Raises the exception that crashed it."""
     with guard.watching(), tolerant_input():
         app.run()
     if app.crash is not None:

@@ -30,7 +30,8 @@ from minitui.tui.terminal import NoTerminal
 from minitui.visible import plain_output
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}  # bench parses its own
+# Settings of the command bench, which parses its own options.
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 app = typer.Typer(
     name="minitui",
@@ -58,7 +59,7 @@ app.command(context_settings=PASS_ON)(bench)
 
 @app.callback(invoke_without_command=True)
 def root(version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False) -> None:
-    """The options of minitui itself."""
+    """Handle the options of minitui itself."""
     if version:
         print(f"minitui {__version__}")
         raise typer.Exit
@@ -103,7 +104,7 @@ def _fail(sentence: str, code: int = 1) -> None:
 
 
 def _log_crash() -> str:
-    """Writes the traceback of the current exception to a file; returns the place in words."""
+    """Writes the traceback of the current exception to a file; returns a text that says where it is."""
     import traceback
 
     try:

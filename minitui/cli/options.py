@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 
 def valid_text(value: str | None) -> str | None:
-    """Replaces bytes of an argument that are not UTF-8. Python passes them as lone surrogates, and tokenizers reject
-    those."""
+    """Replaces the bytes of an argument that are not UTF-8.
+
+    Python passes these bytes as lone surrogates, which no tokenizer accepts.
+    """
     return value and value.encode("utf-8", "replace").decode()
 
 
@@ -30,7 +32,7 @@ Model = Annotated[
     ),
 ]
 System = Annotated[str | None, typer.Option(help="System prompt; '' for none.", callback=valid_text)]
-Record = Annotated[Path | None, typer.Option(help="Record everything the engine does in a file for minitui replay.")]
+Record = Annotated[Path | None, typer.Option(help="Write a recording of the engine to this file, for minitui replay.")]
 DType = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 KvBlocks = Annotated[int | None, typer.Option(min=1, help="KV blocks in the pool. A small pool (64) fills quickly.")]
@@ -138,12 +140,12 @@ def with_options(*groups: str) -> Callable[[Callable[..., None]], Callable[..., 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(**given: Any) -> None:
-            chosen = {group: {one.name: given.pop(one.name) for one in GROUPS[group]} for group in groups}
+            chosen = {group: {option.name: given.pop(option.name) for option in GROUPS[group]} for group in groups}
             command(**given, **chosen)
 
-        parameters = [*_parameters(command, groups), *(one for group in groups for one in GROUPS[group])]
+        parameters = [*_parameters(command, groups), *(option for group in groups for option in GROUPS[group])]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        run.__annotations__ = {option.name: option.annotation for option in parameters}
         return run
 
     return decorate
@@ -151,7 +153,8 @@ def with_options(*groups: str) -> Callable[[Callable[..., None]], Callable[..., 
 
 def chosen_options(engine: dict[str, Any]) -> list[str]:
     """Returns the engine options that differ from their defaults, as the user types them: ["--kv-blocks"]."""
-    return [f"--{one.name.replace('_', '-')}" for one in GROUPS["engine"] if engine[one.name] != one.default]
+    changed = [option.name for option in GROUPS["engine"] if engine[option.name] != option.default]
+    return [f"--{name.replace('_', '-')}" for name in changed]
 
 
 def engine_config(model: str, **options: Any) -> EngineConfig:

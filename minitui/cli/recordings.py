@@ -30,8 +30,8 @@ def replay(
     speed: Annotated[
         float | None,
         typer.Option(
-            help="1 is the engine's speed, 0.1 is ten times slower. Default: 1; a bundled recording plays in about a "
-            "minute."
+            help="1 is the engine's speed, 0.1 is ten times slower. Default: 1, but a bundled recording plays in about "
+            "a minute."
         ),
     ] = None,
     export: Annotated[

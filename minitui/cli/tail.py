@@ -6,7 +6,7 @@
                      token each · 9 of 512 tokens · 2.1 ms
     0.52 s  steps 13 to 37  4 requests decode one token per step · 100 tokens · 2.0 ms per step
 
-Consecutive steps that only decode share one line, with the extremes of their values.
+Consecutive steps that only decode share one line. The line names the slowest step if it took over twice the mean.
 """
 
 from __future__ import annotations

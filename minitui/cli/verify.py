@@ -1,8 +1,8 @@
 """`minitui verify`: compares this engine with transformers, token for token, on a given checkpoint.
 
-First it compares both on greedy replies, and on log-probabilities under teacher forcing. Then it compares the engine
-with itself: a warm cache with a cold cache, and prefill in chunks with prefill in one step. transformers runs first and
-is freed before the engine loads, so that memory holds only one copy of the weights.
+It compares log-probabilities under teacher forcing, and greedy replies. Then it compares the engine with itself: a warm
+cache with a cold cache, and prefill in chunks with prefill in one step. transformers runs first and is freed before the
+engine loads, so that memory holds only one copy of the weights.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from minitui.visible import json_text
 
 NEW_TOKENS = 20
 TOP = 20  # number of top tokens whose log-probabilities are compared at each position
-# The largest difference of a log-probability that rounding explains; measured on random and trained models. For float64
-# it is not smaller because transformers computes norms in float32: the bundled model differs by 1.00005e-5.
+# The largest difference of a log-probability that rounding explains; measured on random and trained models. With
+# float64, transformers still computes norms in float32: the bundled model differs by 1.00005e-5.
 TOLERANCE = {"float64": 2e-5, "float32": 1e-2, "bfloat16": 0.5, "float16": 0.1}
 PROMPTS = (
     "The capital of France is",
@@ -201,7 +201,7 @@ def _worst_logprob(llm: Any, reference: Reference) -> float:
 def _same_tokens(
     name: str, reference: Reference, expected: list[list[int]], got: list[list[int]], slack: float
 ) -> Check:
-    """Checks that tokens are equal, except at and after a tie: two tokens whose margin is at most `slack`."""
+    """Checks that tokens are equal up to the first tie: two tokens whose margin is at most `slack`."""
     ties, wrong = 0, []
     for i, (want, have) in enumerate(zip(expected, got, strict=True)):
         if want == have:

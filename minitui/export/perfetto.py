@@ -40,13 +40,15 @@ class _Lane:
 
 
 class _Converter:
+    """Converts records to events; follows the state of the engine."""
+
     def __init__(self, reader: TraceReader) -> None:
         self.reader = reader
         self.state = reader.part(0).state
         self.lanes: dict[int, _Lane] = {}
         self.stages: list[tuple[float, float, str, dict[str, Any]]] = []  # begin, end, name, args
         self.device_until = 0.0  # end of the last device step in the output
-        self.exchanged: dict[int, float] = {}  # step -> ms in collectives of rank 0
+        self.exchanged: dict[int, float] = {}  # step -> ms of rank 0 in collectives
         self.planned: dict[int, tuple[float, Record]] = {}  # step -> (time, its `step` record)
         self.drafts: dict[int, dict[str, int]] = {}  # step -> numbers of draft and accepted tokens
 

@@ -1,9 +1,9 @@
 """The HTTP server for one engine process: OpenAI's endpoints and /generate, metrics, telemetry and control.
 
     settings.py      the operator's choices: address, keys, limits
-    connection.py    connections before a request is read: slow heads, bytes that are not HTTP
+    connection.py    closes connections with slow request heads or bytes that are not HTTP
     access.py        checks before a request's body is parsed: host, origin, key, size
-    errors.py        every error, in OpenAI's format
+    errors.py        converts every error to OpenAI's format
     service.py       owns the engine client: loading, restart, admission, drain
     broadcast.py     sends the engine's records to all watchers
     metrics.py       the values of /metrics; prometheus.py writes them as text

@@ -113,7 +113,7 @@ class Answer:
     # ---- the response
 
     async def respond(self, request: Request) -> Response:
-        """Returns an event stream or one JSON object. A disconnect of the caller ends the sequences.
+        """Returns an event stream or one JSON object. If the caller disconnects, the sequences are ended.
 
         An error before the event stream begins sets the HTTP status.
         """

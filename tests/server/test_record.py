@@ -140,6 +140,6 @@ def test_a_server_whose_recording_failed_ends_with_a_failure(
     monkeypatch.setattr(logging, "basicConfig", lambda **options: None)
     told = io.StringIO()
     assert command.run_serve(EngineConfig(model="m"), ServerSettings(), None, out=told) == code
-    assert told.getvalue().partition("done\n")[2] == (
+    assert told.getvalue().partition("loaded\n")[2] == (
         f"minitui: the recording is not complete: {error}\n" if error else ""
     )
