@@ -27,7 +27,7 @@ from engine.core.masks import dead_end
 from engine.core.request import Grammar, Grammars, Request
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.step import Emitted, Scheduled, StepPlan, StepResult
-from engine.core.step_clock import StepClock, StepTimes, now
+from engine.core.step_clock import LAUNCH, PLAN, WAIT, StepClock, StepTimes
 from engine.errors import DeviceLost, InvalidRequest, loses_device
 from engine.params import SamplingParams
 from engine.trace.records import RecordLog
@@ -160,7 +160,7 @@ class Engine:
 
         Without overlap, the step that was launched is committed.
         """
-        times = StepTimes(begun=now())
+        times = self.clock.begin()
         scheduled = self.scheduler.plan()
         if scheduled is not None:
             try:
@@ -175,9 +175,9 @@ class Engine:
         return self._commit_all_but(0)
 
     def _launch(self, scheduled: Scheduled, times: StepTimes) -> None:
-        times.planned = now()
+        times.planned = self.clock.lap(PLAN)
         launched = self.runner.launch(scheduled.plan, scheduled.grammars)
-        times.launched = now()
+        times.launched = self.clock.lap(LAUNCH)
         self._flight.append(InFlight(scheduled, launched, times))
 
     def _commit_all_but(self, delay: int) -> list[Emitted]:
@@ -185,6 +185,8 @@ class Engine:
         emitted: list[Emitted] = []
         while len(self._flight) > delay:
             emitted += self._commit(*self._flight.popleft())
+        if not self.has_work:
+            self.clock.idle()
         return emitted
 
     def _commit(self, scheduled: Scheduled, launched: Launched, times: StepTimes) -> list[Emitted]:
@@ -193,7 +195,7 @@ class Engine:
             result = launched.wait()
         except Exception as error:
             return self._failed(scheduled, error)
-        times.arrived = now()
+        times.arrived = self.clock.lap(WAIT)
         emitted = self.scheduler.commit(scheduled, result)
         wall_s = self.clock.record(times, plan, result, emitted)
         if result.expert_load is not None:

@@ -1,10 +1,12 @@
-"""Measures each step and writes the records "first", "comm" and "time" (engine/trace/records.py).
+"""Measures each step and writes the records "first", "comm", "parts" and "time" (engine/trace/records.py).
 
-Four moments of a step are recorded before its commit::
+Four moments of a step are recorded::
 
     begun ── plan ── planned ── launch ── launched ── the device works ── arrived ── commit
 
-With overlap, other steps are committed and planned between `launched` and `arrived`.
+With overlap, the step before is committed and the next one is planned between `launched` and `arrived`. The time from
+the arrival of one step to that of the next is therefore divided into the parts of the host's work, whichever step they
+are for. The parts add up to that time.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from engine.core.host_pauses import HostPauses
 from engine.core.step import Emitted, StepPlan, StepResult
 from engine.trace.records import RecordLog
 
 now = time.perf_counter  # seconds
+COMMIT, EMIT, GATE, PLAN, LAUNCH, WAIT = range(6)  # the parts, in the order of the record's fields
 
 
 @dataclass(slots=True)
@@ -38,6 +42,34 @@ class StepClock:
         self._log = log
         self._synchronous = synchronous
         self._device_free_at = 0.0
+        self._parts = [0.0] * 6  # seconds since the last arrival
+        self._lap_at = 0.0  # the end of the last lap; 0: the engine was idle
+        self._held = 0.0  # log.held at that moment
+        self._pauses = HostPauses(computes=synchronous)
+
+    def begin(self) -> StepTimes:
+        """Begin a step. The time since the last lap was for output, commands, or the gate."""
+        began = now()
+        if not self._lap_at:
+            self._pauses.since_last()  # what happened while the engine was idle delayed no step
+            self._lap_at, self._held = began, self._log.held
+        gate = min(self._log.held - self._held, began - self._lap_at)
+        self._parts[GATE] += gate
+        self._parts[EMIT] += began - self._lap_at - gate
+        self._lap_at, self._held = began, self._log.held
+        return StepTimes(begun=began)
+
+    def lap(self, part: int) -> float:
+        """Count the time since the last lap to `part`; return the present."""
+        at = now()
+        self._parts[part] += at - self._lap_at
+        self._lap_at = at
+        return at
+
+    def idle(self) -> None:
+        """The engine has no work: the time until it has some again is no part of a step."""
+        self._lap_at = 0.0
+        self._parts = [0.0] * 6
 
     def record(self, times: StepTimes, plan: StepPlan, result: StepResult, emitted: list[Emitted]) -> float:
         """Record a step that was just committed; return its wall time in seconds.
@@ -51,13 +83,22 @@ class StepClock:
         kind = "decode" if not prefills else "mixed" if plan.num_decoding else "prefill"
         if prefills:
             self._record_first_tokens(emitted, result.sample_ms)
-        commit_s = now() - times.arrived
+        parts, self._parts = self._parts, [0.0] * 6
+        commit_s = self.lap(COMMIT) - times.arrived
         launch_s = times.launched - times.planned
         if self._synchronous and result.device_ms is not None:
-            launch_s -= result.device_ms / 1e3  # keep the host's part only
+            device_s = min(result.device_ms / 1e3, launch_s)
+            launch_s -= device_s  # keep the host's part only
+            parts[LAUNCH] -= device_s
+            parts[WAIT] += device_s
         if result.comm is not None:
             ranks, comm_ms = result.comm
             self._log.append("comm", plan.step, ranks, round(comm_ms, 3))
+        gc_s, delayed_s, stops = self._pauses.since_last()
+        self._log.append(
+            "parts", plan.step, *(round(part * 1e6) for part in parts), round(gc_s * 1e6),
+            None if delayed_s is None else round(delayed_s * 1e6), stops,
+        )  # fmt: skip
         self._log.append(
             "time", plan.step, round((times.planned - times.begun) * 1e6), round(launch_s * 1e6),
             round(commit_s * 1e6), round(wall_s * 1e3, 3), result.device_ms, kind,

@@ -28,6 +28,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.core.host_pauses import watch_stops
 from engine.errors import DeviceLost, EngineError, InvalidRequest, loses_device
 from engine.process.commands import Command
 from engine.process.heartbeat import IDLE, Heart
@@ -341,6 +342,7 @@ def _read(connection: Connection, commands: queue.SimpleQueue[Command]) -> None:
 def main(fd: int) -> int:
     """Serve the client at the other end of socket `fd`; its first command is "start". Returns the exit status."""
     log_to_stderr()
+    watch_stops()
     connection = Connection(fd)
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
     writer = Writer(connection)

@@ -229,6 +229,7 @@ class Stress:
             self.log.append("first", request.id, (admitted - submitted) * 1e3, prefill_ms, sample_ms)
         kind = "decode" if not prefill else "mixed" if plan.num_decodes else "prefill"
         wall_ms = (self.now - begin) * 1e3
+        self.log.append("parts", plan.step, commit_us, 0, 0, plan_us, launch_us, device_ms * 1e3, 0, 0, 0)
         self.log.append("time", plan.step, plan_us, launch_us, commit_us, wall_ms, device_ms, kind)
         self.now = begin + (self.now - begin) * self.pace
         self.steps_run += 1

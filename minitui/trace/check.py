@@ -93,7 +93,8 @@ FIELD: dict[str, Check] = {
     "factor": lambda value: _number(value) and 1 <= value <= 1000, "plan_us": _signed, "launch_us": _signed,
     "commit_us": _signed, "wall_ms": _number, "device_ms": lambda value: value is None or _number(value),
     "work": _one_of("decode", "prefill", "mixed"), "ranks": _positive, "ms": _signed, "load": _load,
-    "queue_ms": _signed, "prefill_ms": _signed, "sample_ms": _signed,
+    "queue_ms": _signed, "prefill_ms": _signed, "sample_ms": _signed, "emit_us": _signed, "gate_us": _signed,
+    "wait_us": _signed, "gc_us": _signed, "delayed_us": lambda value: value is None or _signed(value), "stops": _count,
 }  # fmt: skip
 SPECIAL: dict[tuple[str, str], Check] = {  # (kind of record, field) -> check, where FIELD does not apply
     ("preempt", "blocks"): _count, ("split", "blocks"): _positive, ("evict", "blocks"): _positive,

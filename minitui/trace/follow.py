@@ -173,6 +173,6 @@ class Follower:
     _CHECKS: ClassVar[dict[str, Callable[..., Iterator[str]]]] = {
         "submit": _submit, "order": _order, "admit": _admit, "match": _match, "alloc": _alloc, "hold": _hold,
         "insert": _insert, "extend": _extend, "split": _split, "evict": _evict, "withdraw": _withdraw, "step": _step,
-        "draft": _drafted, "accept": _drafted, "time": _timed, "comm": _timed, "fail": _timed, "experts": _timed,
-        "preempt": _released, "requeue": _released, "finish": _finish, "wait": _one_request,
+        "draft": _drafted, "accept": _drafted, "time": _timed, "comm": _timed, "parts": _timed, "fail": _timed,
+        "experts": _timed, "preempt": _released, "requeue": _released, "finish": _finish, "wait": _one_request,
     }  # fmt: skip

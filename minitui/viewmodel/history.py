@@ -23,6 +23,27 @@ FIRST_TOKENS_KEPT = 256
 Chunk = tuple[int, int, int, bool]  # request, start, tokens, True if the step samples a token after it
 Draft = tuple[int, int, int]  # request, tokens drafted, accepted (-1: not known yet)
 KINDS = ("", "decode", "mixed", "prefill")
+PARTS = ("commit", "emit", "gate", "plan", "launch", "wait")  # of the host's time, as in the record "parts"
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """The host's time since the step before arrived, in ms, by what the host did; and the pauses in that time."""
+
+    commit: float
+    emit: float
+    gate: float
+    plan: float
+    launch: float
+    wait: float
+    gc: float
+    delayed: float | None  # another program had the core; None: unknown
+    stops: int
+
+    @property
+    def took(self) -> float:
+        """The time without the gate and slow motion."""
+        return self.commit + self.emit + self.plan + self.launch + self.wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +63,11 @@ class StepRow:
     device_ms: float | None
     ended: float | None  # engine time of its `time` record
     end_seq: int  # sequence number of its `time` record; 0: none yet
-    pause_s: float = 0.0  # time from the end of the previous step to the plan of this step; 0 if unknown
     drafts: tuple[Draft, ...] = ()
     comm_ms: float | None = None  # time in collectives between ranks: the `comm` record
+    parts: StepParts | None = None  # None: not recorded
+    keys: float = 0.0  # keys that its decodes read
+    pairs: float = 0.0  # pairs of a query and a key in its prefill chunks
 
     @property
     def drafted(self) -> int:
@@ -91,6 +114,13 @@ class Steps:
         self._ended = array("d", [0.0]) * capacity
         self._end_seq = array("q", [0]) * capacity
         self._bucket = array("q", [0]) * capacity  # the bucket of Rates in which the step was planned
+        # What a step computes besides its tokens, for the cost model: keys that its decodes read, and pairs of a query
+        # and a key in its prefill chunks.
+        self._keys = array("d", [0.0]) * capacity
+        self._pairs = array("d", [0.0]) * capacity
+        self._parts = {name: array("f", [0.0]) * capacity for name in (*PARTS, "gc", "delayed", "stops")}
+        self._decoding: dict[int, int] = {}  # request -> tokens before its next one, minus the step that computes it
+        self._prompts: dict[int, int] = {}  # request -> tokens prefilled when its prompt was complete
         self._chunks: list[list[Chunk] | None] = [None] * capacity
         self._drafts: dict[int, array[int]] = {}  # step -> its Drafts, with their fields in one flat array
         self._nan = float("nan")
@@ -113,11 +143,21 @@ class Steps:
 
     def fold_step(self, record: Record, bucket: int = 0) -> int:
         """Fold a `step` record; `bucket` is the current bucket of Rates. Returns the number of prefill tokens."""
-        _seq, t, _kind, step, prefills, _joined, _left, tokens, waiting = record
+        _seq, t, _kind, step, prefills, joined, left, tokens, waiting = record
         i = step % self.capacity
-        prefill_tokens = 0
-        for chunk in prefills:
-            prefill_tokens += chunk[2]
+        for id in left:
+            self._decoding.pop(id, None)
+        for id in joined:
+            self._decoding[id] = self._prompts.pop(id, 0) - step
+        prefill_tokens = pairs = 0
+        for id, start, n, samples in prefills:
+            prefill_tokens += n
+            pairs += n * (start + n // 2)
+            if samples:
+                self._prompts[id] = start + n
+        self._keys[i] = sum(self._decoding.values()) + len(self._decoding) * step
+        self._pairs[i] = pairs
+        self._parts["wait"][i] = self._nan
         drafted = sum(self._drafts[step][1::3]) if step in self._drafts else 0
         decodes = tokens - prefill_tokens - drafted
         self._drafted[i], self._accepted[i] = drafted, 0
@@ -145,6 +185,21 @@ class Steps:
         self._device[i] = self._nan if device_ms is None else device_ms
         self._ended[i], self._end_seq[i] = t, seq
 
+    def adopt(self, request: int, tokens: int, step: int) -> None:
+        """Add a request of the first snapshot that decodes, with `tokens` before its token of `step`."""
+        self._decoding[request] = tokens - step
+
+    def fold_parts(self, record: Record) -> None:
+        """Fold a `parts` record."""
+        _seq, _t, _kind, step, *us, delayed, stops = record
+        if step not in self:
+            return
+        i = step % self.capacity
+        for name, value in zip((*PARTS, "gc"), us, strict=True):
+            self._parts[name][i] = value / 1e3
+        self._parts["delayed"][i] = self._nan if delayed is None else delayed / 1e3
+        self._parts["stops"][i] = stops
+
     def fold_comm(self, record: Record) -> None:
         """Fold a `comm` record."""
         _seq, _t, _kind, step, self.ranks, ms = record
@@ -160,8 +215,6 @@ class Steps:
             return None
         i = step % self.capacity
         timed = self._end_seq[i] > 0
-        before = (step - 1) % self.capacity
-        before_timed = self._step[before] == step - 1 and self._end_seq[before] > 0
         device, comm = self._device[i], self._comm[i]
         return StepRow(
             step=step,
@@ -177,10 +230,19 @@ class Steps:
             device_ms=None if not timed or device != device else device,
             ended=self._ended[i] if timed else None,
             end_seq=self._end_seq[i],
-            pause_s=max(0.0, self._t[i] - self._ended[before]) if before_timed else 0.0,
             drafts=self._drafts_of(step),
             comm_ms=None if comm != comm else comm,
+            parts=self._parts_of(i),
+            keys=self._keys[i],
+            pairs=self._pairs[i],
         )
+
+    def _parts_of(self, i: int) -> StepParts | None:
+        values = {name: column[i] for name, column in self._parts.items()}
+        if values["wait"] != values["wait"]:
+            return None
+        delayed, stops = values.pop("delayed"), values.pop("stops")
+        return StepParts(**values, delayed=None if delayed != delayed else delayed, stops=int(stops))
 
     def _drafts_of(self, step: int) -> tuple[Draft, ...]:
         fields = self._drafts.get(step, array("q"))
@@ -200,8 +262,8 @@ class Steps:
 
     def column(self, name: str) -> np.ndarray:
         """Returns a whole column as a numpy array; index it with `indices`."""
-        store = getattr(self, f"_{name}")
-        return np.frombuffer(store, np.float64 if store.typecode == "d" else np.int64)
+        store = self._parts[name.partition(":")[2]] if name.startswith("part:") else getattr(self, f"_{name}")
+        return np.frombuffer(store, store.typecode)
 
     def prefilled(self, at: np.ndarray) -> np.ndarray:
         """Returns the number of prompt tokens computed in each step at these column indices."""

@@ -121,6 +121,8 @@ class View:
         self.lanes.step = state.step
         for request in state.requests.values():
             self.lanes.adopt(request)
+            if request.joined_at >= 0:
+                self.steps.adopt(request.id, state.computed(request), state.step + 1)
 
     def fold(self, records: list[Record], now: float = 0.0, packed: bytes | None = None) -> None:
         """Fold records; those folded before are skipped. If records are missing, nothing is folded and `gap` is set:
@@ -164,6 +166,9 @@ class View:
                 rates.advance(record[1])
                 _, _, _, _, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
                 rates.add_durations(wall_ms, (plan_us + launch_us + commit_us) / 1e3, device_ms)
+                continue
+            if kind == "parts":
+                steps.fold_parts(record)
                 continue
             if kind == "comm":
                 steps.fold_comm(record)

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from minitui.text import count, match_reason
+from minitui.text import count, match_reason, ms
 from minitui.viewmodel.annotated_state import STATE_NAMES
+from minitui.viewmodel.history import PARTS
 from minitui.viewmodel.timing import why_slow
 from minitui.viewmodel.tree import quoted, without_markup
 
@@ -183,6 +184,12 @@ def _step(view: View, step: int) -> Story:
         story.tell("took", f"{row.wall_ms:.2f} ms · {why_slow(row, view.timings)}")
         host = f"plan {row.plan_ms:.2f}, launch {row.launch_ms:.2f}, commit {row.commit_ms:.2f} ms"
         story.tell("host", host + (f"; device {row.device_ms:.2f} ms" if row.device_ms is not None else ""))
+    if row.parts is not None:
+        since = {name: getattr(row.parts, name) for name in PARTS}
+        story.tell("parts", ", ".join(f"{name} {ms(value)}" for name, value in since.items()) + " ms")
+        delayed = "unknown" if row.parts.delayed is None else f"{ms(row.parts.delayed)} ms"
+        story.tell("pauses", f"garbage collection {ms(row.parts.gc)} ms, another program on the core {delayed}"
+                   + (", stopped" if row.parts.stops else ""))  # fmt: skip
     if row.comm_ms is not None:
         story.tell("exchange", f"{row.comm_ms:.2f} ms between {view.steps.ranks} ranks, waiting included")
     story.tell("waiting", f"{count(row.waiting, 'request')} in the queue" if row.waiting else "none")

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from minitui.text import count, ms
+from minitui.viewmodel.causes import WORTH, CostModel, explain, fit
 from minitui.viewmodel.history import FirstToken, FirstTokens, StepRow, Steps
 
 WINDOW_SECONDS = 10.0
 MAX_STEPS = 20_000  # in the window
 RECENT_FIRST_TOKENS = 32
-LONG_PAUSE_S = 0.1  # a pause before a step explains its length only if longer than this
-USUAL_EXCESS = 0.25  # a step longer than the median by less than this share needs no explanation
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,6 @@ class Timings:
     host_ms: float = 0.0  # mean per step: plan + launch + commit
     device_ms: float | None = None  # mean per step; None: not measured
     device_busy: float = 0.0  # device time as a share of step time
-    rows: float = 0.0  # median number of rows in decode-only steps
-    pause_s: float = 0.0  # median pause between two steps
     ranks: int = 1  # GPUs that share the model
     comm_ms: float = 0.0  # mean time per step in collectives: the `comm` records
     comm_share: float = 0.0  # share of step time in collectives
@@ -51,6 +49,7 @@ class Timings:
     drafted: int = 0  # draft tokens verified
     accepted: int = 0  # draft tokens accepted
     per_row: float = 1.0  # tokens per row and decode step, accepted drafts included
+    model: CostModel | None = None  # what steps cost; None: too few are timed
 
 
 def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent: int = 8) -> Timings:
@@ -85,7 +84,6 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
     exchanged = ~np.isnan(comm)
     host = steps.column("plan")[at] + steps.column("launch")[at] + steps.column("commit")[at]
     rows = [steps.get(int(n)) for n in numbers[-recent:]]
-    began, ended = steps.column("t")[at], steps.column("ended")[at]
     return Timings(
         decode=_stats(wall[prefills == 0], total),
         mixed=_stats(wall[(prefills > 0) & (decodes > 0)], total),
@@ -99,8 +97,6 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
         host_ms=float(host.mean()),
         device_ms=float(device[known].mean()) if known.any() else None,
         device_busy=min(1.0, float(device[known].sum()) / float(wall[known].sum())) if known.any() else 0.0,
-        rows=float(np.median(decodes[prefills == 0])) if (prefills == 0).any() else 0.0,
-        pause_s=float(np.median(np.maximum(0.0, began[1:] - ended[:-1]))) if len(at) > 1 else 0.0,
         ranks=steps.ranks if exchanged.any() else 1,
         comm_ms=float(comm[exchanged].mean()) if exchanged.any() else 0.0,
         comm_share=float(comm[exchanged].sum() / (wall[exchanged].sum() or 1.0)) if exchanged.any() else 0.0,
@@ -108,6 +104,7 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
         drafted=drafted,
         accepted=accepted,
         per_row=1 + accepted / int(decodes.sum()) if decodes.any() else 1.0,
+        model=fit(steps, last.step),
     )
 
 
@@ -124,32 +121,17 @@ def _stats(wall: np.ndarray, total: float) -> KindStats:
 
 
 def why_slow(row: StepRow, timings: Timings) -> str:
-    """Returns why this step took longer than the median decode-only step: "+7.1 ms: 495 prefill tokens".
-
-    The causes that records can show, in this order: prefill, drafts, exchange between ranks, host time, more rows
-    than usual, a pause before the step. If none applies, the text says so.
-    """
-    if row.wall_ms is None:
+    """Returns the expected time of a step and, if the step took longer, the measured causes, in milliseconds:
+    "expected 6.9 ms, +83.9: garbage collection 80.1, unexplained 3.8". Empty while too few steps are timed."""
+    told = explain(row, timings.model) if timings.model is not None else None
+    if told is None:
         return ""
-    usual = timings.decode.p50
-    if not usual:
-        return f"{row.prefill_tokens:,} prefill tokens" if row.prefill_tokens else ""
-    excess = row.wall_ms - usual
-    if excess < USUAL_EXCESS * usual:
-        return "a usual decode step" if not row.chunks else "no longer than a decode step"
-    host = (row.plan_ms or 0) + (row.launch_ms or 0) + (row.commit_ms or 0)
+    text = f"expected {ms(told.expected)} ms"
     if row.prefill_tokens:
-        cause = f"{row.prefill_tokens:,} prefill tokens"
-    elif row.drafted:
-        cause = f"{row.drafted:,} draft tokens"
-    elif row.comm_ms is not None and row.comm_ms - timings.comm_ms > excess / 2:
-        cause = f"{row.comm_ms:.1f} ms of exchange between ranks"
-    elif row.device_ms is not None and host - timings.host_ms > excess / 2:
-        cause = f"host {host:.1f} ms, usually {timings.host_ms:.1f}"
-    elif row.decodes >= 1.5 * timings.rows:
-        cause = f"{row.decodes:,} rows, usually {timings.rows:,.0f}"
-    elif row.pause_s > max(LONG_PAUSE_S, 4 * timings.pause_s):
-        cause = f"first step after a pause of {row.pause_s:,.1f} s"
-    else:
-        cause = "no cause recorded"
-    return f"+{excess:.1f} ms: {cause}"
+        text += f", {ms(told.prefill)} of it for {count(row.prefill_tokens, 'prefill token')}"
+    if not told.slow:
+        return text
+    parts = [f"{cause.name} {ms(cause.ms)}" for cause in told.causes]
+    if told.unexplained > WORTH * (told.took - told.expected):
+        parts.append(f"unexplained {ms(told.unexplained)}")
+    return f"{text}, +{ms(told.took - told.expected)}: {', '.join(parts)}"

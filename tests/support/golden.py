@@ -70,7 +70,7 @@ def untimed(record: Record) -> Record:
     seq, _, kind, *fields = record
     if kind == "time":
         fields = [fields[0], fields[6]]
-    elif kind == "first":
+    elif kind in ("first", "parts"):
         fields = fields[:1]
     return (seq, 0.0, kind, *fields)
 

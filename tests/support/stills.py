@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 from textual.app import App
 
+from engine.core.host_pauses import HostPauses, Pauses
 from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.trace.records import RecordLog
@@ -29,7 +30,7 @@ from tests.support.paths import SNAPSHOTS
 SIZES = [(80, 24), (120, 36), (200, 60)]
 STEP_S = 0.005  # an engine's step of decoding
 TOKEN_S = 0.00005  # more for each token that it computes
-STEP_CLOCKS = ("engine.core.engine.now", "engine.core.step_clock.now")
+STEP_CLOCKS = ("engine.core.step_clock.now",)
 WATCHES = (
     "minitui.tui.app", "minitui.chat.sessions", "minitui.chat.conversation", "minitui.tui.screens.chat",
     "minitui.tui.screens.lesson",
@@ -54,6 +55,7 @@ class Clock:
                 patches.enter_context(patch(name, self))
             for module in WATCHES:
                 patches.enter_context(patch(f"{module}.time", watch))
+            patches.enter_context(patch.object(HostPauses, "since_last", lambda _: Pauses(0.0, 0.0, 0)))
             patches.enter_context(patch("minitui.tui.screens.chat.TEXT_EVERY", 0.0))
             patches.enter_context(patch.object(RecordLog.__init__, "__defaults__", (self, 50_000)))
             patches.enter_context(patch.object(MinituiApp, "set_interval"))  # frames come when the test wants them

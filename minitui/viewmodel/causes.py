@@ -1,0 +1,173 @@
+"""What a step should have cost, and what made it slower: a cost model fitted to the run, and the measured parts.
+
+The model is linear and its coefficients are not negative: a constant, and a cost for each decoding row, draft token,
+prompt token, key that decodes read, and pair of query and key in prefill. It is fitted to recent steps by least squares
+in which outliers count little (Huber 1964), so that stalls do not become what is expected.
+
+A cause is named only with evidence from the records: a pause that the engine measured, a part of the host's time that
+took longer than usual, or a device time beyond the model's. No cause gets more than what it cost, and the rest is
+called unexplained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from minitui.viewmodel.history import StepRow, Steps
+
+FEATURES = ("steps", "rows", "draft tokens", "prefill tokens", "keys", "prefill pairs")
+FIT_STEPS = 1_000  # recent steps that the model is fitted to
+LEAST_STEPS = 12
+ROUNDS = 6  # of reweighting
+TOLERANCE = 0.25  # a step within this share of the expected time needs no explanation
+NOISE = 4.0  # nor one within so many typical deviations
+WORTH = 0.1  # causes with a smaller share of the excess are not named
+HOST = {  # part -> what the host did
+    "commit": "commit", "emit": "output and commands", "plan": "plan", "launch": "launch",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """The expected time of a step, in ms. `cost`: for each of FEATURES; `spread`: the typical deviation."""
+
+    cost: tuple[float, ...]
+    spread: float
+    device_cost: tuple[float, ...] | None  # the same for the device's time; None: not measured
+    device_spread: float
+    usual: dict[str, float]  # the median of each part of the host's time
+
+    def expected(self, row: StepRow) -> float:
+        """Returns the expected time of the step."""
+        return float(np.dot(self.cost, _features(row)))
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Something that cost `ms` of a step."""
+
+    name: str
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A step's time against its expected time, in ms. `causes` and `unexplained` add up to the excess."""
+
+    took: float
+    expected: float
+    prefill: float  # the part of `expected` that is for prompt tokens
+    causes: tuple[Cause, ...] = ()
+    unexplained: float = 0.0
+
+    @property
+    def slow(self) -> bool:
+        """True if the step took longer than expected, beyond the usual variation."""
+        return bool(self.causes or self.unexplained)
+
+
+def fit(steps: Steps, horizon: int) -> CostModel | None:
+    """Returns the model of the steps up to `horizon`; None if too few steps are timed."""
+    at = steps.indices(horizon - FIT_STEPS + 1, horizon)
+    at = at[~np.isnan(steps.column("wall")[at])]
+    if len(at) < LEAST_STEPS:
+        return None
+    decodes = steps.column("decodes")[at]
+    columns = (
+        np.ones(len(at)), decodes, steps.column("drafted")[at], steps.prefilled(at), steps.column("keys")[at],
+        steps.column("pairs")[at],
+    )  # fmt: skip
+    work = np.column_stack(columns).astype(np.float64)
+    parts = {name: steps.column(f"part:{name}")[at].astype(np.float64) for name in (*HOST, "wait")}
+    took = np.sum(list(parts.values()), axis=0)
+    measured = ~np.isnan(took)
+    cost, spread = _robust(work, np.where(measured, took, steps.column("wall")[at]))
+    device = steps.column("device")[at]
+    known = ~np.isnan(device)
+    device_cost, device_spread = None, 0.0
+    if known.sum() >= LEAST_STEPS:
+        device_cost, device_spread = _robust(work[known], device[known])
+    usual = {name: float(np.median(values[measured])) if measured.any() else 0.0 for name, values in parts.items()}
+    return CostModel(cost, spread, device_cost, device_spread, usual)
+
+
+def explain(row: StepRow, model: CostModel) -> Explanation | None:
+    """Returns how long the step took, against what the model expects; None if its time is unknown.
+
+    In recordings of older versions the parts are unknown, so there are no causes.
+    """
+    parts, work = row.parts, _features(row)
+    if row.wall_ms is None:
+        return None
+    took = row.wall_ms if parts is None else parts.took
+    expected = model.expected(row)
+    prefill = model.cost[3] * work[3] + model.cost[5] * work[5]
+    excess = took - expected
+    if excess <= max(TOLERANCE * expected, NOISE * model.spread):
+        return Explanation(took, expected, prefill)
+    if parts is None:
+        return Explanation(took, expected, prefill, (), excess)
+    left, causes = excess, []
+
+    def blame(name: str, ms: float) -> None:
+        nonlocal left
+        ms = min(ms, left)
+        if ms > WORTH * excess:
+            causes.append(Cause(name, ms))
+            left -= ms
+
+    beyond = {name: getattr(parts, name) - model.usual[name] for name in (*HOST, "wait")}
+    if parts.stops:
+        blame("process stopped", max(beyond.values()))
+    blame("garbage collection", parts.gc)
+    blame("another program on the core", parts.delayed or 0.0)
+    accounted = excess - left
+    if row.comm_ms is not None and model.device_cost is not None:
+        blame("exchange between ranks", row.comm_ms - float(np.dot(model.device_cost, work)))
+    for name, words in HOST.items():
+        # A pause that is named already may lie in any part: it is taken off the largest.
+        own = beyond[name] - (accounted if beyond[name] == max(beyond.values()) else 0.0)
+        blame(words, own)
+    if row.device_ms is not None and model.device_cost is not None:
+        usual = float(np.dot(model.device_cost, work))
+        own = row.device_ms - usual - accounted
+        if own > NOISE * model.device_spread:
+            blame("device", own)
+    return Explanation(took, expected, prefill, tuple(causes), left)
+
+
+def _features(row: StepRow) -> tuple[float, ...]:
+    return (1.0, row.decodes, row.drafted, row.prefill_tokens, row.keys, row.pairs)
+
+
+def _robust(work: np.ndarray, took: np.ndarray) -> tuple[tuple[float, ...], float]:
+    """Returns non-negative coefficients by iteratively reweighted least squares, and the typical deviation."""
+    scale = np.maximum(work.max(axis=0), 1.0)
+    scaled, weights = work / scale, np.ones(len(took))
+    # Relative errors: a prefill of 60 ms may deviate more than a decode step of 3 ms.
+    weights /= np.maximum(took, np.median(took))
+    cost = np.zeros(work.shape[1])
+    base = weights.copy()
+    spread = 0.0
+    for _ in range(ROUNDS):
+        cost = _non_negative(scaled * weights[:, None], took * weights)
+        errors = np.abs(took - scaled @ cost)
+        spread = 1.4826 * float(np.median(errors))
+        limit = 1.5 * np.maximum(spread, 1e-6)
+        weights = base * np.sqrt(np.minimum(1.0, limit / np.maximum(errors, 1e-12)))
+    return tuple((cost / scale).tolist()), spread
+
+
+def _non_negative(work: np.ndarray, took: np.ndarray) -> np.ndarray:
+    """Returns least squares with coefficients that are not negative: negative ones are dropped until none is left."""
+    active = list(np.flatnonzero(work.any(axis=0)))
+    cost = np.zeros(work.shape[1])
+    while active:
+        solved = np.linalg.lstsq(work[:, active], took, rcond=None)[0]
+        if (solved >= 0).all():
+            cost[active] = solved
+            break
+        active.pop(int(np.argmin(solved)))
+    return cost

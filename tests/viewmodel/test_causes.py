@@ -1,0 +1,128 @@
+"""Causes of slow steps: known stalls are put into simulated runs, and the explanation must name them and no others."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from minitui.viewmodel.causes import Explanation, explain, fit
+from minitui.viewmodel.history import PARTS, FirstTokens, Steps
+from minitui.viewmodel.timing import summarise, why_slow
+
+NAMES = {  # the kind of a stall -> the cause
+    "gc": "garbage collection", "program": "another program on the core", "stop": "process stopped", "plan": "plan",
+    "launch": "launch", "emit": "output and commands", "commit": "commit", "device": "device",
+}  # fmt: skip
+BASE, ROW, TOKEN, KEY = 3.0, 0.05, 0.1, 0.0004  # ms of the simulated device
+
+
+def run(seed: int, stalls_every: int, steps: int = 3_000) -> tuple[Steps, dict[int, tuple[str, float]]]:
+    """Returns the history of a random load, and the stalls in it: by step, the kind and the milliseconds."""
+    rng, history, t = random.Random(seed), Steps(), 0.0
+    contexts: dict[int, int] = {}
+    prompt: tuple[int, int] | None = None
+    stalls: dict[int, tuple[str, float]] = {}
+    for step in range(steps):
+        left = [request for request in contexts if rng.random() < 0.01]
+        for request in left:
+            del contexts[request]
+        joined = [] if prompt is None else [prompt[0]]
+        if prompt is not None:
+            contexts[prompt[0]] = prompt[1]
+        new = rng.random() < 0.05 or not contexts
+        prompt = (step + 1, rng.choice((30, 128, 500))) if new else None
+        prefills = [(prompt[0], 0, prompt[1], True)] if prompt is not None else []
+        rows, tokens = len(contexts), prompt[1] if prompt is not None else 0
+        device = (BASE + ROW * rows + TOKEN * tokens + KEY * sum(contexts.values())) * rng.gauss(1, 0.03)
+        for request in contexts:
+            contexts[request] += 1
+        parts = {"commit": 0.05 + 0.002 * rows, "emit": 0.1 + 0.003 * rows, "gate": 0.0, "plan": 0.06, "launch": 0.15}
+        parts = {name: ms * rng.uniform(0.9, 1.1) for name, ms in parts.items()} | {"wait": device}
+        pauses = {"gc": 0.0, "program": 0.0, "stop": 0}
+        if stalls_every and step > 100 and step % stalls_every == 0 and not tokens:
+            kind, ms = rng.choice(list(NAMES)), rng.uniform(5.0, 90.0)
+            stalls[step] = kind, ms
+            where = kind if kind in parts else "wait" if kind == "device" else rng.choice(("plan", "launch", "emit"))
+            parts[where] += ms
+            device += ms if kind == "device" else 0.0
+            if kind in pauses:
+                pauses[kind] = 1 if kind == "stop" else ms
+        us = [round(parts[name] * 1e3) for name in PARTS]
+        history.fold_step((step, t, "step", step, prefills, joined, left, rows + tokens, 0))
+        record: Any = (step, t, "parts", step, *us, pauses["gc"] * 1e3, pauses["program"] * 1e3, pauses["stop"])
+        history.fold_parts(record)
+        wall = sum(parts.values())
+        t += wall / 1e3
+        history.fold_time((step, t, "time", step, us[3], us[4], us[0], wall, device, "decode"))
+    return history, stalls
+
+
+def explained(history: Steps, step: int, model: Any) -> Explanation:
+    row = history.get(step)
+    told = explain(row, model) if row is not None else None
+    assert told is not None
+    return told
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_stalls_of_known_kinds_are_named_and_none_is_invented(seed: int) -> None:
+    history, stalls = run(seed, stalls_every=12)
+    model = fit(history, history.last)
+    assert model is not None and len(stalls) > 120
+    named = 0
+    for step in range(101, history.last + 1):
+        told = explained(history, step, model)
+        assert sum(cause.ms for cause in told.causes) + told.unexplained == pytest.approx(
+            told.took - told.expected if told.slow else 0.0
+        )
+        if step in stalls:
+            kind, ms = stalls[step]
+            worst = max(told.causes, key=lambda cause: cause.ms, default=None)
+            if worst is not None and NAMES[kind] == worst.name:
+                named += 1
+                assert worst.ms <= ms * 1.05 + 1.0, (kind, ms, told)
+        else:
+            assert not told.slow, (step, told)
+    assert named >= 0.95 * len(stalls), (named, len(stalls))
+
+
+def test_the_model_finds_what_rows_tokens_and_keys_cost() -> None:
+    history, _ = run(2, stalls_every=0)
+    model = fit(history, history.last)
+    assert model is not None and model.device_cost is not None
+    base, row, _, token, key, _ = model.device_cost
+    assert base == pytest.approx(BASE, rel=0.1) and token == pytest.approx(TOKEN, rel=0.05)
+    rows, keys = 5, 5 * 200
+    assert row * rows + key * keys == pytest.approx(ROW * rows + KEY * keys, abs=0.15)
+
+
+def test_a_long_prompt_is_expected_to_take_long_and_is_not_blamed() -> None:
+    history, _ = run(3, stalls_every=0)
+    timings = summarise(history, FirstTokens(), history.last, 99_999)
+    row = max((history.get(step) for step in range(2_500, 3_000)), key=lambda row: row.prefill_tokens if row else 0)
+    assert row is not None and row.prefill_tokens == 500
+    text = why_slow(row, timings)
+    assert "of it for 500 prefill tokens" in text and "+" not in text
+    told = explain(row, timings.model) if timings.model else None
+    assert told is not None and told.prefill == pytest.approx(50.0, rel=0.05) and not told.slow
+
+
+def test_without_measured_parts_nothing_is_blamed() -> None:
+    """Recordings of older versions have no parts."""
+    history = Steps()
+    for step in range(60):
+        wall = 90.0 if step == 50 else 5.0
+        history.fold_step((step, 0.1 * step, "step", step, [], [], [], 4, 0))
+        history.fold_time((step, 0.1 * step, "time", step, 100, 100, 100, wall, None, "decode"))
+    timings = summarise(history, FirstTokens(), history.last, 99)
+    row = history.get(50)
+    assert row is not None and row.parts is None
+    assert why_slow(row, timings) == "expected 5.00 ms, +85.0: unexplained 85.0"
+
+
+def test_too_few_steps_give_no_expectation() -> None:
+    history, _ = run(4, stalls_every=0, steps=8)
+    row = history.get(7)
+    assert row is not None and why_slow(row, summarise(history, FirstTokens(), 7, 99)) == ""
