@@ -31,6 +31,10 @@ Decoding reads all weights to make one token for each request: it is memory-boun
 little. Prefill computes many tokens at once: it is compute-bound. A mixed step does both, and every request in it
 waits for the whole step: this is why long prompts are cut into chunks. One step in a hundred takes longer than p99.
 
+"Expected" is what a step should cost. A model fitted to the recent steps of this run computes it from rows, prompt
+tokens and the keys that attention reads. After "+" follows the excess with its measured causes, in milliseconds.
+"Unexplained" is the part for which no cause was measured.
+
 With several ranks (GPUs), each rank computes a part of every layer, and twice per layer the ranks add up their parts.
 During this exchange, no rank computes; the time of the exchange includes the wait for the slowest rank.
 
