@@ -73,7 +73,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     def believe(capability: tuple[int, int]) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         with imported("engine.attention.triton_backend") as real:  # what it can run is its own to say
-            triton_backend.supports = real.supports  # type: ignore[attr-defined]
+            triton_backend.why_unsupported = real.why_unsupported  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "engine.attention.triton_backend", triton_backend)
 
     return believe
