@@ -296,7 +296,8 @@ def test_doctor_tells_incomplete_downloads_from_whole_ones(hub: FakeHub, cache: 
     assert found["incomplete_models"].keys() == {NAME, "Org/Torch"}
     text = "\n".join(doctor.report(found))
     assert "Checkpoints in the local Hugging Face cache: Org/Whole\n" in text
-    assert f"Incomplete checkpoints in this cache (--model NAME downloads the missing files):\n  {NAME}: missing" in text
+    heading = "Incomplete checkpoints in this cache (--model NAME downloads the missing files):"
+    assert f"{heading}\n  {NAME}: missing" in text
     resolve_model(NAME)
     assert doctor.examine()["models"] == [NAME, "Org/Whole"]
 
