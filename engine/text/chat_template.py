@@ -205,7 +205,7 @@ def _as_json(values: dict[str, Any]) -> bytes:
         request = json.dumps(values, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(
-            f"the chat template takes JSON values only, and these messages have others: {error}", "messages"
+            f"the chat template takes JSON values only, and these messages contain something else: {error}", "messages"
         ) from None
     if len(request) > LONGEST_VALUES:
         raise InvalidRequest(

@@ -1,9 +1,10 @@
-"""CUDA graphs for the steps that the host needs longer to launch than the GPU to compute.
+"""CUDA graphs for host-bound steps: launching one takes the host longer than computing it takes the GPU.
 
 Each form of step is captured in several sizes. A step is padded to the next captured size and replayed:
 
     decode   one token per sequence; the size is the number of sequences
-    extend   chunks of few sequences, also one token after a cached prompt; the size is the number of tokens
+    extend   chunks of few sequences, even of one token if the rest of a prompt is cached; the size is the number
+             of tokens
     verify   a few tokens per sequence, some of them drafts; only with speculation (engine/worker/verify_graphs.py)
     sample   from logits to tokens (engine/worker/sampling_graphs.py)
 
@@ -61,7 +62,8 @@ class CudaGraphs:
         self.parts: list[StepGraphs] = []
         self._sampling: SamplingGraphs | None = None
         self.num_graphs = 0
-        attention.flash_from = launch_bound(loaded)  # shorter steps are host-bound: flash needs more host time
+        # No flash below this size: such steps are host-bound, and flash needs more of the host's time.
+        attention.flash_from = launch_bound(loaded)
         if not loaded.config.enforce_eager:
             self._capture(loaded, attention, on_progress)
         attention.warm_up(loaded.pool, loaded.dtype)
@@ -262,6 +264,6 @@ def warm_up_forms(loaded: LoadedModel, on_progress: Progress | None) -> None:
 
 
 def ladder(most: int) -> list[int]:
-    """Returns the batch sizes to capture, up to `most`, ascending. Small sizes are close: padding slows them most."""
+    """Returns the batch sizes to capture, up to `most`, ascending. Small sizes lie closer: padding slows them most."""
     sizes = [1, 2, 4, 8, *range(16, 129, 16), *range(160, most + 32, 32)]
     return sorted({min(size, most) for size in sizes if size <= most} | {most})

@@ -43,7 +43,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/ready", response_model=Health, responses={503: {"model": Health}})
     async def ready() -> JSONResponse:
-        """Answers 200 while the server accepts requests, else 503. A full queue does not count."""
+        """Answers 200 while the server accepts requests, else 503. If only the queue is full, it still answers 200."""
         _, state = service.health()
         try:
             service.check_ready()

@@ -134,8 +134,8 @@ async def cache_on_off(stage: Stage) -> None:
         ("cache on", with_cache.computed, f"{with_cache.computed:,} computed, {with_cache.cached:,} shared"),
     ]
     stage.tell(
-        f"The prompts ({with_cache.prompt_tokens:,} tokens) and the answers were the same; "
-        f"{with_cache.share_cached:.0%} of the prefill saved.\n{stage.bars(rows)}\n"
+        f"The prompts ({with_cache.prompt_tokens:,} tokens) and the answers were the same. "
+        f"The cache saved {with_cache.share_cached:.0%} of the prefill.\n{stage.bars(rows)}\n"
         f"The prompts took {without.prefill_ms:,.0f} ms without the cache and {with_cache.prefill_ms:,.0f} ms with it. "
         "One step computed the blocks of the first request, and the other five requests shared them in that step."
     )

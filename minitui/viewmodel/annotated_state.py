@@ -1,6 +1,6 @@
 """The engine's state; also, for each block, the time of its last change and the prompt tokens that it saved.
 
-All of this is folded from records, so folding only the records up to an earlier one gives a past state.
+All of this is folded from records. Folding only the records up to some moment gives the state at that moment.
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ class AnnotatedState:
         node = self.state.nodes[id]
         keep = len(node.blocks) - n
         start = keep * self.state.block_size
-        self.evicted[seq] = array("q", node.ids[start : start + EVICTED_IDS_KEPT])  # thousands are kept
+        # An array, because thousands of these are kept.
+        self.evicted[seq] = array("q", node.ids[start : start + EVICTED_IDS_KEPT])
         changed = self._changed
         for block in node.blocks[keep:]:
             changed[block] = t

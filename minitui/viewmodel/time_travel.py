@@ -46,7 +46,7 @@ class PastStates:
         self._stops.clear()
 
     def keep(self, records: list[Record], annotated: AnnotatedState, packed: bytes | None = None) -> None:
-        """Store records, just folded into `annotated`. `packed`: the same records as marshal bytes, if known."""
+        """Store records already folded into `annotated`. `packed`: the same records as marshal bytes, if known."""
         self._packets.append((records[0][0], records[-1][0], packed or marshal.dumps(records)))
         if records[-1][0] - self._packets[0][0] >= SEGMENT:
             self._compress()

@@ -137,7 +137,7 @@ def test_the_cache_bars_count_what_was_computed(hear: Callable[[str], Told]) -> 
     assert arrivals[0] == arrivals[1] and sum(arrivals[0]) == without
     assert f"{without:,} tokens computed" in told.text and f"{with_cache:,} computed" in told.text
     shared = sum(record[4] for record in told.of("match", 1))
-    assert f"{shared:,} shared" in told.text and f"{shared / without:.0%} of the prefill saved" in told.text
+    assert f"{shared:,} shared" in told.text and f"saved {shared / without:.0%} of the prefill" in told.text
     assert with_cache + shared == without and with_cache < without / 3
     off, on = (line.count("█") for line in told.said[-1].split("\n")[1:3])
     assert on / off == pytest.approx(with_cache / without, abs=0.04)
