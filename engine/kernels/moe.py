@@ -44,7 +44,7 @@ class Tiles(NamedTuple):
     """The tiles of the two products."""
 
     rows: int  # pairs in a tile
-    narrow: bool  # True: the product is transposed, so that the pairs are its narrow side
+    narrow: bool  # True: the product is transposed: its rows are weights, its few columns are pairs
     gate_up: Tile
     down: Tile
 
@@ -220,7 +220,7 @@ def tiles_for(tokens: int, per_token: int, experts: int) -> Tiles:
 
 
 def forms(most: int, hidden: int, experts: int, per_token: int) -> list[int]:
-    """Return numbers of tokens: steps of these sizes use all forms of the kernels that up to `most` tokens need."""
+    """Return step sizes, in tokens. Together they use all forms of the kernels that steps up to `most` tokens use."""
     found: dict[tuple[Tiles, Form], int] = {}
     for tokens in range(1, most + 1):
         tiles = tiles_for(tokens, per_token, experts)

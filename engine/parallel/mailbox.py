@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 LANES = 256  # the most rows that are summed at once
-SMALLEST_WORDS = 512  # words of each rank in a lane; engine.kernels.mailbox.elect needs so many
+SMALLEST_WORDS = 512  # words of each rank in a lane; engine.kernels.mailbox.elect needs at least this number
 
 
 @dataclass(slots=True)
 class Mailbox:
-    """One rank's mailbox; engine.kernels.mailbox.Box describes the fields. `memory` keeps its memory allocated."""
+    """One rank's mailbox; engine.kernels.mailbox.Box describes the fields. `memory` is held so that it is not freed."""
 
     rank: int
     size: int
@@ -65,7 +65,7 @@ def connect(store: Any, rank: int, size: int, hidden: int, device: torch.device,
     addresses = [handle.get_buffer(peer, (count,), torch.int64).data_ptr() for peer in range(size)]
     if addresses[rank] != memory.data_ptr():
         raise RuntimeError("torch reports a wrong address for the symmetric memory")
-    memory.zero_()  # calls are numbered from 1, so 0 is a word of no call
+    memory.zero_()  # each word carries the number of its call, from 1 on, so a zero word belongs to no call
     torch.cuda.synchronize(device)
     return Mailbox(
         rank, size, lanes, words, torch.tensor(addresses, dtype=torch.int64, device=device),

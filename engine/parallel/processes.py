@@ -30,8 +30,8 @@ from engine.errors import DeviceLost, EngineError
 from engine.model.config import ModelConfig
 
 CLOSE_S = 3.0  # a rank that takes longer to end is killed
-CAUSE_S = 2.0  # after a failed collective: how long to wait for the rank's failure that explains it
-DEATH_S = 0.3  # after a rank's error: how long to wait for the end of another rank that explains the error
+CAUSE_S = 2.0  # after a failed collective: how long to wait for the news that a rank has failed, which is the cause
+DEATH_S = 0.3  # after a rank's error: how long to wait for the news that another rank has ended, which is the cause
 
 
 def device_of(device: torch.device, rank: int, size: int) -> torch.device:
@@ -41,8 +41,8 @@ def device_of(device: torch.device, rank: int, size: int) -> torch.device:
     first, gpus = device.index or 0, torch.cuda.device_count()
     if first + size > gpus:
         raise EngineError(
-            f"tensor_parallel_size is {size}, from cuda:{first} on, but this machine has {gpus} GPU"
-            f"{'' if gpus == 1 else 's'}: lower it"
+            f"tensor_parallel_size {size} needs {size} GPUs from cuda:{first} on, but this machine has {gpus} GPU"
+            f"{'' if gpus == 1 else 's'}: lower tensor_parallel_size"
         )
     return torch.device("cuda", first + rank)
 

@@ -76,7 +76,7 @@ class Decoding:
         return self._tokenizer.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes of a token that follows another token; empty for an unknown id."""
+        """Returns the bytes that a token adds to the text after another token; empty for an unknown id."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._to_bytes(self.token(token_id) or "")
@@ -120,7 +120,7 @@ class _WindowDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(_EACH_BYTE)
         # The last token that is not a one-byte token. A space before the next token depends on it.
         self._token: list[str] = []
-        self._before: list[str] = []  # `_token`, and after it the last character of one-byte tokens, if any
+        self._before: list[str] = []  # `_token`, then the one-byte tokens of the latest character after it, if any
         self._known = 0  # characters in the text of `_before`
 
     def push(self, ids: list[int]) -> str:

@@ -41,7 +41,7 @@ class Inputs:
     meta: ForwardMeta
     draws: Draws
     sampled_hidden: np.ndarray | None  # int64 [s]  index of each draw's hidden state; None: draw i has index i
-    prompt_hidden: dict[int, int]  # by entry with prompt targets: index of the first of its q_len hidden states
+    prompt_hidden: dict[int, int]  # entry with prompt targets -> index of the first of its q_len hidden states
 
 
 def drawing_tokens(plan: StepPlan, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -58,10 +58,11 @@ def drawing_tokens(plan: StepPlan, ends: np.ndarray) -> tuple[np.ndarray, np.nda
 def logit_rows(
     plan: StepPlan, ends: np.ndarray, last: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray | None, dict[int, int]]:
-    """Returns (indices of the tokens that need logits, which of them draw, the first by entry with prompt targets).
+    """Returns three values; `last` has the indices of the tokens that draw.
 
-    `last`: indices of the tokens that draw. The second value is None if no other tokens need logits. The second and the
-    third value are positions in the first value.
+    1. The indices of all tokens that need logits.
+    2. For each token that draws: its place in value 1. None if only tokens that draw need logits.
+    3. {entry with prompt targets: the place of its first token in value 1}.
     """
     firsts = {entry: int(ends[entry] - plan.q_lens[entry]) for entry in plan.prompt_targets}
     if not firsts:

@@ -53,7 +53,8 @@ Part = tuple[int, Output]  # (index of the sequence, its next part)
 class Answer:
     """The sequences of one request. The constructor reserves their places in the queue; `close` frees them."""
 
-    cancellable: ClassVar[bool] = False  # by the caller; else an abort comes from the operator and is an error
+    # True: the caller may abort sequences. False: an abort comes from the operator, and the caller gets an error.
+    cancellable: ClassVar[bool] = False
 
     def __init__(self, service: Service, sequences: int, stream: bool) -> None:
         """`stream`: answer with events. Raises ApiError if the server is not ready or the queue is full."""

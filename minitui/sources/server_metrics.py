@@ -108,7 +108,7 @@ def read_samples(text: str) -> dict[str, list[float]]:
 def read_page(text: str, before: ServerMetrics | None = None, seconds: float = 0.0) -> ServerMetrics:
     """Returns the metrics of a Prometheus page.
 
-    The rate of tokens is computed from `before`, the metrics `seconds` earlier, if the page does not have it.
+    If the page lacks the rate of tokens, it is computed from `before`: the metrics `seconds` earlier.
     """
     samples = read_samples(text)
     metrics = ServerMetrics()
@@ -173,7 +173,7 @@ class MetricsPoller:
                     await self._poll_now.wait()
 
     def report_failure(self, reason: str) -> None:
-        """Note that a request did not reach the server: `away` is set until a poll is answered. Poll at once."""
+        """Call this if a request did not reach the server. Polls at once; `away` is set until a poll is answered."""
         self.trouble, self.metrics = reason, ServerMetrics()
         self.away.set()
         self._poll_now.set()
@@ -205,7 +205,7 @@ class MetricsPoller:
             self.on_return()
 
     async def _not_ready(self) -> str:
-        """Returns why the server takes no requests; empty if it takes them or has no such path."""
+        """Returns why the server takes no requests; empty if it takes them or if `ready` is empty."""
         if not self._ready:
             return ""
         response = await self._http.get(self._ready)

@@ -72,7 +72,7 @@ _TABLE = {
         Action("attach", "Attach a text file", slash="attach", takes="file",
             help="Put the text of a file into the prompt."),
         Action("search", "Search the chats", key="F", slash="search", takes="[words]",
-            help="Find a saved chat by words in it, and open it. A chat open in another minitui opens here as a copy."),
+            help="Find a saved chat by words in it, and open it. If it is open in another minitui, a copy opens here."),
     ),
     "Replicas": (
         Action("replicas", "Replicas", key="4", slash="replicas", footer="replicas",
