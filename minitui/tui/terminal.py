@@ -169,23 +169,31 @@ class TerminalGuard:
 
     def _dump(self, number: int, frame: FrameType | None) -> None:
         """Restore the terminal, then let the signal end the process with its core dump."""
-        self.restore()
+        self.restore(last=True)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    def restore(self) -> None:
-        """Restore the terminal. Has no effect if the terminal is restored already or does not exist any more."""
+    def restore(self, last: bool = False) -> None:
+        """Restore the terminal. Has no effect if the terminal is restored already or does not exist any more.
+
+        `last`: the process ends now. Output that Textual's writer thread still has is dropped: it could contain the
+        sequences that turn the mouse on.
+        """
         with contextlib.suppress(OSError, ValueError):
             fd = sys.__stderr__.fileno()  # type: ignore[union-attr]
             if os.isatty(fd):
-                os.write(fd, RESTORE.encode())
+                terminal = os.dup(fd)
+                if last:
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+                os.write(terminal, RESTORE.encode())
+                os.close(terminal)
         if self._attributes is not None:
             with contextlib.suppress(termios.error, OSError, ValueError):
                 termios.tcsetattr(sys.__stdin__.fileno(), termios.TCSANOW, self._attributes)  # type: ignore[union-attr]
 
     def force(self) -> NoReturn:
         """Restore the terminal and end the process at once."""
-        self.restore()
+        self.restore(last=True)
         os._exit(128 + (self.signal or 1))
 
     # ---- stop and continue

@@ -141,6 +141,13 @@ def test_signals_that_dump_core_do_so_in_a_restored_terminal(app: Terminal, numb
     assert_restored(app)
 
 
+def test_nothing_is_written_after_the_last_restore(tmp_path: Path):
+    code = "import os; from minitui.tui.terminal import TerminalGuard; TerminalGuard().restore(last=True); "
+    terminal = Terminal(python("-c", code + "os.write(2, b'LATE')"), tmp_path)
+    assert terminal.ended(60) == 0
+    assert b"\x1b[?1049l" in terminal.raw and b"LATE" not in terminal.raw
+
+
 def test_a_signal_before_the_first_picture_restores_the_terminal(tmp_path: Path):
     terminal = Terminal(python("-m", "tests.support.pty_host", "--slow-mount"), tmp_path)
     end = time.monotonic() + 60
