@@ -20,6 +20,8 @@ from engine.trace.records import RecordLog
 
 now = time.perf_counter  # seconds
 COMMIT, EMIT, GATE, PLAN, LAUNCH, WAIT = range(6)  # the parts, in the order of the record's fields
+SLOW = 1.2  # a step is slow if it takes this many times the usual time: then the delays of the host are read
+READ_EVERY = 8  # steps between two readings at most, so that a slow step is not charged with old delays
 
 
 @dataclass(slots=True)
@@ -46,6 +48,8 @@ class StepClock:
         self._lap_at = 0.0  # the end of the last lap; 0: the engine was idle
         self._held = 0.0  # log.held at that moment
         self._pauses = HostPauses(computes=synchronous)
+        self._usual_s = 0.0  # the mean time of recent steps
+        self._steps_since_reading = 0
 
     def begin(self) -> StepTimes:
         """Begin a step. The time since the last lap was for output, commands, or the gate."""
@@ -94,7 +98,7 @@ class StepClock:
         if result.comm is not None:
             ranks, comm_ms = result.comm
             self._log.append("comm", plan.step, ranks, round(comm_ms, 3))
-        gc_s, delayed_s, stops = self._pauses.since_last()
+        gc_s, delayed_s, stops = self._pauses.since_last(delays=self._reads_delays(sum(parts) - parts[GATE]))
         self._log.append(
             "parts", plan.step, *(round(part * 1e6) for part in parts), round(gc_s * 1e6),
             None if delayed_s is None else round(delayed_s * 1e6), stops,
@@ -104,6 +108,17 @@ class StepClock:
             round(commit_s * 1e6), round(wall_s * 1e3, 3), result.device_ms, kind,
         )  # fmt: skip
         return wall_s
+
+    def _reads_delays(self, took_s: float) -> bool:
+        """Return True if the delays are read for a step that took this time: reading costs more than the rest."""
+        slow = took_s > SLOW * self._usual_s
+        # A long prefill counts as twice the usual time: the next slow decode step must still be noticed.
+        self._usual_s += 0.1 * (min(took_s, 2 * self._usual_s or took_s) - self._usual_s)
+        self._steps_since_reading += 1
+        if slow or self._steps_since_reading == READ_EVERY:
+            self._steps_since_reading = 0
+            return True
+        return False
 
     def _record_first_tokens(self, emitted: list[Emitted], sample_ms: float) -> None:
         """Record the three parts of the time to first token, for each request that has just drawn its first token."""

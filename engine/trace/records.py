@@ -67,7 +67,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
               "stops"),  # before the step's `time`. The first six divide the host's time since the previous step
     #   arrived, or since the engine had work. emit: output and commands between two steps; gate: pause and slow
     #   motion; wait: blocked until the device finished. In that time: gc: garbage collection; delayed: ready to run
-    #   while another program had the core (None: unknown); stops: how often the process was stopped by a signal
+    #   while another program had the core (None: not read); stops: how often the process was stopped by a signal
     "comm": ("step", "ranks", "ms"),  # before the step's `time`, only with several ranks: rank 0's time in collectives,
     #   with the waiting for other ranks; for a step replayed as CUDA graphs, without it
     "experts": ("step", "load"),  # load: [(layer, [tokens of each expert])] since the last such record; a few times per
