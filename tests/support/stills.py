@@ -55,7 +55,7 @@ class Clock:
                 patches.enter_context(patch(name, self))
             for module in WATCHES:
                 patches.enter_context(patch(f"{module}.time", watch))
-            patches.enter_context(patch.object(HostPauses, "since_last", lambda _: Pauses(0.0, 0.0, 0)))
+            patches.enter_context(patch.object(HostPauses, "since_last", lambda *_, **__: Pauses(0.0, 0.0, 0)))
             patches.enter_context(patch("minitui.tui.screens.chat.TEXT_EVERY", 0.0))
             patches.enter_context(patch.object(RecordLog.__init__, "__defaults__", (self, 50_000)))
             patches.enter_context(patch.object(MinituiApp, "set_interval"))  # frames come when the test wants them
