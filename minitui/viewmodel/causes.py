@@ -103,7 +103,7 @@ def explain(row: StepRow, model: CostModel) -> Explanation | None:
         return None
     took = row.wall_ms if parts is None else parts.took
     expected = model.expected(row)
-    prefill = model.cost[3] * work[3] + model.cost[5] * work[5]
+    prefill = sum(model.cost[i] * work[i] for i in map(FEATURES.index, ("prefill tokens", "prefill pairs")))
     excess = took - expected
     if excess <= max(TOLERANCE * expected, NOISE * model.spread):
         return Explanation(took, expected, prefill)
@@ -119,8 +119,9 @@ def explain(row: StepRow, model: CostModel) -> Explanation | None:
             left -= ms
 
     beyond = {name: getattr(parts, name) - model.usual[name] for name in (*HOST, "wait")}
+    largest = max(beyond.values())
     if parts.stops:
-        blame("process stopped", max(beyond.values()))
+        blame("process stopped", largest)
     blame("garbage collection", parts.gc)
     blame("another program on the core", parts.delayed or 0.0)
     accounted = excess - left
@@ -128,8 +129,7 @@ def explain(row: StepRow, model: CostModel) -> Explanation | None:
         blame("exchange between ranks", row.comm_ms - float(np.dot(model.device_cost, work)))
     for name, words in HOST.items():
         # A pause that is named already may lie in any part: it is taken off the largest.
-        own = beyond[name] - (accounted if beyond[name] == max(beyond.values()) else 0.0)
-        blame(words, own)
+        blame(words, beyond[name] - (accounted if beyond[name] == largest else 0.0))
     if row.device_ms is not None and model.device_cost is not None:
         usual = float(np.dot(model.device_cost, work))
         own = row.device_ms - usual - accounted
@@ -145,12 +145,10 @@ def _features(row: StepRow) -> tuple[float, ...]:
 def _robust(work: np.ndarray, took: np.ndarray) -> tuple[tuple[float, ...], float]:
     """Returns non-negative coefficients by iteratively reweighted least squares, and the typical deviation."""
     scale = np.maximum(work.max(axis=0), 1.0)
-    scaled, weights = work / scale, np.ones(len(took))
+    scaled = work / scale
     # Relative errors: a prefill of 60 ms may deviate more than a decode step of 3 ms.
-    weights /= np.maximum(took, np.median(took))
-    cost = np.zeros(work.shape[1])
-    base = weights.copy()
-    spread = 0.0
+    weights = base = 1.0 / np.maximum(took, np.median(took))
+    cost, spread = np.zeros(work.shape[1]), 0.0
     for _ in range(ROUNDS):
         cost = _non_negative(scaled * weights[:, None], took * weights)
         errors = np.abs(took - scaled @ cost)
