@@ -23,6 +23,9 @@ class Pauses(NamedTuple):
     stops: int  # how often the process was stopped and continued (needs `watch_stops`)
 
 
+NO_PAUSES = Pauses(0.0, None, 0)
+
+
 class _Counts:
     gc_s = 0.0
     gc_began = 0.0
@@ -63,6 +66,8 @@ class HostPauses:
     def since_last(self, delays: bool = True) -> Pauses:
         """Returns the pauses since the last call. With `delays`, reads the delays since the last call that read them,
         which takes 3 to 8 microseconds; else `delayed_s` is None."""
+        if not delays and _Counts.gc_s == self._gc_s and _Counts.stops == self._stops:
+            return NO_PAUSES
         delayed_s = self._read_delays() if delays else None
         pauses = Pauses(_Counts.gc_s - self._gc_s, delayed_s, _Counts.stops - self._stops)
         self._gc_s, self._stops = _Counts.gc_s, _Counts.stops

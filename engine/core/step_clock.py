@@ -20,8 +20,9 @@ from engine.trace.records import RecordLog
 
 now = time.perf_counter  # seconds
 COMMIT, EMIT, GATE, PLAN, LAUNCH, WAIT = range(6)  # the parts, in the order of the record's fields
-SLOW = 1.2  # a step is slow if it takes this many times the usual time: then the delays of the host are read
-READ_EVERY = 8  # steps between two readings at most, so that a slow step is not charged with old delays
+SLOW = 1.2  # a step is slow if it takes this many times the usual time
+SLOW_S = 1e-4  # and these seconds: a shorter delay is not worth the reading
+READ_AGAIN_S = 0.02  # work between two readings at most, so that a slow step is not charged with old delays
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ class StepClock:
         self._held = 0.0  # log.held at that moment
         self._pauses = HostPauses(computes=synchronous)
         self._usual_s = 0.0  # the mean time of recent steps
-        self._steps_since_reading = 0
+        self._unread_s = 0.0  # the time of the steps since the last reading
 
     def begin(self) -> StepTimes:
         """Begin a step. The time since the last lap was for output, commands, or the gate."""
@@ -57,11 +58,15 @@ class StepClock:
         if not self._lap_at:
             self._pauses.since_last()  # what happened while the engine was idle delayed no step
             self._lap_at, self._held = began, self._log.held
-        gate = min(self._log.held - self._held, began - self._lap_at)
-        self._parts[GATE] += gate
-        self._parts[EMIT] += began - self._lap_at - gate
-        self._lap_at, self._held = began, self._log.held
-        return StepTimes(begun=began)
+        between = began - self._lap_at
+        if self._log.held != self._held:
+            gate = min(self._log.held - self._held, between)
+            self._parts[GATE] += gate
+            between -= gate
+            self._held = self._log.held
+        self._parts[EMIT] += between
+        self._lap_at = began
+        return StepTimes(began)
 
     def lap(self, part: int) -> float:
         """Count the time since the last lap to `part`; return the present."""
@@ -87,38 +92,41 @@ class StepClock:
         kind = "decode" if not prefills else "mixed" if plan.num_decoding else "prefill"
         if prefills:
             self._record_first_tokens(emitted, result.sample_ms)
-        parts, self._parts = self._parts, [0.0] * 6
+        (commit, emit, gate, plan_s, launch, wait), self._parts = self._parts, [0.0] * 6
         commit_s = self.lap(COMMIT) - times.arrived
         launch_s = times.launched - times.planned
         if self._synchronous and result.device_ms is not None:
             device_s = min(result.device_ms / 1e3, launch_s)
             launch_s -= device_s  # keep the host's part only
-            parts[LAUNCH] -= device_s
-            parts[WAIT] += device_s
+            launch -= device_s
+            wait += device_s
         if result.comm is not None:
             ranks, comm_ms = result.comm
             self._log.append("comm", plan.step, ranks, round(comm_ms, 3))
-        gc_s, delayed_s, stops = self._pauses.since_last(delays=self._reads_delays(sum(parts) - parts[GATE]))
+        worked_s = commit + emit + plan_s + launch + wait
+        gc_s, delayed_s, stops = self._pauses.since_last(delays=self._reads_delays(worked_s))
         self._log.append(
-            "parts", plan.step, *(round(part * 1e6) for part in parts), round(gc_s * 1e6),
+            "parts", plan.step, round(commit * 1e6), round(emit * 1e6), round(gate * 1e6), round(plan_s * 1e6),
+            round(launch * 1e6), round(wait * 1e6), round(gc_s * 1e6),
             None if delayed_s is None else round(delayed_s * 1e6), stops,
         )  # fmt: skip
         self._log.append(
             "time", plan.step, round((times.planned - times.begun) * 1e6), round(launch_s * 1e6),
-            round(commit_s * 1e6), round(wall_s * 1e3, 3), result.device_ms, kind,
+            round(commit_s * 1e6), round(wall_s * 1e6) / 1e3, result.device_ms, kind,
         )  # fmt: skip
         return wall_s
 
     def _reads_delays(self, took_s: float) -> bool:
         """Return True if the delays are read for a step that took this time: reading costs more than the rest."""
-        slow = took_s > SLOW * self._usual_s
+        usual_s = self._usual_s
+        slow = took_s > SLOW * usual_s + SLOW_S
         # A long prefill counts as twice the usual time: the next slow decode step must still be noticed.
-        self._usual_s += 0.1 * (min(took_s, 2 * self._usual_s or took_s) - self._usual_s)
-        self._steps_since_reading += 1
-        if slow or self._steps_since_reading == READ_EVERY:
-            self._steps_since_reading = 0
-            return True
-        return False
+        self._usual_s = usual_s + 0.1 * (min(took_s, 2 * usual_s or took_s) - usual_s)
+        self._unread_s += took_s
+        if not slow and self._unread_s < READ_AGAIN_S:
+            return False
+        self._unread_s = 0.0
+        return True
 
     def _record_first_tokens(self, emitted: list[Emitted], sample_ms: float) -> None:
         """Record the three parts of the time to first token, for each request that has just drawn its first token."""

@@ -136,7 +136,7 @@ class RecordLog:
     def append(self, kind: str, *fields: Any) -> int:
         """Add a record and return its sequence number, which is also the tree's clock."""
         self.seq = seq = self.seq + 1
-        self.t = t = round(self._clock() - self._origin, 6)  # in JSON, too, microseconds are exact
+        self.t = t = int((self._clock() - self._origin) * 1e6) / 1e6  # whole microseconds: short in JSON, and exact
         if self.enabled:
             self._records.append((seq, t, kind, *fields))
         if self.watch is not None:
