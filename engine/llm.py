@@ -1,4 +1,4 @@
-"""LLM runs the engine in the process of a script. It uses the names of vLLM.
+"""LLM runs the engine inside a script's process. Classes, methods and options have the same names as in vLLM.
 
 llm = LLM("Qwen/Qwen3-0.6B")
 for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=20)):
@@ -55,7 +55,7 @@ class LLM:
             raise EngineError(f"LLM: {error}; the options are {known}") from None
         built = build_engine(config)
         self.engine, self.tokenizer, self.info = built.engine, built.tokenizer, built.info
-        self.close = built.close  # also ends the processes of the other ranks
+        self.close = built.close  # also ends the processes of the ranks other than 0
         self._outputs = OutputProcessor(self.tokenizer, self.engine.log)
 
     def generate(

@@ -1,11 +1,11 @@
-"""FlashAttention (Dao et al. 2022-2026) as a backend: FlashAttention-4 on Hopper and Blackwell, 2 on older GPUs.
+"""FlashAttention (Dao et al. 2022-2026) as a backend: version 4 on Hopper and Blackwell, version 2 on older GPUs.
 
 Neither version is installed by default: `pip install '.[flash]'`. Both read the paged cache through the block table.
 
 On an H200, FlashAttention-4 is faster than our Triton kernel for all but the shortest chunks: 2 chunks of 2,048 tokens
-after 2,048 cached tokens take 348 us per layer, with Triton 495 us. But a call takes 87 us of host time, with Triton
-36 us, so short steps and captured steps use Triton. "auto" uses FlashAttention-4 for prompts if it is installed
-(engine/kernels/MEASURED.md).
+after 2,048 cached tokens take 348 us per layer; with Triton they take 495 us. But a call of FlashAttention-4 takes
+87 us of host time, and a call of our Triton kernel 36 us. So short steps use Triton. Steps captured as CUDA graphs use
+Triton too. "auto" uses FlashAttention-4 for prompts if it is installed (engine/kernels/MEASURED.md).
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from engine.errors import EngineError, how_to_install, not_installed
 
 logger = logging.getLogger("engine")
 
-FLASH_4_TILE = 64  # keys in the smallest tile of FlashAttention-4, which reads larger blocks as a whole too
-MEASURED_HEAD_DIM = 128
+FLASH_4_TILE = 64  # keys; FlashAttention-4 always reads blocks of this size or larger as a whole
+MEASURED_HEAD_DIM = 128  # the head size for which FlashAttention-4 was measured to be faster
 FLASH_2_BLOCK = 256  # tokens; FlashAttention-2 needs blocks of a multiple of this size
 
 
 class FlashAttention:
-    """Calls FlashAttention once per layer. `run` computes all tokens of a step, `chunks` only its last sequences."""
+    """Calls FlashAttention once per layer: `run` for all sequences of a step, `chunks` only for the last sequences."""
 
     name = "flash"
 
     def __init__(
         self, config: AttentionShape, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Import the library. Raises EngineError if it is not installed or does not support the arguments.
+        """Import the library. Raises EngineError if the library is not installed or does not support the arguments.
 
-        The import takes a few seconds. So does the first use of each form of a kernel, because it is compiled then.
+        The import takes a few seconds. The first call of each variant of the kernel also takes a few seconds, because
+        the library then compiles this variant.
         """
         self._scale = config.head_dim**-0.5
         self._windows = [config.window(i) for i in range(config.num_layers)]
@@ -71,7 +72,7 @@ class FlashAttention:
     def chunks(
         self, meta: ForwardMeta, first: int, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> torch.Tensor:
-        """Return the output [T, Hq · D] of the sequences from `first` on. The rows of others are undefined."""
+        """Return the output [T, Hq · D]. Only the rows of the sequences from index `first` on are defined."""
         window = self._windows[layer]
         out = self._attend(
             q, k_cache, v_cache, meta.cu_seqlens_q[first:], (meta.max_q_len, meta.max_seq_len), meta.seq_lens[first:],
@@ -81,7 +82,7 @@ class FlashAttention:
         return out.flatten(1)
 
     def warm_up(self, pool: KVPool, heads: int, dtype: torch.dtype) -> None:
-        """Compile both forms of the kernel: for chunks that fill a tile of queries, and for shorter chunks."""
+        """Compile both variants of the kernel: for chunks that fill a tile of queries, and for shorter chunks."""
         device, size = pool.keys[0].device, pool.block_size
         with warnings.catch_warnings():  # the kernel's compiler warns about arguments that it sets itself
             warnings.simplefilter("ignore", UserWarning)
@@ -98,7 +99,7 @@ class FlashAttention:
 def installed_for(
     config: AttentionShape, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
 ) -> FlashAttention | None:
-    """Return FlashAttention-4 if it is installed and was faster in measurements of such models; else None."""
+    """Return FlashAttention-4 if it is installed and the model has the head size for which it is faster; else None."""
     if config.head_dim != MEASURED_HEAD_DIM or importlib.util.find_spec("flash_attn") is None:
         return None
     try:
@@ -130,11 +131,11 @@ def _flash_4(block_size: int) -> Call:
     if block_size >= FLASH_4_TILE:
         raise EngineError(
             f"FlashAttention-4 reads blocks of {FLASH_4_TILE} or more tokens as a whole, and the block size is "
-            f"{block_size}: a NaN that another request left in a sequence's last block would reach its output; use "
-            "--block-size 16, or leave --attention-backend at auto"
+            f"{block_size}: a NaN that another request left in a sequence's last block would reach the sequence's "
+            "output; use --block-size 16, or leave --attention-backend at auto"
         )
-    # By default, the library does not cache compiled kernels on disk, and its cache folder is in /tmp. Both settings
-    # must be changed before the import.
+    # The first variable makes the library cache compiled kernels on disk. The second sets the cache's folder, which is
+    # in /tmp by default. The library reads both at its import.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     folder = Path.home() / ".cache" / "flash_attention_cute_dsl"
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
@@ -145,7 +146,7 @@ def _flash_4(block_size: int) -> Call:
             f"{not_installed('attention_backend flash', error, 'flash')} (FlashAttention-4), or leave it at auto, "
             "which uses Triton"
         ) from None
-    except Exception as error:  # its dependencies may not fit this machine
+    except Exception as error:  # the library's dependencies may not fit this machine
         raise EngineError(
             f"attention_backend flash: FlashAttention-4 is installed, but its import failed "
             f"({type(error).__name__}: {error}): install it again ({how_to_install('flash')}), or leave it at auto, "

@@ -1,7 +1,7 @@
 """Fills the model's fused parameters, tensor by tensor from safetensors files, or with random weights.
 
-The names, shapes and types of all tensors are checked before the first byte is copied. Only one file is mapped and only
-one tensor is held at a time, so the host needs little memory besides the parameters.
+The names, shapes and types of all tensors are checked before the first byte is copied. At any time, only one file is
+mapped into memory and only one tensor is held, so the host needs little memory besides the parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ FLOAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A part of a tensor: equal pieces along `dim` that begin at `starts`. `whole`: the tensor's size in `dim`."""
+    """A part of a tensor: pieces of equal size along `dim`, which begin at `starts`. `whole`: the tensor's size in
+    `dim`."""
 
     dim: int
     starts: tuple[int, ...]
@@ -38,7 +39,7 @@ class Slot:
 
     name: str
     view: Matrix
-    repeated: bool = False  # the checkpoint has one row, and every row of the view is a copy of it
+    repeated: bool = False  # the checkpoint has one row, which is copied to every row of the view
     parts: tuple[Slot, ...] = ()  # the checkpoint may have these tensors instead of `name`
     cut: Cut | None = None  # the part of the tensor that fills the view (shards.py); None: all of it
 
@@ -51,7 +52,7 @@ class Slot:
         return shape
 
     def take(self, tensor: Any) -> torch.Tensor:
-        """Returns the part of the tensor that fills the view. Only this part of a safetensors slice object is read."""
+        """Returns the part of the tensor that fills the view. From a safetensors slice, only this part is read."""
         if self.cut is None:
             return tensor[:]
         dim, extent = self.cut.dim, self.view.shape[self.cut.dim] // len(self.cut.starts)
@@ -65,9 +66,9 @@ class Slot:
 
 
 def load_weights(slots: Iterable[Slot], directory: Path, tied: bool, on_progress: Progress | None = None) -> None:
-    """Fill the slots from the safetensors files in `directory`; CheckpointError if they do not fit.
+    """Fill the slots from the safetensors files in `directory`. Raises CheckpointError if the files do not fit.
 
-    `tied`: the embedding is also the output matrix. An output matrix in the checkpoint must equal the embedding.
+    `tied`: the embedding is also the output matrix. If the checkpoint has an output matrix too, both must be equal.
     """
     files = checkpoint_files(directory)
     wanted = _wanted(slots, files)
@@ -89,7 +90,7 @@ def load_weights(slots: Iterable[Slot], directory: Path, tied: bool, on_progress
 
 
 def dummy_weights(slots: Iterable[Slot], seed: int) -> None:
-    """Fill the slots, for measurements: norms with 1, all others with normal numbers of standard deviation 0.02.
+    """Fill the slots for measurements: norms with 1, all others with normal numbers of standard deviation 0.02.
 
     With zeros a GPU would need less power and run faster than with a real model.
     """
@@ -101,12 +102,12 @@ def dummy_weights(slots: Iterable[Slot], seed: int) -> None:
             slot.view.fill_(1)
         elif slot.cut is None:
             slot.view.normal_(0, 0.02, generator=generator)
-        else:  # draws the whole tensor: the numbers must not depend on the number of ranks
+        else:  # draw the whole tensor, so that the numbers do not depend on the number of ranks
             slot.view.copy_(slot.take(slot.view.new_empty(slot.shape).normal_(0, 0.02, generator=generator)))
 
 
 def _wanted(slots: Iterable[Slot], files: list[Path]) -> dict[str, Slot]:
-    """Returns the slots by name. If the files lack the tensor of a slot, the slot's parts replace it."""
+    """Returns the slots by name. If the files lack the tensor of a slot, the slot's parts replace the slot."""
     held: set[str] = set()
     for path in files:
         with _opened(path) as file:
@@ -190,5 +191,5 @@ def _read(slot: Slot, file: Any, path: Path) -> torch.Tensor:
 
 
 def _is_derived(name: str) -> bool:
-    """Returns True for the rotary frequencies in older Llama checkpoints, which follow from the configuration."""
+    """Returns True for rotary frequencies: older Llama checkpoints have them, but the configuration determines them."""
     return name.endswith(".rotary_emb.inv_freq")

@@ -1,12 +1,12 @@
 """The ranks that share one model, and their collectives within a step.
 
 `Ranks` uses torch.distributed: NCCL between GPUs, gloo between CPUs. GPUs that can write each other's memory use our
-own kernels for the small sums of a decode step (engine/kernels/mailbox.py), up to the size from which NCCL was faster
-in a measurement. CUDA graphs can contain all these collectives.
+own kernels for the small sums of a decode step (engine/kernels/mailbox.py). A measurement finds the size from which
+NCCL is faster, and NCCL computes the sums of this size and larger. CUDA graphs can contain all these collectives.
 
 Ranks wait for each other in collectives, so the time that `take_time` returns includes the waiting. Inside a replayed
-graph this time cannot be measured. There, `take_time` counts the time that the same collectives took alone
-(engine/parallel/timing.py).
+graph, the time of collectives cannot be measured. For graphs, `take_time` returns the time that the same collectives
+took in a separate measurement, without other work (engine/parallel/timing.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from engine.parallel.mailbox import Mailbox
 from engine.parallel.shards import shard_config, shard_slots
 from engine.parallel.timing import Timings, measure
 
-TIMEOUT_S = 60.0  # for a rank that runs but does not answer; processes.py detects a dead one sooner
+TIMEOUT_S = 60.0  # for a rank that runs but does not answer; processes.py detects a dead rank sooner
 
 
 def joined(parts: Sequence[torch.Tensor], vocab_size: int) -> torch.Tensor:
@@ -98,8 +98,8 @@ class Ranks(Group):
         if self.backend == "nccl":
             torch.cuda.set_device(self.device)
             os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast is not available everywhere
-            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # otherwise captures exchange buffer handles
-        else:  # all ranks are on this machine; gloo may fail to resolve its name
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # otherwise each capture exchanges buffer handles
+        else:  # all ranks are on this machine; gloo may fail to resolve the machine's name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         dist.init_process_group(
             self.backend, store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=TIMEOUT_S),
@@ -108,13 +108,13 @@ class Ranks(Group):
         self._connected = True
 
     def open_mailbox(self, hidden: int, dtype: torch.dtype) -> str:
-        """On GPUs: connect the mailbox and measure how to sum [T, hidden] fastest.
+        """On GPUs: connect the mailbox, and measure whether the mailbox or NCCL sums [T, hidden] faster for each T.
 
-        Returns a sentence about the result; "" on a CPU.
+        Returns the result as a sentence; "" on a CPU.
         """
         if self.device.type != "cuda":
             return ""
-        why_not = f"they need half precision, and the dtype is {str(dtype).removeprefix('torch.')}"
+        why_not = f"mailboxes need half precision, and the dtype is {str(dtype).removeprefix('torch.')}"
         if dtype.itemsize == 2:
             try:
                 import engine.kernels.mailbox  # noqa: F401
@@ -158,7 +158,7 @@ class Ranks(Group):
     def abort(self) -> None:
         """End all waits for other ranks on this device, because a rank has ended. Any thread may call this."""
         if self.box is not None:
-            with torch.inference_mode():  # the tensor was made in inference mode
+            with torch.inference_mode():  # required: the tensor was made in inference mode
                 self.box.abort.fill_(1)
         if self._connected and self.backend == "nccl":
             from torch.distributed.distributed_c10d import _abort_process_group
@@ -167,7 +167,7 @@ class Ranks(Group):
             _abort_process_group()
 
     def close(self) -> None:
-        """Leave the group. Free all graphs with its collectives before: NCCL waits until they are freed."""
+        """Leave the group. First free all graphs that contain its collectives: NCCL waits until they are freed."""
         if not self._connected:
             return
         import torch.distributed as dist
@@ -180,7 +180,7 @@ class Ranks(Group):
         self.box = None
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        if not x.numel():  # a step that draws no token
+        if not x.numel():  # the step draws no token
             return x
         begin = self._begin()
         if self.box is not None and self.direct(len(x)) and self.box.holds(x):

@@ -1,12 +1,12 @@
-"""Detects a hanging engine process. Its heartbeat thread sends messages, and the client watches for silence.
+"""Detects a hanging engine process. A thread in the engine process sends heartbeats, and the client waits for them.
 
 Heartbeats alone do not distinguish a hang from a long call: a C function that holds Python's lock (the import of torch,
 the compilation of a kernel) stops the heartbeat thread, as SIGSTOP does. But such a call uses the processor or waits
-for the disk, and the operating system reports both to the client. There are three cases:
+for the disk, and the client can read both from the operating system. There are three cases:
 
-    heartbeats, but the same task for LONG_S              a long task: the client shows its name
-    no heartbeat, but use of the processor or the disk    a long call: the client shows the name of its task
-    neither heartbeat nor such use for SILENCE_S          a hang: the client reports it; the engine can be restarted
+    heartbeats arrive; the same task runs for LONG_S      a long task: the client shows the task's name
+    no heartbeats; the process uses processor or disk     a long call: the client shows the name of the call's task
+    no heartbeats, no processor, no disk for SILENCE_S   a hang: the client reports it; the engine can be restarted
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 BEAT_S = 1.0  # between two heartbeats
 TICK_S = 0.5  # how often the client checks
-LONG_S = 5.0  # longer tasks are reported
-SILENCE_S = 5.0  # without any sign of life for so long, a process seems to hang
-WORKING_S = 0.1  # so much processor time is a sign of life; threads that wait for Python's lock use a tenth of this
+LONG_S = 5.0  # tasks that take longer are reported
+SILENCE_S = 5.0  # a process without a sign of life for this long seems to hang
+WORKING_S = 0.1  # this much processor time is a sign of life; threads that wait for Python's lock use a tenth of it
 STOPPED, ON_DISK = "Tt", "D"  # states of a process in /proc/PID/stat and in ps
 IDLE = ""  # the task while the main thread waits for a command
 
@@ -51,7 +51,7 @@ class Heart:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """The condition of the engine process. `hung`: why it seems to hang, as a sentence; empty if it does not."""
+    """The condition of the engine process. `hung`: a sentence that says why the process seems to hang; else empty."""
 
     task: str = IDLE  # load | step | start | the kind of a command
     task_s: float = 0.0  # duration of the task so far
@@ -60,7 +60,7 @@ class Condition:
 
     @property
     def long(self) -> str:
-        """The long task, as a phrase for the screen; empty if there is none. Loading reports its own progress."""
+        """A phrase about a long task, for the screen; empty if there is none. Loading reports its own progress."""
         if self.silent_s > 2 * BEAT_S or self.task in (IDLE, "load") or self.task_s < LONG_S:
             return ""
         name = "one step" if self.task == "step" else f"one command ({self.task})"
@@ -68,7 +68,7 @@ class Condition:
 
 
 class Watch:
-    """In the client: watches one process by its messages, and by its processor time while there are none.
+    """In the client: watches one process by its messages. While no messages arrive, it reads the processor time.
 
     Silence is counted in ticks of the client, so a client that was suspended does not report a hang when it continues.
     """

@@ -1,6 +1,6 @@
-"""The process of a rank other than 0: loads its shard, then runs every plan that rank 0 sends.
+"""The process of a rank other than 0. It loads its shard, then runs every plan that rank 0 sends.
 
-reader thread   queues the plans; ends the process when rank 0 has ended, even during a step
+reader thread   queues the plans; ends this process when rank 0 has ended, even during a step
 main thread     owns the runner and runs the plans
 """
 
@@ -59,7 +59,7 @@ def main(fd: int) -> int:
         ready = True
         while (plan := plans.get()) is not None:
             runner.launch(plan, {})  # only rank 0 applies grammars
-        if runner.loaded.device.type == "cpu":  # a GPU's group ends with the process
+        if runner.loaded.device.type == "cpu":  # on GPUs the group ends with the process
             runner.close()
     except Exception as error:
         logger.exception("rank %d failed", rank)

@@ -1,8 +1,8 @@
 """Renders a checkpoint's chat template in a separate process with limits of time, memory and output.
 
-The process (`engine/text/template_process.py`) starts with `start` or with the first rendering, and serves all later
-renderings. A rendering takes about 0.1 ms longer there than in this process. The process is killed when it exceeds a
-limit, and it ends with its parent.
+The method `start` or the first rendering starts the process (`engine/text/template_process.py`), which also serves all
+later renderings. A rendering takes about 0.1 ms longer there than in this process. The process is killed when it
+exceeds a limit, and it ends when its parent ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SECONDS = 5.0  # for one rendering; the first rendering includes the compilation
 MEMORY = 1 << 30  # bytes of address space
 LONGEST = 16 << 20  # bytes of a rendering
 LONGEST_VALUES = 64 << 20  # bytes of the values (messages, tools, ...) as JSON
-LONGEST_SOURCE = 1 << 20  # characters of a template; the longest in use have about 30,000
+LONGEST_SOURCE = 1 << 20  # characters of a template; the longest templates in use have about 30,000
 START_SECONDS = 60.0  # for the interpreter to start, on a busy machine
 
 SCRIPT = Path(__file__).with_name("template_process.py")
@@ -115,11 +115,11 @@ class _Process:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        pipe, lifeline = os.pipe()  # never written; the kernel closes our end when this process ends
+        pipe, lifeline = os.pipe()  # carries no data; the kernel closes our end when this process ends
         arguments = [str(number) for number in (SECONDS + 1, MEMORY, LONGEST, pipe)]
         with theirs:
             try:
-                # -P: do not import from the script's directory. A new session: ctrl+c does not reach it.
+                # -P: do not import from the script's directory. start_new_session: ctrl+c does not reach the child.
                 self._child = subprocess.Popen(
                     [sys.executable, "-P", str(SCRIPT), *arguments], pass_fds=[pipe],
                     stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
@@ -153,7 +153,7 @@ class _Process:
                 f"the process that renders chat templates did not start within {START_SECONDS:g} seconds"
             ) from None
         except EOFError:
-            if not self.end.alive:  # it was stopped
+            if not self.end.alive:  # this process has ended the child
                 raise
             raise EngineError(
                 f"the process that renders chat templates did not start (exit code {self._child.wait()})"
@@ -187,7 +187,7 @@ class _Process:
         return bytes(parts)
 
     def _left(self) -> float:
-        # Not 0: if this process was paused (Ctrl+Z), the answer may have arrived although the time is over.
+        # Never 0: if this process was paused (Ctrl+Z), the answer may have arrived, although the deadline has passed.
         return max(0.01, self._until - time.monotonic())
 
 

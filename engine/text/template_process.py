@@ -2,7 +2,8 @@
 
 A template is a program that comes with a checkpoint. No check in Python can interrupt a long call into C (`'a' *
 10**10`, a sort), so the kernel enforces the limits. RLIMIT_AS limits memory (macOS ignores this limit). A timer limits
-time: its signal ends this process. When the parent ends, its pipe causes such a signal too.
+time: its signal ends this process. When the parent ends, the kernel closes the parent's end of a pipe, which also sends
+this process a signal that ends it.
 
     stdin, a socket    in: a frame with the template, then a frame with the values of each rendering, as JSON
                        out: READY, then a frame for each rendering
@@ -67,7 +68,7 @@ def limit(memory: int) -> None:
 
 
 def end_with_parent(lifeline: int) -> None:
-    """End this process when the other end of the pipe is closed, even during a call of C."""
+    """Let a signal end this process when the other end of the pipe is closed, even during a call into C."""
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)  # SIGIO
 
