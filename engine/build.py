@@ -1,4 +1,4 @@
-"""Builds a running engine from an EngineConfig: the one place that composes the parts."""
+"""Builds an engine from an EngineConfig. Only this module puts the engine's parts together."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("engine")
 
-GRAPH_BYTES = 1 << 30  # reserved for CUDA graphs: the KV cache leaves them free
+GRAPH_BYTES = 1 << 30  # GPU memory that the KV cache leaves free for CUDA graphs
 
 
 @dataclass(slots=True)
 class Built:
-    """An engine, the tokenizer of its model (None if not asked for), and facts about both for the user."""
+    """An engine, the tokenizer of its model (None if not loaded), and facts about both for the user."""
 
     engine: Engine
     tokenizer: Tokenizer | None
@@ -52,16 +52,16 @@ def build_engine(
 
     on_progress    called with {"stage", "done", "total", "text"}; `total` is 0 if unknown
     on_lost        called from another thread, with a sentence, when one of several ranks has ended unexpectedly
-    before_torch   called when the model is found, before anything that needs torch
-    max_waiting    the most requests that may wait in the queue; more are refused; None: no limit
+    before_torch   called after the model was found and before torch is needed
+    max_waiting    the most requests that may wait in the queue; further requests are refused; None: no limit
     """
     from engine.text.structured import Grammars
 
-    tell = on_progress or (lambda progress: None)
+    report = on_progress or (lambda progress: None)
     started = time.perf_counter()
-    tell({"stage": "model", "done": 0, "total": 0, "text": f"looking for {config.model}"})
+    report({"stage": "model", "done": 0, "total": 0, "text": f"looking for {config.model}"})
     directory = resolve_model(
-        config.model, on_progress=tell, weights=not config.dummy_weights, tokenizer=config.load_tokenizer
+        config.model, on_progress=report, weights=not config.dummy_weights, tokenizer=config.load_tokenizer
     )
     model = read_model_config(directory)
     before_torch()
@@ -69,7 +69,7 @@ def build_engine(
     tokenizer = Tokenizer(directory) if config.load_tokenizer else None
     if tokenizer is not None:
         tokenizer.context = limits.max_model_len
-    runner = make_runner(model, config, directory, tell, on_lost)
+    runner = make_runner(model, config, directory, report, on_lost)
     overlap = limits.device.type != "cpu" if config.overlap == "auto" else config.overlap == "on"
     ends = frozenset(eos_ids(directory) if tokenizer is None else tokenizer.eos_ids)
     engine = Engine(
@@ -87,9 +87,9 @@ def build_engine(
     speculation = None
     if config.speculation != "off":
         speculation = {"method": config.speculation, "tokens": config.speculative_tokens}
-        notes.append("speculation: steps are not overlapped, because each depends on the tokens of the step before")
+        notes.append("speculation: steps are not overlapped, because each step needs the tokens of the previous step")
     if limits.device.type == "cuda" and (why_not := without_graphs(model, config)):
-        notes.append(f"no CUDA graphs and few of our own kernels, which is several times slower: {why_not}")
+        notes.append(f"steps run without CUDA graphs and most of our own kernels, several times slower: {why_not}")
     info = {
         "model": Path(config.model).name, "model_dir": str(directory), "architecture": model.architecture,
         "parameters": model.num_parameters, "active_parameters": model.active_parameters,
@@ -116,7 +116,7 @@ def make_runner(
     on_progress: Progress | None = None,
     on_lost: Callable[[str], None] | None = None,
 ) -> Runner | LeadRunner:
-    """The runner for the device that `config` asks for, with other ranks if it asks for several."""
+    """Returns the runner for the device in `config`; with several ranks, rank 0's runner, which starts the others."""
     from engine.worker.rank_runner import LeadRunner
     from engine.worker.runner import Runner
 
@@ -128,9 +128,9 @@ def make_runner(
 
 
 def choose_parts(model: ModelConfig, config: EngineConfig) -> Parts:
-    """The fastest parts of a runner that can run the model as `config` asks. All ranks choose the same parts.
+    """Returns the fastest parts of a runner that can run the model as `config` asks. All ranks choose the same parts.
 
-    Modules are imported here because some need triton, which is not installed everywhere.
+    The imports are inside the function because some modules need triton, which is not installed everywhere.
     """
     from engine.model import ops
     from engine.worker.eager import Eager
@@ -149,7 +149,7 @@ def choose_parts(model: ModelConfig, config: EngineConfig) -> Parts:
 
 
 def without_graphs(model: ModelConfig, config: EngineConfig) -> str:
-    """The reason why this model cannot run with CUDA graphs as `config` asks; empty if it can."""
+    """Returns why this model cannot run with CUDA graphs as `config` asks; empty if it can."""
     from engine.attention.choose import backend_names, why_not_triton
 
     limits = resolve(config, model)
@@ -163,14 +163,14 @@ def without_graphs(model: ModelConfig, config: EngineConfig) -> str:
         return f"steps with drafts are captured on one GPU only, but tensor_parallel_size is {ranks}"
     if experts is not None and (model.hidden_size % 8 or experts.inner_size % (8 * ranks)):
         return (
-            f"an expert has matrices of {model.hidden_size} by {experts.inner_size} over {ranks} "
-            f"rank{'s' if ranks > 1 else ''}, but our kernels need rows of a multiple of 8 numbers"
+            f"the matrices of an expert are {model.hidden_size} by {experts.inner_size}, divided among {ranks} "
+            f"rank{'s' if ranks > 1 else ''}, but our kernels need a multiple of 8 numbers in each row"
         )
     return why_not_triton(model, limits.dtype, limits.device)
 
 
 def as_engine_error(error: BaseException) -> EngineError:
-    """An error that occurred while an engine was built, as an EngineError that says what to do."""
+    """Returns an EngineError that says what to do, for any error that occurred while an engine was built."""
     if isinstance(error, EngineError):
         return error
     if "out of memory" in str(error).lower() or isinstance(error, MemoryError):

@@ -12,15 +12,15 @@ from engine.errors import CheckpointError
 from engine.fields import listed, shown
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-JSON_BYTES = 64 << 20  # the index of a model with 100,000 tensors has 10 MB
-TOKENIZER_BYTES = 256 << 20  # the largest published tokenizer.json has 34 MB
+JSON_BYTES = 64 << 20  # the index of a model with 100,000 tensors takes 10 MB
+TOKENIZER_BYTES = 256 << 20  # the largest published tokenizer.json takes 34 MB
 
 
 def read_bytes(path: Path, most: int) -> bytes:
     """Return the contents of a regular file of at most `most` bytes.
 
-    Raises FileNotFoundError if there is no such file, and CheckpointError for other files: they could block (a FIFO) or
-    never end (a device).
+    Raises FileNotFoundError if the file does not exist, and CheckpointError if it is too large or not a regular file:
+    reading a FIFO could block, and reading a device could never end.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -56,7 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         text = read_text(path, JSON_BYTES)
         value = json.loads(text)
-        if "\\ud" in text.lower():  # a lone surrogate cannot be encoded later: raise now
+        if "\\ud" in text.lower():  # raise UnicodeEncodeError (a ValueError) now if the text has a lone surrogate
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except FileNotFoundError:
         raise CheckpointError(
@@ -107,7 +107,7 @@ def missing_weights(directory: Path) -> list[str]:
 def shard_names(index: Path) -> list[str]:
     """Return the files that a model.safetensors.index.json names, without duplicates.
 
-    They must be in the directory of the index.
+    Raises CheckpointError for a name that contains a directory.
     """
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:

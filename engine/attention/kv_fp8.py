@@ -1,11 +1,12 @@
-"""A KV cache of 8-bit floating-point numbers (e4m3), which halves its memory and the time to read it.
+"""A KV cache of 8-bit floating-point numbers (e4m3): half the memory and half the reading time of a 16-bit cache.
 
-The cache stores x / scale. Every head of every layer has one scale for its keys and one for its values, both computed
-from the weights alone (engine/model/kv_scales.py).
+The cache stores x / scale. Every KV head of every layer has one scale for its keys and one for its values. The scales
+are computed from the weights alone (engine/model/kv_scales.py).
 
-Attention always uses the rounded keys and values, even in the step that computes them.
+Attention reads every key and value after rounding, even in the step that computes it.
 
-The result of attention over normally distributed numbers has an error of 3.8 % (engine/kernels/MEASURED.md).
+For normally distributed keys and values, the output of attention has a relative error of 3.8 % (root mean square;
+engine/kernels/MEASURED.md).
 """
 
 from __future__ import annotations

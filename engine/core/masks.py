@@ -10,8 +10,8 @@ from engine.core.request import Request
 def dead_end(request: Request) -> str:
     """Return the reason why no token is allowed next, as a sentence; empty if a token is allowed.
 
-    This computes the grammar's mask, which is slow. Call it only for a new request with both masks or after a failed
-    draw.
+    This function is slow, because it computes the grammar's mask. Call it only for a new request that has a grammar and
+    min_tokens, or after the sampler could not draw a token.
     """
     drawn, least = len(request.ids) - request.prompt_len, request.params.min_tokens
     if request.grammar is None:
@@ -25,7 +25,7 @@ def dead_end(request: Request) -> str:
         return f"the reply's grammar allows no token after {tokens}"
     if drawn < least and allowed <= request.stop_ids:
         return (
-            f"after {tokens} the reply's grammar allows only the end, which min_tokens = {least:,} forbids: lower "
-            "min_tokens or widen the grammar"
+            f"after {tokens} the reply's grammar allows only the end of the reply, which min_tokens = {least:,} "
+            "forbids: lower min_tokens or widen the grammar"
         )
     return ""

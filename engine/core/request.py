@@ -50,7 +50,7 @@ class Request:
         |    KV written     |  KV in flight  |  no KV yet   |
 
     `len(ids)` tokens are known on the host. `in_flight` more (at most one) were drawn by steps that are not committed
-    yet; `total = len(ids) + in_flight`. A step that plans up to `total` samples the next token.
+    yet; `total = len(ids) + in_flight`. A step samples the request's next token if it plans the request up to `total`.
     `table[i]` is the physical block of tokens [i*block_size, (i+1)*block_size). Its first `shared_blocks` entries are
     in the radix tree, on the path to `node`; the rest are private to this request.
     """
@@ -61,12 +61,12 @@ class Request:
     seed: int
     max_total: int  # the most tokens of prompt and reply together
     stop_ids: frozenset[int] = frozenset()
-    group: str = ""  # a label of the caller, such as a chat; the engine does not read it
+    group: str = ""  # a label from the caller, such as the id of a chat; the engine does not read it
     sample_index: int = 0  # which of the n samples of a prompt; the noise depends on it
     prompt_len: int = 0
     state: RequestState = RequestState.WAITING
     finish_reason: str = ""
-    row: int = -1
+    row: int = -1  # the row in the batch, also in the block table; -1: not running
     planned: int = 0
     last_step: int = -1  # the last step with an entry of this request
     decoding: bool = False  # True once a token was drawn since the last admission; then total = planned + 1
@@ -74,26 +74,26 @@ class Request:
     table: list[int] = field(default_factory=list)
     node: Node | None = None  # None: the root
     shared_blocks: int = 0
-    cached_tokens: int = 0  # prompt tokens taken from the tree, before the first preemption
-    match: tuple[str, int, str] = ("", 0, "")  # of the first prefix match: why it stopped, where, and a phrase
+    cached_tokens: int = 0  # prompt tokens taken from the tree, without those taken after a preemption
+    match: tuple[str, int, str] = ("", 0, "")  # `stop`, `at` and `detail` of the record "match", before any preemption
     preemptions: int = 0
     overtaken: int = 0  # younger requests admitted while this one waited (policy longest-prefix)
-    prompt_logprobs_given: int = 0  # positions already returned; a resumed prefill computes them again
-    # Seconds on the log's clock. *_work leaves out the time during which the gate was closed. 0: not yet.
+    prompt_logprobs_given: int = 0  # positions whose logprobs were returned; a resumed prefill skips these
+    # Seconds on the log's clock; 0: not yet. The *_work times do not count the time while the gate was closed.
     submitted_at: float = 0.0
     admitted_at: float = 0.0
     submitted_work: float = 0.0
     admitted_work: float = 0.0
-    first_token_work: float = 0.0  # set by the step clock
-    grammar: Grammar | None = None  # advanced at commit
-    lookup: Lookup | None = None  # made with the first draft
+    first_token_work: float = 0.0  # set by engine/core/step_clock.py
+    grammar: Grammar | None = None  # advanced when a step is committed
+    lookup: Lookup | None = None  # made for the first draft
     drafted: int = 0  # draft tokens of the step in flight
     drafted_tokens: int = 0  # draft tokens of all committed steps
     accepted_tokens: int = 0  # how many of these were accepted
 
     @property
     def in_flight(self) -> int:
-        """Tokens drawn by steps that are not committed yet. Derived, so that a step need not update it."""
+        """Tokens drawn by steps that are not committed yet. Computed from other fields, so steps need not update it."""
         return self.planned + 1 - len(self.ids) if self.decoding else 0
 
     @property

@@ -24,7 +24,7 @@ DESCRIPTION = {
 }  # fmt: skip
 OTHER_WEIGHTS = (".gguf", ".safetensors", ".bin", ".pth", ".pt", ".onnx", ".h5", ".msgpack")
 POLL_SECONDS = 0.25
-SHOWN_OF_AN_ERROR = 300
+MAX_ERROR_TEXT = 300  # characters of a library's error in our message
 
 
 class Download:
@@ -37,15 +37,16 @@ class Download:
         self._cache = cache_directory()
 
     def run(self, weights: bool, tokenizer: bool) -> Path:
-        """Download the missing files; return the snapshot's directory. `weights`: False leaves the weights out.
+        """Download the missing files; return the snapshot's directory.
 
-        Raises CheckpointError. For an unsupported model, this happens before any weights are downloaded.
+        `weights`: False leaves the weights out. `tokenizer`: True also checks that the tokenizer can be loaded.
+        Raises CheckpointError. An unsupported model is refused before any weights are downloaded.
         """
         try:
             import huggingface_hub as hub
-            from huggingface_hub.utils import disable_progress_bars  # not every version exports it from the package
+            from huggingface_hub.utils import disable_progress_bars  # some versions export it only here
         except ImportError:
-            what = "huggingface_hub, which is not installed: pip install huggingface_hub"  # a dependency, not an extra
+            what = "huggingface_hub, which is not installed: pip install huggingface_hub"  # it is in no extra
             raise CheckpointError(f"{self._where()}, and downloading needs {what}") from None
         disable_progress_bars()
         try:
@@ -117,20 +118,20 @@ class Download:
         if self._begun is None:
             return f"{self._repository} is neither a directory nor in the cache {self._cache}"
         missing = self._begun.missing
-        what = f"its download did not end (missing: {listed(list(missing))})" if missing else "it is incomplete"
+        what = f"its download did not finish (missing: {listed(list(missing))})" if missing else "it is incomplete"
         return f"{self._repository} is in the cache {self._cache}, but {what}; the rest must be downloaded"
 
     def _reason(self, error: Exception) -> str:
-        """Return a phrase: the reason of a failure, and what to do."""
+        """Return a phrase that says why the download failed and what to do."""
         kind, status = type(error).__name__, _status(error)
         if kind == "GatedRepoError" or status == 403:
             return (
-                f"the hub denies access to it ({kind}): accept the model's terms on its page, and log in with "
+                f"the hub denies access to the model ({kind}): accept the model's terms on its page, and log in with "
                 "`hf auth login`"
             )
         if kind in ("RepositoryNotFoundError", "RevisionNotFoundError") or status in (401, 404):
             return (
-                f"the hub does not find it or denies access to it ({kind}): check the name, and log in with "
+                f"the hub does not have the model or denies access to it ({kind}): check the name, and log in with "
                 "`hf auth login` if the model is private or gated"
             )
         if status == 429:
@@ -139,7 +140,7 @@ class Download:
             return f"the hub reports an internal error ({status}): try again later; files that are complete are kept"
         if kind == "OfflineModeIsEnabled":
             return "HF_HUB_OFFLINE is set, so the hub is not used: unset it, or give a directory"
-        text = " ".join(str(error).split())[:SHOWN_OF_AN_ERROR]
+        text = " ".join(str(error).split())[:MAX_ERROR_TEXT]
         return (
             f"the hub could not be reached ({kind}: {text}): connect to the internet, or give a directory; files that "
             "are complete are kept"
@@ -157,12 +158,12 @@ def _status(error: BaseException | None) -> int | None:
 
 
 class _Watch:
-    """Reports the progress of a download, measured by the size of its folder."""
+    """Reports the progress of a download. The size of the folder shows how much has been downloaded."""
 
     def __init__(self, folder: Path, name: str, total: int, done: int, on_progress: Progress | None) -> None:
         self._folder, self._name, self._total, self._on_progress = folder, name, total, on_progress
-        self._others = _size(folder) - done  # bytes of other files
-        self._over = threading.Event()
+        self._others = _size(folder) - done  # bytes of the folder's other files
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="download progress")
 
     def __enter__(self) -> _Watch:
@@ -171,13 +172,13 @@ class _Watch:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._over.set()
+        self._ended.set()
         if self._on_progress is not None:
             self._thread.join()
 
     def _run(self) -> None:
         assert self._on_progress is not None
-        while not self._over.wait(POLL_SECONDS):
+        while not self._ended.wait(POLL_SECONDS):
             done = max(0, min(self._total, _size(self._folder) - self._others))
             text = f"downloading {self._name}: {done / 1e9:.2f} of {self._total / 1e9:.2f} GB"
             self._on_progress({"stage": "download", "done": done, "total": self._total, "text": text})

@@ -2,12 +2,12 @@
 
 The host sends one int32 buffer, in one copy from pinned memory before the graph runs:
 
-    [0] n, the number of entries that decode   [1] m, the number of changes to the block table
-    [HEADER …] row, start and token of the entries: three lists of length `capacity`
-               (token -1: the last token of this row, which only the device knows)
+    [0] n, the number of decoding requests   [1] m, the number of changes to the block table
+    [HEADER …] row, start and token of the requests: three lists of length `capacity`
+               (token -1: use the row's last token, which only the device knows)
     [then …]   row, column and block of the changes: three lists of length `changes`
 
-Persistent state (block table, last token) is written on the compute stream only: here, and by the sampler.
+Only this kernel and the sampler write the persistent state (block table, last token), both on the compute stream.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Paged attention of one query token per sequence (decode), with grouped queries and the keys split over programs.
 
 One kernel fuses q/k RMSNorm, RoPE, the store of the new key and value, the gather through the block table, attention,
-and the combination of the splits. So a decode layer has one kernel between its two projections. With `fused=None` the
-kernel computes only attention.
+and the combination of the splits. So a decode layer has one kernel between the qkv projection and the output
+projection. With `fused=None` the kernel computes only attention.
 
 Shapes: caches [blocks, block_size, kv_heads, d]; block_table int32 [rows, max_blocks]; seq_lens int32 [n], each
 including the token that is decoded (0: a padding row, whose output is zeros); rows int32 [n]: the row of each sequence
-in the block table. The grid is (kv_heads, n, splits) and does not depend on lengths, which the kernel reads, so a
-captured graph serves every batch of its size. The key and value of the newest token come from the projection, not from
-the cache.
+in the block table. The grid is (kv_heads, n, splits). It does not depend on the lengths, because the kernel reads them
+from memory. So one captured graph serves all batches of n sequences. The key and value of the newest token come from
+the projection, not from the cache.
 
 For each sequence and kv head, the program that finishes last combines the splits. An atomic counter shows which program
 is the last, so no second launch is needed. The splits follow FlashDecoding (Dao et al. 2023), and the reduction follows
@@ -80,10 +80,11 @@ def _online(q_tile, k, v, inside, m, mass, acc, scale):
 
 @triton.jit
 def fp8_pairs(v):
-    """Convert pairs of 8-bit floating-point numbers, 16 bits a pair, to float16; return the first and second numbers.
+    """Convert pairs of 8-bit floating-point numbers, 16 bits a pair, to float16; return all first, all second numbers.
 
-    An instruction transposes pairs of bytes between shared memory and a matrix product, but no instruction does so for
-    single bytes. With single bytes the loop had 2,257 instructions per tile; with pairs it has 1,312.
+    The values must be transposed on their way from shared memory to a matrix product. There is an instruction that
+    transposes pairs of bytes, but none for single bytes. With single bytes the loop had 2,257 instructions per tile;
+    with pairs it has 1,312.
     """
     return tl.inline_asm_elementwise(
         """{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t;
@@ -165,7 +166,7 @@ def _decode_kernel(
     h_mask = h < GROUP
     out_at = out + i * stride_o + (kvh * GROUP + h)[:, None] * D + d[None, :]
     if split >= active:
-        return  # without `gdc_wait`: the program of split 0 waits for the previous kernel
+        return  # `gdc_wait` is not needed: the program of split 0 waits for the previous kernel
     if old < (0 if FUSED else 1):
         if PDL:
             gdc_wait()
@@ -209,7 +210,7 @@ def _decode_kernel(
     else:
         q_tile = tl.load(q_row + (kvh * GROUP + h)[:, None] * D + d[None, :], mask=h_mask[:, None], other=0.0)
     if FP8:
-        # float16 holds 8-bit numbers exactly, and the conversion is one instruction. The scaled query is in range.
+        # float16 holds e4m3 numbers exactly, and the conversion is one instruction. The scaled query is in range.
         q_tile = (q_tile.to(tl.float32) * (scale * k_scale)).to(tl.float16)
         scale = 1.0
 
@@ -269,7 +270,7 @@ def _decode_kernel(
 
 
 class DecodeWorkspace:
-    """Scratch memory for the splits, allocated once: graphs need fixed addresses. Each launch leaves the counters 0."""
+    """Scratch memory for the splits, allocated once: graphs need fixed addresses. A launch resets the counters to 0."""
 
     def __init__(
         self, max_rows: int, kv_heads: int, group: int, head_dim: int, device: torch.device, longest: int = 8192
@@ -285,8 +286,8 @@ class DecodeWorkspace:
 def num_splits(n: int, kv_heads: int, longest: int) -> int:
     """Return the splits per (sequence, kv head), a power of two. The target is 1,024 programs, which keep a GPU busy.
 
-    Idle programs cost time: 6 of 58 us at 64 sequences of 900 tokens. With too few splits, too few programs read one
-    long sequence among many short ones.
+    Too many splits leave programs without keys, and these cost time too: 6 of 58 us at 64 sequences of 900 tokens. With
+    too few splits, one long sequence among many short sequences is read by too few programs.
     """
     least = 2 if longest <= 8192 else 4
     return max(least, min(MAX_SPLITS, 1 << (max(1, 1024 // (n * kv_heads)).bit_length() - 1)))
@@ -295,7 +296,7 @@ def num_splits(n: int, kv_heads: int, longest: int) -> int:
 class Form(NamedTuple):
     """The compile-time parameters of a launch. They depend on the number of sequences, not on lengths."""
 
-    tile: int  # keys
+    tile: int  # keys in a tile
     warps: int
     stages: int
     min_chunk: int  # the fewest keys of a split
@@ -304,11 +305,11 @@ class Form(NamedTuple):
 
 
 def form_for(n: int, kv_heads: int, longest: int) -> Form:
-    """Return the form that was fastest for n sequences, in whole steps of Qwen3-8B at the GPU's sustained clock."""
+    """Return the form that was fastest for n sequences in measured steps of Qwen3-8B, at the GPU's sustained clock."""
     pairs, splits = n * kv_heads, num_splits(n, kv_heads, longest)
     if pairs <= 64:  # latency matters: load the first tile before the previous kernel has ended
         return Form(64, 4, 3, 64, splits, True)
-    if pairs >= 1792:  # many short programs: with more of them per multiprocessor, less time is idle at the end
+    if pairs >= 1792:  # many short programs: smaller ones keep the multiprocessors busy until the end
         return Form(32, 1, 4, 1024, splits, False)
     return Form(64, 2, 4, 256 if pairs < 512 else 1024, splits, False)
 
@@ -331,7 +332,7 @@ def decode_attention(
     """Write the output of attention to `out` [n, heads * d].
 
     q: [n, heads * d] (any row stride); or, with `fused` = (qk_weight [heads + kv_heads, d] or None, rope table fp32
-    [positions, d], eps), rows [n, (heads + 2 kv_heads) * d] of the qkv projection. With `fused` the kernel starts
+    [positions, d], eps), the result [n, (heads + 2 kv_heads) * d] of the qkv projection. With `fused` the kernel starts
     before the previous kernel has ended, so the previous kernel must not write lengths or cache entries.
     kv_scales: fp32 [2, kv_heads], the scales of an 8-bit cache (engine/attention/kv_fp8.py).
     """

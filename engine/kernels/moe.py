@@ -4,12 +4,12 @@ A token and each of its experts form a pair, and the pairs are sorted by expert.
 by one tile of their expert's weights.
 
     gate_up   rows of x, gathered by token -> silu(gate) · up, one row per pair, sorted by expert
-    down      rows of gate_up -> output times the pair's weight, one row per pair, in the order of the tokens
+    down      rows of gate_up -> the expert's output times the pair's weight, one row per pair, in the order of tokens
     total     the sum of each token's pairs, in a fixed order
 
 T tokens of hidden size H; E experts of inner size I, K of them for each token; P = T · K pairs. The weights are gate_up
-[E, 2 I, H] (gates before ups) and down [E, H, I]. The GPU's tensor memory accelerator reads them, so H and I must be
-multiples of 8 in half precision.
+[E, 2 I, H] (gate rows before up rows) and down [E, H, I]. The GPU's tensor memory accelerator reads them, so H and I
+must be multiples of 8 in half precision.
 
 At Qwen3-30B-A3B's shape, up to 256 tokens, nearly all the time is spent on reading weights (MEASURED.md).
 """
@@ -29,9 +29,9 @@ from engine.kernels.moe_route import Form, Routes, form_for, route
 
 
 class Tile(NamedTuple):
-    """The tile of weights of one program: `n` rows (gate_up: n gates and n ups), `k` columns at a time.
+    """The tile of weights of a program: `n` rows (gate_up: n gate rows and n up rows), `k` columns at a time.
 
-    `stages`: tiles that are loaded ahead.
+    `stages`: the number of tiles that are loaded ahead.
     """
 
     n: int
@@ -140,7 +140,7 @@ def _down_tile(
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k0 in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
-        a = inner.load([first, k0])  # rows past this tile belong to other tiles or are zeros; they are not stored
+        a = inner.load([first, k0])  # rows past the tile's pairs are of other tiles or zeros; they are not stored
         b = w.load([at, k0])
         if NARROW:
             acc = tl.dot(b, a.T, acc, input_precision="ieee")
@@ -182,7 +182,7 @@ def _down_kernel(
         gdc_launch_dependents()
     count = tl.load(tiles + 3) * ((H + BLOCK_N - 1) // BLOCK_N)
     first = tl.program_id(0)
-    if PERSISTENT:  # loads the next tile while it stores this one
+    if PERSISTENT:  # each program loads its next tile while it stores the current tile
         for work in tl.range(first, count, tl.num_programs(0), flatten=True):
             _down_tile(inner, w, out, order, tiles, weights, work, H, INNER, BLOCK_M, BLOCK_N, BLOCK_K, NARROW, STAGES)
     elif first < count:
@@ -209,7 +209,7 @@ def _total_kernel(
 
 def tiles_for(tokens: int, per_token: int, experts: int) -> Tiles:
     """Return the tiles that were fastest in measurements."""
-    per_expert = tokens * per_token / experts  # pairs of an expert, if all experts get the same number
+    per_expert = tokens * per_token / experts  # pairs of each expert, if all experts get equally many
     if per_expert <= 10:
         return Tiles(16, True, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3))
     if per_expert <= 20:
@@ -220,7 +220,7 @@ def tiles_for(tokens: int, per_token: int, experts: int) -> Tiles:
 
 
 def forms(most: int, hidden: int, experts: int, per_token: int) -> list[int]:
-    """Return step sizes, in tokens. Together they use all forms of the kernels that steps up to `most` tokens use."""
+    """Return step sizes, in tokens, that together use all forms of the kernels for steps of up to `most` tokens."""
     found: dict[tuple[Tiles, Form], int] = {}
     for tokens in range(1, most + 1):
         tiles = tiles_for(tokens, per_token, experts)
@@ -282,8 +282,8 @@ def each_expert(
 ) -> torch.Tensor:  # fmt: skip
     """Return the weighted output [T, K, H] of each token's experts, for x [T, H]. The caller sums it over K.
 
-    Adds the tokens of each expert to load int64 [E]. `live` int32 [1]: only the first `live` tokens count, and only
-    their rows are written.
+    Adds the number of tokens of each expert to load int64 [E]. `live` int32 [1]: only the first `live` tokens are
+    counted, and only their rows are written.
     """
     tiles = tiles_for(len(x), per_token, len(router))
     routes = route(x, router, per_token, normalised, load, tiles.rows, live)

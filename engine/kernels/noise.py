@@ -63,7 +63,7 @@ def hashes(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torc
 def gumbel(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Returns standard Gumbel noise, fp32 [s, vocab_size], all finite: −log(E), with E = −log(1 − u) exponential.
 
-    u has 31 bits. The largest noise, which decides the draw, comes from the smallest u, and fp32 distinguishes all
+    u has 31 bits. Large noise decides which token is drawn. Large noise comes from u near 0, and fp32 distinguishes all
     values of u near 0.
     """
     return _gumbel((hashes(keys, positions, vocab_size) & 0x7FFFFFFF).to(torch.float32))
@@ -72,7 +72,7 @@ def gumbel(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torc
 def host_gumbel(keys: np.ndarray, positions: np.ndarray, vocab_size: int) -> torch.Tensor:
     """Returns the noise of `gumbel` on a CPU, from arrays.
 
-    numpy takes a third of torch's time: its words are unsigned and its calls are cheaper.
+    numpy takes a third of torch's time, because it has unsigned words and cheaper calls.
     """
     start = _host_mix(keys[:, 0].view(np.uint32) + positions.astype(np.uint32) * np.uint32(GOLDEN))
     step = ((start * np.uint32(MURMUR)) ^ keys[:, 1].view(np.uint32)) | np.uint32(1)

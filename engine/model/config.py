@@ -15,15 +15,18 @@ ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 class Architecture:
     """The properties of an architecture that config.json does not contain."""
 
-    qkv_bias: bool | None = False  # None: the field attention_bias decides, also for the output projection
+    qkv_bias: bool | None = False  # None: attention_bias in config.json decides, for the output projection too
     qk_norm: bool = False
-    mlp_bias: bool = False  # True: the field mlp_bias decides
-    head_dim: int | None = None  # default if config.json has none; None: hidden_size / num_attention_heads
-    kv_heads: int | None = None  # default if num_key_value_heads is missing; None, or null there: num_attention_heads
+    mlp_bias: bool = False  # True: mlp_bias in config.json decides; False: no bias
+    head_dim: int | None = None  # the default for a missing head_dim; None: hidden_size / num_attention_heads
+    # The default for a missing num_key_value_heads; None: num_attention_heads, which a null in config.json means too.
+    kv_heads: int | None = None
     # The layers with a sliding window:
+    #   "none"    no layer
     #   "always"  the layers that layer_types marks; without layer_types, all layers
-    #   "layers"  if use_sliding_window: the layers that layer_types marks; else the layers from max_window_layers on
-    #   "used"    if use_sliding_window: all layers
+    #   "layers"  if use_sliding_window is true: the layers that layer_types marks; without layer_types, the layers from
+    #             max_window_layers on
+    #   "used"    if use_sliding_window is true: all layers
     window: str = "none"
     experts: bool = False  # the MLPs of some or all layers are mixtures of experts
 
@@ -33,7 +36,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": Architecture(qkv_bias=True, kv_heads=32, window="layers"),
     "LlamaForCausalLM": Architecture(qkv_bias=None, mlp_bias=True),
     "MistralForCausalLM": Architecture(kv_heads=8, window="always"),
-    "MinistralForCausalLM": Architecture(kv_heads=8, window="always"),  # Mistral with layer_types
+    "MinistralForCausalLM": Architecture(kv_heads=8, window="always"),  # as Mistral, and config.json has layer_types
     "Qwen3MoeForCausalLM": Architecture(qkv_bias=None, qk_norm=True, kv_heads=4, window="used", experts=True),
 }
 MODEL_TYPES = {
@@ -48,19 +51,19 @@ MODEL_TYPES = {
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions: θ, and the stretching to a longer context. The fields are named as in `rope_parameters`."""
+    """Rotary positions: θ, and how they are stretched to a longer context. See `rope_parameters` in config.json."""
 
     kind: str = "default"
     theta: float = 10_000.0
     factor: float = 1.0
     original_max_position: int = 0  # the context before stretching
-    attention_factor: float | None = None  # yarn; None: computed from factor
+    attention_factor: float | None = None  # for yarn, as the next five fields; None: computed from factor
     mscale: float | None = None
     mscale_all_dim: float | None = None
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    low_freq_factor: float = 1.0  # llama3
+    low_freq_factor: float = 1.0  # for llama3, as the next field
     high_freq_factor: float = 4.0
 
 
@@ -70,9 +73,9 @@ class ExpertsConfig:
 
     count: int  # experts in a layer
     per_token: int
-    inner_size: int  # of one expert
-    normalised: bool  # the weights of a token's experts are scaled to sum to 1
-    layers: tuple[bool, ...]  # which layers have them
+    inner_size: int  # intermediate size of one expert
+    normalised: bool  # True: the weights of a token's experts are scaled to sum to 1
+    layers: tuple[bool, ...]  # for each layer, True if it has a mixture
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class ModelConfig:
     output_bias: bool = False  # of the attention's output projection
     mlp_bias: bool = False
     qk_norm: bool = False
-    windows: tuple[int, ...] = ()  # of each layer, see `window`; empty: no windows
+    windows: tuple[int, ...] = ()  # `window` of each layer; empty: no windows
     experts: ExpertsConfig | None = None  # None: every layer's MLP is dense
     dtype: str = "bfloat16"  # of the checkpoint
 
@@ -114,16 +117,16 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Scalars in the checkpoint, tied embeddings counted once."""
+        """The number of scalars in the checkpoint. Tied embeddings are counted once."""
         return self._parameters(self.experts.count if self.experts else 0)
 
     @property
     def active_parameters(self) -> int:
-        """The parameters that one token uses. Only the experts that the router selects for it are counted."""
+        """The number of parameters that one token uses. Only the experts that the router selects for it are counted."""
         return self._parameters(self.experts.per_token if self.experts else 0)
 
     def _parameters(self, experts: int) -> int:
-        """Scalars, with `experts` experts counted in each mixture, and the whole router."""
+        """Returns the number of scalars. Of each mixture, `experts` experts and the whole router are counted."""
         h, d = self.hidden_size, self.head_dim
         qkv = (self.num_heads + 2 * self.num_kv_heads) * d
         attention = h * qkv + self.num_heads * d * h + self.qkv_bias * qkv + self.output_bias * h
@@ -133,9 +136,10 @@ class ModelConfig:
         total = self.num_layers * (attention + norms) + embeddings + h
         if self.experts is None:
             return total + self.num_layers * mlp
-        mixed, mixture = sum(self.experts.layers), h * (self.experts.count + 3 * experts * self.experts.inner_size)
-        return total + mixed * mixture + (self.num_layers - mixed) * mlp
+        mixture = h * (self.experts.count + 3 * experts * self.experts.inner_size)
+        mixtures = sum(self.experts.layers)
+        return total + mixtures * mixture + (self.num_layers - mixtures) * mlp
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of KV cache for one token, over all layers."""
+        """Returns the bytes that one token takes in the KV caches of all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize

@@ -1,12 +1,12 @@
 """Computes the scales of an 8-bit KV cache from the weights alone, without prompts for calibration.
 
 By the Cauchy-Schwarz inequality, no entry of W RMSNorm(x) is larger than the norm of the entry's row of W times
-sqrt(hidden size). If a model normalises keys, no entry of a key is larger than sqrt(head dimension) times its norm
-weight. With these bounds, no value exceeds the range of the cache. The scales do not depend on tokens, so a cached
-prefix, other chunks or a preemption change nothing.
+sqrt(hidden size). If a model normalises keys, no entry of a key is larger than sqrt(head dimension) times the entry's
+norm weight. With these bounds, no number exceeds the range of the cache. The scales do not depend on tokens, so the
+cache holds the same numbers whether a prefix was cached, chunked or computed again after a preemption.
 
-A bound that is too large does little harm: an e4m3 number has 4 significant bits over 15 octaves, and loses them
-gradually over 3 more octaves. Scales are powers of two, so x / scale and the conversion back to 16 bits are exact. Only
+A bound that is too large does little harm: an e4m3 number has 4 significant bits over 15 octaves, and fewer and fewer
+bits over 3 smaller octaves. Scales are powers of two, so x / scale and the conversion back to 16 bits are exact. Only
 the rounding to 4 bits loses precision.
 """
 
@@ -17,8 +17,8 @@ import torch
 from engine.attention.kv_fp8 import E4M3_MAX
 from engine.model.decoder import Decoder, Layer
 
-SLACK = 1.15  # for rounding errors before the cache; they are larger if weights and activations have 8 bits
-LEAST = 2.0**-14  # the smallest scale: the smallest float16 with full precision
+SLACK = 1.15  # for rounding errors of keys and values; 8-bit weights and activations have larger errors
+LEAST = 2.0**-14  # the smallest scale; it is also the smallest float16 number with full precision
 
 
 def kv_scales(model: Decoder) -> list[torch.Tensor]:
@@ -40,7 +40,7 @@ def _layer_scales(model: Decoder, layer: Layer, rotation: float) -> torch.Tensor
     keys, values = bounds.view(2, kv_heads, dim)
     if layer.qk_norm is not None:
         keys = layer.qk_norm[config.num_heads :].float().abs() * dim**0.5
-    # Rotation turns pairs (i, i + D/2): each entry may become as large as the norm of its pair.
+    # Rotary positions rotate pairs (i, i + D/2), so an entry may become as large as the norm of its pair.
     pairs = keys.view(kv_heads, 2, -1).norm(dim=1) * rotation
     largest = torch.stack((pairs.amax(1), values.amax(1))) * (SLACK / E4M3_MAX)
     return torch.exp2(largest.clamp_min(LEAST).log2().ceil())

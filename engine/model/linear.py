@@ -1,9 +1,9 @@
 """The model's matrices, as tensors or as 8-bit numbers with a scale per row, and their products with activations.
 
-Decoding reads every weight for each token, so memory bandwidth limits its speed on a CPU. An int8 matrix has a quarter
+Decoding reads every weight in each step, so on a CPU memory bandwidth limits its speed. An int8 matrix has a quarter
 of the bytes of a float32 matrix. Processors have special instructions (VNNI) for products of 8-bit integers, so each
-row of activations is rounded to 8 bits too (W8A8, dynamic, symmetric). The scales per row on both sides are from
-LLM.int8() (Dettmers et al. 2022), without its separate path for outliers.
+row of activations is rounded to 8 bits too (W8A8, dynamic, symmetric). Each row of both matrices has its own scale, as
+in LLM.int8() (Dettmers et al. 2022), but there is no separate path for outliers.
 
 For one row of activations, a matrix of 6,144 x 1,024 takes 0.30 ms in int8 and 1.6 ms in float32
 (engine/kernels/MEASURED.md).
@@ -22,7 +22,7 @@ INT8_MAX = 127  # the range is symmetric: −128 is not used
 class ByteWeight:
     """A matrix [N, K]: 8-bit numbers [N, K] and a float32 scale per row [N].
 
-    It has those methods of a tensor that are needed to load weights.
+    It has the tensor methods that are used when weights are loaded.
     """
 
     __slots__ = ("scale", "values")
@@ -40,7 +40,7 @@ class ByteWeight:
 
     @staticmethod
     def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns values [n, K] and scale [n] for x [n, K], any float type; values · scale is nearest to x."""
+        """Returns values [n, K] and scale [n] for x [n, K], any float type; values · scale approximates x."""
         raise NotImplementedError
 
     def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -78,7 +78,7 @@ class ByteWeight:
         self.values.copy_(values)
 
     def normal_(self, mean: float, std: float, generator: torch.Generator | None = None) -> None:
-        """Fill with normal numbers: those that a float32 tensor would draw, rounded."""
+        """Fill with the normal numbers that a float32 tensor would get, rounded to 8 bits."""
         self.copy_(torch.empty(self.shape, device=self.device).normal_(mean, std, generator=generator))
 
 
@@ -102,7 +102,7 @@ class Int8Weight(ByteWeight):
 
 
 class Fp8Weight(ByteWeight):
-    """e4m3 (4 bits of exponent, 3 of mantissa), for activations in bfloat16 on a GPU (engine/kernels/fp8.py)."""
+    """e4m3 numbers (4 bits of exponent, 3 of mantissa), for bfloat16 activations on a GPU (engine/kernels/fp8.py)."""
 
     __slots__ = ()
     dtype = torch.float8_e4m3fn
@@ -124,13 +124,13 @@ class Fp8Weight(ByteWeight):
         return fp8_linear(x, self, out)
 
 
-Matrix = Any  # torch.Tensor or ByteWeight. Not a union, because GPU kernels accept tensors only
+Matrix = Any  # torch.Tensor or ByteWeight; not declared as a union, because GPU kernels accept only tensors
 
 
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns values int8 [n, K] and scale float32 [n] for x [n, K], any float type; values · scale is nearest to x.
+    """Returns values int8 [n, K] and scale float32 [n] for x [n, K], any float type; values · scale approximates x.
 
-    If a row has NaN or infinity, its scale is not finite, and neither are the products.
+    If a row contains NaN or infinity, its scale and its products are not finite.
     """
     scale = torch.linalg.vector_norm(x, torch.inf, 1, dtype=torch.float32) / INT8_MAX
     inverse = 1 / scale.clamp_min(torch.finfo(torch.float32).tiny)

@@ -12,7 +12,7 @@ MAX_UNSENT = 256 << 20  # bytes
 
 
 class Command(NamedTuple):
-    """A command of the client: submit, abort, call, start or close. Only the engine process itself makes "lost"."""
+    """A client's command: submit, abort, call, start or close; or "lost", which the engine process sends to itself."""
 
     kind: str
     tag: int  # the client's number for the stream or the call
@@ -49,7 +49,7 @@ class Outbox:
     def put(self, message: bytes) -> bool:
         """Queue a message without waiting.
 
-        Returns False and does not queue the message if more than MAX_UNSENT bytes would wait.
+        Returns False and does not queue the message if other messages wait and all together exceed MAX_UNSENT bytes.
         """
         with self._lock:
             if self._unsent and self._unsent + len(message) > MAX_UNSENT:
@@ -66,7 +66,7 @@ class Outbox:
         while (message := self._queue.get()) is not None:
             try:
                 self._connection.send_bytes(message)
-            except OSError:  # the process has ended; the reader thread reports it
+            except OSError:  # the peer has ended; the thread that reads its messages reports this
                 return
             with self._lock:
                 self._unsent -= len(message)

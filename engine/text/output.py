@@ -1,8 +1,8 @@
 """Stages 6 and 7, detokenize and emit: turn the tokens of a commit into text for the clients.
 
 Both stages run after the launch of the next step, so they do not delay it. They also find stop strings: a request whose
-text contains a stop string ends like an aborted request, and its later text is not shown. If the last characters may be
-the beginning of a stop string, they are held back until more text arrives.
+text contains a stop string ends like an aborted request, and its later text is not shown. If the last characters of a
+text may be the beginning of a stop string, they are held back until more text arrives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Delta:
-    """The new output of one request: its new token ids (with the end token) and the new text that clients can show.
+    """The new output of one request: its new token ids (including an end token) and the new text that clients can show.
 
     The last delta has a `finish_reason` (stop, length, abort or "error: …") and `metrics`.
     """
@@ -52,7 +52,7 @@ class _Stream:
     request: Request
     detokenizer: Detokenizer | None
     held: str = ""  # decoded text, not shown yet, that may be the beginning of a stop string
-    protected: int = 0  # first characters of `held`, from the first min_tokens tokens: no stop string may end in them
+    protected: int = 0  # characters at the start of `held` in which no stop string may end, because of min_tokens
     drawn: int = 0  # output tokens processed here; the request may already have more from the same step
 
 
@@ -126,7 +126,7 @@ class OutputProcessor:
         return False
 
     def _metrics(self, stream: _Stream) -> dict[str, Any]:
-        """Returns the metrics of a reply. The times exclude delays by a closed gate and by slow motion."""
+        """Returns the metrics of a reply. The times exclude pauses (a closed gate) and the delay of slow motion."""
         request, drawn, now = stream.request, stream.drawn, self._log.worked()
         submitted = request.submitted_work
         first, admitted = request.first_token_work or now, request.admitted_work or now

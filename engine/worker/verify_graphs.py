@@ -1,21 +1,23 @@
-"""CUDA graphs of steps with drafts (engine/core/speculation.py): each row has several tokens, and each is sampled.
+"""CUDA graphs of steps with drafts (engine/core/speculation.py): a row has several tokens, and a token is
+drawn after each of them.
 
-Such a step runs as a decode step, except in attention: there, the tokens of a row are a chunk that follows the row's
-cached tokens. There is one graph for each bucket, a number of tokens. The graphs read
+Such a step runs like a decode step, except in attention: there, the tokens of a row are a chunk that follows the row's
+cached tokens. There is one graph per bucket; a bucket is a number of tokens. The graphs read
 
-    per token      id, position, slot, row, and the position of the token that is sampled from it (0: none is)
+    per token      id, position, slot, row, and the position of the token that is drawn after it (0: none is drawn)
     per sequence   row of the block table, end of its tokens in the batch, number of its keys
 
-The padding of a bucket is one more sequence; its keys are written to the null block. The sampling graphs sample every
-token alone, whether it is a draft or not. A step may also contain prompt chunks, if all its tokens and sequences fit
-into a bucket. A step that fits into no bucket runs without a graph.
+The padding of a bucket is one more sequence; its keys are written to the null block. The sampling graphs draw after
+every token independently, whether the token is a draft or not. A step may also contain prompt chunks, if all its tokens
+and sequences fit into a bucket. A step that fits into no bucket runs without a graph.
 
-On an H200, Qwen3-0.6B, drafts of 8 tokens after contexts of 300: one row takes 1.23 ms (a decode step 0.74), eight rows
-1.75 ms (0.93), 28 rows 1.94 ms (1.24); without a graph, each takes 6.3 ms or more.
+On an H200, with Qwen3-0.6B, drafts of 8 tokens and contexts of 300, a step with one row takes 1.23 ms (a decode step:
+0.74 ms), with eight rows 1.75 ms (0.93 ms), with 28 rows 1.94 ms (1.24 ms). Without a graph, each of them takes 6.3 ms
+or more.
 
 A graph for 16 tokens uses other matrix kernels than a graph for one token. In half precision these kernels round
 differently. So speculation may change a token if its two best scores differ by less than the rounding; decode steps of
-different batch sizes have the same effect. In float32 nothing is captured, and speculation changes no token
+different batch sizes have the same effect. With float32 no graph is captured, and speculation changes no token
 (tests/engine/gpu/test_speculation.py).
 """
 
@@ -38,8 +40,8 @@ from engine.worker.sampling_graphs import DRAWABLE, SamplingGraphs
 from engine.worker.step_graphs import StepGraphs
 from engine.worker.upload import Staging
 
-SIZES = (4, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # tokens; `ladder` has these sizes too, so they share sampling graphs
-PROGRAMS = 256  # attention programs that keep a GPU busy reading keys
+SIZES = (4, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # tokens; also sizes of `ladder`, whose sampling graphs are used here
+PROGRAMS = 256  # number of attention programs that keep a GPU busy
 MOST_SPLITS = 8
 
 
@@ -111,7 +113,7 @@ class VerifyGraphs(StepGraphs):
             logit_rows=None,
             live=bounds[n - 1 : n],
         )
-        # The programs that have keys to read: one for each KV head of each row with a full draft.
+        # The number of programs that have keys to read: one for each KV head of each row, if all drafts are full.
         tiles = -(-tokens // (1 + self._loaded.config.speculative_tokens)) * self._loaded.shard.num_kv_heads
         splits = min(MOST_SPLITS, 1 << max(0, (PROGRAMS // tiles).bit_length() - 1))
         self._attention.plan(meta, splits=splits)
@@ -119,12 +121,12 @@ class VerifyGraphs(StepGraphs):
 
 
 def verify_sizes(loaded: LoadedModel) -> tuple[int, ...]:
-    """The sizes to capture: up to the first size that holds a full draft for every row."""
+    """Returns the sizes to capture: up to the first size that holds a full draft for every row."""
     enough = loaded.batch.max_rows * (1 + loaded.config.speculative_tokens)
     largest = next((t for t in SIZES if t >= enough), SIZES[-1])
     return tuple(t for t in SIZES if t <= largest)
 
 
 def _sequences(tokens: int) -> int:
-    """The sequences that a graph for `tokens` tokens can hold, the padding included."""
+    """Returns the number of sequences that a graph for `tokens` tokens can hold, including the padding."""
     return tokens // 2 + 1

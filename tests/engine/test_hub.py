@@ -282,7 +282,7 @@ def test_without_a_network_an_interrupted_download_is_told_as_such(
 ) -> None:
     interrupt(hub)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    expected = r"in the cache .*did not end \(missing: .*model-00002.*the rest must be downloaded.*HF_HUB_OFFLINE"
+    expected = r"in the cache .*did not finish \(missing: .*model-00002.*the rest must be downloaded.*HF_HUB_OFFLINE"
     with pytest.raises(CheckpointError, match=expected):
         resolve_model(NAME)
 

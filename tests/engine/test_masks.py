@@ -98,7 +98,7 @@ def test_masks_that_leave_nothing_end_their_request_with_a_sentence_and_no_other
     other = greedy(engine, [5, 6, 7], ignore_eos=True)
     run(engine)
     assert early.finish_reason == (
-        "error: after 2 tokens the reply's grammar allows only the end, which min_tokens = 5 forbids: "
+        "error: after 2 tokens the reply's grammar allows only the end of the reply, which min_tokens = 5 forbids: "
         "lower min_tokens or widen the grammar"
     )
     assert (whole.finish_reason, whole.output_ids[1:]) == ("stop", [12, end])
